@@ -56,6 +56,10 @@ class SeatKeys:
         """32 hex digits."""
         return hmac.new(self._secret, b"isles seat %d" % seat, hashlib.sha256).hexdigest()[:32]
 
+    def introduction(self, seat: int) -> bytes:
+        """Of the lighthouse to a seat, which gives it a file."""
+        return introduction(self.of(seat), -1)
+
     def seat(self, word: bytes, where: str, said: bytes) -> int | None:
         """Whose `signature` of `said` at `where` it is; None for a forged one."""
         number = word[:_MOST].partition(b":")[0]

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from isles.comm.elastic.cells import Batch
-from isles.comm.elastic.gifts import Gifts, NotAdopted, NotGiven
+from isles.comm.elastic.gifts.giving import Gifts
+from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven
 from isles.comm.elastic.guards.refusals import RefusalRow, Refusals, together, told_rows
 from isles.comm.elastic.island import FollowingRoster, IslandGroup, LeadingRoster
 from isles.comm.elastic.links.relayed import WAYS

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from isles.comm.elastic.gifts import NotAdopted, NotGiven, NotOffered
+from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven, NotOffered
 from isles.comm.elastic.island import IslandGroup
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Load

@@ -18,7 +18,7 @@ import torch
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
-from isles.comm.elastic.gifts import Giver
+from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.island import IslandGroup
 from isles.comm.elastic.keys import CONFIG, HELLO, LIT
 from isles.comm.elastic.links.direct import DirectLinks
@@ -153,7 +153,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         def lost(giver: str) -> bool:
             return giver.isdecimal() and company.lost(int(giver))
 
-        gifts = Giver(session, giver_of(company.seat, 0), tell, lost=lost)
+        gifts = Giver(session, giver_of(company.seat, 0), tell, lost=lost, guide=links)
         stack.callback(gifts.close)
 
         def tells() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from isles.comm.call import Ledger
 from isles.comm.credentials import Token
 from isles.comm.elastic.company import ask
-from isles.comm.elastic.gifts import Giver
+from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.island import FollowingRoster, IslandGroup
 from isles.comm.elastic.messages import Entry
 from isles.comm.elastic.told import PlaceLine, ends_waits, tells_failures
@@ -76,7 +76,7 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         ends_waits(line, transport)
         places.failed = tells_failures(session, entry, places.place, places.size)
         links.start(transport)
-        gifts = Giver(session, giver_of(entry.seat, places.place), _tell)
+        gifts = Giver(session, giver_of(entry.seat, places.place), _tell, guide=links)
         stack.callback(gifts.close)
         alone = Group(transport, (entry.seat,), "outer", deadlines(config), Ledger())
         acts = Acts(

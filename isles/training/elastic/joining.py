@@ -20,7 +20,8 @@ from typing import Any, Literal, cast
 from isles.comm.call import Ledger
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.cells import Batch, batches
-from isles.comm.elastic.gifts import GiftRequest, Gifts, NotGiven
+from isles.comm.elastic.gifts.giving import Gifts
+from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven
 from isles.comm.elastic.guards.refusals import RefusalRow, Refusals
 from isles.comm.elastic.island import IslandGroup, LeadingRoster
 from isles.comm.elastic.keys import LIGHTHOUSE

@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.gifts import GiftRequest, Gifts, NotGiven
+from isles.comm.elastic.gifts.giving import Gifts
+from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven
 from isles.comm.elastic.quorum.delivery import KEEPERS, Missed
 from isles.replicas.loop.joining import follow
 from isles.replicas.loop.outer import OuterSync

@@ -18,7 +18,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from isles.comm.elastic.gifts import GiftRequest, Gifts, NotGiven
+from isles.comm.elastic.gifts.giving import Gifts
+from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.parsing import parse_json
 from isles.replicas.loop.joining import adopt, given

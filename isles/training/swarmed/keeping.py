@@ -17,7 +17,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from isles.comm.elastic.gifts import GiftRequest, NotGiven, take
+from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, take
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.keys import STATUS
 from isles.comm.elastic.messages import encode
@@ -198,7 +198,8 @@ class SwarmKeeper(RunKeeper):
 
     def _fetch(self, seat: int, what: str, path: Path) -> None:
         """NotGiven where it does not come; ValueError where it is no file of tensors."""
-        take(self.session, GiftRequest(giver=str(seat), what=what, most=MOST, seconds=_SLOW), path)
+        asked = GiftRequest(giver=str(seat), what=what, most=MOST, seconds=_SLOW)
+        take(self.session, asked, path, introduction=self.keys.introduction)
         if not is_whole(path):
             raise ValueError("no safetensors file")
 

@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 
 from isles.comm.credentials import Token
-from isles.comm.elastic.gifts import GiftRequest, Giver, NotGiven
+from isles.comm.elastic.gifts.giving import Giver
+from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.messages import Finished, Leave, Over, Refusal
 from isles.comm.elastic.swarm.line import SwarmLine
@@ -113,7 +114,7 @@ class SeatedPeer:
         self._transport = ElasticTransport(entrance.session, entry.seat, MOST_SEATS, back=self._meet, guide=links)
         stack.callback(self._transport.close)
         links.start(self._transport)
-        self._gifts = Giver(entrance.session, str(entry.seat), tell)
+        self._gifts = Giver(entrance.session, str(entry.seat), tell, guide=links)
         stack.callback(self._gifts.close)
 
     def number(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.call import Ledger
-from isles.comm.elastic.gifts import Gifts
+from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.swarm.muster import MOST_SEATS
 from isles.comm.group import Group
 from isles.comm.layout import Coordinate, Layout

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from isles.comm.elastic.gifts import GiftRequest, Giver, NotGiven, take
-from isles.comm.elastic.keys import SeatKeys, signature
+from isles.comm.elastic.gifts.giving import Giver
+from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, take
+from isles.comm.elastic.keys import SeatKeys, introduction, signature
 from isles.comm.elastic.session import open_session
 from tests.comm.elastic.sessions import router
 
@@ -67,6 +69,50 @@ def test_what_never_comes_is_said_at_once(tmp_path: Path) -> None:
                 take(guest, GiftRequest(giver="3", what="mean-5", most=1 << 30, seconds=0.5), tmp_path / "taken")
         finally:
             guest.close()
+
+
+class Known:
+    """The guide of the worker in a seat, by the lighthouse's keys."""
+
+    def __init__(self, keys: SeatKeys, seat: int) -> None:
+        self._keys, self._seat = keys, seat
+
+    def introduction(self, peer: int) -> bytes:
+        return introduction(self._keys.of(peer), self._seat)
+
+    def expected(self, sender: int) -> bytes:
+        return introduction(self._keys.of(self._seat), sender)
+
+    def met(self, seat: int, *, there: bool, direct: bool) -> None:
+        pass
+
+
+def test_nobody_gives_in_another_s_place(tmp_path: Path) -> None:
+    """A member that answers under another seat's name gives nothing, neither to a worker nor to the lighthouse."""
+    keys, good, bad, path = SeatKeys(tmp_path), tmp_path / "good", tmp_path / "bad", tmp_path / "taken"
+    good.write_bytes(b"good" * 500_000)
+    bad.write_bytes(b"evil" * 500_000)
+    with router(tmp_path) as (mine, address, host):
+        ends = [open_session("client", mine, connect=address) for _ in range(3)]
+        try:
+            thief = Giver(ends[1], "3", print, guide=Known(keys, 5))
+            thief.offer("model", bad, {})
+            taker = Giver(ends[2], "4", print, guide=Known(keys, 4))
+            asked = GiftRequest(giver="3", what="model", most=1 << 30, seconds=1.0)
+            with pytest.raises(NotGiven, match="nothing came"):
+                taker.take(asked, path)
+            with pytest.raises(NotGiven, match="nothing came"):
+                take(host, asked, path, introduction=keys.introduction)
+            assert all(end.refused[-1, "a gift in another's name"] for end in (ends[2], host))
+            ends[1].close()
+            giver = Giver(ends[0], "3", print, guide=Known(keys, 3))
+            giver.offer("model", good, {})
+            for get in (taker.take, partial(take, host, introduction=keys.introduction)):
+                assert get(asked, path)["size"] == good.stat().st_size and path.read_bytes() == good.read_bytes()
+                path.unlink()
+        finally:
+            for end in ends:
+                end.close()
 
 
 def test_a_seat_s_word_bears_its_key(tmp_path: Path) -> None:

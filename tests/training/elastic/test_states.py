@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import isles
-from isles.comm.elastic.gifts import GiftRequest, Giver, NotGiven, NotOffered, take
+from isles.comm.elastic.gifts.giving import Giver
+from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, NotOffered, take
 from isles.comm.elastic.messages import Load
 from isles.comm.elastic.session import open_session
 from isles.comm.errors import RendezvousFailed

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from isles.comm.elastic.gifts import GiftRequest, NotGiven, NotOffered, is_written
+from isles.comm.elastic.gifts.giving import is_written
+from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, NotOffered
 from isles.comm.errors import CommError
 from isles.comm.tags import Tag
 from isles.comm.transport import Steps
@@ -71,7 +72,7 @@ class VirtualGifts:
             offer[0].unlink(missing_ok=True)
 
     def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
-        """See `isles.comm.elastic.gifts.take`."""
+        """See `isles.comm.elastic.gifts.taking.take`."""
         other, own = self._others.get(asked.giver), self._company
         if other is None:
             raise NotOffered("there is none")

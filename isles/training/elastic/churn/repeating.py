@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.gifts import GiftRequest, NotOffered, is_written
+from isles.comm.elastic.gifts.giving import is_written
+from isles.comm.elastic.gifts.taking import GiftRequest, NotOffered
 from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import Done, Finished, Over
 from isles.comm.elastic.record import ALONE, WHOLE, RoundLine

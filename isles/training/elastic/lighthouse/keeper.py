@@ -19,7 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from isles.comm.elastic.calls import RoundsAssembly
-from isles.comm.elastic.gifts import GiftRequest, NotGiven, take
+from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, take
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.messages import Examine, Over
 from isles.comm.elastic.orders import Assembly
@@ -118,7 +118,7 @@ class Keeper(RunKeeper):
     def _fetch(self, seat: int, place: int, path: Path) -> int:
         giver, patience = giver_of(seat, place), self.charter.world.outer_deadline
         asked = GiftRequest(giver=giver, what=STATE, most=MOST, seconds=patience)
-        facts = take(self.session, asked, path)
+        facts = take(self.session, asked, path, introduction=self.keys.introduction)
         if not is_whole(path):
             raise NotGiven("it is no file of tensors")
         return facts.get("round", -1)
@@ -134,7 +134,8 @@ class Keeper(RunKeeper):
             path = self.out / f"model-{seat}.partial"
             try:
                 patience = self.charter.world.outer_deadline
-                take(self.session, GiftRequest(giver=str(seat), what=MODEL, most=MOST, seconds=patience), path)
+                asked = GiftRequest(giver=str(seat), what=MODEL, most=MOST, seconds=patience)
+                take(self.session, asked, path, introduction=self.keys.introduction)
                 write_mean([path], self.out / "looked.partial")  # or refuses it
             except (NotGiven, ValueError) as why:
                 self.on_notice(f"worker {seat}'s model is left out: {why}")

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
-from isles.comm.elastic.gifts import Giver
+from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.journal import NAME, Journal
 from isles.comm.elastic.keys import LIGHTHOUSE, SeatKeys
 from isles.comm.elastic.lighthouse import GRACE, Lighthouse
@@ -107,12 +107,13 @@ class RunKeeper(ABC):
             if not (self.out / CONFIG).exists():
                 keep_config(self.charter.text, self.out)
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
+            self.keys = SeatKeys(self.out / CREDENTIALS)
             self.giver = Giver(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
             self.lighthouse = Lighthouse(
                 self.session,
                 self._assembled(journal, stack),
                 journal,
-                SeatKeys(self.out / CREDENTIALS),
+                self.keys,
                 config=self.charter.text,
                 version=__version__,
                 port=int(self.address.rpartition(":")[2]),

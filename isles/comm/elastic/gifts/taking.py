@@ -1,0 +1,200 @@
+"""The taking side of `giving`: a file in pieces, each of which bears the giver's seal.
+
+What a seat gives is sealed over the request and the answer, by the introduction of the taker (`keys`): whoever has the
+token may hear requests, and what it answers in the giver's place is not taken. Where the lighthouse gives nobody else
+can answer.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isles.comm.elastic.keys import LIGHTHOUSE, PROOF, gift_at, sealed
+from isles.comm.elastic.links.guide import Trusting
+from isles.comm.elastic.session import Session
+from isles.parsing import parse_json
+
+PIECE = 1 << 20
+WINDOW = 4
+MOST_FACTS = 1 << 16
+"""Bytes of what is said beside a file, and of a request."""
+SEALED = b"isles gift "
+"""Before a request, under a seal."""
+_TRUSTING = Trusting()
+_AGAIN = 0.2  # seconds
+_Answer = tuple[bytes | None, bytes | None]  # a reply, or why there is none
+
+
+class NotGiven(Exception):
+    """A gift did not come; the reason is a line for a person."""
+
+
+class NotOffered(NotGiven):
+    """Its giver has nothing of that name, and will have nothing."""
+
+
+class NotAdopted(NotGiven):
+    """A state came with which nobody can begin, and what its taker had before is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiftRequest:
+    """A request for the file that `giver` offers under the name `what`.
+
+    most: bytes that are accepted. seconds: without a piece until the gift counts as lost. wait: seconds until it must
+    be offered; None: as long as `seconds`. after: only a gift of a later round than this one will do.
+    """
+
+    giver: str
+    what: str
+    most: int
+    seconds: float
+    wait: float | None = None
+    after: int = -1
+
+    @property
+    def patience(self) -> float:
+        """Seconds until it is offered."""
+        return self.seconds if self.wait is None else self.wait
+
+
+def seat_in(name: str) -> int:
+    """Whose seat a giver's name is of; -1 for the lighthouse's."""
+    return -1 if name == LIGHTHOUSE else int(name.partition("/")[0])
+
+
+def take(
+    session: Session,
+    asked: GiftRequest,
+    path: Path,
+    taker: int = -1,
+    introduction: Callable[[int], bytes | None] = _TRUSTING.introduction,
+    *,
+    lost: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Fetch a gift into the file `path`; what is said beside it. taker: the seat that asks; -1: the lighthouse.
+    introduction: of the taker to a seat, see `Guide`. lost: whether the giver is gone.
+
+    NotGiven where it does not come, is too long, or is not what was offered. Not to be called in the session's thread.
+    """
+    taking = _Taking(session, asked, taker, introduction, lost)
+    facts = taking.open(asked.patience)
+    size, number = facts["size"], facts["number"]
+    if size > asked.most:
+        raise NotGiven(f"it has {size} bytes, more than the {asked.most} that fit this model")
+    with path.open("wb") as file:
+        checksum = 0
+        for piece in taking.pieces(number, size, asked.seconds):
+            checksum = zlib.crc32(piece, checksum)
+            file.write(piece)
+    if checksum != facts.get("crc32"):
+        raise NotGiven("it is not what was offered: its checksum differs")
+    return facts
+
+
+class _Taking:
+    """One fetch. Answers come in the session's thread; the taker waits for them in its own."""
+
+    def __init__(
+        self,
+        session: Session,
+        asked: GiftRequest,
+        taker: int,
+        introduction: Callable[[int], bytes | None],
+        lost: Callable[[], bool],
+    ) -> None:
+        self._session, self._key, self._taker, self._lost = session, gift_at(asked.giver), taker, lost
+        self._what, self._after = asked.what, asked.after
+        self._giver, self._introduction, self._word = seat_in(asked.giver), introduction, b""
+        self._answers: dict[int, _Answer] = {}
+        self._changed = threading.Condition()
+
+    def open(self, seconds: float) -> dict[str, Any]:
+        """Length, number and facts, once it is offered."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            reply = refusal = None
+            if self._is_introduced():
+                self._post(-1, 0, min(seconds, 5.0))
+                reply, refusal = self._wait(0, min(seconds, 5.0))
+            if reply is not None:
+                return _facts(reply)
+            if refusal == b"never":
+                raise NotOffered("there is none")
+            if self._lost():
+                raise NotGiven("it is gone")
+            time.sleep(_AGAIN)
+        raise NotGiven(f"nothing came within {seconds:g} s")
+
+    def _is_introduced(self) -> bool:
+        """Whether what the giver says can be known to be its own."""
+        if self._giver >= 0 and not self._word:
+            self._word = self._introduction(self._giver) or b""
+        return self._giver < 0 or bool(self._word)
+
+    def pieces(self, number: int, size: int, seconds: float) -> Iterator[bytes]:
+        """Its bytes, in order."""
+        offsets, posted = range(0, size, PIECE), 0
+        for place, offset in enumerate(offsets):
+            while posted < min(place + WINDOW, len(offsets)):
+                self._post(number, offsets[posted], seconds)
+                posted += 1
+            piece, refusal = self._wait(offset, seconds)
+            if piece is None and refusal is None:  # an answer may be lost: once more
+                self._post(number, offset, seconds)
+                piece, _ = self._wait(offset, seconds)
+            if piece is None or len(piece) != min(PIECE, size - offset):
+                raise NotGiven("it broke off")
+            yield piece
+
+    def _post(self, number: int, offset: int, seconds: float) -> None:
+        said = {"what": self._what, "number": number, "offset": offset, "after": self._after, "taker": self._taker}
+        asked = json.dumps(said).encode("ascii")
+
+        def answered(reply: bytes | None, refusal: bytes | None) -> None:
+            with self._changed:
+                self._answers[offset] = None if reply is None else self._unsealed(asked, reply), refusal
+                self._changed.notify_all()
+
+        try:
+            self._session.ask(self._key, asked, answered, seconds=seconds)
+        except OSError as error:
+            raise NotGiven(str(error)) from None
+
+    def _unsealed(self, asked: bytes, reply: bytes) -> bytes | None:
+        """What the giver says; None, and counted, where somebody else does."""
+        if self._giver < 0:
+            return reply
+        seal, data = reply[:PROOF], reply[PROOF:]
+        if hmac.compare_digest(seal, sealed(self._word, SEALED + asked, data)):
+            return data
+        self._session.refused.note(-1, "a gift in another's name")
+        return None
+
+    def _wait(self, offset: int, seconds: float) -> _Answer:
+        until = time.monotonic() + seconds + 1.0
+        with self._changed:
+            while offset not in self._answers and time.monotonic() < until:
+                if self._lost():
+                    raise NotGiven("it is gone")
+                self._changed.wait_for(lambda: offset in self._answers, min(_AGAIN, seconds + 1.0))
+            return self._answers.pop(offset, (None, None))
+
+
+def _facts(answer: bytes) -> dict[str, Any]:
+    """What a giver says of its gift. NotGiven where it is not as it must be."""
+    try:
+        facts = parse_json(answer[:MOST_FACTS])
+        if all(isinstance(facts[key], int) and 0 <= facts[key] < 1 << 62 for key in ("size", "number", "crc32")):
+            return facts
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise NotGiven("what is said of it makes no sense")
