@@ -31,7 +31,7 @@ def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int
     with lit(tmp_path) as (made, guest):
         monkeypatch.setattr(made, "_version", __version__)
         address = str(guest._session.info.links()[0].dst).partition("/")[2]
-        yield int(address.rpartition(":")[2]), read(tmp_path / "credentials").token
+        yield int(address.rpartition(":")[2]), read(tmp_path / "0" / "credentials").token
 
 
 def walked(
