@@ -26,7 +26,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 def real(folder: pytest.TempPathFactory, *assignments: str) -> Config:
     text = write_text(folder.mktemp("text") / "text.txt")
-    return tiny(text, "world.backend=distributed", "world.join_deadline=5", *assignments)
+    return tiny(text, "world.backend=distributed", "world.join_deadline=8", *assignments)
 
 
 def both(here: tuple[Config, Path, int | None], there: tuple[Config, Path, int | None]) -> list[Any]:
