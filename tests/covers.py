@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -32,4 +32,28 @@ def share(names: Iterable[str], turn: int, of: int, always: Collection[str] = ()
     for number, name in enumerate(names):
         chosen = name in always or number % of == turn % of
         found.append(pytest.param(name, marks=() if chosen else pytest.mark.long))
+    return found
+
+
+def pairs(
+    columns: Sequence[Sequence[Any]], fits: Callable[[tuple[Any, ...]], bool], alone: Collection[tuple[int, int]] = ()
+) -> list[tuple[Any, ...]]:
+    """Rows, a value of each column, in which every two values that any fitting row has together meet at least once.
+
+    alone: pairs of columns whose values need not meet. Greedy: each row is the one that brings the most pairs that have
+    not met, the first of equals, so it is always the same table.
+    """
+    every = [row for row in itertools.product(*columns) if fits(row)]
+    meets = {
+        row: {
+            (one, other) for one, other in itertools.combinations(enumerate(row), 2) if (one[0], other[0]) not in alone
+        }
+        for row in every
+    }
+    missing = set().union(*meets.values())
+    found = []
+    while missing:
+        row = max(every, key=lambda one: len(meets[one] & missing))
+        found.append(row)
+        missing -= meets[row]
     return found

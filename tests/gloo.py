@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -22,37 +23,69 @@ from isles.launch.processes import PipeHandle
 from isles.launch.store import join_store, open_store
 from isles.launch.worker import attend
 from isles.launch.workers import Workers, raise_first, worker_specs
+from isles.training.config.sections import Config
+from isles.training.running.processes import train_process
 from isles.training.running.server import PRELOAD
+from isles.training.running.starting import deadlines
 
 _handles: list[PipeHandle] = []
 
 
-def run_gloo(
+class _Pooled(Workers):
+    """Workers on the pool, whose processes stay unless one of them failed."""
+
+    def join(
+        self,
+        on_event: Callable[[Any], None] | None = None,
+        on_failure: Callable[[int, Exception], None] | None = None,
+    ) -> list[Any]:
+        well = False
+        try:
+            results = super().join(on_event, on_failure)
+            well = not self.failures
+            return results
+        finally:
+            if not well:
+                close()
+
+
+def start(
     worker: Callable[..., Any],
     workers: int = 2,
     *,
     args: Sequence[Any] = (),
     threads: int = 1,
     deadlines: Deadlines | None = None,
-) -> list[Any]:
-    """As `isles.run_local`, without `return_errors`."""
+) -> Workers:
+    """As `LocalWorkers`, without logs."""
     if not all(handle.process is not None and handle.process.is_alive() for handle in _handles):
         close()  # the command, called in this process, ends the children it finds
     while len(_handles) < workers:
         _handles.append(_started(len(_handles)))
     store = open_store("127.0.0.1")
     specs = worker_specs(NodeGroup(), workers, store.port, threads=threads, deadlines=deadlines, logs=None)
-    well = False
-    try:
-        for handle, spec in zip(_handles, specs, strict=False):
-            handle.pipe.send((spec, worker, tuple(args)))
-        pool = Workers(workers, _handles[:workers], lambda patience: None)
-        results = pool.join()
-        raise_first(results, pool.failures)
-        well = True
-    finally:
-        if not well:
-            close()
+    handles = []
+    for kept, spec in zip(_handles, specs, strict=False):
+        kept.pipe.send((spec, worker, tuple(args)))
+        handles.append(PipeHandle(spec.rank, kept.pipe, kept.process, deadlines=deadlines))
+    pool = _Pooled(workers, handles, lambda patience: None, deadlines)
+    pool.store = store  # type: ignore[attr-defined]  # it lives as long as they do
+    return pool
+
+
+def train(config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> Workers:
+    """For `launch(start_workers=...)`: the workers of a run on the pool."""
+    args = (config, out, resume)
+    return start(
+        train_process, config.world.workers, args=args, threads=config.world.threads, deadlines=deadlines(config)
+    )
+
+
+def run_gloo(worker: Callable[..., Any], workers: int = 2, **options: Any) -> list[Any]:
+    """As `isles.run_local`, without `return_errors`. options: of `start`."""
+    pool = start(worker, workers, **options)
+    results = pool.join()
+    raise_first(results, pool.failures)
     return results
 
 

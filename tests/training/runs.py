@@ -16,6 +16,7 @@ from isles.training.config.sections import Config
 from isles.training.running.run import launch
 from isles.training.running.virtual import VirtualWorkers
 from isles.training.worker import train_worker
+from tests import gloo
 
 CONTEXT, BATCH = 16, 2
 TINY = [
@@ -123,10 +124,11 @@ class Told:
         self.notices: list[str] = []
 
 
-def run(config: Config, out: Path, told: Told | None = None) -> dict[str, Any]:
-    """`launch`, into `told`."""
+def run(config: Config, out: Path, told: Told | None = None, resume: int | None = None) -> dict[str, Any]:
+    """`launch`, into `told`; processes are those of the tests' pool. Tests of how they start and end call `launch`."""
     told = told or Told()
-    return launch(config, out, told.lines.append, told.notices.append)
+    start = gloo.train if config.world.backend == "distributed" else None
+    return launch(config, out, told.lines.append, told.notices.append, resume, start_workers=start)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import pytest
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.regroup import prepare
 from isles.training.records.spread import Spread
+from isles.training.records.writer import cut_metrics
 from isles.training.running.run import launch
 from tests.training.dying import AWAITED
 from tests.training.runs import Told, lines_of, run, tiny, write_text
@@ -80,3 +81,11 @@ def test_a_spread_waits_for_nobody_who_is_lost(lost: Path) -> None:
     assert spread.lose(1) == {1: 0.5}
     assert spread.take(2, 2, "AACAPw==", 1) == {2: 0.5}
     assert spread.lose(0) == {}
+
+
+def test_metrics_beyond_the_checkpoint_are_cut(tmp_path: Path) -> None:
+    """And a last line that was cut off in writing."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    cut_metrics(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from safetensors.torch import load_file
 
 from isles.cli.evaluate import evaluate
 from isles.cli.export import export
-from isles.comm.virtual.run import run_virtual
-from isles.launch.workers import LocalWorkers, raise_first
 from isles.models import ModelConfig, build, limits
 from isles.training.config.reading import read_config, to_toml
 from isles.training.config.sections import Config
@@ -25,16 +22,12 @@ from isles.training.running.run import launch
 from tests.cli.command import isles
 from tests.training.own_models import save_gpt2
 from tests.training.runs import (
-    DIVIDED,
     EVERY_3,
-    ON_VIRTUAL,
     OWN_SETTINGS,
     TINY,
     Told,
     metrics,
     run,
-    train_all,
-    without_clocks,
     write_text,
 )
 
@@ -60,44 +53,6 @@ def tiny(text: Path, model: list[str], *more: str, method: str = "noloco", worke
     every += ["replicas.fragments=whole"] if method.startswith("streaming") else []  # the models have no list of blocks
     flags = {"replicas.method": method, "world.workers": workers, "run.steps": steps}
     return read_config(None, flags, [f"data.path={text}", *OF_RUN, *model, *every, *more])
-
-
-def without_bytes(line: dict[str, Any]) -> dict[str, Any]:
-    """Bytes count when they leave, which may be behind the computation; the results hold them all."""
-    return {key: value for key, value in line.items() if not key.startswith("bytes_")}
-
-
-FITTING = [name for name in ON_VIRTUAL if name not in DIVIDED]  # a bigram model has no units
-FEW = ["ddp", "diloco", "noloco", "demo"]
-
-
-@pytest.mark.parametrize("fitting", [FEW, pytest.param(FITTING, marks=pytest.mark.long)], ids=["few", "all"])
-def test_methods_train_both_with_the_same_bits_on_both_backends(
-    text: Path, tmp_path: Path, gpt2: list[str], fitting: list[str]
-) -> None:
-    """Dropout included: its draws follow the seed and the worker."""
-    cases = {"gpt2-noloco": (gpt2, "noloco"), **{f"factory-{name}": (FACTORY, name) for name in fitting}}
-    wide = ["model.factory=tests.training.own_models:wide", "model.context=16", "replicas.split=hidden"]
-    cases["divided-ist"] = (wide, "ist")
-    configs = [tiny(text, model, "run.log_every=1", method=name) for model, name in cases.values()]
-    seen = {}
-    for backend in ("virtual", "distributed"):
-        folders = [tmp_path / backend / case for case in cases]
-        for folder in folders:
-            folder.mkdir(parents=True)
-        args, events = (configs, [str(folder) for folder in folders]), []
-        if backend == "virtual":
-            results = run_virtual(train_all, 2, args=args, on_event=events.append)
-        else:
-            pool = LocalWorkers(train_all, 2, args=args)
-            results = pool.join(events.append)
-            raise_first(results, pool.failures)
-        lines = sorted(str(without_bytes(without_clocks(event))) for event in events if "loss" in event)
-        models = [(folder / "model.safetensors").read_bytes() for folder in folders]
-        seen[backend] = (lines, [[without_clocks(one) for one in worker] for worker in results], models)
-        assert len(lines) == 6 * 2 * len(cases)
-        assert len(set(models)) == len(cases)
-    assert seen["virtual"] == seen["distributed"]
 
 
 @pytest.mark.parametrize("kind", ["factory", "gpt2"])

@@ -17,7 +17,6 @@ from isles.comm.errors import WorkerFailed
 from isles.comm.mesh import Mesh
 from isles.comm.virtual.run import run_virtual
 from isles.data import load_corpus
-from isles.launch.workers import LocalWorkers, raise_first
 from isles.models import build
 from isles.models.sizes import parameters as count_parameters
 from isles.training.config.inner import lr_factor
@@ -39,7 +38,6 @@ from tests.training.runs import (
     metrics,
     run,
     tiny,
-    train_all,
     without_clocks,
     write_text,
 )
@@ -80,62 +78,6 @@ def refused(config: Config, out: Path) -> str:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The same on every backend
-
-
-SIX = [
-    "ddp",
-    "dct-dp",
-    "streaming-diloco",
-    "noloco",
-    "demo",
-    "ist",
-]  # test_same_bits.py has a dozen
-
-
-@pytest.mark.parametrize(
-    ("workers", "names"),
-    [(3, SIX), *(pytest.param(workers, ON_VIRTUAL, marks=pytest.mark.long) for workers in (2, 3))],
-    ids=["3-six", "2-all", "3-all"],
-)
-def test_virtual_and_distributed_give_the_same_bits(text: Path, tmp_path: Path, workers: int, names: list[str]) -> None:
-    """Losses, validation, bytes, summary values and model.safetensors of methods, after 7 steps with H = 3."""
-    configs = [
-        tiny(text, "run.validate_every=4", "run.log_every=1", method=name, workers=workers, steps=7) for name in names
-    ]
-
-    def outs(backend: str) -> list[str]:
-        folders = [tmp_path / f"{backend}-{name}" for name in names]
-        for folder in folders:
-            folder.mkdir()
-        return [str(folder) for folder in folders]
-
-    def lines(events: list[Any]) -> list[list[dict[str, Any]]]:
-        own: list[list[dict[str, Any]]] = [[] for _ in range(workers)]
-        runs = [0] * workers
-        for event in events:
-            if "worker" not in event:
-                continue
-            worker, line = event["worker"], without_clocks(event)
-            runs[worker] += "loss" in line and line["step"] == 1
-            if names[runs[worker] - 1] in LATE:  # bytes count when they leave; the summaries hold them all
-                line = {key: value for key, value in line.items() if not key.startswith("bytes_")}
-            own[worker].append(line)
-        return own
-
-    real: list[Any] = []
-    pool = LocalWorkers(train_all, workers, args=(configs, outs("distributed")))
-    results = pool.join(real.append)
-    raise_first(results, pool.failures)
-    simulated: list[Any] = []
-    expected = run_virtual(train_all, workers, args=(configs, outs("virtual")), on_event=simulated.append)
-
-    assert lines(real) == lines(simulated)
-    assert [without_clocks(r) for w in results for r in w] == [without_clocks(r) for w in expected for r in w]
-    models = {}
-    for name in names:
-        models[name] = (tmp_path / f"virtual-{name}" / "model.safetensors").read_bytes()
-        assert (tmp_path / f"distributed-{name}" / "model.safetensors").read_bytes() == models[name]
-    assert len(set(models.values())) == len(names)  # and the methods are not all the same thing
 
 
 def test_a_run_repeats_itself_and_the_seed_changes_it(text: Path, tmp_path: Path) -> None:

@@ -10,33 +10,10 @@ from safetensors.torch import load_file
 
 from isles.memory.disk import disk_vectors
 from isles.memory.meter import MemoryMeter
-from isles.replicas import METHODS
-from isles.replicas import method as method_of
-from isles.replicas.loop.outer import OuterSync
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.tensors import write_tensors
-from tests.training.test_memory import _config, _launch, _left
-
-OUTER = [name for name in METHODS if issubclass(method_of(name), OuterSync)]
-
-
-@pytest.mark.parametrize(
-    "method", [one if one == "noloco" else pytest.param(one, marks=pytest.mark.long) for one in OUTER]
-)
-def test_vectors_on_disk_keep_the_bits(method: str, tmp_path: Path) -> None:
-    words = [f"replicas.method={method}", "run.checkpoint_every=3"]
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    _launch(_config(*words), tmp_path / "plain")
-    _launch(_config(*words, "memory.vectors=disk", f"memory.disk={disk}"), tmp_path / "stored")
-    plain, stored = _left(tmp_path / "plain"), _left(tmp_path / "stored")
-    assert stored[0] == plain[0]
-    assert stored[2] == plain[2]
-    for worker in range(2):
-        files = [Checkpoints(tmp_path / one)._shard(3, worker) for one in ("plain", "stored")]
-        assert files[0].read_bytes() == files[1].read_bytes()
-    assert not list(disk.iterdir())
+from tests.training.test_memory import _config, _launch
 
 
 def test_vectors_lie_in_a_file(tmp_path: Path) -> None:
