@@ -22,7 +22,7 @@ def encoded(case: Case) -> int:
     return entry * case.elements + (4 * -(-case.elements // block) if block else 0)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("workers", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_mean_is_exact_equal_everywhere_and_counted(workers: int) -> None:
     """For every codec, dtype and length: equal bits on all ranks, which are those of: decode, sum in rank order, divide
     (and encode once more where shards are gathered); `own` as others decode it; bytes sent = `sent_bytes` = the closed

@@ -13,6 +13,7 @@ from isles.memory.profile import SCALARS, _fake_trace, _without_numbers, own_los
 from isles.memory.units import units_of
 from isles.models.decoder import Decoder
 from isles.models.sizes import SIZES, flops_per_token, parameters
+from tests.covers import cover
 from tests.memory.loops import DECODER, profiled
 from tests.memory.models import TASKS
 
@@ -26,8 +27,7 @@ FORMATS = {
 SIZES_TRIED = ["0.13M", *(pytest.param(size, marks=pytest.mark.long) for size in ("2M", "10M"))]
 
 
-@pytest.mark.parametrize("kept", ["keep", "recompute"])
-@pytest.mark.parametrize("how", FORMATS)
+@pytest.mark.parametrize(("how", "kept"), cover(FORMATS, ("keep", "recompute"), each=1))
 @pytest.mark.parametrize("size", SIZES_TRIED)
 def test_a_step_without_numbers_takes_the_bytes_of_the_real_one(size: str, how: str, kept: str) -> None:
     dtype, autocast = FORMATS[how]

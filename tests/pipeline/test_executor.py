@@ -23,7 +23,7 @@ GRID = [
     )
 ]
 CHOSEN = [
-    *GRID[7::71],  # of every number of stages, replicas and microbatches some
+    *GRID[7::142],  # of every number of stages, replicas and microbatches some
     Cell(1, 1, 3),
     Cell(4, 4, 2, "random"),
     Cell(4, 2, 8, "random", home=True),

@@ -97,7 +97,7 @@ CELLS = [
         ("fast", 2, 3, 1, "noloco", "random", False),
     )
 ]
-QUICK = 2
+QUICK = 1
 
 
 @pytest.mark.parametrize(

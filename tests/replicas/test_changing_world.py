@@ -92,7 +92,7 @@ def test_diloco_goes_on_with_a_donors_state(options: dict[str, Any]) -> None:
         run(worker, False)
 
 
-@pytest.mark.parametrize("name", share(FOLLOW, 0, 3, ("diloco", "noloco")))
+@pytest.mark.parametrize("name", share(FOLLOW, 0, 6, ("diloco", "noloco")))
 def test_a_planned_leave(name: str) -> None:
     """Seat 2 stays until each of its fragments has done the last round that it is in, then finishes by itself."""
 

@@ -13,7 +13,7 @@ from isles.comm.collectives.mean import mean
 from isles.comm.errors import WorkerFailed
 from isles.comm.mesh import Mesh
 from isles.replicas.parts.mixing import RandomGroups
-from tests.covers import cover
+from tests.covers import cover, share
 from tests.replicas.workers import LINKS, RUNS, Net, counted, held_out, killed, sgd, train_step, weights, wrap
 
 NOLOCO = [name for name in RUNS if name.startswith("noloco")]
@@ -108,7 +108,7 @@ def test_a_group_with_a_lost_member_is_dissolved_for_the_round() -> None:
 LATE = isles.Deadlines(outer=1.0)
 
 
-@pytest.mark.parametrize("name", NOLOCO)
+@pytest.mark.parametrize("name", share(NOLOCO, 0, 3, ("noloco",)))
 def test_a_late_worker_is_met_again(name: str) -> None:
     """solo: worker 1 stands still once, for 2.5 deadlines. Its partner goes on alone after the deadline; nobody is
     given up, the others' waiting lets it catch up, and in the end rounds are done together again.

@@ -159,7 +159,10 @@ def test_one_worker_is_lookahead_with_momentum(name: str) -> None:
             assert torch.equal(other[round], after[round])
 
 
-@pytest.mark.parametrize(("workers", "group_size"), [(4, 2), (5, 2), (6, 3), (7, 3), (9, 4)])
+@pytest.mark.parametrize(
+    ("workers", "group_size"),
+    [(5, 2), (7, 3), *(pytest.param(*one, marks=pytest.mark.long) for one in [(4, 2), (6, 3), (9, 4)])],
+)
 @pytest.mark.parametrize("name", FORMS)
 def test_the_mean_of_all_replicas_ignores_pairing_and_gamma(workers: int, group_size: int, name: str) -> None:
     """Oracle: mean conservation, mu_delta <- alpha mu_delta + beta mean Delta whatever the groups and gamma; 1e-12."""
@@ -189,7 +192,7 @@ def test_without_momentum_it_is_pairwise_averaging(name: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("workers", [4, 5])
+@pytest.mark.parametrize("workers", [pytest.param(4, marks=pytest.mark.long), 5])
 @pytest.mark.parametrize("gamma", [0.7, 0.4])
 def test_exchange_forms_agree(workers: int, gamma: float, dtype: torch.dtype, error: float) -> None:
     """Oracle: the reductions of 2.5 are exact; float64 1e-12, float32 1e-5 relative to the weights' size."""
@@ -201,7 +204,7 @@ def test_exchange_forms_agree(workers: int, gamma: float, dtype: torch.dtype, er
                 assert float((a - b).abs().max()) <= error * max(1.0, float(a.abs().max()))
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+@pytest.mark.parametrize("workers", [2, 5])
 def test_prefetch_changes_no_bit(workers: int) -> None:
     """Sending anchors early or late, with lossy codecs too: the same losses and weights."""
     for codecs in ({}, {"codec": "int8", "anchor_codec": "bf16"}):

@@ -18,6 +18,7 @@ from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import WorkerFailed
 from isles.comm.mesh import Mesh
+from tests.covers import share
 from tests.replicas.workers import HALVES, LINKS, Net, adamw, held_out, loss_of, sgd, train_step, weights, wrap
 
 CALM: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.0}  # so short a run wants none
@@ -64,7 +65,7 @@ def once_not_finite(world: Mesh, name: str, options: dict[str, Any], bad: float 
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", OUTER)
+@pytest.mark.parametrize("name", share(OUTER, 0, 3, ("diloco", "noloco")))
 def test_the_loss_keeps_falling(name: str, bad: float) -> None:
     """diloco.md 6.3. By default that round is skipped, one line names the worker, which alone heals; later rounds
     count: anchors move, agreeing methods end with the same bits, everything is finite.
@@ -84,7 +85,7 @@ def test_the_loss_keeps_falling(name: str, bad: float) -> None:
         assert all(torch.equal(own["weights"], results[0]["weights"]) for own in results)
 
 
-@pytest.mark.parametrize("name", SPARES)
+@pytest.mark.parametrize("name", share(SPARES, 1, 3))
 def test_it_may_be_left_out(name: str) -> None:
     """Nobody skips; the others' rounds go on without that share."""
     with pytest.warns(UserWarning, match=r"what worker 1 learned .* the mean is that of the others"):

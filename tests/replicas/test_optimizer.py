@@ -42,7 +42,7 @@ def run(worker: Any, workers: int = 1, *args: Any) -> list[Any]:
 # torch's habits.
 
 
-@pytest.mark.parametrize("name", share(METHODS, 0, 5, ROOTS))
+@pytest.mark.parametrize("name", share(METHODS, 0, 10, ROOTS))
 def test_learning_rate_schedulers_work_as_on_the_inner_optimizer(name: str) -> None:
     """LambdaLR and OneCycleLR (which turns betas too) on the wrapper or on the inner one: the same bits, no warning."""
 
@@ -69,7 +69,7 @@ def test_learning_rate_schedulers_work_as_on_the_inner_optimizer(name: str) -> N
             assert run(worker, 2, kind, "wrapper") == run(worker, 2, kind, "inner")
 
 
-@pytest.mark.parametrize("name", share(METHODS, 1, 5, ROOTS))
+@pytest.mark.parametrize("name", share(METHODS, 1, 10, ROOTS))
 def test_it_is_an_optimizer_that_shares_groups_and_state(name: str) -> None:
     """param_groups and state are the inner optimizer's, in both directions; hooks, repr and zero_grad work."""
 
@@ -101,7 +101,7 @@ def test_it_is_an_optimizer_that_shares_groups_and_state(name: str) -> None:
     run(worker, 1)
 
 
-@pytest.mark.parametrize("name", share(METHODS, 2, 5, ROOTS))
+@pytest.mark.parametrize("name", share(METHODS, 2, 10, ROOTS))
 def test_closures(name: str) -> None:
     """step(closure) computes the loss with gradients, returns it, and gives the same bits as the usual loop."""
 
@@ -128,7 +128,7 @@ def test_closures(name: str) -> None:
     assert run(worker, 2, True) == run(worker, 2, False)
 
 
-@pytest.mark.parametrize("name", share(METHODS, 3, 5, ROOTS))
+@pytest.mark.parametrize("name", share(METHODS, 3, 10, ROOTS))
 def test_grad_scaler(name: str) -> None:
     """step(scaler=) unscales what was reduced, before clipping: a power of two changes no bit. An overflow makes its
     worker skip the step; for methods at gradient level see below. Refused where all take one step together without
@@ -466,7 +466,7 @@ def test_schedule_asks_nothing_of_the_run() -> None:
     assert run(worker, 3) == run(plain, 3)
 
 
-@pytest.mark.parametrize("name", share(RUNS, 4, 5))
+@pytest.mark.parametrize("name", share(RUNS, 4, 10))
 def test_evaluation_weights_are_the_anchor_and_are_given_back(name: str) -> None:
     """Inside: the anchors (where there are any). After, also after an error: the live bits. Training feels nothing."""
 
@@ -495,7 +495,7 @@ def test_evaluation_weights_are_the_anchor_and_are_given_back(name: str) -> None
     assert run(worker, 3, True) == run(worker, 3, False)
 
 
-@pytest.mark.parametrize("name", share([name for name in METHODS if name not in DIVIDED], 5, 5, ROOTS))
+@pytest.mark.parametrize("name", share([name for name in METHODS if name not in DIVIDED], 5, 10, ROOTS))
 def test_spread_of_the_replicas(name: str) -> None:
     """replica_std = sqrt(sum (p - mean p)^2 / (N P)) over live weights, the same on all workers, weights untouched."""
 
@@ -531,7 +531,7 @@ def test_training_goes_on_after_finish() -> None:
     assert run(worker, 3) == [[0, 0, 1, 2, 2, 3, 3, 3, 4]] * 3
 
 
-@pytest.mark.parametrize("name", share(METHODS, 6, 5, ROOTS))
+@pytest.mark.parametrize("name", share(METHODS, 6, 10, ROOTS))
 def test_consolidate_averages_floating_buffers(name: str) -> None:
     """Running statistics differ between workers: the one model has their mean; counters stay each worker's."""
 
@@ -574,7 +574,7 @@ def test_replicas_of_a_stage_know_nothing_of_other_stages(name: str) -> None:
     assert len({result[1] for _, result in staged}) == 2
 
 
-@pytest.mark.parametrize("name", share(METHODS, 7, 5))
+@pytest.mark.parametrize("name", share(METHODS, 7, 10))
 def test_two_optimizers_in_one_world(name: str) -> None:
     """Two models trained in turns, each with its own optimizer over the same group: the bits of two runs."""
 
@@ -593,7 +593,7 @@ def test_two_optimizers_in_one_world(name: str) -> None:
     assert both == [one + two for one, two in zip(first, second, strict=True)]
 
 
-@pytest.mark.parametrize("name", share(RUNS, 8, 5, ROOTS))
+@pytest.mark.parametrize("name", share(RUNS, 8, 10, ROOTS))
 def test_loading_its_own_state_changes_nothing(name: str) -> None:
     """What accelerate does in `prepare`: load_state_dict(state_dict()), at any step."""
 

@@ -47,13 +47,13 @@ def without(name: str, workers: int) -> list[Any]:
     return run(workers, name)
 
 
-@pytest.mark.parametrize("name", share(RUNS, 1, 4, CORE))
+@pytest.mark.parametrize("name", share(RUNS, 1, 8, CORE))
 def test_any_step_can_be_saved_and_gone_on_from(name: str) -> None:
     """Oracle: the run that took the checkpoint and went on: later losses, clocks, bytes and weights to the bit, on a
     fresh cluster with jitter. And the run that never stopped: the same losses and weights; the same clocks and bytes
     too where nothing was in flight, for which a checkpoint waits.
     """
-    check_saved_after(name, 3, range(1, 13) if name in CORE else (4,))
+    check_saved_after(name, 3, (2, 3, 4, 6, 11) if name in CORE else (4,))
 
 
 def test_two_pairs_can_be_saved_and_gone_on_from() -> None:

@@ -29,7 +29,12 @@ def text(tmp_path: Path) -> Path:
     ("method", "more", "workers"),
     [
         ("diloco", ["world.inner=2"], 4),
-        ("noloco", [REAL, "world.inner=2", "world.inside=fsdp", "model.tie_embeddings=true"], 4),
+        pytest.param(
+            "noloco",
+            [REAL, "world.inner=2", "world.inside=fsdp", "model.tie_embeddings=true"],
+            4,
+            marks=pytest.mark.long,
+        ),
         pytest.param("fsdp", [REAL, "inner.accumulation=2"], 2, marks=pytest.mark.long),
     ],
 )

@@ -42,7 +42,7 @@ PLANS = {
     ),
 }
 SHORT = {"sync_every": 3, "bucket_megabytes": 0.1}
-BRIEF = ("ddp", "diloco", "noloco", "streaming-diloco", "demo")
+BRIEF = ("ddp",)  # others under whole runs: see test_same_bits.py
 COMPOSED = [name for name in METHODS if name not in ("ist", "fsdp")]
 
 
@@ -163,16 +163,14 @@ def test_every_method_keeps_its_bits(name: str, plan: str, accumulation: int) ->
 
 
 @pytest.mark.parametrize("then", [None, "mixed"])
-@pytest.mark.parametrize(
-    "name", [name if name == "noloco" else pytest.param(name, marks=pytest.mark.long) for name in COMPOSED]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in COMPOSED])
 def test_every_method_goes_on_from_a_checkpoint(name: str, then: str | None) -> None:
     """Under another plan, or under none: against a run that was stopped and went on without plans."""
     wanted = _virtual(name, None, 1, 7, Pause(3, None))
     _is_same(_virtual(name, "host" if then else "optimizer", 1, 7, Pause(3, then)), wanted)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize(
     "plan", [one if one == "mixed" else pytest.param(one, marks=pytest.mark.long) for one in PLANS]
 )
@@ -226,7 +224,11 @@ def _left(out: Path) -> tuple[bytes, dict[str, Any], list[tuple[int, float]]]:
     ("backend", "words"),
     [
         ("virtual", ["memory.method=auto", "memory.machine=RTX 3060", "memory.device_budget=2MB"]),
-        ("virtual", ["memory.method=autohete", "memory.machine=RTX 3060", "memory.device_budget=2MB"]),
+        pytest.param(
+            "virtual",
+            ["memory.method=autohete", "memory.machine=RTX 3060", "memory.device_budget=2MB"],
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             "distributed",
             ["memory.method=auto", "memory.emulate=true", "memory.machine=RTX 3060", "memory.device_budget=2MB"],

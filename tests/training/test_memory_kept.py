@@ -159,7 +159,7 @@ def _left(config: Any, out: Path) -> tuple[bytes, dict[str, Any], list[Any]]:
 @pytest.mark.parametrize(
     ("method", "backend", "words"),
     [
-        ("ddp", "virtual", []),
+        pytest.param("ddp", "virtual", [], marks=pytest.mark.long),
         pytest.param("fsdp", "distributed", [], marks=pytest.mark.long),
         pytest.param(
             "diloco",

@@ -114,7 +114,8 @@ def test_shares_keep_the_bits_of_ddp(plan: str, workers: int, update: str) -> No
             assert own == pytest.approx(2 * sum(blocks) / workers, rel=0.02)
 
 
-@pytest.mark.parametrize("plan", ["mixed", *(pytest.param(p, marks=pytest.mark.long) for p in ("host", "optimizer"))])
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["mixed", "host", "optimizer"])
 def test_shares_between_processes(plan: str) -> None:
     wanted, got = (run_gloo(_worker, args=(one, one is not None)) for one in (None, plan))
     _is_same(got, wanted)
@@ -178,7 +179,7 @@ def _config(*words: str, method: str = "ddp") -> Any:
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ("ddp", ["world.workers=2"]),
+        pytest.param("ddp", ["world.workers=2"], marks=pytest.mark.long),
         pytest.param("diloco", ["world.workers=4", "world.inner=2", "replicas.sync_every=2"], marks=pytest.mark.long),
     ],
 )

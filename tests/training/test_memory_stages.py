@@ -54,11 +54,11 @@ def _left(config: Any, out: Path) -> tuple[bytes, dict[str, Any], list[Any]]:
 
 
 def _cases() -> list[Any]:
-    brief = {(2, "random", "mixed")}
     every = [(stages, routing, plan) for stages in (2, 3) for routing in ("fixed", "random") for plan in PLANS]
-    return [pytest.param(*case, marks=[] if case in brief else [pytest.mark.long]) for case in every]
+    return every
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stages", "routing", "plan"), _cases())
 def test_stages_keep_their_bits(
     stages: int, routing: str, plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

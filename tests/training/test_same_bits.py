@@ -60,13 +60,6 @@ BACKENDS = ["virtual", "distributed"]
 STEPS, STOPS = 7, [0, 2, 4, 6]  # 0: never; rounds have three steps, so a stop is before one, within one, between two
 ALWAYS = ["run.checkpoint_every=2", "run.keep_checkpoints=0", "run.log_every=1"]
 SUMMED = ("val_loss", "val_loss_replicas", "replica_std", "bytes_sent_per_worker", "bytes_received_per_worker")
-    "val_loss",
-    "val_loss_replicas",
-    "replica_std",
-    "tokens",
-    "bytes_sent_per_worker",
-    "bytes_received_per_worker",
-)
 
 
 class Row(NamedTuple):

@@ -13,9 +13,10 @@ from isles.tables import field_docs
 from isles.training.config.reading import read_config, to_toml
 from isles.training.config.sections import ORDER, SECTIONS, Config
 from isles.training.config.template import template
+from tests.covers import share
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", share(METHODS, 1, 4))
 def test_the_template_reads_back_to_the_defaults(tmp_path: Path, name: str) -> None:
     """A file made by `isles config` is a valid CONFIG.toml with the method's own defaults."""
     path = tmp_path / "run.toml"

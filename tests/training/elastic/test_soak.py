@@ -1,4 +1,4 @@
-"""Real processes that are killed, frozen, told to leave and joined, at random moments: 20 times in `make test`, and a
+"""Real processes that are killed, frozen, told to leave and joined, at random moments: 10 times in `make test`, and a
 thousand times in `make soak`.
 """
 
@@ -20,14 +20,14 @@ EVENTS = int(os.environ.get("ISLES_SOAK", "20"))
 SETTLED = 50  # events after which what the lighthouse holds may grow by a fifth at most
 
 
-def test_a_run_outlives_twenty(tmp_path: Path) -> None:
+def test_a_run_outlives_ten(tmp_path: Path) -> None:
     """No hang, no traceback, no orphan; in the end the last view is the living; every batch was read, and every message
     received, or there is what ended it.
     """
     world = NearbyLighthouse(tmp_path, founders=3, steps=5_000)
     try:
         soak = Soak(world, 3, 5, (0.1, 0.3), pause=0.1)
-        for _ in range(20):
+        for _ in range(10):
             soak.event(CALM)
         soak.settle()
         soak.end()
