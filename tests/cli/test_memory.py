@@ -41,6 +41,7 @@ def test_a_person_reads_a_table(memory, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "lanes.json").read_text())["traceEvents"]
 
 
+@pytest.mark.long
 def test_a_person_reads_which_stage_fits(memory) -> None:
     words = ["data.batch_size=8", "model.layers=7", "model.tie_embeddings=false"]
     staged = ["--stages", "3", "--machine", "RTX 3060", *(word for one in words for word in ("--set", one))]

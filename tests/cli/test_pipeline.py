@@ -152,6 +152,7 @@ def test_eleven_stages_are_too_many_to_assign_nodes_to(pipeline):
     assert code == 2 and "11 stages: nodes are assigned to at most 10" in err and err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_torch_is_not_loaded(tmp_path):
     (tmp_path / "links.toml").write_text(LINKS)
     asked = ["isles", "pipeline", "plan", "links.toml", *ASKED, "--out", "plan.json"]

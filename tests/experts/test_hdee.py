@@ -42,6 +42,7 @@ def built(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Syste
     return system, system.evaluate(JobProgress())
 
 
+@pytest.mark.long
 def test_each_expert_is_best_on_its_own_domain(built: tuple[System[Any], dict[str, Any]]) -> None:
     mean = built[1]["mean"]
     for variant in hdee.VARIANTS:

@@ -77,6 +77,7 @@ def test_what_is_needed_comes_before_and_failures_harm_no_other(tmp_path: Path) 
         carry_out([ExpertTask(name="dead", work=die)], 2, heard)
 
 
+@pytest.mark.long
 def test_experts_at_once_have_the_weights_of_one_after_another(tmp_path: Path) -> None:
     config = write_domains(tmp_path)
     one, two = (made("hdee", config, tmp_path / str(n), *FEW, at_once=n) for n in (1, 2))

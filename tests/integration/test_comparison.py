@@ -37,6 +37,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_page_says_what_the_runs_say(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Losses, bytes and clocks of the table are those of the summaries; `none` is judged by its workers' own."""
     assert main([*QUICK, "--out", str(out), "--page-only"]) == 0
@@ -86,6 +87,7 @@ def test_the_sweep_runs_every_size_with_every_method(tmp_path: Path) -> None:
     assert (tmp_path / "pictures" / "swept-gap.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_large_sizes_are_planned_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without one: the dry run says what it will be and writes nothing."""
     words = ["--parts", "scaling", "--sizes", "35M,100M", "--device", "cuda", "--dry-run", "--out", str(tmp_path)]

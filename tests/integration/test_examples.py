@@ -32,7 +32,7 @@ def output(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "workers"),
     [
-        (["examples/bare_loop.py"], 1),
+        pytest.param(["examples/bare_loop.py"], 1, marks=pytest.mark.long),
         pytest.param(
             ["-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/bare_loop.py"], 2, marks=pytest.mark.long
         ),
@@ -56,6 +56,7 @@ def test_bare_loop_is_plain_but_for_three_lines() -> None:
     assert [line.rstrip()[-3:] for line in lines] == ["# 1", "# 2", "# 3"]
 
 
+@pytest.mark.long
 def test_add_a_method() -> None:
     """Gossip in under 40 lines beats working alone, on every worker; so does the outer rule in under 25."""
     source = (ROOT / "examples" / "add_a_method.py").read_text()

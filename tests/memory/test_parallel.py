@@ -38,6 +38,7 @@ def _computing(job: ParallelJob, sequences: int, again: int = 0) -> float:
     return units * (3 * forward + update) + again * forward + ends_seconds(made, here) + ends_update(made, here)
 
 
+@pytest.mark.long
 def test_where_all_fits_and_links_are_endless_nothing_waits() -> None:
     job = _job(machine=ENDLESS)
     whole, step = _computing(job, 2), out_of_core(job, shared=False).step
@@ -48,6 +49,7 @@ def test_where_all_fits_and_links_are_endless_nothing_waits() -> None:
     assert way.step == pytest.approx(24 * here.seconds(made.units[0].flops) + ends_seconds(made, here), rel=0.02)
 
 
+@pytest.mark.long
 def test_a_slow_link_is_all_that_counts() -> None:
     """Gradients go to the others once and come back; weights of fsdp come twice, the last block's once."""
     job = _job(link=1e6, sequences=8)
@@ -105,6 +107,7 @@ def test_cut_matrices_cost_their_all_reduces() -> None:
     assert slow.how.startswith("1 x 2 x 1")  # only a stream goes from stage to stage
 
 
+@pytest.mark.long
 def test_the_largest_is_the_deepest_that_fits() -> None:
     job = _job(machine=replace(MACHINES["V100-16"], device_bytes=3e9, host_bytes=3e9))
     for way in (
@@ -118,6 +121,7 @@ def test_the_largest_is_the_deepest_that_fits() -> None:
         assert way(deeper).step is None
 
 
+@pytest.mark.long
 def test_more_memory_and_faster_links_are_never_slower() -> None:
     tight = replace(MACHINES["RTX 3060"], device_bytes=3e9)
     steps = [compared(_job(machine=tight, link=link)) for link in (1e8, 1e9, 1e10)]
@@ -152,6 +156,7 @@ def test_what_cannot_be_compared_is_one_line(changes: dict[str, object], told: s
         _job(**changes)
 
 
+@pytest.mark.long
 def test_plans_are_made_without_torch() -> None:
     """Simulation, search, plans and the comparison: what `isles plan` and a report may load."""
     program = (

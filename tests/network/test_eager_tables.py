@@ -102,6 +102,7 @@ def test_spots_of_figure_3():
         assert inner[20] == pytest.approx(1.0, abs=1e-9)
 
 
+@pytest.mark.long
 def test_long_run_needs():
     made = {(need.size, need.method): need.gbps for need in tables.long_run()}
     for key, wanted in rows_of(LONG_RUN).items():

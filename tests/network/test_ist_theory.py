@@ -150,6 +150,7 @@ def test_the_identity_of_one_step(rate: float) -> None:
     np.testing.assert_allclose(steps.mean(axis=0), towards + lost, rtol=0, atol=1e-12)
 
 
+@pytest.mark.long
 def test_the_neighbourhood_does_not_vanish_with_the_rate() -> None:
     """Theorem 2 holds in the long run, and its floor stays: small rates do not lead to the optimum."""
     problem = random_problem(4, 4, seed=3)

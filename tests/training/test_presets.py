@@ -47,6 +47,7 @@ def check(name: str) -> None:
     assert 20 < len(presets()[name]) < 120
 
 
+@pytest.mark.long
 def test_the_papers_presets_have_the_papers_numbers() -> None:
     """Tokens of a step, steps, rounds and sizes, worked out from the papers' tables."""
     noloco, diloco = (read_config(str(preset_file(name)), {}, []) for name in ("noloco-small", "diloco-60m"))

@@ -28,6 +28,7 @@ def share(slow: int, step: int = 1) -> float:
     return SETTING.microbatches / min(rates) / max(each[step] for each in took)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slow", [3, *(pytest.param(rank, marks=pytest.mark.long) for rank in range(9) if rank != 3)])
 def test_unequal_peers_reach_nine_tenths_of_the_sum_of_their_rates(slow: int) -> None:
     assert share(slow) >= 0.90

@@ -53,7 +53,6 @@ SPARSE = ("replicas.method=sparseloco",)
     [
         (1, 0, ()),
         (3, 0, ()),
-        (3, 2, ()),
         (2, 2, INT8),
         *(
             pytest.param(workers, 0, settings, marks=pytest.mark.long)
