@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from torch import Tensor
 
 import isles
 from isles.comm.codecs import codec
+from isles.comm.mesh import Mesh
 from isles.models import Decoder
 from isles.models.subspace import held_inside
 from isles.pipeline.boundaries.dct import LargestEntries, largest
 from isles.pipeline.boundaries.names import entries_kept
-from isles.pipeline.boundaries.scheme import crossing
+from isles.pipeline.boundaries.scheme import Crossings, Inside, crossing
+from isles.pipeline.turning import BasisTurns
 from tests.gloo import run_gloo
 from tests.pipeline import bounded
 from tests.pipeline.bounded import Bounded
@@ -77,6 +80,13 @@ def test_a_subspace_loses_nothing(one: Bounded) -> None:
     loss, gradient = differences(one, one.model(), project=one.form == "projected")
     assert loss < 1e-12
     assert gradient < 1e-10
+
+
+def test_a_mask_keeps_entries_by_their_size() -> None:
+    """Negative ones too: of 3, -4, 1/2, -1 the two largest are the first two, of three also the last."""
+    x_BTD = torch.tensor([[[3.0, -4.0, 0.5, -1.0]]])
+    assert largest(x_BTD, 2).tolist() == [[[0, 1]]]
+    assert largest(x_BTD, 3).tolist() == [[[0, 1, 3]]]
 
 
 def test_full_size_weights_lose_what_only_a_projection_removes() -> None:
@@ -248,3 +258,24 @@ def test_over_a_narrow_line_seconds_are_in_the_order_of_bytes() -> None:
         found.append((max(end for end, _ in ends), sum(sent for _, sent in ends)))
     assert sorted(found) == sorted(found, key=lambda pair: pair[1])
     assert [sent for _, sent in found] == sorted((sent for _, sent in found), reverse=True)
+
+
+def test_gradients_turn_a_subspace_once() -> None:
+    """M is of the gradients since the last turn: without any since then the second turn leaves the basis alone."""
+
+    def worker(world: Mesh) -> list[Tensor]:
+        scheme = Inside(Crossings(vocab=9, width=6, cuts=(1,), home=False), 2, "coordinates", 0, turns=True)
+        stage: Any = SimpleNamespace(subspace=SimpleNamespace(basis=scheme.basis.clone()))
+        turns = BasisTurns(scheme, stage, isles.mesh(stage=1), every=2, rate=0.3)
+        assert scheme.drift is not None
+        scheme.drift.add(torch.arange(18.0).view(1, 3, 6))
+        bases = [scheme.basis]
+        for step in range(1, 6):
+            turns.before(step)
+            bases.append(scheme.basis.clone())
+        return bases
+
+    _, first, second, third, fourth, fifth = isles.run_virtual(worker, 1)[0]
+    assert torch.equal(first, second) and torch.equal(third, fourth)
+    assert not torch.equal(second, third)
+    assert torch.equal(fourth, fifth)

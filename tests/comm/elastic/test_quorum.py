@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from isles.comm.elastic.ballot import NOTHING, Ballot, Word
+from isles.comm.elastic.line import Words
 from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import Beat, BeatReply, Delivered, Done
 from isles.comm.elastic.orders import Record, Reply, Rules, Tell
+from isles.comm.elastic.quorum.delivery import Delivery
 from isles.comm.elastic.quorum.grace import Graces
 from tests.comm.elastic.interleavings import start, walk
 
@@ -34,6 +37,18 @@ def test_a_retry_keeps_the_weights_of_those_who_are_left() -> None:
     landed = ballot.decided(again).told(2, 0, 9).told(2, 2, 9).decide({0, 2})
     assert landed == Word(3, "land", 2, (0, 2), steps=(5, 3))
     assert ballot.has(1, 4) == ballot.has(1, 9) == ballot  # it is closed
+
+
+def test_a_share_weighs_by_its_inner_steps() -> None:
+    """30 and 10: the factors 3/2 and 1/2 make the plain mean of two shares one by steps."""
+    word = Word(7, "again", 1, (3, 5), steps=(30, 10))
+    factors = []
+    for seat, steps in zip(word.seats, word.steps, strict=True):
+        line: Any = SimpleNamespace(seat=seat, words=Words(), ask=lambda message: word, say=print, is_over=False)
+        delivery = Delivery(line, 7, steps, seconds=0.0, now=0.0)
+        assert delivery.look(0.0) == "exchanging"
+        factors.append(delivery.factor)
+    assert factors == [1.5, 0.5]
 
 
 def test_a_grace_never_reaches_into_the_next_exchange() -> None:

@@ -104,14 +104,19 @@ def made(world: Mesh, row: Row, update: Callable[[Stage], Callable[[int], None]]
     stage = stages_of(row, Wet(row.dropout))[group.rank]
     optimizer = stepper(row.optimizer, list(stage.parameters()))
 
+    stales: list[int] = []
+
     def step(stale: int) -> None:
+        stales.append(stale)
         optimizer.step()
         optimizer.zero_grad()
 
     ways = AsyncWays(
         in_flight=row.in_flight, every=row.every, order=row.order, recompute=row.recompute, shares=row.shares
     )
-    return AsyncStage(stage, step if update is None else update(stage), group, form(), ways)
+    node = AsyncStage(stage, step if update is None else update(stage), group, form(), ways)
+    node.stales = stales  # type: ignore[attr-defined]  # what each update was told
+    return node
 
 
 def train(world: Mesh, rows: list[Row]) -> list[dict[str, Any] | None]:
@@ -135,6 +140,7 @@ def train(world: Mesh, rows: list[Row]) -> list[dict[str, Any] | None]:
             {
                 "losses": losses,
                 "weights": {name: parameter.detach().clone() for name, parameter in node.stage.named_parameters()},
+                "stales": node.stales,  # type: ignore[attr-defined]
                 "passed": [(one.used, one.applied) for one in passed],
                 "versions": node.most_versions,
                 "held": node.most_held,

@@ -150,6 +150,15 @@ def test_a_lost_node_takes_its_cluster_out(victim: int, after: int) -> None:
     survivors(plan, virtual(plan, return_errors=True))
 
 
+def test_the_mean_after_a_loss_is_that_of_the_clusters_that_are_left() -> None:
+    """Of two, where the first of three is lost in the first average: start + (x1 + x2) / 2."""
+    plan = Plan(THREE, rounds=2, moved=True, victim=0, after=5)
+    for own in by_cluster(survivors(plan, virtual(plan, return_errors=True)), "weights").values():
+        for name, start in Wet(0.0).named_parameters():
+            one, other = (averages.moved(name, cluster, start.shape) for cluster in (1, 2))
+            torch.testing.assert_close(own[name], start.detach() + (one + other) / 2, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("victim", "after"), [(0, 7), (6, 12), *(pytest.param(*one, marks=LONG) for one in [(1, 14), (4, 6), (5, 13)])]
 )

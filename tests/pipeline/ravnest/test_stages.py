@@ -51,6 +51,15 @@ def test_losses_and_weights_are_those_of_the_delayed_recursion(row: Row) -> None
         assert node["passed"] == list(nodes.schedule(row, stage))
 
 
+def test_an_update_is_as_stale_as_its_oldest_gradient() -> None:
+    """Of two microbatches an update, four stages: the third update of stage 0 has gradients of ages 2 and 1."""
+    row = Row(4, "adamw", every=2, microbatches=(8, 6))
+    for stage, node in enumerate(virtual(row)):
+        ages = [applied - used for used, applied in nodes.schedule(row, stage)]
+        assert node["stales"] == [max(pair) for pair in zip(ages[::2], ages[1::2], strict=True)]
+    assert virtual(row)[0]["stales"][:4] == [0, 1, 2, 2]
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_staleness_is_exactly_what_lies_ahead(stages: int) -> None:
     """S - 1 - stage with S microbatches in flight, once it has warmed up; memory of versions and inputs as it says."""

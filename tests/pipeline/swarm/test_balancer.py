@@ -50,6 +50,15 @@ def test_who_joins_is_chosen_next() -> None:
         assert {run.choose(), run.choose()} == {7, 8}
 
 
+def test_who_joins_takes_its_share_of_what_comes() -> None:
+    """A fourth of four equal peers: 30 of the next 120, although the others have had 30 each."""
+    run = balancer({0: 1.0, 1: 1.0, 2: 1.0})
+    for _ in range(90):
+        run.choose()
+    run.join(3)
+    assert Counter(run.choose() for _ in range(120)) == {0: 30, 1: 30, 2: 30, 3: 30}
+
+
 def test_who_joins_costs_the_median_until_it_is_measured() -> None:
     run = balancer({0: 1.0, 1: 3.0, 2: 50.0})
     run.join(3)

@@ -34,12 +34,12 @@ from tests.comm.elastic.sessions import router
 pytest.importorskip("zenoh")
 
 
-def trained(world: Mesh, width: int, steps: int) -> OuterSync:
+def trained(world: Mesh, width: int, steps: int, **options: Any) -> OuterSync:
     """A worker after so many inner steps; its state is of five vectors of the model's size."""
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(2)))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    optimizer = isles.DiLoCo(model, inner, world.outer, sync_every=2)
+    optimizer = isles.DiLoCo(model, inner, world.outer, sync_every=2, **options)
     for _ in range(steps):
         model(torch.ones(4, width)).square().mean().backward()
         optimizer.step()
@@ -71,11 +71,11 @@ def highest() -> Iterator[Callable[[], int]]:
         looker.join(5.0)
 
 
-def handed_over(tmp_path: Path, kind: JoinState) -> tuple[OuterSync, OuterSync, States]:
+def handed_over(tmp_path: Path, kind: JoinState, **options: Any) -> tuple[OuterSync, OuterSync, States]:
     """A donor, and a joiner with its state."""
 
     def worker(world: Mesh) -> tuple[OuterSync, OuterSync, States]:
-        donor, joiner = trained(world, 8, 4), trained(world, 8, 0)
+        donor, joiner = trained(world, 8, 4, **options), trained(world, 8, 0, **options)
         with router(tmp_path) as (mine, address, host):
             giver = Giver(host, "3", lambda notice: None)
             guest = open_session("client", mine, connect=address)
@@ -106,6 +106,14 @@ def test_a_joiner_has_all_that_its_donor_trains_with(tmp_path: Path) -> None:
     assert not taken.lacks_moments and joiner.steps == donor.steps
     for state, same in zip(*(one.inner.state.values() for one in (donor, joiner)), strict=True):
         assert all(torch.equal(state[key], same[key]) for key in state)
+
+
+def test_a_joiner_does_not_send_what_its_donor_holds_back(tmp_path: Path) -> None:
+    """Error feedback is of one worker: the donor sends it with its next outer gradient, and nobody else does."""
+    donor, joiner, _ = handed_over(tmp_path, "full", codec="topk:4", error_feedback="local")
+    (own,), (other,) = donor.fragments, joiner.fragments
+    assert own.residual is not None and own.residual.any()
+    assert other.residual is not None and not other.residual.any()
 
 
 def test_anchors_alone_are_a_third(tmp_path: Path) -> None:
