@@ -103,6 +103,17 @@ def test_a_message_alone_takes_the_slower_of_two_lines(slots):
         assert runs[0] == runs[1]
 
 
+def test_a_quick_downlink_does_not_outrun_the_latency():
+    """8000 bits: the uplink's last bit leaves after 1 s and comes after 2; the downlink has had room for it at 1.5."""
+
+    def worker(transport):
+        begin = start_send if transport.rank == 0 else start_recv
+        return begin(transport, 1 - transport.rank, 1000, Tag("outer", 0)).wait()
+
+    links = Links(bandwidth=8000.0, latency=1.0, downlink=16_000.0)
+    assert VirtualCluster(2, links=links).run(worker)[1][0] == near(2.0)
+
+
 def test_messages_that_come_together_share_the_downlink():
     """8000 bits from each of 1, 2, 3; 3 begins a second later. 1 and 2 at 6000 a second each, then all at 4000 until
     these are through at 1.5 s; what is left of 3, 6000 bits, has the 12,000 to itself: through at 2 s, when its last

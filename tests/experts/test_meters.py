@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from isles.cli import app
-from isles.experts.meters import Share, check_budget, score_bytes
+from isles.experts.meters import Share, bytes_of, check_budget, score_bytes
 from isles.experts.smalltalk.paper import table
 from isles.models import Shape, non_embedding_parameters
 
@@ -63,3 +63,9 @@ def test_the_papers_sizes_and_steps_balance() -> None:
 
 def test_bytes_of_a_round_of_scores() -> None:
     assert score_bytes(1_000_000, 32) == {"made": 2_000_000, "sent": 62_000_000, "received": 62_000_000}
+
+
+def test_bytes_of_a_token_where_experts_stay_apart() -> None:
+    """Of three: two scores of 4 bytes, or two distributions over 50 tokens; the own one stays where it is."""
+    traffic = bytes_of([7, 7, 7], [9, 9, 9], vocab=50, serving=3)
+    assert (traffic.between_experts, traffic.scoring_per_token, traffic.generating_per_token) == (0, 8, 400)

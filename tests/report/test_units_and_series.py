@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isles.report.comparison import _deviation
 from isles.report.draw.axes import ChartAxis, linear, logarithmic
 from isles.report.series import average, mean_over, quantile, rising, thin
 from isles.report.units import (
@@ -153,3 +154,8 @@ def test_axes_of_special_data() -> None:
 )
 def test_time_unit(seconds: float, unit: str) -> None:
     assert time_unit(seconds)[1] == unit
+
+
+def test_the_deviation_of_seeds_is_that_of_a_sample() -> None:
+    """Of 1, 2 and 3 it is 1: two degrees of freedom."""
+    assert _deviation([1.0, 2.0, 3.0]) == 1.0

@@ -65,3 +65,15 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(ValueError, match=r"q\.jsonl, line 2: ") as caught:
         list(read_questions(path))
     assert "\n" not in str(caught.value)
+
+
+def test_lengths_are_bytes() -> None:
+    """One "é" is two bytes, so by byte it beats a "b" of one, which it loses to by the sum."""
+    questions = [Question("x ", ("é", "b"), 0)]
+
+    def likes_c3(tokens_BT: Tensor) -> Tensor:
+        p = torch.full((256,), 0.4 / 255)
+        p["é".encode()[0]] = 0.6
+        return p.log().expand(*tokens_BT.shape, 256)
+
+    assert accuracies(iter(questions), likes_c3, encode, 64) == {"questions": 1, "accuracy": 0.0, "accuracy_norm": 1.0}
