@@ -24,6 +24,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.isles-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 
+# Each command of a test is a Python of its own, and would compile the package again where no bytecode may be kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-long soak lint format bench comparison clean distclean
 

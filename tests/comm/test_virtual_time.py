@@ -104,7 +104,9 @@ def test_a_message_alone_takes_the_slower_of_two_lines(slots):
 
 
 def test_a_quick_downlink_does_not_outrun_the_latency():
-    """8000 bits: the uplink's last bit leaves after 1 s and comes after 2; the downlink, which others could fill, is through with it before."""
+    """8000 bits: the last one leaves the uplink after 1 s and comes after 2; the downlink, which others could fill, is
+    through with it before.
+    """
 
     def worker(transport):
         begin = {0: start_send, 1: start_recv}.get(transport.rank)

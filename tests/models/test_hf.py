@@ -17,11 +17,15 @@ from isles.models.subspace import Subspace, fold, held_inside, put_inside
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, scheme_of
 
-transformers = pytest.importorskip("transformers", reason="needs the extra isles[hf]")
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    """Loaded by who runs these tests, and not by everybody who collects them."""
+    return pytest.importorskip("transformers", reason="needs the extra hf: pip install '.[hf]'")
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_exported_llama_gives_equal_logits(tmp_path: Path, tied: bool) -> None:
+def test_the_exported_llama_gives_equal_logits(tmp_path: Path, tied: bool, transformers: Any) -> None:
     """config.json and safetensors load into LlamaForCausalLM; logits agree in float64 to rounding."""
     shape = Shape(d_model=24, layers=2, heads=3, ffn=40, vocab=50, context=16, tie_embeddings=tied)
     ours = Decoder(shape, seed=3, dtype=torch.float64)
@@ -67,6 +71,7 @@ def test_what_is_no_model_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 def llama(**settings: object) -> HuggingFaceLM:
+    transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
     config = transformers.LlamaConfig(**sizes, vocab_size=30, num_key_value_heads=2, **settings)
     with torch.random.fork_rng(devices=[]):
