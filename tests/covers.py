@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 
-def cover(names: Iterable[str], *axes: Sequence[Any], each: int) -> list[Any]:
+def cover(names: Iterable[str], *axes: Sequence[Any], each: int, of: int = 1, turn: int = 0) -> list[Any]:
     """Every (name, one value of each axis) as a parameter: `each` of them a name, others for the next name, are run
-    always; the others are long. Neighbouring names together meet every value of every axis.
+    always; the others are long. Neighbouring names together meet every value of every axis. of, turn: of so many names
+    only one is run always, as in `share`.
     """
     found = []
     for number, name in enumerate(names):
         chosen = {
-            tuple(axis[(turn + number * (place + 1)) % len(axis)] for place, axis in enumerate(axes))
-            for turn in range(each)
+            tuple(axis[(index + number * (place + 1)) % len(axis)] for place, axis in enumerate(axes))
+            for index in range(each if number % of == turn % of else 0)
         }
         for values in itertools.product(*axes):
             found.append(pytest.param(name, *values, marks=() if values in chosen else pytest.mark.long))

@@ -103,7 +103,7 @@ def test_another_version_and_another_time(light: tuple[int, Token], monkeypatch:
     assert not checks["clock"].good and "set this machine's clock" in checks["clock"].found
 
 
-@pytest.mark.parametrize("words", ["--help", "doctor", "plan --preset noloco-quadratic", "lighthouse --help"])
+@pytest.mark.parametrize("words", ["doctor", "plan --preset noloco-quadratic"])
 def test_neither_the_engine_nor_torch_is_loaded(words: str, tmp_path: Path) -> None:
     code = (
         "import sys, atexit\n"

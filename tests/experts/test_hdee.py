@@ -57,6 +57,7 @@ def test_each_expert_is_best_on_its_own_domain(built: tuple[System[Any], dict[st
             assert told["perplexity"]["posterior"] <= told["perplexity"]["oracle"] * 3 ** (1 / 16) * (1 + 1e-9)
 
 
+@pytest.mark.long
 def test_shared_experts_are_one_run_and_variants_change_the_others_alone(
     built: tuple[System[Any], dict[str, Any]],
 ) -> None:

@@ -56,6 +56,7 @@ def test_the_page_says_what_the_runs_say(out: Path, capsys: pytest.CaptureFixtur
     assert "page  " in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_finished_run_is_not_made_again(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Unless its settings changed, or it was cut off; and then it gives the same again."""
     page, before, losses = (out / "comparison.md").read_bytes(), stamps(out), summaries(out)

@@ -17,6 +17,7 @@ from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.dry_run import dry_run
 from isles.training.worker import train_worker
+from tests.covers import share
 from tests.network.ways import H, job_of, named, settings_of
 from tests.training.runs import ON_VIRTUAL, write_text
 
@@ -47,7 +48,6 @@ METHODS = {
     "ddp-low-rank": "ddp",
     "streaming-late": "streaming-diloco",
 }
-ALIKE = ("diloco-int8", "noloco-single", "noloco-int8")  # send in the patterns of others
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,7 @@ def shown(config: Config) -> float:
     return 100 * computing / (computing + blocked)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.long] if case in ALIKE else []) for case in METHODS]
-)
+@pytest.mark.parametrize("case", share(METHODS, 0, 4, ("ddp", "diloco", "streaming-diloco", "noloco", "demo")))
 def test_computing_is_that_of_the_virtual_clock(text: Path, case: str) -> None:
     """On lines without jitter; with a last, shorter round."""
     said, seen = shares(of(text, case))
