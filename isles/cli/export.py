@@ -8,13 +8,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from isles.cli.options import Trust
+from isles.cli.options import Device, Trust
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
     format: Annotated[str, typer.Option(help="hf: config.json and weights for transformers; safetensors.")] = "hf",
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN/export-FORMAT.")] = None,
+    device: Device = "auto",
     trust: Trust = False,
 ) -> None:
     """Write the run's consolidated model for other tools."""
@@ -24,18 +25,18 @@ def export(
         raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))
     folder = out or run / f"export-{format}"
     try:
-        _write(run, folder, "hf" if format == "hf" else "safetensors", trust=trust)
+        _write(run, folder, "hf" if format == "hf" else "safetensors", device, trust=trust)
     except FileExistsError as error:
         raise ValueError(f"--out {folder}: is a file; name a folder") from error
     print(folder)
 
 
-def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"], *, trust: bool) -> None:
+def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"], device: str, *, trust: bool) -> None:
     from isles.models.hf import save_as_llama
     from isles.training.config.kept import KEPT
     from isles.training.records.saved import load_run
 
-    saved = load_run(run, trust=trust)
+    saved = load_run(run, device=device, trust=trust)
     own, boundary = saved.config.model.own, saved.config.pipeline.boundary
     if format == "hf" and boundary.partition(":")[0] in ("dct", "bottleneck", "maxout"):
         raise ValueError(

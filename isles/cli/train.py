@@ -5,6 +5,7 @@ path.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -104,6 +105,8 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
     from isles.training.running.run import Interrupted, launch
 
     out = None
+    own = len(split(config.world.workers, node_spec.nodes)[node_spec.node])
+    tell_device(config, int(os.environ.get("LOCAL_WORLD_SIZE", own)))
     try:
         if torchrun.size() is not None:
             return torchrun.run(config, choose, node_spec, resume, print_summary)
@@ -113,7 +116,6 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
                 summary = launch(config, out, progress.line, progress.notice, resume, node_spec)
             print_summary(summary, out)
         else:
-            own = len(split(config.world.workers, node_spec.nodes)[node_spec.node])
             title = f"{config.method}, workers of node {node_spec.node}:"  # and of no other
             with Progress(title, own, config.run.steps, plain=f"node {node_spec.node}: ") as progress:
                 host = follow(config, out, progress.line, progress.notice, resume, node_spec)
@@ -126,6 +128,14 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
         if torchrun.is_main_process():
             print(f"isles: {_at_once(out, node_spec)}", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def tell_device(config: Config, workers: int) -> None:
+    """The line that says where `workers` workers of this machine train."""
+    from isles.models.factory import placement
+
+    if torchrun.is_main_process():
+        print(f"device: {placement(config.model, workers)}", file=sys.stderr, flush=True)
 
 
 def _at_once(out: Path | None, node_spec: NodeSpec) -> str:

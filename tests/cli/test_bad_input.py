@@ -112,7 +112,7 @@ def is_one_line(error: str) -> bool:
 def last_line(error: str) -> str:
     """The error behind the notes and the progress of a run."""
     lines = error.splitlines(keepends=True)
-    assert all(line.startswith(("note: ", "step ", "resuming ")) for line in lines[:-1]), error
+    assert all(line.startswith(("note: ", "step ", "resuming ", "device: ")) for line in lines[:-1]), error
     return lines[-1]
 
 
@@ -246,6 +246,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["resume", "other_method"], ["outer_lr = 0.6", "saved with 0.7", "set it back"]),
     (["resume", "bad_config"], ["config.toml: not valid TOML"]),
     (["resume", "no_config"], ["config.toml: cannot be read"]),
+    (["resume", "stopped", "--device", "cuda"], ['"cuda"', "no GPU", "--device"]),
+    (["resume", "stopped", "--device", "cuda:"], ["--device = 'cuda:'", "auto, cpu, cuda, cuda:N"]),
     (["resume", "busy"], ["busy: in use by another run"]),
     # isles eval, generate, export: a finished run is needed
     (["eval", "nosuch"], ["nosuch: no model.safetensors", "finished run"]),
@@ -256,6 +258,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["eval", "done", "--questions", "nosuch.jsonl"], ["nosuch.jsonl"]),
     (["eval", "done", "--questions", "questions.jsonl"], ["questions.jsonl"]),
     (["eval", "done", "--questions", "binary.dat"], ["binary.dat"]),
+    (["eval", "done", "--device", "cuda"], ['"cuda"', "no GPU", "--device"]),
+    (["export", "done", "--device", "cuda:1"], ['"cuda:1"', "no GPU", "--device"]),
+    (["generate", "done", "--prompt", "x", "--device", "cuda:0"], ['"cuda:0"', "no GPU", "--device"]),
+    (["generate", "done", "--prompt", "x", "--device", "gpu"], ["--device = 'gpu'", "auto, cpu, cuda, cuda:N"]),
     (["generate", "done"], ["--prompt"]),
     (["generate", "nosuch", "--prompt", "x"], ["nosuch: no model.safetensors"]),
     (["generate", "done", "--prompt", ""], ["prompt"]),
@@ -314,6 +320,19 @@ def test_a_doubtful_setting_is_a_note_and_the_run_goes_on(
     notes = [line for line in error.splitlines() if line.startswith("note: ")]
     assert code == 0 and any(words in note for note in notes), error
     shutil.rmtree(folder / "doubtful")
+
+
+def test_the_first_line_says_what_trains_and_resume_may_change_it(answer: Answer, folder: Path) -> None:
+    code, error = answer(*train("replicas.sync_every=2", "--steps", "2", "--out", "placed"))
+    assert code == 0 and error.startswith("device: 2 workers on cpu\n"), error
+    shutil.copytree(folder / "stopped", folder / "moved")
+    saved = (folder / "moved" / "config.toml").read_text()
+    (folder / "moved" / "config.toml").write_text(saved.replace('device = "auto"', 'device = "cuda"'))
+    assert answer("resume", "moved")[0] == 2  # no GPU is here
+    code, error = answer("resume", "moved", "--device", "cpu")
+    assert code == 0 and error.startswith("resuming moved after step 4\ndevice: 2 workers on cpu\n"), error
+    for made in ("placed", "moved"):
+        shutil.rmtree(folder / made)
 
 
 def test_what_a_dry_run_refuses_starts_nothing(answer: Answer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

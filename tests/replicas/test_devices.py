@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import isles
+from isles.comm.group import Group
 from isles.comm.mesh import Mesh
+from isles.replicas.island.sharded import Sharding, _shard
 from isles.replicas.parts.landing import Blend, Carry, Replace
 
 DEADLINE = 5.0
@@ -40,6 +42,23 @@ def test_a_landing_crosses_from_the_host_to_the_weights_device(landing: Any) -> 
         assert {anchor[0].device.type, reference[0].device.type} == {"cpu"}
 
 
+def test_shard_makes_the_gpu_of_the_model_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's fully_shard moves parameters to that one. No GPU is here: all that follows is left out."""
+
+    class Taken(Exception):
+        pass
+
+    def take(device: torch.device) -> None:
+        raise Taken(device)
+
+    monkeypatch.setattr("torch.cuda.set_device", take)
+    with FakeTensorMode():
+        model = torch.nn.ParameterList([torch.empty(2, device="cuda:1")])
+    sharding = Sharding(cast(Group, None), model, (), True)
+    with pytest.raises(Taken, match="cuda:1"):
+        _shard(model, [], sharding)
+
+
 def _steps(world: Mesh, name: str, device_thread: ThreadPoolExecutor | None) -> tuple[list[torch.Tensor], float]:
     """Three steps on a batch of the worker's own. device_thread: where backward passes run, as torch has one thread for
     all that is on a GPU; None: in the worker's thread, as on the CPU.
@@ -47,7 +66,9 @@ def _steps(world: Mesh, name: str, device_thread: ThreadPoolExecutor | None) -> 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
     kind = isles.method(name)
-    optimizer = kind(model, torch.optim.SGD(model.parameters(), lr=0.1), world.outer, kind.Config(bucket_megabytes=1e-5))
+    optimizer = kind(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), world.outer, kind.Config(bucket_megabytes=1e-5)
+    )
     inputs = torch.arange(8.0).view(2, 4).add(world.rank)
     for _ in range(3):
         loss = model(inputs).square().mean()

@@ -1,6 +1,4 @@
-"""What the anchor does to the live weights. Anchor and reference may lie on the host while the live weights are on a GPU,
-and in another format.
-"""
+"""What the anchor does to the live weights, which may be on a GPU and in another format than anchor and reference."""
 
 from __future__ import annotations
 

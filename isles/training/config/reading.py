@@ -153,8 +153,9 @@ def to_toml(config: Config, named: Mapping[SettingKey, str] | None = None) -> st
 
 
 def run_name(config: Config) -> str:
-    """16 hex digits that tell a run from those of any other configuration, wherever its directory lies."""
-    return hashlib.sha256(to_toml(config, kept_names(config)).encode()).hexdigest()[:16]
+    """16 hex digits that tell a run from those of any other configuration, wherever it lies and whatever it runs on."""
+    own = {**kept_names(config), ("model", "device"): "auto"}
+    return hashlib.sha256(to_toml(config, own).encode()).hexdigest()[:16]
 
 
 def _table(values: Mapping[str, Any]) -> Any:

@@ -32,6 +32,7 @@ from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import CommError, Diverged, RendezvousFailed
 from isles.data import Corpus, load_corpus
 from isles.errors import printable
+from isles.models import choose_device
 from isles.training.elastic.entering import Entrance, Here, admitted, listening, seat_of
 from isles.training.elastic.given import MODEL
 from isles.training.running.interrupts import first_interrupt
@@ -79,7 +80,7 @@ def take_part(
                 kind = (kinds or {}).get(entrance.config.pipeline.routing, SeatedPeer)
                 peer = kind(stack, entrance, wish, leaving, tell)
                 current[:] = [peer]
-                tell(f"in: seat {peer.line.seat} at {address}")
+                tell(f"in: seat {peer.line.seat} at {address}, on {choose_device(entrance.config.model)}")
                 ending = peer.run()
                 current.clear()
                 step = peer.step
