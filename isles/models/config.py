@@ -13,7 +13,7 @@ from .sizes import Shape, shape_of
 Autocast = Literal["none", "bf16", "fp16"]
 DType = Literal["float32", "bfloat16", "float64"]
 
-DEFAULT_SIZE = "0.13M"
+DEFAULT_SIZE = "0.12M"
 
 _SHAPE_KEYS = ("d_model", "layers", "heads", "ffn", "vocab", "context", "tie_embeddings")
 _DECODER_KEYS = ("size", "d_model", "layers", "heads", "ffn", "tie_embeddings")  # say nothing about another model
@@ -30,7 +30,7 @@ class ModelConfig:
     """What is trained. Every impossible value raises a ValueError of one line that names the key and the mend."""
 
     size: str | None = None
-    """A named shape of Isles' decoder, see `isles.models.sizes.SIZES`; "0.13M" where nothing is said. The next five and
+    """A named shape of Isles' decoder, see `isles.models.sizes.SIZES`; "0.12M" where nothing is said. The next five and
     tie_embeddings override parts of it; None keeps the size's own.
     """
     d_model: int | None = None

@@ -11,12 +11,13 @@ convention although the mask makes half of it useless. The head costs V d multip
 embedding costs none. What recomputation adds (flash attention's backward pass, checkpointing) is not model work and is
 not counted.
 
-Sizes of the papers, and how their labels compare with our counts:
+A size whose name is a number has that many parameters, within 3 %. The papers' sizes have names of their own, for their
+labels are other counts:
 
-- "35M" ... "4B": Eager Updates (arXiv 2502.12996) and Streaming DiLoCo (arXiv 2501.18512). Their "hidden dim" is the
-  FFN width; d = 64 heads. Their labels are near 12 d^2 L + 32000 d: one embedding, and a plain MLP with two matrices.
-  Ours is gated and has three, so at the same width each layer holds 16 d^2: "35M" counts 35.3M in the paper's way and
-  41.6M here. For the paper's parameter count rather than its width, set `model.ffn` to two thirds.
+- "eager-35M" ... "eager-4B": Eager Updates (arXiv 2502.12996) and Streaming DiLoCo (arXiv 2501.18512). Their "hidden
+  dim" is the FFN width; d = 64 heads. Their labels are near 12 d^2 L + 32000 d: one embedding, and a plain MLP with two
+  matrices. Ours is gated and has three, so at the same width each layer holds 16 d^2: "eager-35M" counts 35.3M in the
+  paper's way and 41.6M here, "eager-1B" 1.68B.
 - "noloco-small", "-medium", "-large": NoLoCo (arXiv 2506.10911), labelled 125M, 1.3B and 6.8B there. The labels leave
   out most of the 128000-word vocabulary; ours is Llama's gated MLP at the printed width.
 """
@@ -91,7 +92,7 @@ def _bytes_level(d_model: int, layers: int, heads: int, ffn: int, context: int) 
     return Shape(d_model=d_model, layers=layers, heads=heads, ffn=ffn, vocab=256, context=context, tie_embeddings=True)
 
 
-def _eager(ffn: int, layers: int, heads: int) -> Shape:
+def _subwords(ffn: int, layers: int, heads: int) -> Shape:
     return Shape(
         d_model=64 * heads, layers=layers, heads=heads, ffn=ffn, vocab=32_000, context=1024, tie_embeddings=True
     )
@@ -104,19 +105,24 @@ def _noloco(d_model: int, layers: int, heads: int, ffn: int) -> Shape:
 
 
 SIZES: dict[str, Shape] = {
-    # Ours, over bytes. "0.13M" is the embedded default: the lowest validation loss at 40 ms a step and core.
-    "0.13M": _bytes_level(64, 2, 2, 192, 128),
-    "0.5M": _bytes_level(128, 3, 4, 256, 256),
+    # Ours, over bytes. "0.12M" is the embedded default: the lowest validation loss at 40 ms a step and core.
+    "0.12M": _bytes_level(64, 2, 2, 192, 128),
+    "0.53M": _bytes_level(128, 3, 4, 256, 256),
     "2M": _bytes_level(192, 4, 6, 576, 256),
     "10M": _bytes_level(384, 6, 6, 896, 512),
+    # Ours, over 32,000 subwords.
+    "35M": _subwords(1344, 6, 8),
+    "100M": _subwords(1728, 12, 12),
+    "300M": _subwords(2624, 22, 16),
+    "1B": _subwords(5696, 18, 32),
     # Eager Updates: "hidden dim", layers, heads.
-    "35M": _eager(2048, 6, 8),
-    "100M": _eager(3072, 9, 12),
-    "200M": _eager(4096, 12, 16),
-    "300M": _eager(5120, 15, 20),
-    "500M": _eager(6144, 18, 24),
-    "1B": _eager(8192, 24, 32),
-    "4B": _eager(12_288, 36, 48),
+    "eager-35M": _subwords(2048, 6, 8),
+    "eager-100M": _subwords(3072, 9, 12),
+    "eager-200M": _subwords(4096, 12, 16),
+    "eager-300M": _subwords(5120, 15, 20),
+    "eager-500M": _subwords(6144, 18, 24),
+    "eager-1B": _subwords(8192, 24, 32),
+    "eager-4B": _subwords(12_288, 36, 48),
     # NoLoCo, table 1: hidden, layers, heads, FFN.
     "noloco-small": _noloco(768, 12, 16, 3072),
     "noloco-medium": _noloco(2048, 24, 32, 8192),

@@ -171,7 +171,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "--set", "replicas.anchor_codec=int4"], ["replicas.anchor_codec 'int4'", "int8"]),
     (["train", "--set", "replicas.outer_momentum=1"], ["replicas.outer_momentum = 1", "choose"]),
     (["train", "--set", "replicas.group_size=1"], ["replicas.group_size = 1", "choose 2 or more"]),
-    (["train", "--set", "model.size=70B"], ["model.size = '70B'", "0.13M"]),
+    (["train", "--set", "model.size=70B"], ["model.size = '70B'", "0.12M"]),
     (["train", "--set", "model.heads=3"], ["model.heads = 3"]),
     (["train", "--set", "model.autocast=fp16"], ['model.autocast = "fp16"', "GPU"]),
     (["train", "--set", "inner.lr=nan"], ["inner.lr = nan", "6e-4"]),

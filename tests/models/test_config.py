@@ -10,14 +10,14 @@ from isles.models import SIZES, ModelConfig
 
 
 def test_the_default_is_the_embedded_size() -> None:
-    assert ModelConfig().shape() == SIZES["0.13M"]
+    assert ModelConfig().shape() == SIZES["0.12M"]
 
 
 def test_overrides_lie_over_the_size() -> None:
     config = ModelConfig(size="35M", layers=3, vocab=256, tie_embeddings=False)
     shape = config.shape()
     assert (shape.layers, shape.vocab, shape.tie_embeddings) == (3, 256, False)
-    assert (shape.d_model, shape.heads, shape.ffn) == (512, 8, 2048)
+    assert (shape.d_model, shape.heads, shape.ffn) == (512, 8, 1344)
 
 
 @pytest.mark.parametrize(
