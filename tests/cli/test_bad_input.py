@@ -12,10 +12,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from isles import cli
+from isles import __version__, cli
 from isles.training.records.lock import locked
 from tests.cli.command import isles
 from tests.training.runs import POISONED, TINY, run, tiny, write_text
@@ -413,6 +414,26 @@ def test_an_empty_directory_is_no_run(answer: Answer, folder: Path) -> None:
     code, error = answer(*train("--steps", "2", "--method", "none", "--out", "again"))
     assert code == 0, error
     shutil.rmtree(folder / "again")
+
+
+def helps(command: Any, parent: Any = None) -> Iterator[tuple[str, list[str]]]:
+    """Of a command and of all below it: its words, and the options that show its help."""
+    context = command.make_context(command.name or "isles", [], parent, resilient_parsing=True)
+    yield context.command_path, context.help_option_names
+    for below in getattr(command, "commands", {}).values():
+        yield from helps(below, context)
+
+
+def test_every_command_takes_h(answer: Answer) -> None:
+    found = dict(helps(cli._command()))
+    assert {"isles", "isles train", "isles memory plan", "isles swarm peer"} <= found.keys()
+    assert all(options == ["-h", "--help"] for options in found.values())
+    assert answer("-h") == answer("memory", "plan", "-h") == (0, "")
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._command()(["--version"], "isles", standalone_mode=False) == 0
+    assert capsys.readouterr().out == f"isles {__version__}\n"
 
 
 def test_help_answers_with_zero(answer: Answer) -> None:
