@@ -32,6 +32,7 @@ def export(
 
 
 def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"], device: str, *, trust: bool) -> None:
+    from isles.data.tokenizer import HuggingFaceTokenizer
     from isles.models.hf import save_as_llama
     from isles.training.config.kept import KEPT
     from isles.training.records.saved import load_run
@@ -56,3 +57,5 @@ def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"], device
         kept = [name for name in KEPT if (run / name).is_file()]
         for name in ("model.safetensors", "config.toml", *kept):
             shutil.copyfile(run / name, folder / name)
+    if format == "hf" and isinstance(saved.tokenizer, HuggingFaceTokenizer):
+        saved.tokenizer.save(folder)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,9 @@ def resolve(tables: Tables) -> Config:
             raise ValueError(_foreign(key, name, known))
     if typed_sections["pipeline"].routing == "swarm":
         settings = IN_SWARMS.get(name, {}) | settings
+    hf = typed_sections["model"].hf
+    if hf is not None and "tokenizer" not in tables.get("data", {}) and Path(hf).expanduser().is_dir():
+        typed_sections["data"] = replace(typed_sections["data"], tokenizer=hf)
     if "seed" in known:  # one seed makes the whole run another one
         settings.setdefault("seed", typed_sections["run"].seed)
     return ending(Config(method=name, replicas=typed("replicas", made_for, settings), **typed_sections))
