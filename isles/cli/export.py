@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -19,24 +19,15 @@ def export(
     trust: Trust = False,
 ) -> None:
     """Write the run's consolidated model for other tools."""
-    from isles.errors import unknown_name
-
-    if format not in ("hf", "safetensors"):
-        raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))
-    folder = out or run / f"export-{format}"
-    try:
-        _write(run, folder, "hf" if format == "hf" else "safetensors", device, trust=trust)
-    except FileExistsError as error:
-        raise ValueError(f"--out {folder}: is a file; name a folder") from error
-    print(folder)
-
-
-def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"], device: str, *, trust: bool) -> None:
     from isles.data.tokenizer import HuggingFaceTokenizer
+    from isles.errors import unknown_name
     from isles.models.hf import save_as_llama
     from isles.training.config.kept import KEPT
     from isles.training.records.saved import load_run
 
+    if format not in ("hf", "safetensors"):
+        raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))
+    folder = out or run / f"export-{format}"
     saved = load_run(run, device=device, trust=trust)
     own, boundary = saved.config.model.own, saved.config.pipeline.boundary
     if format == "hf" and boundary.partition(":")[0] in ("dct", "bottleneck", "maxout"):
@@ -48,14 +39,19 @@ def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"], device
         raise ValueError(
             f"{run}: transformers does not know the model of model.factory; write it with --format safetensors"
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ValueError(f"--out {folder}: is a file; name a folder") from error
     if format == "hf" and own == "hf":
         saved.model.model.save_pretrained(folder)
     elif format == "hf":
         save_as_llama(saved.model, folder)
     else:
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = [name for name in KEPT if (run / name).is_file()]
-        for name in ("model.safetensors", "config.toml", *kept):
+        for name in ("model.safetensors", "config.toml", *(name for name in KEPT if (run / name).is_file())):
             shutil.copyfile(run / name, folder / name)
     if format == "hf" and isinstance(saved.tokenizer, HuggingFaceTokenizer):
-        saved.tokenizer.save(folder)
+        for name, file in zip(("tokenizer.json", "tokenizer_config.json"), saved.tokenizer.files, strict=True):
+            if file.is_file():
+                shutil.copyfile(file, folder / name)
+    print(folder)

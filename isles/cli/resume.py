@@ -12,7 +12,7 @@ import typer
 from isles.cli import torchrun
 from isles.cli.options import OwnDevice, Trust
 from isles.cli.signals import end_in_order
-from isles.cli.train import Node, Nodes, Rendezvous, TokenText
+from isles.cli.train import Node, Nodes, Rendezvous, TokenText, tell_device
 from isles.cli.train import run as run_with_progress
 
 
@@ -68,4 +68,5 @@ def resume(
         for note in (*ready.notes, f"resuming {run} after step {ready.step}"):
             print(note, file=sys.stderr)
     config = ready.config if device is None else replace(ready.config, model=replace(ready.config.model, device=device))
+    tell_device(config, nodes, node)
     run_with_progress(config, lambda: run, node_spec, resume=ready.step)

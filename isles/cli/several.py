@@ -70,7 +70,7 @@ def run_all(
     out = out or Path("runs") / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out}: is not empty; name another directory")
-    tell_device(one, one.world.workers)  # as all others
+    tell_device(one)  # as all others
     summaries: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in configs}
     folder = out
     try:

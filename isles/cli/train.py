@@ -94,6 +94,8 @@ def train(
         from isles.training.dry_run import refuse
 
         refuse(resolved)
+    file = f"{preset or config} over the defaults of isles config --method {resolved.method}"
+    tell_device(resolved, nodes, node, f"; settings: {'the built-in small run' if config is None else file}")
     run(resolved, lambda: out or new_directory(resolved.method), node_spec)
 
 
@@ -105,8 +107,6 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
     from isles.training.running.run import Interrupted, launch
 
     out = None
-    own = len(split(config.world.workers, node_spec.nodes)[node_spec.node])
-    tell_device(config, int(os.environ.get("LOCAL_WORLD_SIZE", own)))
     try:
         if torchrun.size() is not None:
             return torchrun.run(config, choose, node_spec, resume, print_summary)
@@ -116,6 +116,7 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
                 summary = launch(config, out, progress.line, progress.notice, resume, node_spec)
             print_summary(summary, out)
         else:
+            own = len(split(config.world.workers, node_spec.nodes)[node_spec.node])
             title = f"{config.method}, workers of node {node_spec.node}:"  # and of no other
             with Progress(title, own, config.run.steps, plain=f"node {node_spec.node}: ") as progress:
                 host = follow(config, out, progress.line, progress.notice, resume, node_spec)
@@ -130,12 +131,15 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
         raise typer.Exit(130) from None
 
 
-def tell_device(config: Config, workers: int) -> None:
-    """The line that says where `workers` workers of this machine train."""
+def tell_device(config: Config, nodes: int = 1, node: int = 0, more: str = "") -> None:
+    """The line that says where the workers of this machine train."""
+    from isles.launch.nodes import split
     from isles.models.factory import placement
 
+    own = len(split(config.world.workers, nodes)[node])
+    line = placement(config.model, int(os.environ.get("LOCAL_WORLD_SIZE", own)))
     if torchrun.is_main_process():
-        print(f"device: {placement(config.model, workers)}", file=sys.stderr, flush=True)
+        print(f"device: {line}{more}", file=sys.stderr, flush=True)
 
 
 def _at_once(out: Path | None, node_spec: NodeSpec) -> str:

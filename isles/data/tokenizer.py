@@ -6,7 +6,6 @@ Bytes are built in; a Hugging Face `tokenizer.json` needs the extra `isles[hf]`.
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +14,6 @@ import numpy as np
 
 from isles.parsing import parse_json
 
-_OPTIONS = "tokenizer_config.json"
 Ids = np.ndarray  # one-dimensional, of the smallest unsigned type that holds every id
 
 
@@ -66,7 +64,7 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json` of the `tokenizers` library. Special tokens are not added; a corpus adds `eos_id` itself.
 
-    `eos_id` is read from the `tokenizer_config.json` beside the file, where there is one.
+    `eos_id` is read from the `tokenizer_config.json` beside the file, the second of `files`, where there is one.
     """
 
     def __init__(self, file: Path) -> None:
@@ -93,8 +91,8 @@ class HuggingFaceTokenizer:
         if not ids:
             raise ValueError(f"data.tokenizer = {str(file)!r} has an empty vocabulary; train it before saving it")
         self.vocab_size = max(ids) + 1  # ids may have gaps, and an embedding needs a row for the largest
-        self._files = {"tokenizer.json": file, _OPTIONS: file.with_name(_OPTIONS)}
-        self.eos_id = _eos_id(self._files[_OPTIONS], self._rust)
+        self.files = (file, file.with_name("tokenizer_config.json"))
+        self.eos_id = _eos_id(self.files[1], self._rust)
         self.fingerprint = hashlib.sha256(content + str(self.eos_id).encode()).hexdigest()
         self._dtype = smallest_dtype(self.vocab_size)
 
@@ -108,12 +106,6 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self._rust.decode([int(i) for i in ids], skip_special_tokens=False)
-
-    def save(self, folder: Path) -> None:
-        """Copy its files into `folder`, under the names that transformers looks for."""
-        for name, file in self._files.items():
-            if file.is_file():
-                shutil.copyfile(file, folder / name)
 
 
 def load_tokenizer(tokenizer: str) -> Tokenizer:

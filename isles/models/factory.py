@@ -45,7 +45,8 @@ def take_device(config: ModelConfig, rank: int) -> torch.device:
 
 
 def placement(config: ModelConfig, workers: int) -> str:
-    """Where `workers` workers of this machine train, and whether they share GPUs or leave some idle, in a line."""
+    """Where `workers` workers of this machine train, and how many share a GPU or are idle. ValueError: they cannot."""
+    _refuse_fp16_on_cpu(config, choose_device(config))
     used = Counter(str(choose_device(config, rank)) for rank in range(workers))
     most, idle = max(used.values()), torch.cuda.device_count() - len(used.keys() - {"cpu"})
     line = f"{workers} worker{'s' * (workers > 1)} on {', '.join(used)}"

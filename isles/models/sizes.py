@@ -88,45 +88,37 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _bytes_level(d_model: int, layers: int, heads: int, ffn: int, context: int) -> Shape:
-    return Shape(d_model=d_model, layers=layers, heads=heads, ffn=ffn, vocab=256, context=context, tie_embeddings=True)
-
-
-def _subwords(ffn: int, layers: int, heads: int) -> Shape:
+def _of(
+    d_model: int, layers: int, heads: int, ffn: int, vocab: int = 32_000, context: int = 1024, *, tied: bool = True
+) -> Shape:
     return Shape(
-        d_model=64 * heads, layers=layers, heads=heads, ffn=ffn, vocab=32_000, context=1024, tie_embeddings=True
-    )
-
-
-def _noloco(d_model: int, layers: int, heads: int, ffn: int) -> Shape:
-    return Shape(
-        d_model=d_model, layers=layers, heads=heads, ffn=ffn, vocab=128_000, context=1024, tie_embeddings=False
+        d_model=d_model, layers=layers, heads=heads, ffn=ffn, vocab=vocab, context=context, tie_embeddings=tied
     )
 
 
 SIZES: dict[str, Shape] = {
     # Ours, over bytes. "0.12M" is the embedded default: the lowest validation loss at 40 ms a step and core.
-    "0.12M": _bytes_level(64, 2, 2, 192, 128),
-    "0.53M": _bytes_level(128, 3, 4, 256, 256),
-    "2M": _bytes_level(192, 4, 6, 576, 256),
-    "10M": _bytes_level(384, 6, 6, 896, 512),
+    "0.12M": _of(64, 2, 2, 192, 256, 128),
+    "0.53M": _of(128, 3, 4, 256, 256, 256),
+    "2M": _of(192, 4, 6, 576, 256, 256),
+    "10M": _of(384, 6, 6, 896, 256, 512),
     # Ours, over 32,000 subwords.
-    "35M": _subwords(1344, 6, 8),
-    "100M": _subwords(1728, 12, 12),
-    "300M": _subwords(2624, 22, 16),
-    "1B": _subwords(5696, 18, 32),
-    # Eager Updates: "hidden dim", layers, heads.
-    "eager-35M": _subwords(2048, 6, 8),
-    "eager-100M": _subwords(3072, 9, 12),
-    "eager-200M": _subwords(4096, 12, 16),
-    "eager-300M": _subwords(5120, 15, 20),
-    "eager-500M": _subwords(6144, 18, 24),
-    "eager-1B": _subwords(8192, 24, 32),
-    "eager-4B": _subwords(12_288, 36, 48),
-    # NoLoCo, table 1: hidden, layers, heads, FFN.
-    "noloco-small": _noloco(768, 12, 16, 3072),
-    "noloco-medium": _noloco(2048, 24, 32, 8192),
-    "noloco-large": _noloco(4096, 32, 32, 16_384),
+    "35M": _of(512, 6, 8, 1344),
+    "100M": _of(768, 12, 12, 1728),
+    "300M": _of(1024, 22, 16, 2624),
+    "1B": _of(2048, 18, 32, 5696),
+    # Eager Updates.
+    "eager-35M": _of(512, 6, 8, 2048),
+    "eager-100M": _of(768, 9, 12, 3072),
+    "eager-200M": _of(1024, 12, 16, 4096),
+    "eager-300M": _of(1280, 15, 20, 5120),
+    "eager-500M": _of(1536, 18, 24, 6144),
+    "eager-1B": _of(2048, 24, 32, 8192),
+    "eager-4B": _of(3072, 36, 48, 12_288),
+    # NoLoCo, table 1.
+    "noloco-small": _of(768, 12, 16, 3072, 128_000, tied=False),
+    "noloco-medium": _of(2048, 24, 32, 8192, 128_000, tied=False),
+    "noloco-large": _of(4096, 32, 32, 16_384, 128_000, tied=False),
 }
 
 

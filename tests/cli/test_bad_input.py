@@ -323,17 +323,23 @@ def test_a_doubtful_setting_is_a_note_and_the_run_goes_on(
     shutil.rmtree(folder / "doubtful")
 
 
-def test_the_first_line_says_what_trains_and_resume_may_change_it(answer: Answer, folder: Path) -> None:
-    code, error = answer(*train("replicas.sync_every=2", "--steps", "2", "--out", "placed"))
-    assert code == 0 and error.startswith("device: 2 workers on cpu\n"), error
+def test_the_first_line_says_what_trains_by_which_defaults(answer: Answer, folder: Path) -> None:
+    (folder / "empty.toml").write_text("")
+    over = "empty.toml over the defaults of isles config --method noloco"
+    for words, settings in ([], "the built-in small run"), (["empty.toml"], over):
+        code, error = answer(*TRAIN, *words, "--set", "replicas.sync_every=2", "--steps", "2", "--out", "placed")
+        assert code == 0 and error.startswith(f"device: 2 workers on cpu; settings: {settings}\n"), error
+        shutil.rmtree(folder / "placed")
+
+
+def test_resume_may_change_what_trains(answer: Answer, folder: Path) -> None:
     shutil.copytree(folder / "stopped", folder / "moved")
     saved = (folder / "moved" / "config.toml").read_text()
     (folder / "moved" / "config.toml").write_text(saved.replace('device = "auto"', 'device = "cuda"'))
     assert answer("resume", "moved")[0] == 2  # no GPU is here
     code, error = answer("resume", "moved", "--device", "cpu")
     assert code == 0 and error.startswith("resuming moved after step 4\ndevice: 2 workers on cpu\n"), error
-    for made in ("placed", "moved"):
-        shutil.rmtree(folder / made)
+    shutil.rmtree(folder / "moved")
 
 
 def test_what_a_dry_run_refuses_starts_nothing(answer: Answer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

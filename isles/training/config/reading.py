@@ -157,8 +157,7 @@ def to_toml(config: Config, named: Mapping[SettingKey, str] | None = None) -> st
 
 def run_name(config: Config) -> str:
     """16 hex digits that tell a run from those of any other configuration, wherever it lies and whatever it runs on."""
-    own = {**kept_names(config), ("model", "device"): "auto"}
-    return hashlib.sha256(to_toml(config, own).encode()).hexdigest()[:16]
+    return hashlib.sha256(to_toml(config, {**kept_names(config), ("model", "device"): ""}).encode()).hexdigest()[:16]
 
 
 def _table(values: Mapping[str, Any]) -> Any:
