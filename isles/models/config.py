@@ -62,9 +62,7 @@ class ModelConfig:
     underflow without a torch.amp.GradScaler).
     """
     device: str = "auto"
-    """Where the model is: cpu; cuda (workers take the machine's GPUs in turn, and may share one); cuda:1 (all take that
-    one); auto (cuda if torch sees a GPU, else cpu).
-    """
+    """cpu; cuda (a machine's workers take its GPUs in turn); cuda:1 (all take that one); auto (a GPU, else the CPU)."""
     dtype: DType = "float32"
     """Format of the weights, and so of the gradients and of the optimizer's state."""
     options: dict[str, Any] | None = None

@@ -11,13 +11,12 @@ convention although the mask makes half of it useless. The head costs V d multip
 embedding costs none. What recomputation adds (flash attention's backward pass, checkpointing) is not model work and is
 not counted.
 
-A size whose name is a number has that many parameters, within 3 %. The papers' sizes have names of their own, for their
-labels are other counts:
+A size whose name is a number has that many parameters, within 3 %. The labels of the papers' sizes are other counts:
 
 - "eager-35M" ... "eager-4B": Eager Updates (arXiv 2502.12996) and Streaming DiLoCo (arXiv 2501.18512). Their "hidden
   dim" is the FFN width; d = 64 heads. Their labels are near 12 d^2 L + 32000 d: one embedding, and a plain MLP with two
   matrices. Ours is gated and has three, so at the same width each layer holds 16 d^2: "eager-35M" counts 35.3M in the
-  paper's way and 41.6M here, "eager-1B" 1.68B.
+  paper's way and 41.6M here.
 - "noloco-small", "-medium", "-large": NoLoCo (arXiv 2506.10911), labelled 125M, 1.3B and 6.8B there. The labels leave
   out most of the 128000-word vocabulary; ours is Llama's gated MLP at the printed width.
 """
