@@ -11,6 +11,7 @@ or is kept by the lighthouse.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -80,7 +81,8 @@ def take_part(
                 kind = (kinds or {}).get(entrance.config.pipeline.routing, SeatedPeer)
                 peer = kind(stack, entrance, wish, leaving, tell)
                 current[:] = [peer]
-                tell(f"in: seat {peer.line.seat} at {address}, on {choose_device(entrance.config.model)}")
+                device = choose_device(entrance.config.model, int(os.environ.get("LOCAL_RANK", 0)))
+                tell(f"in: seat {peer.line.seat} at {address}, on {device}")
                 ending = peer.run()
                 current.clear()
                 step = peer.step
