@@ -50,7 +50,7 @@ def main() -> None:
 
 def _planning() -> None:
     print(f"{'model':<8}{'machine':<12}{'profile s':>10}{'search s':>10}  plan")
-    for name, shape in (("1B", SIZES["1B"]), ("13B", LARGE)):
+    for name, shape in (("eager-1B", SIZES["eager-1B"]), ("13B", LARGE)):
         for machine in ("RTX 3060", "A100-40"):
             start = time.perf_counter()
             batch = torch.empty(2, 1025, dtype=torch.int64, device="meta")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.netns [--workers 2] [--turns 3] [--json]        Linux, root, iproute2; without: says so, exit 0
 
-The computation of a step is paced at 60 ms, as a device's would be: forward and backward of a 0.5M-parameter decoder on
-16 tokens (real, printed beside), and sleep for the rest. `optimizer.step()`, AdamW's and the method's, comes on top.
+The computation of a step is paced at 60 ms, as a device's would be: forward and backward of a 0.53M-parameter decoder
+on 16 tokens (real, printed beside), and sleep for the rest. `optimizer.step()`, AdamW's and the method's, comes on top.
 H = 25 steps a round; the rate is such that the float32 outer gradient takes 0.8 of 25 times 60 ms.
 
     utilisation      wall of `none` / wall of the method, same steps, same turn; after one round that is not counted
@@ -89,7 +89,7 @@ def made() -> tuple[Any, Any]:
 
     from isles.models import ModelConfig, build
 
-    model = build(ModelConfig(size="0.5M", device="cpu"), seed=0)
+    model = build(ModelConfig(size="0.53M", device="cpu"), seed=0)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
@@ -179,7 +179,7 @@ def rate(workers: int) -> tuple[float, int, float]:
     from isles.comm.collectives.mean import sent_bytes
     from isles.models import ModelConfig, parameters
 
-    nbytes = sent_bytes(parameters(ModelConfig(size="0.5M").shape()), torch.float32, codec("none"), workers, 0)
+    nbytes = sent_bytes(parameters(ModelConfig(size="0.53M").shape()), torch.float32, codec("none"), workers, 0)
     seconds = SHARE * H * PACE
     return 8 * (on_the_line(nbytes) - BURST) / seconds, nbytes, seconds
 

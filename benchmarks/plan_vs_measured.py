@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_vs_measured [--workers 4] [--turns 3] [--json]       Linux, root, iproute2
 
-Workers in network namespaces as in `benchmarks.netns`, a 0.5M-parameter model, steps paced at 150 ms; H = 5 for
+Workers in network namespaces as in `benchmarks.netns`, a 0.53M-parameter model, steps paced at 150 ms; H = 5 for
 methods that have it. Measured: wall of `none` / wall of the method, same turn, slowest worker, median of the turns.
 The planner is told the rate without the packets' headers (as `isles plan --probe` would measure it), no latency, and
 how long a step of `none` took; the rest it knows: nothing is fitted. Rates are such that every method has two
@@ -66,7 +66,7 @@ def table(workers: int, turns: int) -> list[Row]:
     from isles.models import ModelConfig
     from isles.models import parameters as counted
 
-    shape = ModelConfig(size="0.5M").shape()
+    shape = ModelConfig(size="0.53M").shape()
     arguments = {"cases": {name: asdict(case) for name, case in CASES.items()}, "turns": turns}
     rows, errors = [], []
     between = dict.fromkeys([name for name in CASES if name != "none"], 0)

@@ -1,4 +1,4 @@
-"""256 virtual workers of the 0.13M model in one process: CPU seconds of a step against a plain loop, and memory; and
+"""256 virtual workers of the 0.12M model in one process: CPU seconds of a step against a plain loop, and memory; and
 what `isles simulate` takes for a whole run of them.
 
     python -m benchmarks.virtual [--workers 256] [--json]                        the table
@@ -33,7 +33,7 @@ from benchmarks.overhead import resident
 from isles.comm.mesh import Mesh
 from isles.models import ModelConfig, build
 
-SHAPE = ModelConfig(size="0.13M", device="cpu")
+SHAPE = ModelConfig(size="0.12M", device="cpu")
 EVERY = 10  # twice as often as in the demo
 TURNS = 3
 
@@ -120,7 +120,7 @@ def simulated(workers: int, methods: str) -> list[Row]:
         with tempfile.TemporaryDirectory() as folder:
             words = ["simulate", "--methods", method, "--workers", str(workers), "--steps", "60"]
             words += ["--links", "home-fibre", "--out", f"{folder}/run", "--json"]
-            settings = ("model.size=0.13M", "model.context=32", "data.batch_size=4", "data.validation_sequences=16")
+            settings = ("model.size=0.12M", "model.context=32", "data.batch_size=4", "data.validation_sequences=16")
             words += [word for setting in settings for word in ("--set", setting)]
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             subprocess.run([sys.executable, "-m", "isles", *words], check=True, capture_output=True, timeout=3600)

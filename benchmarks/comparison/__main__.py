@@ -2,7 +2,7 @@
 
     python -m benchmarks.comparison [--out runs/comparison] [--page OUT/comparison.md] [--at-once 2]
         [--parts methods,scaling] [--methods LABEL,...] [--steps 400]
-        [--sizes 0.13M,0.5M,2M] [--scaling-steps 150] [--device cpu|cuda]
+        [--sizes 0.12M,0.53M,2M] [--scaling-steps 150] [--device cpu|cuda]
         [--seeds 0,1,2] [--set section.key=value]... [--quick] [--dry-run] [--page-only]
 
 methods     every row of `cases.ROWS` on the embedded run: four workers, equal tokens; seed i on topology i
@@ -69,7 +69,7 @@ def cases_of(asked: argparse.Namespace) -> list[Case]:
         labels = names(asked.methods, "--methods") if asked.methods else ["ddp", "diloco"] if quick else list(ROWS)
         cases += method_cases(labels, seeds, steps, over, asked.set_)
     if "scaling" in parts:
-        sizes = names(asked.sizes, "--sizes") if asked.sizes else ["0.13M"] if quick else list(SIZES)
+        sizes = names(asked.sizes, "--sizes") if asked.sizes else ["0.12M"] if quick else list(SIZES)
         cases += sweep_cases(sizes, seeds, scaling_steps, over, asked.set_)
     return cases
 

@@ -13,7 +13,7 @@ from benchmarks.comparison.runs import Summary, finished
 from isles.models.config import ModelConfig
 from isles.training.dry_run import dry_run
 
-REFERENCE = ModelConfig(size="35M", device="cpu")
+REFERENCE = ModelConfig(size="eager-35M", device="cpu")
 """What memory is counted on: at the small run's size the fixed parts would hide what grows with the model."""
 
 

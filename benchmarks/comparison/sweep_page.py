@@ -16,8 +16,9 @@ _ON_A_GPU = joined(
         "The paper's smallest sizes are for a GPU, and are not among these runs. The same on one (with `--dry-run`,",
         "only what it will be):",
     ),
-    "    python -m benchmarks.comparison --parts scaling --sizes 35M,100M --device cuda --scaling-steps 5000 \\\n"
-    "        --set data.path=TEXT --set data.tokenizer=FOLDER --set model.context=1024 --set model.autocast=bf16",
+    "    python -m benchmarks.comparison --parts scaling --sizes eager-35M,eager-100M --device cuda \\\n"
+    "        --scaling-steps 5000 --set data.path=TEXT --set data.tokenizer=FOLDER --set model.context=1024 \\\n"
+    "        --set model.autocast=bf16",
 )
 
 

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.main import get_command
@@ -37,12 +37,14 @@ from isles.cli.elastic import join, lighthouse, swarm
 from isles.cli.experts import commands
 from isles.cli.memory import plan as memory
 from isles.cli.ravnest import plan as ravnest
+from isles.version import __version__
 
 app = typer.Typer(
     name="isles",
     help="Train one language model on poorly connected workers.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # and of all commands below
 )
 app.command("train")(train.train)
 app.command("compare")(compare.compare)
@@ -69,10 +71,13 @@ _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version 
 
 
 @app.callback(invoke_without_command=True)
-def _isles(context: typer.Context) -> None:
+def _isles(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+) -> None:
     """Train one language model on poorly connected workers."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+    if version or context.invoked_subcommand is None:
+        print(f"isles {__version__}" if version else context.get_help())
+        raise typer.Exit
 
 
 def main() -> None:

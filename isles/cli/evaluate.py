@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.options import Trust
+from isles.cli.options import Device, Trust
 
 if TYPE_CHECKING:
     from isles.report.panels import Table
@@ -33,6 +33,7 @@ def evaluate(
     without_mask: Annotated[
         bool, typer.Option("--without-mask", help='With pipeline.boundary = "dct:...": let all entries cross.')
     ] = False,
+    device: Device = "auto",
     trust: Trust = False,
 ) -> None:
     """Judge the run's consolidated model. Stages are those of the run; of one that was not cut, its blocks."""
@@ -44,7 +45,7 @@ def evaluate(
         raise ValueError("--curves judges many orders by itself: leave --drop-stages, --early-exit and --order out")
     if partial and questions is not None:
         raise ValueError("--questions are asked of the whole model: leave the options about stages out")
-    saved = load_run(run, trust=trust, masked=not without_mask)
+    saved = load_run(run, device=device, trust=trust, masked=not without_mask)
     if questions is not None:
         from isles.training.multiple_choice import accuracies, read_questions
 
@@ -65,7 +66,7 @@ def evaluate(
     settings = saved.config.data if data is None else replace(saved.config.data, path=data)
     corpus = load_corpus(settings)
     loader = Loader(corpus, settings, context=saved.context)
-    device = next(saved.model.parameters()).device
+    where = next(saved.model.parameters()).device
     if partial:
         from isles.cli.table import print_table
         from isles.models.orders import blocks_of_stages
@@ -75,7 +76,7 @@ def evaluate(
         pieces = stages_of(saved.config, saved.model)
 
         def loss_of(stages: tuple[int, ...]) -> float:
-            context = autocast(saved.config.model, device)
+            context = autocast(saved.config.model, where)
             blocks = blocks_of_stages(pieces, stages)
             return order_loss(saved.model, loader.validation_batches(), blocks, context)
 
@@ -88,7 +89,7 @@ def evaluate(
         print(f"stages      {','.join(map(str, asked))} of {len(pieces)}")
         loss = loss_of(asked)
     else:
-        loss = validation_loss(saved.model, loader.validation_batches(), autocast(saved.config.model, device))
+        loss = validation_loss(saved.model, loader.validation_batches(), autocast(saved.config.model, where))
     print(f"loss        {loss:.4f} nats/token")
     print(f"perplexity  {math.exp(loss):.4f}")
 

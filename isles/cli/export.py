@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from isles.cli.options import Trust
+from isles.cli.options import Device, Trust
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="Directory of a finished run.")],
     format: Annotated[str, typer.Option(help="hf: config.json and weights for transformers; safetensors.")] = "hf",
     out: Annotated[Path | None, typer.Option(help="Folder to write. Default: RUN/export-FORMAT.")] = None,
+    device: Device = "auto",
     trust: Trust = False,
 ) -> None:
     """Write the run's consolidated model for other tools."""
+    from isles.data.tokenizer import HuggingFaceTokenizer
     from isles.errors import unknown_name
-
-    if format not in ("hf", "safetensors"):
-        raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))
-    folder = out or run / f"export-{format}"
-    try:
-        _write(run, folder, "hf" if format == "hf" else "safetensors", trust=trust)
-    except FileExistsError as error:
-        raise ValueError(f"--out {folder}: is a file; name a folder") from error
-    print(folder)
-
-
-def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"], *, trust: bool) -> None:
     from isles.models.hf import save_as_llama
     from isles.training.config.kept import KEPT
     from isles.training.records.saved import load_run
 
-    saved = load_run(run, trust=trust)
+    if format not in ("hf", "safetensors"):
+        raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))
+    folder = out or run / f"export-{format}"
+    saved = load_run(run, device=device, trust=trust)
     own, boundary = saved.config.model.own, saved.config.pipeline.boundary
     if format == "hf" and boundary.partition(":")[0] in ("dct", "bottleneck", "maxout"):
         raise ValueError(
@@ -46,12 +39,19 @@ def _write(run: Path, folder: Path, format: Literal["hf", "safetensors"], *, tru
         raise ValueError(
             f"{run}: transformers does not know the model of model.factory; write it with --format safetensors"
         )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ValueError(f"--out {folder}: is a file; name a folder") from error
     if format == "hf" and own == "hf":
         saved.model.model.save_pretrained(folder)
     elif format == "hf":
         save_as_llama(saved.model, folder)
     else:
-        folder.mkdir(parents=True, exist_ok=True)
-        kept = [name for name in KEPT if (run / name).is_file()]
-        for name in ("model.safetensors", "config.toml", *kept):
+        for name in ("model.safetensors", "config.toml", *(name for name in KEPT if (run / name).is_file())):
             shutil.copyfile(run / name, folder / name)
+    if format == "hf" and isinstance(saved.tokenizer, HuggingFaceTokenizer):
+        for name, file in zip(("tokenizer.json", "tokenizer_config.json"), saved.tokenizer.files, strict=True):
+            if file.is_file():
+                shutil.copyfile(file, folder / name)
+    print(folder)

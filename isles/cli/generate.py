@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from isles.cli.options import Trust
+from isles.cli.options import Device, Trust
 
 
 def generate(
@@ -17,13 +17,14 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0.0)] = 0.8,
     top_k: Annotated[int, typer.Option(help="Choose among so many likeliest tokens (0: all).", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the draws.", min=0)] = 0,
+    device: Device = "auto",
     trust: Trust = False,
 ) -> None:
     """Continue a prompt with the run's consolidated model."""
     from isles.models.generate import generate as sample
     from isles.training.records.saved import load_run
 
-    saved = load_run(run, trust=trust)
+    saved = load_run(run, device=device, trust=trust)
     ids = sample(
         saved.logits,
         saved.encode(prompt),

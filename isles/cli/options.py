@@ -6,6 +6,17 @@ from typing import Annotated
 
 import typer
 
+
+def _known(device: str | None) -> str | None:
+    """ValueError where --device names none."""
+    from isles.models.config import check_device
+
+    check_device("auto" if device is None else device, "--device")
+    return device
+
+
+Device = Annotated[str, typer.Option(callback=_known, help="auto, cpu, cuda or cuda:N.")]
+OwnDevice = Annotated[str | None, typer.Option(callback=_known, help="auto, cpu, cuda or cuda:N. Default: the run's.")]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Import and run what the run's config.toml names, though it was made elsewhere.")
 ]

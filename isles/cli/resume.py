@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from isles.cli import torchrun
-from isles.cli.options import Trust
+from isles.cli.options import OwnDevice, Trust
 from isles.cli.signals import end_in_order
-from isles.cli.train import Node, Nodes, Rendezvous, TokenText
+from isles.cli.train import Node, Nodes, Rendezvous, TokenText, tell_device
 from isles.cli.train import run as run_with_progress
 
 
@@ -26,6 +27,7 @@ def resume(
     stages: Annotated[
         int | None, typer.Option(help="Go on with each replica in so many stages, the same bits by name.")
     ] = None,
+    device: OwnDevice = None,
     nodes: Nodes = 1,
     node: Node = 0,
     rendezvous: Rendezvous = "",
@@ -45,8 +47,8 @@ def resume(
     if (run / "summary.json").exists():
         raise ValueError(f"{run}: this run is complete; there is nothing to resume")
     if (run / "members.jsonl").exists():
-        if (step, stages, nodes) != (None, None, 1):
-            raise ValueError(f"{run}: its workers come and go: leave --step, --stages and --nodes out")
+        if (step, stages, device, nodes) != (None, None, None, 1):
+            raise ValueError(f"{run}: its workers come and go: leave --step, --stages, --device and --nodes out")
         light_again(run, workers)
         return
     if (workers, stages) != (None, None) and (node_spec.nodes > 1 or torchrun.size() is not None):
@@ -65,4 +67,6 @@ def resume(
     if torchrun.is_main_process():
         for note in (*ready.notes, f"resuming {run} after step {ready.step}"):
             print(note, file=sys.stderr)
-    run_with_progress(ready.config, lambda: run, node_spec, resume=ready.step)
+    config = ready.config if device is None else replace(ready.config, model=replace(ready.config.model, device=device))
+    tell_device(config, nodes, node)
+    run_with_progress(config, lambda: run, node_spec, resume=ready.step)

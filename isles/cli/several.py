@@ -51,6 +51,7 @@ def run_all(
     start: in the place of `launch`.
     """
     from isles.cli.progress import Progress
+    from isles.cli.train import tell_device
     from isles.launch.room import refuse_too_many
     from isles.report import write_picture, write_report
     from isles.report.comparison import INDEX, run_folder
@@ -69,6 +70,7 @@ def run_all(
     out = out or Path("runs") / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}"
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out}: is not empty; name another directory")
+    tell_device(one)  # as all others
     summaries: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in configs}
     folder = out
     try:

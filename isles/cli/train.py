@@ -5,6 +5,7 @@ path.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -93,6 +94,8 @@ def train(
         from isles.training.dry_run import refuse
 
         refuse(resolved)
+    file = f"{preset or config} over the defaults of isles config --method {resolved.method}"
+    tell_device(resolved, nodes, node, f"; settings: {'the built-in small run' if config is None else file}")
     run(resolved, lambda: out or new_directory(resolved.method), node_spec)
 
 
@@ -126,6 +129,17 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
         if torchrun.is_main_process():
             print(f"isles: {_at_once(out, node_spec)}", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def tell_device(config: Config, nodes: int = 1, node: int = 0, more: str = "") -> None:
+    """The line that says where the workers of this machine train."""
+    from isles.launch.nodes import split
+    from isles.models.factory import placement
+
+    own = len(split(config.world.workers, nodes)[node])
+    line = placement(config.model, int(os.environ.get("LOCAL_WORLD_SIZE", own)))
+    if torchrun.is_main_process():
+        print(f"device: {line}{more}", file=sys.stderr, flush=True)
 
 
 def _at_once(out: Path | None, node_spec: NodeSpec) -> str:

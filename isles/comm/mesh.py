@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
+
 from isles.comm.call import Ledger
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.group import Group
@@ -25,7 +27,7 @@ class Mesh:
 
     world: Group
     layout: Layout
-    local_rank: int = 0
+    local_rank: int = field(default_factory=lambda: int(os.environ.get("LOCAL_RANK", 0)))
     """This worker's number among those of its machine: which GPU is its own."""
 
     report: Callable[[object], None] = field(default=lambda event: None, repr=False)
@@ -150,6 +152,8 @@ def current() -> Transport:
     if not hasattr(_here, "transport"):
         local_rank = os.environ.get("LOCAL_RANK")  # torchrun's
         enter(DistributedTransport.from_environment(), None if local_rank is None else int(local_rank))
+        if local_rank is not None and (gpus := torch.cuda.device_count()) and not torch.cuda.is_initialized():
+            torch.cuda.set_device(int(local_rank) % gpus)  # whoever has begun with a GPU has chosen one
     return _here.transport
 
 

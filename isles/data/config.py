@@ -19,7 +19,7 @@ class DataConfig:
     """
     tokenizer: str = "bytes"
     """What makes ids of text: "bytes" (one id a byte), or the path of a Hugging Face `tokenizer.json` or of the folder
-    that holds one.
+    that holds one. Left out beside model.hf: that folder's.
     """
     text_key: str = "text"
     """The column of JSONL, Parquet and dataset rows that holds the text."""

@@ -64,7 +64,7 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json` of the `tokenizers` library. Special tokens are not added; a corpus adds `eos_id` itself.
 
-    `eos_id` is read from the `tokenizer_config.json` beside the file, where there is one.
+    `eos_id` is read from the `tokenizer_config.json` beside the file, the second of `files`, where there is one.
     """
 
     def __init__(self, file: Path) -> None:
@@ -91,7 +91,8 @@ class HuggingFaceTokenizer:
         if not ids:
             raise ValueError(f"data.tokenizer = {str(file)!r} has an empty vocabulary; train it before saving it")
         self.vocab_size = max(ids) + 1  # ids may have gaps, and an embedding needs a row for the largest
-        self.eos_id = _eos_id(file.with_name("tokenizer_config.json"), self._rust)
+        self.files = (file, file.with_name("tokenizer_config.json"))
+        self.eos_id = _eos_id(self.files[1], self._rust)
         self.fingerprint = hashlib.sha256(content + str(self.eos_id).encode()).hexdigest()
         self._dtype = smallest_dtype(self.vocab_size)
 
@@ -119,7 +120,7 @@ def load_tokenizer(tokenizer: str) -> Tokenizer:
         if not path.is_file():
             raise ValueError(
                 f"data.tokenizer = {tokenizer!r} holds no tokenizer.json; save the fast form there "
-                "(AutoTokenizer.from_pretrained(...).save_pretrained(folder))"
+                '(AutoTokenizer.from_pretrained(...).save_pretrained(folder)), or set data.tokenizer = "bytes"'
             )
     return HuggingFaceTokenizer(path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -10,13 +11,18 @@ from isles.imports import is_place
 from .sizes import Shape, shape_of
 
 Autocast = Literal["none", "bf16", "fp16"]
-Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float64"]
 
-DEFAULT_SIZE = "0.13M"
+DEFAULT_SIZE = "0.12M"
 
 _SHAPE_KEYS = ("d_model", "layers", "heads", "ffn", "vocab", "context", "tie_embeddings")
 _DECODER_KEYS = ("size", "d_model", "layers", "heads", "ffn", "tie_embeddings")  # say nothing about another model
+
+
+def check_device(device: object, key: str = "model.device") -> None:
+    """ValueError unless `device` is the name of one, which may be absent here."""
+    if not (isinstance(device, str) and re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device)):
+        raise ValueError(f"{key} = {device!r} is not known; use one of auto, cpu, cuda, cuda:N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +30,7 @@ class ModelConfig:
     """What is trained. Every impossible value raises a ValueError of one line that names the key and the mend."""
 
     size: str | None = None
-    """A named shape of Isles' decoder, see `isles.models.sizes.SIZES`; "0.13M" where nothing is said. The next five and
+    """A named shape of Isles' decoder, see `isles.models.sizes.SIZES`; "0.12M" where nothing is said. The next five and
     tie_embeddings override parts of it; None keeps the size's own.
     """
     d_model: int | None = None
@@ -55,15 +61,16 @@ class ModelConfig:
     """Number format of the matrix products while weights stay in `dtype`: none, bf16, or fp16 (CUDA only; its gradients
     underflow without a torch.amp.GradScaler).
     """
-    device: Device = "auto"
-    """Where the model is: "auto" is a GPU if torch sees one, else the CPU; several workers may share a GPU."""
+    device: str = "auto"
+    """cpu; cuda (a machine's workers take its GPUs in turn); cuda:1 (all take that one); auto (a GPU, else the CPU)."""
     dtype: DType = "float32"
     """Format of the weights, and so of the gradients and of the optimizer's state."""
     options: dict[str, Any] | None = None
     """What factory is called with, as a table: [model.options]."""
 
     def __post_init__(self) -> None:
-        for key, choices in (("autocast", Autocast), ("device", Device), ("dtype", DType)):
+        check_device(self.device)
+        for key, choices in (("autocast", Autocast), ("dtype", DType)):
             value = getattr(self, key)
             if value not in get_args(choices):
                 raise ValueError(f"model.{key} = {value!r} is not known; use one of {', '.join(get_args(choices))}")

@@ -14,7 +14,7 @@ Initialisation, from `seed` alone. Matrices are drawn from N(0, s^2):
     1                                the gains of the norms
 
 Dividing by sqrt(2 L) keeps the stream's variance from growing with depth. The further 0.1 is ours and lets blocks start
-close to the identity: 0.02 nats a byte better after 800 steps of "0.13M". Starting at zero does as well, but then a
+close to the identity: 0.02 nats a byte better after 800 steps of "0.12M". Starting at zero does as well, but then a
 fresh model would not notice a skipped or swapped block. Each parameter has a generator of its own, seeded from (seed,
 name) and drawn on the CPU in float32. So the global generators are never touched, every device and dtype starts from
 the same numbers, and a pipeline stage that holds some of the blocks can draw just its own.

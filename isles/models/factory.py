@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -19,19 +20,39 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_device(config: ModelConfig, rank: int = 0) -> torch.device:
-    """Where worker `rank` computes: GPU rank modulo the GPUs of this machine, so workers may share one; else the CPU.
-
-    ValueError where `model.device = "cuda"` and torch sees no GPU.
+    """Where worker `rank` of this machine computes: GPU rank modulo its GPUs, so workers may share one; the GPU that
+    `model.device` numbers; else the CPU. ValueError where torch does not see the GPU.
     """
     gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    if gpus:
-        return torch.device("cuda", rank % gpus)
-    if config.device == "cuda":
+    kind, _, number = config.device.partition(":")
+    index = int(number) if number else rank % max(gpus, 1)
+    if index < gpus:
+        return torch.device("cuda", index)
+    if kind == "cuda":
         raise ValueError(
-            'model.device = "cuda" but torch sees no GPU here; use model.device = "cpu" or "auto", or install a CUDA '
-            "build of torch"
+            f'model.device = "{config.device}" but torch sees {gpus or "no"} GPU{"s" * (gpus > 1)} here; use '
+            'model.device = "cpu" or "auto" (or --device), or install a CUDA build of torch'
         )
     return torch.device("cpu")
+
+
+def take_device(config: ModelConfig, rank: int) -> torch.device:
+    """`choose_device`, and make a GPU this thread's current one: torch's fully_shard and NCCL use that one."""
+    device = choose_device(config, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def placement(config: ModelConfig, workers: int) -> str:
+    """Where `workers` workers of this machine train, and how many share a GPU or are idle. ValueError: they cannot."""
+    _refuse_fp16_on_cpu(config, choose_device(config))
+    used = Counter(str(choose_device(config, rank)) for rank in range(workers))
+    most, idle = max(used.values()), torch.cuda.device_count() - len(used.keys() - {"cpu"})
+    line = f"{workers} worker{'s' * (workers > 1)} on {', '.join(used)}"
+    if most > 1 and "cpu" not in used:
+        line += f"; up to {most} share a GPU, whose memory must hold as many models"
+    return line + (f"; GPUs idle: {idle} (model.device, or more workers, would use them)" if idle else "")
 
 
 class Limits(NamedTuple):

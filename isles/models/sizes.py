@@ -11,12 +11,12 @@ convention although the mask makes half of it useless. The head costs V d multip
 embedding costs none. What recomputation adds (flash attention's backward pass, checkpointing) is not model work and is
 not counted.
 
-Sizes of the papers, and how their labels compare with our counts:
+A size whose name is a number has that many parameters, within 3 %. The labels of the papers' sizes are other counts:
 
-- "35M" ... "4B": Eager Updates (arXiv 2502.12996) and Streaming DiLoCo (arXiv 2501.18512). Their "hidden dim" is the
-  FFN width; d = 64 heads. Their labels are near 12 d^2 L + 32000 d: one embedding, and a plain MLP with two matrices.
-  Ours is gated and has three, so at the same width each layer holds 16 d^2: "35M" counts 35.3M in the paper's way and
-  41.6M here. For the paper's parameter count rather than its width, set `model.ffn` to two thirds.
+- "eager-35M" ... "eager-4B": Eager Updates (arXiv 2502.12996) and Streaming DiLoCo (arXiv 2501.18512). Their "hidden
+  dim" is the FFN width; d = 64 heads. Their labels are near 12 d^2 L + 32000 d: one embedding, and a plain MLP with two
+  matrices. Ours is gated and has three, so at the same width each layer holds 16 d^2: "eager-35M" counts 35.3M in the
+  paper's way and 41.6M here.
 - "noloco-small", "-medium", "-large": NoLoCo (arXiv 2506.10911), labelled 125M, 1.3B and 6.8B there. The labels leave
   out most of the 128000-word vocabulary; ours is Llama's gated MLP at the printed width.
 """
@@ -87,40 +87,37 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _bytes_level(d_model: int, layers: int, heads: int, ffn: int, context: int) -> Shape:
-    return Shape(d_model=d_model, layers=layers, heads=heads, ffn=ffn, vocab=256, context=context, tie_embeddings=True)
-
-
-def _eager(ffn: int, layers: int, heads: int) -> Shape:
+def _of(
+    d_model: int, layers: int, heads: int, ffn: int, vocab: int = 32_000, context: int = 1024, *, tied: bool = True
+) -> Shape:
     return Shape(
-        d_model=64 * heads, layers=layers, heads=heads, ffn=ffn, vocab=32_000, context=1024, tie_embeddings=True
-    )
-
-
-def _noloco(d_model: int, layers: int, heads: int, ffn: int) -> Shape:
-    return Shape(
-        d_model=d_model, layers=layers, heads=heads, ffn=ffn, vocab=128_000, context=1024, tie_embeddings=False
+        d_model=d_model, layers=layers, heads=heads, ffn=ffn, vocab=vocab, context=context, tie_embeddings=tied
     )
 
 
 SIZES: dict[str, Shape] = {
-    # Ours, over bytes. "0.13M" is the embedded default: the lowest validation loss at 40 ms a step and core.
-    "0.13M": _bytes_level(64, 2, 2, 192, 128),
-    "0.5M": _bytes_level(128, 3, 4, 256, 256),
-    "2M": _bytes_level(192, 4, 6, 576, 256),
-    "10M": _bytes_level(384, 6, 6, 896, 512),
-    # Eager Updates: "hidden dim", layers, heads.
-    "35M": _eager(2048, 6, 8),
-    "100M": _eager(3072, 9, 12),
-    "200M": _eager(4096, 12, 16),
-    "300M": _eager(5120, 15, 20),
-    "500M": _eager(6144, 18, 24),
-    "1B": _eager(8192, 24, 32),
-    "4B": _eager(12_288, 36, 48),
-    # NoLoCo, table 1: hidden, layers, heads, FFN.
-    "noloco-small": _noloco(768, 12, 16, 3072),
-    "noloco-medium": _noloco(2048, 24, 32, 8192),
-    "noloco-large": _noloco(4096, 32, 32, 16_384),
+    # Ours, over bytes. "0.12M" is the embedded default: the lowest validation loss at 40 ms a step and core.
+    "0.12M": _of(64, 2, 2, 192, 256, 128),
+    "0.53M": _of(128, 3, 4, 256, 256, 256),
+    "2M": _of(192, 4, 6, 576, 256, 256),
+    "10M": _of(384, 6, 6, 896, 256, 512),
+    # Ours, over 32,000 subwords.
+    "35M": _of(512, 6, 8, 1344),
+    "100M": _of(768, 12, 12, 1728),
+    "300M": _of(1024, 22, 16, 2624),
+    "1B": _of(2048, 18, 32, 5696),
+    # Eager Updates.
+    "eager-35M": _of(512, 6, 8, 2048),
+    "eager-100M": _of(768, 9, 12, 3072),
+    "eager-200M": _of(1024, 12, 16, 4096),
+    "eager-300M": _of(1280, 15, 20, 5120),
+    "eager-500M": _of(1536, 18, 24, 6144),
+    "eager-1B": _of(2048, 24, 32, 8192),
+    "eager-4B": _of(3072, 36, 48, 12_288),
+    # NoLoCo, table 1.
+    "noloco-small": _of(768, 12, 16, 3072, 128_000, tied=False),
+    "noloco-medium": _of(2048, 24, 32, 8192, 128_000, tied=False),
+    "noloco-large": _of(4096, 32, 32, 16_384, 128_000, tied=False),
 }
 
 

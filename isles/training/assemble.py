@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
@@ -99,11 +100,14 @@ def _unseen(config: Config) -> list[str]:
 
 def _unplayed(config: Config) -> list[str]:
     """A notice where the network or the steps of the virtual clock were described, and the workers are real, or a wait
-    of stages, and there are none.
+    of stages, and there are none; or where a model's own tokenizer is left aside.
     """
     world = config.world
     said = [key for key in ("links", "step_seconds") if getattr(world, key) != getattr(type(world), key)]
     notices = []
+    hf = Path(config.model.hf or "", "tokenizer.json").expanduser()
+    if config.model.hf and config.data.tokenizer == "bytes" and hf.is_file():
+        notices.append('data.tokenizer = "bytes": model.hf has a tokenizer of its own, which is taken without this key')
     if said and not world.is_simulated:
         notices.append(
             f"{' and '.join(f'world.{key}' for key in said)}: of the virtual clock; real lines and steps are as they "

@@ -17,7 +17,7 @@ from isles.replicas import METHODS, method
 from isles.replicas.replica import Plain
 from isles.replicas.sync import ReplicaSync
 
-MODEL = ModelConfig(size="35M")
+MODEL = ModelConfig(size="eager-35M")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,8 @@ from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster
 from isles.comm.trust import JUMPS
 from isles.data import Corpus
-from isles.models import autocast, build, choose_device, limits
+from isles.models import autocast, build, limits
+from isles.models.factory import take_device
 from isles.models.own import check_contract
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.scheme import Scheme
@@ -77,7 +78,7 @@ class Trainer:
         """Whether text was kept for validation, known to all who judge."""
         cut = planned_cut(config) if config.pipeline.stages > 1 else None
         scheme = None if cut is None else run_scheme(config, cut)
-        self.memory = PlannedMemory(config, choose_device(config.model, world.local_rank), world.place.stage)
+        self.memory = PlannedMemory(config, take_device(config.model, world.local_rank), world.place.stage)
         model = self._whole_model() if cut is None or scheme is None else self._stage(cut, scheme)
         self.optimizer, notices = self._wrapped(model, roster, self.memory.manage)
         self.model = self.optimizer.model

@@ -12,10 +12,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from isles import cli
+from isles import __version__, cli
 from isles.training.records.lock import locked
 from tests.cli.command import isles
 from tests.training.runs import POISONED, TINY, run, tiny, write_text
@@ -112,7 +113,7 @@ def is_one_line(error: str) -> bool:
 def last_line(error: str) -> str:
     """The error behind the notes and the progress of a run."""
     lines = error.splitlines(keepends=True)
-    assert all(line.startswith(("note: ", "step ", "resuming ")) for line in lines[:-1]), error
+    assert all(line.startswith(("note: ", "step ", "resuming ", "device: ")) for line in lines[:-1]), error
     return lines[-1]
 
 
@@ -171,7 +172,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "--set", "replicas.anchor_codec=int4"], ["replicas.anchor_codec 'int4'", "int8"]),
     (["train", "--set", "replicas.outer_momentum=1"], ["replicas.outer_momentum = 1", "choose"]),
     (["train", "--set", "replicas.group_size=1"], ["replicas.group_size = 1", "choose 2 or more"]),
-    (["train", "--set", "model.size=70B"], ["model.size = '70B'", "0.13M"]),
+    (["train", "--set", "model.size=70B"], ["model.size = '70B'", "0.12M"]),
     (["train", "--set", "model.heads=3"], ["model.heads = 3"]),
     (["train", "--set", "model.autocast=fp16"], ['model.autocast = "fp16"', "GPU"]),
     (["train", "--set", "inner.lr=nan"], ["inner.lr = nan", "6e-4"]),
@@ -246,6 +247,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["resume", "other_method"], ["outer_lr = 0.6", "saved with 0.7", "set it back"]),
     (["resume", "bad_config"], ["config.toml: not valid TOML"]),
     (["resume", "no_config"], ["config.toml: cannot be read"]),
+    (["resume", "stopped", "--device", "cuda"], ['"cuda"', "no GPU", "--device"]),
+    (["resume", "stopped", "--device", "cuda:"], ["--device = 'cuda:'", "auto, cpu, cuda, cuda:N"]),
     (["resume", "busy"], ["busy: in use by another run"]),
     # isles eval, generate, export: a finished run is needed
     (["eval", "nosuch"], ["nosuch: no model.safetensors", "finished run"]),
@@ -256,6 +259,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["eval", "done", "--questions", "nosuch.jsonl"], ["nosuch.jsonl"]),
     (["eval", "done", "--questions", "questions.jsonl"], ["questions.jsonl"]),
     (["eval", "done", "--questions", "binary.dat"], ["binary.dat"]),
+    (["eval", "done", "--device", "cuda"], ['"cuda"', "no GPU", "--device"]),
+    (["export", "done", "--device", "cuda:1"], ['"cuda:1"', "no GPU", "--device"]),
+    (["generate", "done", "--prompt", "x", "--device", "cuda:0"], ['"cuda:0"', "no GPU", "--device"]),
+    (["generate", "done", "--prompt", "x", "--device", "gpu"], ["--device = 'gpu'", "auto, cpu, cuda, cuda:N"]),
     (["generate", "done"], ["--prompt"]),
     (["generate", "nosuch", "--prompt", "x"], ["nosuch: no model.safetensors"]),
     (["generate", "done", "--prompt", ""], ["prompt"]),
@@ -314,6 +321,25 @@ def test_a_doubtful_setting_is_a_note_and_the_run_goes_on(
     notes = [line for line in error.splitlines() if line.startswith("note: ")]
     assert code == 0 and any(words in note for note in notes), error
     shutil.rmtree(folder / "doubtful")
+
+
+def test_the_first_line_says_what_trains_by_which_defaults(answer: Answer, folder: Path) -> None:
+    (folder / "empty.toml").write_text("")
+    over = "empty.toml over the defaults of isles config --method noloco"
+    for words, settings in ([], "the built-in small run"), (["empty.toml"], over):
+        code, error = answer(*TRAIN, *words, "--set", "replicas.sync_every=2", "--steps", "2", "--out", "placed")
+        assert code == 0 and error.startswith(f"device: 2 workers on cpu; settings: {settings}\n"), error
+        shutil.rmtree(folder / "placed")
+
+
+def test_resume_may_change_what_trains(answer: Answer, folder: Path) -> None:
+    shutil.copytree(folder / "stopped", folder / "moved")
+    saved = (folder / "moved" / "config.toml").read_text()
+    (folder / "moved" / "config.toml").write_text(saved.replace('device = "auto"', 'device = "cuda"'))
+    assert answer("resume", "moved")[0] == 2  # no GPU is here
+    code, error = answer("resume", "moved", "--device", "cpu")
+    assert code == 0 and error.startswith("resuming moved after step 4\ndevice: 2 workers on cpu\n"), error
+    shutil.rmtree(folder / "moved")
 
 
 def test_what_a_dry_run_refuses_starts_nothing(answer: Answer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,6 +420,26 @@ def test_an_empty_directory_is_no_run(answer: Answer, folder: Path) -> None:
     code, error = answer(*train("--steps", "2", "--method", "none", "--out", "again"))
     assert code == 0, error
     shutil.rmtree(folder / "again")
+
+
+def helps(command: Any, parent: Any = None) -> Iterator[tuple[str, list[str]]]:
+    """Of a command and of all below it: its words, and the options that show its help."""
+    context = command.make_context(command.name or "isles", [], parent, resilient_parsing=True)
+    yield context.command_path, context.help_option_names
+    for below in getattr(command, "commands", {}).values():
+        yield from helps(below, context)
+
+
+def test_every_command_takes_h(answer: Answer) -> None:
+    found = dict(helps(cli._command()))
+    assert {"isles", "isles train", "isles memory plan", "isles swarm peer"} <= found.keys()
+    assert all(options == ["-h", "--help"] for options in found.values())
+    assert answer("-h") == answer("memory", "plan", "-h") == (0, "")
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._command()(["--version"], "isles", standalone_mode=False) == 0
+    assert capsys.readouterr().out == f"isles {__version__}\n"
 
 
 def test_help_answers_with_zero(answer: Answer) -> None:

@@ -32,7 +32,7 @@ def test_a_person_reads_a_table(memory, tmp_path: Path) -> None:
     code, out, err = memory(*SMALL, "--compare", "--trace", str(tmp_path / "lanes.json"))
     assert code == 0, err
     lines = out.splitlines()
-    assert lines[0].startswith("model    0.13M: 123,200 parameters, 2 blocks; batch 2 x 128 tokens")
+    assert lines[0].startswith("model    0.12M: 123,200 parameters, 2 blocks; batch 2 x 128 tokens")
     assert "machine  RTX 3060: 12.0 GB on the device" in out
     assert any(line.startswith("blocks.0") for line in lines)
     assert "lanes busy in a step: device" in out

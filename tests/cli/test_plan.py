@@ -132,10 +132,10 @@ def test_a_plan_like_a_run(plan, tmp_path: Path):
 def test_a_run_knows_its_matrices(tmp_path: Path):
     """Of the run's own decoder; not where another number of parameters is asked for, or was counted."""
     summary = {"parameters": 123_200, "workers": 4, "steps": 10, "tokens": 1e4, "compute_seconds": 1.0}
-    (tmp_path / "config.toml").write_text('[model]\nsize = "0.13M"\n')
+    (tmp_path / "config.toml").write_text('[model]\nsize = "0.12M"\n')
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     like = Asked(like=str(tmp_path), links="lan")
-    assert job_of(like)[0].matrices == matrices(SIZES["0.13M"])
+    assert job_of(like)[0].matrices == matrices(SIZES["0.12M"])
     assert job_of(replace(like, params="1B"))[0].matrices is None
     (tmp_path / "summary.json").write_text(json.dumps({**summary, "parameters": 5}))
     with pytest.raises(ValueError, match="missing: --layers"):

@@ -59,7 +59,7 @@ def test_from_a_config_to_a_report(
     assert "<html" in (run / "report.html").read_text()
 
     lines = error.splitlines()
-    assert all(line.startswith(("note: ", "step ")) for line in lines), error
+    assert all(line.startswith(("device: ", "note: ", "step ")) for line in lines), error
     assert sum("gamma = 1.9" in line for line in lines) == 1  # of one worker, though both found it out
     assert lines[-1].startswith("step 6/6  loss ")
 
@@ -140,7 +140,7 @@ def test_a_killed_worker_ends_the_run_with_its_name(struck: dict[str, Command]) 
     assert len(workers) == 2
     sorted(workers, key=lambda process: (process.create_time(), process.pid))[1].kill()
     code, _, error = command.end()
-    errors = [line for line in error.splitlines() if not line.startswith(("note: ", "step "))]
+    errors = [line for line in error.splitlines() if not line.startswith(("device: ", "note: ", "step "))]
     assert code == 1
     assert len(errors) == 1 and errors[0].startswith("isles: worker 1 failed: ") and "-9" in errors[0], error
     assert gone(command.mark)
@@ -159,7 +159,7 @@ def test_an_interrupt_stops_everything(endless: dict[str, Command], folder: Path
     code, out, error = command.end()
     assert (code, out) == (130, "")
     *lines, last = error.splitlines()
-    assert all(line.startswith(("note: ", "step ", "isles: stopping: ")) for line in lines), error
+    assert all(line.startswith(("device: ", "note: ", "step ", "isles: stopping: ")) for line in lines), error
     assert last.startswith("isles: stopped after step ") and last.endswith("isles resume SIGINT")
     assert gone(command.mark)
     assert len(list((folder / "SIGINT" / "checkpoints").glob("step-*/manifest.json"))) == 1
@@ -235,7 +235,9 @@ def test_on_a_terminal_a_bar_and_a_table(folder: Path) -> None:
     assert "report  terminal/report.html" in plain
     assert "Traceback" not in plain
     assert all(
-        len(line) <= 80 for line in re.split(r"[\r\n]+", plain) if not line.startswith(("note", "run", "report"))
+        len(line) <= 80
+        for line in re.split(r"[\r\n]+", plain)
+        if not line.startswith(("device", "note", "run", "report"))
     )
 
 

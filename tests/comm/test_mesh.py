@@ -187,3 +187,21 @@ def test_init_finds_the_same_world_twice() -> None:
     with ThreadPoolExecutor(1) as pool:  # a thread of its own: what it finds stays with it
         one, two = pool.submit(lambda: (isles.init(), isles.mesh())).result()
     assert one.transport is two.transport and one.world.ledger is two.outer.ledger
+
+
+def _device_of_torchruns(local_rank: int, begun: bool, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What `isles.init()` makes the current GPU of two, in a process that torchrun has started. No GPU is here."""
+    taken: list[int] = []
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: begun)
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    with ThreadPoolExecutor(1) as fresh:  # what `init` finds belongs to the thread
+        world = fresh.submit(isles.init).result(10)
+    assert world.local_rank == Mesh(world=world.world, layout=world.layout).local_rank == local_rank
+    return taken
+
+
+def test_init_takes_the_gpu_of_torchruns_local_rank_unless_one_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _device_of_torchruns(3, False, monkeypatch) == [1]
+    assert _device_of_torchruns(3, True, monkeypatch) == []

@@ -77,13 +77,13 @@ def test_a_finished_run_is_not_made_again(out: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.long
 def test_the_sweep_runs_every_size_with_every_method(tmp_path: Path) -> None:
-    words = ["--quick", "--parts", "scaling", "--sizes", "0.13M,0.5M", "--seeds", "0", "--scaling-steps", "4"]
+    words = ["--quick", "--parts", "scaling", "--sizes", "0.12M,0.53M", "--seeds", "0", "--scaling-steps", "4"]
     assert main([*words, "--out", str(tmp_path / "runs"), "--page", str(tmp_path / "swept.md")]) == 0
     found, page = summaries(tmp_path / "runs"), (tmp_path / "swept.md").read_text()
-    assert set(found) == {f"{name}-{size}-0" for name in SWEPT for size in ("0.13M", "0.5M")}
-    gap = found["eager-0.5M-0"]["val_loss"] - found["ddp-0.5M-0"]["val_loss"]
-    assert row(page, "0.5M")[-1] == f"{gap:+.4f}"
-    change = gap - (found["eager-0.13M-0"]["val_loss"] - found["ddp-0.13M-0"]["val_loss"])
+    assert set(found) == {f"{name}-{size}-0" for name in SWEPT for size in ("0.12M", "0.53M")}
+    gap = found["eager-0.53M-0"]["val_loss"] - found["ddp-0.53M-0"]["val_loss"]
+    assert row(page, "0.53M")[-1] == f"{gap:+.4f}"
+    change = gap - (found["eager-0.12M-0"]["val_loss"] - found["ddp-0.12M-0"]["val_loss"])
     assert f"changes by {change:+.3f} in the mean" in page
     assert (tmp_path / "pictures" / "swept-gap.png").read_bytes().startswith(b"\x89PNG")
 
@@ -91,10 +91,20 @@ def test_the_sweep_runs_every_size_with_every_method(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_large_sizes_are_planned_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without one: the dry run says what it will be and writes nothing."""
-    words = ["--parts", "scaling", "--sizes", "35M,100M", "--device", "cuda", "--dry-run", "--out", str(tmp_path)]
+    words = [
+        "--parts",
+        "scaling",
+        "--sizes",
+        "eager-35M,eager-100M",
+        "--device",
+        "cuda",
+        "--dry-run",
+        "--out",
+        str(tmp_path),
+    ]
     assert main([*words, "--set", "model.context=256"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for size in ("35M", "100M"):
+    for size in ("eager-35M", "eager-100M"):
         for name in SWEPT:
             line = next(line for line in lines if line.startswith(f"{name} {size} "))
             assert " cuda " in line and f"{parameters(SHAPES[size]):,}" in line

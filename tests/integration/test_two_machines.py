@@ -128,6 +128,7 @@ def test_who_does_not_fit_is_told_and_the_right_one_awaited(folder: Path, machin
     """Another configuration, another version, the rendezvous of nobody: exit code and one line each."""
     host = start(folder, machines, 0, "--steps", "6", "--out", "host")
     assert host.process.stderr is not None
+    assert host.process.stderr.readline().startswith("device: ")
     assert "waiting at" in host.process.stderr.readline()
     wrong = [
         start(folder, machines, 1, "--steps", "7", "--set", "inner.lr=0.5", "--out", "a"),

@@ -12,7 +12,7 @@ from isles.models.sizes import SIZES
 from isles.network.machines import machine, to_toml
 
 LITTLE = MeasuringEffort(
-    product=64, shape=SIZES["0.13M"], tokens=16, params=1 << 12, copied=1 << 16, filed=1 << 17, laps=1
+    product=64, shape=SIZES["0.12M"], tokens=16, params=1 << 12, copied=1 << 16, filed=1 << 17, laps=1
 )
 
 

@@ -10,14 +10,14 @@ from isles.models import SIZES, ModelConfig
 
 
 def test_the_default_is_the_embedded_size() -> None:
-    assert ModelConfig().shape() == SIZES["0.13M"]
+    assert ModelConfig().shape() == SIZES["0.12M"]
 
 
 def test_overrides_lie_over_the_size() -> None:
     config = ModelConfig(size="35M", layers=3, vocab=256, tie_embeddings=False)
     shape = config.shape()
     assert (shape.layers, shape.vocab, shape.tie_embeddings) == (3, 256, False)
-    assert (shape.d_model, shape.heads, shape.ffn) == (512, 8, 2048)
+    assert (shape.d_model, shape.heads, shape.ffn) == (512, 8, 1344)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,9 @@ def test_overrides_lie_over_the_size() -> None:
         ({"tie_embeddings": "yes"}, "model.tie_embeddings", "true or false"),
         ({"compile": 1}, "model.compile", "true or false"),
         ({"autocast": "fp8"}, "model.autocast", "none, bf16, fp16"),
-        ({"device": "tpu"}, "model.device", "auto, cpu, cuda"),
+        ({"device": "tpu"}, "model.device", "auto, cpu, cuda, cuda:N"),
+        ({"device": "cuda:x"}, "model.device", "auto, cpu, cuda, cuda:N"),
+        ({"device": 0}, "model.device", "auto, cpu, cuda, cuda:N"),
         ({"dtype": "float16"}, "model.dtype", "float32, bfloat16, float64"),
         ({"autocast": "fp16", "device": "cpu"}, "model.autocast", "bf16"),
         ({"autocast": "bf16", "dtype": "float64"}, "model.autocast", 'model.dtype = "float32"'),

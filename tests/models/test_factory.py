@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from isles.models import Decoder, ModelConfig, autocast, build, choose_device
+from isles.models.factory import placement, take_device
 
 CPU = torch.device("cpu")
 
@@ -42,10 +43,40 @@ def test_workers_share_the_gpus_of_a_machine() -> None:
         devices = [choose_device(tiny(device="auto"), rank) for rank in range(4)]
         assert devices == [torch.device("cuda", index) for index in (0, 1, 0, 1)]
         assert choose_device(tiny(device="cpu"), 1) == CPU
+        assert {choose_device(tiny(device="cuda:1"), rank) for rank in range(3)} == {torch.device("cuda", 1)}
+        with pytest.raises(ValueError, match=r'model\.device = "cuda:2" but torch sees 2 GPUs'):
+            choose_device(tiny(device="cuda:2"))
     with mock.patch("torch.cuda.device_count", return_value=0):
         assert choose_device(tiny(device="auto"), 1) == CPU
         with pytest.raises(ValueError, match=r'model\.device = "cuda".*use model\.device = "cpu"'):
             choose_device(tiny(device="cuda"))
+
+
+def test_a_worker_makes_its_gpu_the_current_one() -> None:
+    """fully_shard puts parameters on the current one, whatever device they were on."""
+    with mock.patch("torch.cuda.device_count", return_value=2), mock.patch("torch.cuda.set_device") as taken:
+        assert [take_device(tiny(device=device), 3) for device in ("auto", "cuda:0", "cpu")] == [
+            torch.device("cuda", 1),
+            torch.device("cuda", 0),
+            CPU,
+        ]
+    assert [call.args for call in taken.call_args_list] == [(torch.device("cuda", 1),), (torch.device("cuda", 0),)]
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "workers", "line"),
+    [
+        ("auto", 0, 4, "4 workers on cpu"),
+        ("auto", 2, 2, "2 workers on cuda:0, cuda:1"),
+        ("auto", 1, 4, "4 workers on cuda:0; up to 4 share a GPU, whose memory must hold as many models"),
+        ("cuda", 2, 3, "3 workers on cuda:0, cuda:1; up to 2 share a GPU, whose memory must hold as many models"),
+        ("auto", 4, 1, "1 worker on cuda:0; GPUs idle: 3 (model.device, or more workers, would use them)"),
+        ("cpu", 2, 4, "4 workers on cpu; GPUs idle: 2 (model.device, or more workers, would use them)"),
+    ],
+)
+def test_where_workers_train_is_one_line(device: str, gpus: int, workers: int, line: str) -> None:
+    with mock.patch("torch.cuda.device_count", return_value=gpus):
+        assert placement(tiny(device=device), workers) == line
 
 
 def test_bf16_autocast_is_finite_and_near() -> None:

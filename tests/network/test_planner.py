@@ -52,7 +52,7 @@ def test_bytes_and_memory_are_those_of_the_library(one):
     settings += ["replicas.start_compress=0"] if one.codec == LOW_RANK else []  # a plan is of the rounds after those
     settings += ["replicas.sampler=stratified"] if one.method == "ist" else []  # the same every round
     size = (
-        "10M" if one.codec in (LOW_RANK, MOMENTUM, LARGEST) or ":" in one.codec else "0.13M"
+        "10M" if one.codec in (LOW_RANK, MOMENTUM, LARGEST) or ":" in one.codec else "0.12M"
     )  # of less the headers show
     flags = {"replicas.method": one.method, "world.workers": 8, "run.steps": steps, "model.size": size}
     counted = dry_run(read_config(None, flags, [*settings, "data.path=isles/network"]))
@@ -84,7 +84,7 @@ def agree(planned, counted):
 
 
 @pytest.mark.parametrize(
-    ("method", "size"), [("ddp", "10M"), ("diloco", "0.13M"), ("noloco", "10M"), ("eager", "0.13M")]
+    ("method", "size"), [("ddp", "10M"), ("diloco", "0.12M"), ("noloco", "10M"), ("eager", "0.12M")]
 )
 def test_memory_is_the_dry_runs_to_the_byte(method, size):
     """Of what is neither encoded nor cut into fragments; AdamW's step counts are left out."""

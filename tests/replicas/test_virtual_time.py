@@ -264,7 +264,7 @@ def test_many_workers_are_deterministic_and_leave_no_thread() -> None:
 
 @pytest.mark.long
 def test_256_workers_fit() -> None:
-    """256 workers of the 0.13 M-parameter model: under 3 GiB, no thread left, one result whatever the slots."""
+    """256 workers of the 0.12 M-parameter model: under 3 GiB, no thread left, one result whatever the slots."""
     one, two = many_apart(256, 1, 4, 2, 128), many_apart(256, 2, 4, 2, 128)
     assert one["hash"] == two["hash"] and one["clock"] == two["clock"]
     for run in (one, two):

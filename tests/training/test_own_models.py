@@ -44,7 +44,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     pytest.importorskip("transformers", reason="needs the extra isles[hf]")
-    return [f"model.hf={save_gpt2(tmp_path_factory.mktemp('hf') / 'gpt2')}"]
+    return [f"model.hf={save_gpt2(tmp_path_factory.mktemp('hf') / 'gpt2')}", "data.tokenizer=bytes"]
 
 
 def tiny(text: Path, model: list[str], *more: str, method: str = "noloco", workers: int = 2, steps: int = 6) -> Config:
@@ -106,7 +106,7 @@ def test_a_transformers_model_exports_to_where_it_came_from(text: Path, tmp_path
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(theirs(tokens).logits, load_run(tmp_path / "run").logits(tokens))
-    again = run(tiny(text, [f"model.hf={folder}"], "inner.lr=1e-9", steps=3), tmp_path / "again")
+    again = run(tiny(text, [f"model.hf={folder}", *gpt2[1:]], "inner.lr=1e-9", steps=3), tmp_path / "again")
     assert again["val_loss"] == pytest.approx(summary["val_loss"], abs=1e-4)
 
 
@@ -134,7 +134,19 @@ def test_tokenizer_files_and_saved_datasets_train(tmp_path: Path, gpt2: list[str
     tokenizer.train_from_iterator([words], tokenizers.trainers.BpeTrainer(vocab_size=290, special_tokens=["<unk>"]))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     data = [f"data.path={tmp_path / 'text.txt'}", f"data.tokenizer={tmp_path / 'tokenizer.json'}", "model.context=8"]
-    assert run(tiny(tmp_path / "unused", gpt2, *data), tmp_path / "a")["tokens"] == 6 * 2 * 2 * 8
+    summary = run(tiny(tmp_path / "unused", gpt2, *data), tmp_path / "a")
+    assert summary["tokens"] == 6 * 2 * 2 * 8
+    # What is exported has the tokenizer, which is taken where the folder is trained again and nothing else is said.
+    export(tmp_path / "a", "hf", tmp_path / "theirs")
+    again, told = [f"model.hf={tmp_path / 'theirs'}"], Told()
+    taken = tiny(tmp_path / "unused", again, data[0], data[2], "inner.lr=1e-9", steps=3)
+    assert taken.data.tokenizer == str(tmp_path / "theirs")
+    assert run(taken, tmp_path / "again", told)["val_loss"] == pytest.approx(summary["val_loss"], abs=1e-4)
+    left = tiny(tmp_path / "unused", [*again, "data.tokenizer=bytes"], data[0], data[2], "inner.lr=1e-9", steps=3)
+    run(left, tmp_path / "left", told)
+    assert [notice for notice in told.notices if "tokenizer" in notice] == [
+        'data.tokenizer = "bytes": model.hf has a tokenizer of its own, which is taken without this key'
+    ]
 
     pytest.importorskip("datasets", reason="needs the extra isles[hf]")
     data[0] = f"data.path={save_dataset(tmp_path / 'set', [words[at : at + 200] for at in range(0, len(words), 200)])}"
@@ -218,7 +230,7 @@ def test_what_transformers_cannot_be_given_is_said_too(text: Path, tmp_path: Pat
         run(tiny(text, gpt2, "model.context=33"), tmp_path / "a")
     build(read_config(None, {}, gpt2).model, seed=0).model.save_pretrained(tmp_path / "weights")
     with pytest.raises(ValueError, match=r"the weights of model\.hf have 300: take it out"):
-        run(tiny(text, [f"model.hf={tmp_path / 'weights'}", "model.vocab=256"]), tmp_path / "b")
+        run(tiny(text, [f"model.hf={tmp_path / 'weights'}", *gpt2[1:], "model.vocab=256"]), tmp_path / "b")
 
 
 def test_what_a_model_cannot_give_is_refused_later(text: Path, tmp_path: Path) -> None:

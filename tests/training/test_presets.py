@@ -89,9 +89,9 @@ def test_the_command_lists_and_prints_them(capsys: pytest.CaptureFixture[str]) -
 
 def test_a_preset_stands_where_a_file_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Flags and --set win over it; a file beside it is refused."""
-    train(preset="home-links", steps=300, set_=["model.size=0.5M"], dry_run=True)
+    train(preset="home-links", steps=300, set_=["model.size=0.53M"], dry_run=True)
     out = capsys.readouterr().out
-    assert "noloco, 8 workers, 300 steps" in out and "0.5M" in out
+    assert "noloco, 8 workers, 300 steps" in out and "0.53M" in out
     with pytest.raises(ValueError, match="give one of the two"):
         train(config="my.toml", preset="home-links", dry_run=True)
     with pytest.raises(ValueError, match="--probe goes with --dry-run"):

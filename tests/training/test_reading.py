@@ -88,7 +88,8 @@ def test_each_source_wins_over_the_ones_below_it(tmp_path: Path) -> None:
 def test_without_a_file_the_embedded_run_with_its_table_for_the_method() -> None:
     config = read()
     assert (config.method, config.world.workers, config.run.steps) == ("noloco", 4, 800)
-    assert (config.model.size, config.data.path, config.inner.warmup_steps) == ("0.13M", "", 60)
+    assert (config.model.size, config.data.path, config.inner.warmup_steps) == ("0.12M", "", 60)
+    assert config.model.device == "auto"
     assert config.replicas.sync_every == 20
     diloco = read(method="diloco").replicas
     assert (diloco.sync_every, diloco.outer_momentum) == (20, 0.5)

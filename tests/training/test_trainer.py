@@ -48,6 +48,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
+def test_each_worker_makes_its_gpu_the_current_one(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is here, so no model comes to lie on one."""
+    taken: list[torch.device] = []
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.set_device", taken.append)
+    errors = run_virtual(train_worker, 3, args=(tiny(text, workers=3),), return_errors=True)
+    assert [str(device) for device in taken] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert all("CUDA" in str(error) for error in errors)
+
+
 def losses(config: Config) -> list[list[float]]:
     """Loss of every step by worker; the configuration has run.log_every = 1."""
     by_worker: list[list[float]] = [[] for _ in range(config.world.workers)]

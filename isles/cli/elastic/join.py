@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isles.cli.options import OwnDevice
 from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ RunToken = Annotated[
 OwnData = Annotated[
     str | None, typer.Option(metavar="PATH", help="Where the run's text lies on this machine, if not as there.")
 ]
-OwnDevice = Annotated[str | None, typer.Option(help="auto, cpu or cuda: what this machine trains on, if not as there.")]
 
 
 def join(
@@ -48,19 +48,10 @@ def join(
     if workers < 1:
         raise ValueError(f"--workers {workers}: choose 1 or more")
     refuse_too_many(workers, "--workers", "start fewer")
-    refuse_device(device)
     there = places(listen, workers)
     if workers > 1:
         raise typer.Exit(_several(address, parsed, there, data, device))
     _join(address, parsed, there[0], apart, data, device)
-
-
-def refuse_device(device: str | None) -> None:
-    """ValueError where --device names none."""
-    from isles.models.config import Device
-
-    if device is not None and device not in get_args(Device):
-        raise ValueError(f"--device {device}: choose one of {', '.join(get_args(Device))}")
 
 
 def given_token(token: str | None) -> Token:
@@ -128,9 +119,10 @@ def _several(address: str, token: Token, listening: list[str | None], data: str 
 
     try:
         with first_interrupt(leave):
-            for one in listening:
+            for number, one in enumerate(listening):
                 words = command if one is None else [*command, "--listen", one, "--apart", str(len(listening))]
-                started.append(subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, process_group=0))
+                own = {**environment, "LOCAL_RANK": str(number)}  # each takes a GPU of its own
+                started.append(subprocess.Popen(words, env=own, stdin=subprocess.DEVNULL, process_group=0))
             codes = [process.wait() for process in started]
     except BaseException:
         leave()

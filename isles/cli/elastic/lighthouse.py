@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -156,7 +157,8 @@ def _start(joins_with: str, address: str, out: Path, number: int) -> subprocess.
     with (logs / f"join-{number}.log").open("ab") as log:
         command = [sys.executable, "-m", *joins_with.split(), address, "--token", f"@{token}"]
         command += ["--listen", "127.0.0.1:0"]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        own = {**os.environ, "LOCAL_RANK": str(number)}  # each takes a GPU of its own
+        return subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def _end(started: list[subprocess.Popen[bytes]], *, at_once: bool) -> None:

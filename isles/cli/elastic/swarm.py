@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.elastic.join import OwnData, OwnDevice, RunToken, given_token, place, places, refuse_device, tell
+from isles.cli.elastic.join import OwnData, RunToken, given_token, place, places, tell
+from isles.cli.options import OwnDevice
 from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ def peer(
     there = places(listen, 1)[0]
     if stage is not None and stage < 0:
         raise ValueError(f"--stage {stage}: choose 0 or more, or leave it out")
-    refuse_device(device)
     from isles.training.clustered.peering import SeatedClusterPeer
     from isles.training.elastic.entering import Here
     from isles.training.swarmed.peering import take_part

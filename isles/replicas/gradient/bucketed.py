@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -96,6 +97,7 @@ class BucketedSync(ReplicaSync):
         self._launched = 0  # buckets leave in order on every worker, whatever the order of the gradients
         self._quiet = False
         self._told = False
+        self._worker_thread = get_ident()
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket))
@@ -329,6 +331,8 @@ class BucketedSync(ReplicaSync):
         if self._quiet:
             return
         bucket.waiting -= 1
+        if get_ident() != self._worker_thread and not self.group.transport.native:
+            return  # autograd's thread of a GPU serves all virtual workers, and none may wait in it: `step` sends
         if bucket.waiting < 0 and bucket.transfer is not None:
             if bucket.index < self._landed:
                 raise ValueError(

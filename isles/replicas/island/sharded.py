@@ -203,6 +203,8 @@ def _shard(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) ->
     from isles.replicas.island.sharded_messages import Gather, NativeGather, NativeScatter, Scatter
 
     group, device = sharding.group, next(model.parameters()).device.type
+    if device == "cuda":
+        torch.cuda.set_device(next(model.parameters()).device)  # fully_shard moves parameters to the current one
     gather, scatter = (NativeGather, NativeScatter) if device == "cuda" else (Gather, Scatter)
     processes = native_collectives(group.transport).process_group(group.ranks, device)
     mesh = DeviceMesh.from_group(processes, device)

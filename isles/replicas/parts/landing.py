@@ -1,4 +1,4 @@
-"""What the anchor does to the live weights."""
+"""What the anchor does to the live weights, which may be on a GPU and in another format than anchor and reference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Blend:
     name: ClassVar[str] = "blend"
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
-        torch._foreach_lerp_(live, [a.to(x.dtype) for a, x in zip(anchor, live, strict=True)], 1 - self.alpha)
+        torch._foreach_lerp_(live, [a.to(x) for a, x in zip(anchor, live, strict=True)], 1 - self.alpha)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,6 @@ class Carry:
     name: ClassVar[str] = "carry"
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
-        progress = torch._foreach_sub(reference, [x.to(r.dtype) for x, r in zip(live, reference, strict=True)])
+        progress = torch._foreach_sub(reference, [x.to(r) for x, r in zip(live, reference, strict=True)])
         torch._foreach_copy_(live, torch._foreach_sub(anchor, progress))
         torch._foreach_copy_(reference, live)

@@ -24,7 +24,7 @@ import torch
 from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
-from isles.models import choose_device
+from isles.models.factory import take_device
 from isles.network.clusters.growing import ClusterGrowth
 from isles.pipeline.ravnest.entering import ClusterEntrance, ClusterWelcome
 from isles.pipeline.ravnest.quorum import Quorum
@@ -64,7 +64,7 @@ class ClusterWorker:
         self.quorum = Quorum(world.world, seats, growth)
         for notice in opening_notices(config, cuts) if not world.rank else ():
             world.report({"notice": notice})
-        self.device = choose_device(config.model, world.local_rank)
+        self.device = take_device(config.model, world.local_rank)
         self.judges = False
         """Whether text was kept for validation."""
         self.saves: Callable[[Path, int, dict[str, Any]], None] = partial(write_shard, config, world)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,9 @@ def resolve(tables: Tables) -> Config:
             raise ValueError(_foreign(key, name, known))
     if typed_sections["pipeline"].routing == "swarm":
         settings = IN_SWARMS.get(name, {}) | settings
+    hf = typed_sections["model"].hf
+    if hf is not None and "tokenizer" not in tables.get("data", {}) and Path(hf).expanduser().is_dir():
+        typed_sections["data"] = replace(typed_sections["data"], tokenizer=hf)
     if "seed" in known:  # one seed makes the whole run another one
         settings.setdefault("seed", typed_sections["run"].seed)
     return ending(Config(method=name, replicas=typed("replicas", made_for, settings), **typed_sections))
@@ -153,8 +156,8 @@ def to_toml(config: Config, named: Mapping[SettingKey, str] | None = None) -> st
 
 
 def run_name(config: Config) -> str:
-    """16 hex digits that tell a run from those of any other configuration, wherever its directory lies."""
-    return hashlib.sha256(to_toml(config, kept_names(config)).encode()).hexdigest()[:16]
+    """16 hex digits that tell a run from those of any other configuration, wherever it lies and whatever it runs on."""
+    return hashlib.sha256(to_toml(config, {**kept_names(config), ("model", "device"): ""}).encode()).hexdigest()[:16]
 
 
 def _table(values: Mapping[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -65,7 +65,7 @@ class Here:
 
 def train(worker: Participant, address: str, tell: Callable[[str], None]) -> str:
     """Train until the run ends, or this worker leaves it; how it ended, in a line. OSError as `take_part`."""
-    tell(f"in: seat {worker.company.seat} of {worker.config.method} at {address}")
+    tell(f"in: seat {worker.company.seat} of {worker.config.method} at {address}, on {worker.trainer.device}")
     ending, ended = worker.run(), worker.company.ended
     if ending == "left":
         return f"left the run after inner step {worker.optimizer.steps}; the others go on"
@@ -312,7 +312,7 @@ def _configuration(text: bytes, here: Here, fit: Callable[[Config], Config]) -> 
     if here.data is not None:
         config = replace(config, data=replace(config.data, path=here.data))
     if here.device is not None:
-        config = replace(config, model=replace(config.model, device=cast(Any, here.device)))
+        config = replace(config, model=replace(config.model, device=here.device))
     return config
 
 

@@ -49,7 +49,7 @@ def machine_of(config: Config) -> Machine:
             raise ValueError(f"memory.machine: {error}") from None
     if config.model.device == "cpu" or not torch.cuda.is_available():
         return machine(_CPU)
-    there = torch.cuda.get_device_properties(torch.cuda.current_device())
+    there = torch.cuda.get_device_properties(choose_device(config.model))
     if (known := known_gpu(there.name, there.total_memory)) is not None:
         return known
     raise ValueError(

@@ -90,15 +90,15 @@ def start_weights(model: nn.Module, start: str) -> None:
     load_weights(model, start_file(start), "[model], which run.start must be of")
 
 
-def load_run(run: Path, *, trust: bool = False, masked: bool = True) -> SavedRun:
-    """The consolidated model of the run directory `run`, ready to be evaluated. trust: import what it names, whoever
-    made it. masked: with the masks of boundary "dct", if it was trained with them. ValueError where there is none, or
-    for masked = False where there are no masks.
+def load_run(run: Path, *, device: str = "auto", trust: bool = False, masked: bool = True) -> SavedRun:
+    """The consolidated model of the run directory `run`, ready to be evaluated. device: in the place of its
+    `model.device`. trust: import what it names, whoever made it. masked: with the masks of boundary "dct", if it was
+    trained with them. ValueError where there is none, or for masked = False where there are no masks.
     """
     weights = run / "model.safetensors"
     if not weights.is_file():  # said before the configuration is looked for
         raise ValueError(f"{run}: no model.safetensors there; name the directory of a finished run")
-    config = read_config(str(run / "config.toml"), {}, [], trust=trust)
+    config = read_config(str(run / "config.toml"), {"model.device": device}, [], trust=trust)
     model = build(config.model, seed=config.run.seed)
     if not masked and not config.pipeline.boundary.startswith("dct:"):
         raise ValueError(f'{run}: pipeline.boundary = "{config.pipeline.boundary}" has no mask to be judged without')

@@ -11,6 +11,7 @@ or is kept by the lighthouse.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import CommError, Diverged, RendezvousFailed
 from isles.data import Corpus, load_corpus
 from isles.errors import printable
+from isles.models import choose_device
 from isles.training.elastic.entering import Entrance, Here, admitted, listening, seat_of
 from isles.training.elastic.given import MODEL
 from isles.training.running.interrupts import first_interrupt
@@ -79,7 +81,8 @@ def take_part(
                 kind = (kinds or {}).get(entrance.config.pipeline.routing, SeatedPeer)
                 peer = kind(stack, entrance, wish, leaving, tell)
                 current[:] = [peer]
-                tell(f"in: seat {peer.line.seat} at {address}")
+                device = choose_device(entrance.config.model, int(os.environ.get("LOCAL_RANK", 0)))
+                tell(f"in: seat {peer.line.seat} at {address}, on {device}")
                 ending = peer.run()
                 current.clear()
                 step = peer.step

@@ -211,7 +211,7 @@ def test_churn_costs_what_is_planned(tmp_path: Path, method: str, churn: str) ->
     """
     every, hour = 5, 60
     times = {"step_seconds": 60.0, "links": "home-fibre"}
-    config = small(tmp_path, 256, hour, every=every, method=method, model={"size": "0.13M"}, **times)
+    config = small(tmp_path, 256, hour, every=every, method=method, model={"size": "0.12M"}, **times)
     began = time.process_time()
     summary = ChurnedRun(config, churn, tmp_path / "run", lambda line: None, lambda notice: None).run()
     took = time.process_time() - began
