@@ -41,7 +41,7 @@ WORLDS: dict[str, tuple[int, list[str]]] = {
     "stages": (4, [*STAGES, *UNTIED]),
     "random": (4, [*STAGES, "model.layers=2", "pipeline.routing=random"]),
     "factory": (2, [f"{FACTORY}:build", "model.context=16"]),
-    "gpt2": (2, ["model.hf={gpt2}", "model.context=16"]),
+    "gpt2": (2, ["model.hf={gpt2}", "model.context=16", "data.tokenizer=bytes"]),
     "wide": (2, [f"{FACTORY}:wide", "model.context=16", "replicas.split=hidden"]),
 }
 """How replicas are held: workers, settings."""
