@@ -46,10 +46,6 @@ LOOK = 1.0
 _MOST = 1 << 40  # bytes of a file where the model's are not known
 
 
-class _PutOut(Exception):
-    """The lighthouse is put out while it fetches."""
-
-
 class RunKeeper(ABC):
     """The lighthouse of the run `charter` in the directory `out`, at `address`.
 
@@ -130,10 +126,9 @@ class RunKeeper(ABC):
             if is_new and journal.entries:
                 self.on_notice("its credentials were not there: whoever took part must join anew, with the new token")
             self.told(str(mine.token))
-            try:
+            summary = None
+            with contextlib.suppress(InterruptedError):
                 summary = self.keep()
-            except _PutOut:
-                summary = None
         if summary is not None:
             forget(self.out)
         return summary
@@ -164,14 +159,16 @@ class RunKeeper(ABC):
         """An event of one key that is of this kind of run alone; False where it is none. ValueError refuses it."""
 
     def fetch(self, giver: str, what: str, path: Path, seconds: float, copies: int = COPIES) -> dict[str, Any]:
-        """Take a file from a member, see `take`; no more than so many copies of the model that the run began with."""
+        """Take a file from a member, see `take`: no more than so many copies of the model that the run began with.
+        InterruptedError where the lighthouse is put out meanwhile.
+        """
         weights, keys, stops = self.charter.rules.weights, self.keys.introduction, self.stopping.is_set
         most = copies * weights + BESIDE if weights else _MOST
         try:
             asked = GiftRequest(giver=giver, what=what, most=most, seconds=seconds)
             return take(self.session, asked, path, introduction=keys, lost=stops)
         except NotGiven as why:
-            raise _PutOut if stops() else why from None
+            raise InterruptedError if stops() else why from None
 
     def links(self) -> dict[str, int]:
         """Bytes that the workers have sent directly and over the lighthouse, and those by the lighthouse's count."""
