@@ -64,6 +64,10 @@ def one_line(found: tuple[int, str], *words: str) -> None:
     assert all(word in error for word in words), error
 
 
+def joins(world: Run) -> tuple[str, ...]:
+    return ("join", world.address, "--token", world.token, "--data", world.config.data.path)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -114,7 +118,7 @@ def test_the_extra_is_not_installed(
         "join": ["127.0.0.1:29400", "--token", "0" * 64],
         "doctor": ["--join", "127.0.0.1:29400", "--token", "0" * 64],
     }
-    one_line(answer(command, *words[command]), "pip install 'isles[elastic]'")
+    one_line(answer(command, *words[command]), "pip install '.[elastic]'")
     assert not list(tmp_path.glob("runs/*/config.toml"))
 
 
@@ -127,7 +131,7 @@ def test_the_token_of_another_run(answer: Answer, world: Run) -> None:
 def test_the_port_is_taken(answer: Answer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        told = answer("lighthouse", "--port", port, "--out", "run", *settings(), *METHOD)
+        told = answer("lighthouse", "--host", "127.0.0.1", "--port", port, "--out", "run", *settings(), *METHOD)
     one_line(told, f"127.0.0.1:{port}: the port is taken", "choose another one")
     assert not Path("run").exists()
 
@@ -161,19 +165,28 @@ def test_the_address_is_not_this_machines(answer: Answer) -> None:
 def test_the_port_to_listen_at_is_taken(answer: Answer, world: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = answer("join", world.address, "--token", world.token, "--listen", f"127.0.0.1:{port}")
+        told = answer(*joins(world), "--listen", f"127.0.0.1:{port}")
     one_line(told, f"127.0.0.1:{port}: the port is taken")
 
 
 def test_a_lighthouse_of_another_version(answer: Answer, world: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entering, "__version__", "0.0.1")
-    one_line(answer("join", world.address, "--token", world.token), "not 0.0.1: install that version")
+    one_line(answer(*joins(world)), "not 0.0.1: install that version")
 
 
 def test_another_text(answer: Answer, world: Run, tmp_path: Path) -> None:
     world.keeper.lighthouse.corpus = "0" * 64  # of the first one that joined
-    told = answer("join", world.address, "--token", world.token)
+    told = answer(*joins(world))
     one_line(told, "data.path", "another one", "put the same files there")
+
+
+def test_a_joiner_says_itself_where_its_text_is(answer: Answer, world: Run) -> None:
+    """Paths and code that the lighthouse names are nothing to it; what the lighthouse decides is not its to say."""
+    told = answer("join", world.address, "--token", world.token)
+    one_line(told, "the run has data.path = ", "takes no path and no code", "--set data.path=...")
+    one_line(
+        answer(*joins(world), "--set", "run.steps=3"), "--set run.steps: is the lighthouse's to say", "model.factory"
+    )
 
 
 def test_the_address_of_a_router_in_front() -> None:
@@ -198,7 +211,7 @@ def test_no_room_is_left(answer: Answer, tmp_path: Path) -> None:
     made = Run(small(tmp_path, 60, 2, "world.max_members=2"), tmp_path / "run")
     for _ in range(2):
         made.keeper.lighthouse._call(lambda m, now: m.join(now, ""))  # somebody is there
-    told = answer("join", made.address, "--token", made.token)
+    told = answer(*joins(made))
     made.stop()
     one_line(told, "the run has its most workers, 2", "--max-members")
     assert isinstance(made.keeper.lighthouse._call(lambda m, now: m.join(now, ""))[0].message, Refusal)  # type: ignore[union-attr]

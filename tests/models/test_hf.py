@@ -17,7 +17,7 @@ from isles.models.subspace import Subspace, fold, held_inside, put_inside
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, scheme_of
 
-transformers = pytest.importorskip("transformers", reason="needs the extra isles[hf]")
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
 
 @pytest.mark.parametrize("tied", [True, False])
