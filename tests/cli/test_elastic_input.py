@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,10 +15,13 @@ import pytest
 
 from isles import cli
 from isles.cli.elastic import join, lighthouse
+from isles.comm import interfaces
 from isles.comm.elastic.messages import Refusal
+from isles.launch.addresses import parse_address
 from isles.training.config.reading import to_toml
 from isles.training.elastic import entering
 from isles.training.elastic.lighthouse import charter
+from isles.training.elastic.lighthouse.stand import read_stand
 from isles.training.elastic.terms import charter_of, elastic
 from tests.comm.elastic.sessions import free_port
 from tests.training.elastic.runs import Run
@@ -134,6 +141,30 @@ def test_the_port_is_taken(answer: Answer) -> None:
         told = answer("lighthouse", "--host", "127.0.0.1", "--port", port, "--out", "run", *settings(), *METHOD)
     one_line(told, f"127.0.0.1:{port}: the port is taken", "choose another one")
     assert not Path("run").exists()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("words", [(), ("--host", "127.0.0.1"), ("no route",)])
+def test_where_a_lighthouse_listens(answer: Answer, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    """At this machine's way to others, and it says so; where that is told, or there is none, for this machine alone."""
+    if words == ("no route",):
+        monkeypatch.setattr(interfaces, "outward_address", lambda: parse_address("", "no default route"))
+    where, said = "127.0.0.1", "only this machine reaches it; for others name its address with --host"
+    if not words:
+        where, said = interfaces.outward_address(), "use --host 127.0.0.1 to keep it to this machine"
+        assert not where.startswith("127.")
+
+    def press() -> None:
+        while not Path("run/lighthouse.json").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pressing, port = threading.Thread(target=press, daemon=True), str(free_port())
+    pressing.start()
+    given = words if words and words[0] == "--host" else ()
+    code, told = answer("lighthouse", "--port", port, "--out", "run", *given, *settings("run.steps=20"), *METHOD)
+    assert code == 130 and f"listens at {where}:{port}; {said}" in told, told
+    assert f"isles join {where}:{port} --token " in told and read_stand(Path("run")).host == where
 
 
 @pytest.mark.usefixtures("here")
