@@ -461,6 +461,26 @@ def test_the_engine_of_elastic_worlds_is_behind_one_file() -> None:
     assert users == {"isles.comm.elastic.session"}
 
 
+def test_texts_are_parsed_in_one_place() -> None:
+    """isles/parsing.py measures them first: whoever reads elsewhere takes 20 GB for 200 kB of TOML."""
+    calls = (
+        "json.load",
+        "json.loads",
+        "tomllib.load",
+        "tomllib.loads",
+        "tomlkit.load",
+        "tomlkit.parse",
+        "tomlkit.loads",
+    )
+    found = [
+        f"{where(path, node)} calls {called_name(node)}: use isles.parsing"
+        for path in source_files()
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and called_name(node) in calls and path.name != "parsing.py"
+    ]
+    assert not found, listed(found)
+
+
 def test_no_error_is_swallowed() -> None:
     complaints = [f"{where(p, node)} {text}" for p in source_files() for node, text in swallow_complaints(parse(p))]
     assert not complaints, listed(complaints)
