@@ -14,6 +14,7 @@ import logging
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,28 +22,59 @@ from typing_extensions import override
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.keys import ASKED, REPORTED, signature, told_at
-from isles.comm.elastic.line import LighthouseLine
+from isles.comm.elastic.line import SOON, LighthouseLine
 from isles.comm.elastic.links.reports import Reports
 from isles.comm.elastic.messages import BeatReply, Entry, Failed, Over, Refusal, Silent, decode, encode
 from isles.comm.elastic.session import IncomingQuery, Session
 from isles.comm.elastic.told import LONGEST, Orders
-from isles.comm.view import View
 
 _LOG = logging.getLogger(__name__)
-_BEAT, _SOON = 1.0, 0.2  # seconds between beats; while this worker waits for its first round
+_BEAT = 1.0  # seconds between beats; SOON while this worker waits for its first round
 _PATIENCE = 3.0  # seconds for an answer
 _QUIET = 3.0  # seconds for which nobody waits for one that is said to be silent
 
 
-class Company(LighthouseLine):
+class SeatLine(ABC):
+    """What the worker in the seat of `entry` says to the lighthouse. Whoever derives from it starts `_thread`."""
+
+    def __init__(self, session: Session, entry: Entry) -> None:
+        self._session, self._entry, self._closed = session, entry, False
+        self._changed = threading.Condition(threading.RLock())
+        self._reports = Reports(lambda line: self.ask(line, key=REPORTED) is not None)
+        self._thread = threading.Thread(target=self._beat_on, name="isles-beats", daemon=True)
+
+    def report(self, event: Mapping[str, Any]) -> None:
+        """Have the lighthouse note a line of metrics or another event. Returns at once."""
+        self._reports.add(event)
+
+    def reported(self, seconds: float) -> None:
+        """Wait until all reports have been taken, `seconds` at most."""
+        self._reports.settle(seconds)
+
+    def ask(self, message: Any, seconds: float = _PATIENCE, key: str = ASKED) -> Any:
+        """The lighthouse's answer; None where none comes in time, or it has none. Not for the session's thread."""
+        return ask(self._session, self._entry, message, seconds, key)
+
+    def close(self) -> None:
+        """End the threads. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._reports.close()
+        self._thread.join(_PATIENCE + 2.0)
+
+    @abstractmethod
+    def _beat_on(self) -> None:
+        """Say now and then that this worker is there, until `_closed`."""
+
+
+class Company(SeatLine, LighthouseLine):
     """The line of the worker in the seat of `entry`."""
 
     def __init__(self, session: Session, entry: Entry) -> None:
-        self._changed = threading.Condition(threading.RLock())
-        super().__init__(entry.seat, self._changed)
-        self._session, self._entry = session, entry
-        self._answered_at = -math.inf
-        self._answers = self._poked = self._closed = False
+        SeatLine.__init__(self, session, entry)
+        LighthouseLine.__init__(self, entry.seat, self._changed)
+        self._answered_at, self._poked = -math.inf, False
         self.left_behind: Callable[[int], None] = lambda seat: None
         """Called with a seat once a view without it is on its way, though it did not ask to leave."""
         self._given_up: frozenset[int] = frozenset()
@@ -53,23 +85,11 @@ class Company(LighthouseLine):
         """Called with the word on another attempt, in the session's thread."""
         self.failed: Callable[[int, int], None] = lambda round, attempt: None
         """Called with (round, attempt) of which another worker of this island has no answer, likewise."""
-        self._reports = Reports(lambda line: self.ask(line, key=REPORTED) is not None)
         self._orders = Orders(session, entry, 0)
         session.serve(told_at(entry.seat, 0), self._told)
-        self._thread = threading.Thread(target=self._beat_on, name="isles-beats", daemon=True)
         self._thread.start()
 
     # What the training thread asks
-
-    @override
-    def begin(self, round: int) -> View | None:
-        with self._changed:
-            if self._answers and not self._changed.wait_for(lambda: self._may_begin(round), _SOON):
-                self._answers = False
-            view = self.member.begin(round)
-            self._training = True
-            self.poke()
-        return view
 
     @override
     def is_silent(self, seat: int) -> bool:
@@ -91,32 +111,12 @@ class Company(LighthouseLine):
             self._changed.notify_all()
 
     @override
-    def report(self, event: Mapping[str, Any]) -> None:
-        self._reports.add(event)
-
-    @override
-    def reported(self, seconds: float) -> None:
-        self._reports.settle(seconds)
-
-    @override
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
         began = time.monotonic()
         with self._changed:
             is_over = self._changed.wait_for(over, seconds)
             self.waited += time.monotonic() - began
         return is_over
-
-    @override
-    def ask(self, message: Any, seconds: float = _PATIENCE, key: str = ASKED) -> Any:
-        return ask(self._session, self._entry, message, seconds, key)
-
-    def close(self) -> None:
-        """End the threads. Safe to call twice."""
-        with self._changed:
-            self._closed = True
-            self.poke()
-        self._reports.close()
-        self._thread.join(_PATIENCE + 2.0)
 
     # Threads
 
@@ -125,6 +125,7 @@ class Company(LighthouseLine):
         self._poked = True
         self._changed.notify_all()
 
+    @override
     def _beat_on(self) -> None:
         while True:
             with self._changed:
@@ -145,7 +146,7 @@ class Company(LighthouseLine):
             if ack is not None:
                 self.ask(ack)
             with self._changed:
-                pause = (_BEAT if self._training else _SOON) - (time.monotonic() - began)
+                pause = (_BEAT if self._training else SOON) - (time.monotonic() - began)
                 self._changed.wait_for(lambda: self._poked or self._closed, max(pause, 0.01))
 
     def _give_up(self) -> None:

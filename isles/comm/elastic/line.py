@@ -15,6 +15,9 @@ from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import Ack, Examine, Leave, Load, Over, Proposal, Refusal, Reload
 from isles.comm.view import View
 
+SOON = 0.2
+"""Seconds until the next beat of a worker that waits for its first round, or for an answer before it begins one."""
+
 
 class Words:
     """The newest `Word` on each round. Fed by whoever hears the lighthouse, under the lock of that line."""
@@ -54,18 +57,11 @@ class LighthouseLine(ABC):
         self.ended: Over | Examine | None = None
         self._lock = lock
         self._load: Load | None = None
-        self._training = False
+        self._training, self._answers = False, True
 
     @abstractmethod
     def poke(self) -> None:
         """Beat soon. Under the lock."""
-
-    @abstractmethod
-    def begin(self, round: int) -> View | None:
-        """This worker is in `round` now; the view whose cell it reads, see `Member.begin`.
-
-        Where rounds are shorter than a question to the lighthouse this waits for its answer, as long as it answers.
-        """
 
     @property
     @abstractmethod
@@ -123,8 +119,18 @@ class LighthouseLine(ABC):
                 self.ended = Over(reason)
         return None
 
-    def _may_begin(self, round: int) -> bool:
-        return self.member.is_known(round) or self.is_over
+    def begin(self, round: int) -> View | None:
+        """This worker is in `round` now; the view whose cell it reads, see `Member.begin`.
+
+        Where rounds are shorter than a question to the lighthouse this waits for its answer, as long as it answers.
+        """
+        if self._answers and not self.wait(lambda: self.member.is_known(round) or self.is_over, SOON):
+            self._answers = False
+        with self._lock:
+            view = self.member.begin(round)
+            self._training = True
+            self.poke()
+        return view
 
     def skip(self, round: int) -> None:
         """This worker does no step of `round`, see `Member.skip`."""

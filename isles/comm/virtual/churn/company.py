@@ -14,11 +14,10 @@ from typing_extensions import override
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import BeatReply, Over, Refusal
-from isles.comm.view import View
 from isles.comm.virtual.events import ARRIVED, DEADLINE
 from isles.comm.virtual.scheduler import VirtualWorker
 
-_SOON, _PATIENCE = 0.2, 3.0  # seconds, as between processes
+_PATIENCE = 3.0  # seconds, as between processes
 
 
 class Asking(Protocol):
@@ -48,7 +47,6 @@ class VirtualCompany(LighthouseLine):
         self._line, self._worker = line, worker
         self._sleep: _Sleep | None = None
         self._asking = self._again = False
-        self._has_answers = True
 
     @property
     def turn(self) -> VirtualWorker:
@@ -63,20 +61,10 @@ class VirtualCompany(LighthouseLine):
 
     # What the training thread asks
 
-    @override
-    def begin(self, round: int) -> View | None:
-        if self._has_answers and not self.wait(lambda: self._may_begin(round), _SOON):
-            self._has_answers = False
-        with self._worker:
-            view = self.member.begin(round)
-            self._training = True
-            self.poke()
-        return view
-
     @property
     @override
     def has_answers(self) -> bool:
-        return self._has_answers
+        return self._answers
 
     @property
     def is_waiting(self) -> bool:
@@ -160,7 +148,7 @@ class VirtualCompany(LighthouseLine):
     def _answered(self, beat: Any, answer: Any) -> None:
         self._asking = False
         if isinstance(answer, BeatReply):
-            self._has_answers = True
+            self._answers = True
             ack = self.member.answered(beat, answer)
             if ack is not None:
                 self._line.ask(self.seat, ack, _ignored)
