@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 _LONGEST_JSON, _PARTS = 64 << 20, 1 << 22  # characters, and values: 100 bytes of memory each
@@ -21,26 +24,18 @@ _LONG_KEY = re.compile(rf"(?:^|[\[{{,])[ \t]*+{_NAME}(?:[ \t]*+\.[ \t]*+{_NAME})
 def parse_json(text: str | bytes, deepest: int = _DEEPEST) -> Any:
     """As `json.loads`, of UTF-8. ValueError for whatever is no JSON, or is too large."""
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
-    lists = text.count("[") + text.count("{")
     _refuse_large("characters", len(text), _LONGEST_JSON)
-    _refuse_large("values", text.count(",") + lists, _PARTS)
-    try:
-        found = json.loads(text)
-    except RecursionError:
-        raise ValueError("it nests too deep") from None
-    return found if lists <= deepest else _shallow(found, deepest)
+    _refuse_large("values", sum(map(text.count, ",[{")), _PARTS)
+    return _parsed(json.loads, text, deepest)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """As `tomllib.loads`. ValueError for whatever is no TOML, or is too large."""
     _refuse_large("characters", len(text), _LONGEST_TOML)
-    _refuse_large("keys and lists", text.count("=") + text.count("["), _KEYS)
+    _refuse_large("keys and lists", sum(map(text.count, "=[")), _KEYS)
     if _LONG_KEY.search(text):
         raise ValueError(f"a key of it has more than {_DOTS} parts")
-    try:
-        return _shallow(tomllib.loads(text), _DEEPEST)
-    except RecursionError:
-        raise ValueError("it nests too deep") from None
+    return _parsed(tomllib.loads, text, _DEEPEST)
 
 
 def _refuse_large(what: str, number: int, most: int) -> None:
@@ -48,12 +43,14 @@ def _refuse_large(what: str, number: int, most: int) -> None:
         raise ValueError(f"it has {number} {what}, and no more than {most} are read")
 
 
-def _shallow(found: Any, deepest: int) -> Any:
-    """`found`, where no more than `deepest` tables and lists are in each other."""
-    level = [found]
-    for _ in range(deepest + 1):
-        level = [one for one in level if isinstance(one, dict | list)]
+def _parsed(loads: Callable[[str], Any], text: str, deepest: int) -> Any:
+    """What `loads` reads, where no more than `deepest` tables and lists are in each other."""
+    with suppress(RecursionError):
+        found = loads(text)
+        level = [found]
+        while level and deepest >= 0:
+            inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+            level, deepest = [*chain.from_iterable(inner)], deepest - 1
         if not level:
             return found
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
     raise ValueError("it nests too deep")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,11 +59,9 @@ def lighthouse(
     if workers < 0:
         raise ValueError(f"--workers {workers}: choose 0 or more")
     refuse_too_many(workers, "--workers", "start fewer")
-    if host is None:
-        try:
-            host = outward_address()
-        except ValueError:  # no default route: a line says what that means, once it listens
-            host = _ALONE
+    with suppress(ValueError):  # no default route: this machine alone, which a line says once it listens
+        host = host or outward_address()
+    host = host or _ALONE
     refuse_unknown(host)
     zenoh()  # or what to install, before anything else
     refuse_number(written(host, port))
