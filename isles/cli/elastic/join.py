@@ -24,11 +24,7 @@ OwnData = Annotated[
 OwnDevice = Annotated[str | None, typer.Option(help="What this machine trains on: auto, cpu or cuda. Default: auto.")]
 OwnSettings = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        help="What is this machine's own, such as data.tokenizer, model.factory, world.threads; repeatable.",
-    ),
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="A setting of this machine's; repeatable."),
 ]
 
 

@@ -28,8 +28,7 @@ def lighthouse(
     ] = None,
     port: Annotated[int, typer.Option(help="Where workers join.")] = 29400,
     host: Annotated[
-        str | None,
-        typer.Option(help="This machine's address, as the workers reach it. Default: that of its default route."),
+        str | None, typer.Option(help="This machine's address. Default: that of its default route.")
     ] = None,
     workers: Annotated[int, typer.Option(help="Workers to start on this machine too.")] = 0,
     founders: Annotated[

@@ -15,9 +15,7 @@ _OWN += ("memory.plan", "world.threads", "world.links", "world.inner_links", "ru
 
 
 def with_own(theirs: Tables, own: Tables) -> Tables:
-    """The run's configuration for this machine. ValueError, with what to type, where this machine must say more, and
-    where it says what is the lighthouse's to say.
-    """
+    """The run's configuration for this machine. ValueError where this machine must say more, or says too much."""
     for name in (f"{section}.{key}" for section in own for key in own[section]):
         if name not in _OWN:
             raise ValueError(f"--set {name}: is the lighthouse's to say; a joiner may say {', '.join(_OWN)}")

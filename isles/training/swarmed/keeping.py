@@ -78,9 +78,8 @@ class SwarmKeeper(RunKeeper):
             self.lighthouse.wait(self._is_asked, LOOK)
             self.refused.look()
             if self.muster.epoch > begun:
-                begun, lost = self.muster.epoch, ", for no state is kept (run.checkpoint_every)"
-                kept = self.muster.kept
-                self.on_notice(f"all peers were lost: the run begins again at step {kept}{'' if kept else lost}")
+                begun, step = self.muster.epoch, self.muster.kept or "0, for no state is kept (run.checkpoint_every)"
+                self.on_notice(f"all peers were lost: the run begins again at step {step}")
             if self.stopping.is_set():
                 return None
             if self.lighthouse.look(lambda now: self._holder()) is not None:

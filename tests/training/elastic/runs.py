@@ -29,6 +29,7 @@ class Run(LitRun):
 
     def __init__(self, config: Config, out: Path) -> None:
         self.workers: dict[int, Participant] = {}
+        self.own: dict[str, Any] = {"data": {"path": config.data.path}}
         super().__init__(config, out)
 
     @override
@@ -37,8 +38,8 @@ class Run(LitRun):
         return Keeper(charter, self.out, self.address, told, self.lines.append, self.notices.append)
 
     def here(self, **more: Any) -> Here:
-        """What a worker says for itself: where its text is."""
-        return Here(own={"data": {"path": self.config.data.path}}, **more)
+        """What a worker says for itself."""
+        return Here(own=self.own, **more)
 
     def rest(self) -> None:
         """Wait until nobody computes any more: a thread in the midst of torch must not outlive the interpreter."""

@@ -159,9 +159,7 @@ class RunKeeper(ABC):
         """An event of one key that is of this kind of run alone; False where it is none. ValueError refuses it."""
 
     def fetch(self, giver: str, what: str, path: Path, seconds: float, copies: int = COPIES) -> dict[str, Any]:
-        """Take a file from a member, see `take`: no more than so many copies of the model that the run began with.
-        InterruptedError where the lighthouse is put out meanwhile.
-        """
+        """`take`, of no more than so many copies of the first model. InterruptedError where the lighthouse stops."""
         weights, keys, stops = self.charter.rules.weights, self.keys.introduction, self.stopping.is_set
         most = copies * weights + BESIDE if weights else _MOST
         try:
