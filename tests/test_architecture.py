@@ -461,6 +461,19 @@ def test_the_engine_of_elastic_worlds_is_behind_one_file() -> None:
     assert users == {"isles.comm.elastic.session"}
 
 
+def test_texts_are_parsed_in_one_place() -> None:
+    """isles/parsing.py measures them first: whoever reads elsewhere takes 20 GB for 200 kB of TOML."""
+    calls = [f"{module}.{name}" for module in ("json", "tomllib", "tomlkit") for name in ("load", "loads", "parse")]
+    readers = [path for path in source_files() if any(f"{call}(" in path.read_text(encoding="utf-8") for call in calls)]
+    found = [
+        f"{where(path, node)} calls {called_name(node)}: use isles.parsing"
+        for path in readers
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and called_name(node) in calls
+    ]
+    assert not found, listed(found)
+
+
 def test_no_error_is_swallowed() -> None:
     complaints = [f"{where(p, node)} {text}" for p in source_files() for node, text in swallow_complaints(parse(p))]
     assert not complaints, listed(complaints)

@@ -93,7 +93,7 @@ class Lighthouse:
         places: int = 1,
     ) -> None:
         self.refused = session.refused
-        self.finished: set[int] = set()
+        self.finished = assembly.finished
         self._failed: OSError | None = None
         self._relay = RelayCounter(port, lambda: session.taken, entries=journal.entries)
         self.corpus: str | None = None
@@ -330,6 +330,8 @@ class Lighthouse:
         for order in orders:
             if isinstance(order, Record):
                 self._journal.append({**order.entry, "at": round(time.time(), 3)})
+                if "still" in order.entry:
+                    self.refused.note(order.entry["seat"], f"no new round for {order.entry['still']} s: left out")
                 continue
             self._journal.commit()
             if isinstance(order, Reply):

@@ -15,6 +15,7 @@ from typing import Any
 
 from isles.comm.elastic.ballot import NOTHING
 from isles.comm.elastic.cells import debt, fresh_before, last_round
+from isles.comm.elastic.guards.stalls import Stalls
 from isles.comm.elastic.guards.strikes import Strikes
 from isles.comm.elastic.lasting.journalled import Journalled
 from isles.comm.elastic.lasting.register import Register
@@ -48,7 +49,7 @@ class Membership(Journalled):
         self.rules = rules
         self.proposal: Proposal | None = None
         self._acks: set[int] = set()
-        self._strikes = Strikes()
+        self._strikes, self._stalls = Strikes(), Stalls()
         self._register = Register()
         self.workers, self.account = self._register.workers, self._register.account
         self.ballots = self._register.ballots
@@ -189,8 +190,14 @@ class Membership(Journalled):
         return self._orders(now)
 
     def tick(self, now: float) -> list[Order]:
-        """Time passes: after a restart, who has not come back by `until` is gone."""
+        """Time passes: after a restart, who has not come back by `until` is gone. Whose training stands still is left
+        out; where it goes on it begins again with another's state.
+        """
         self._count_absent(now)
+        members, first = [self.workers[seat] for seat in self.members()], self.view.seats[0] if self.view else -1
+        for seat, seconds in self._stalls.look(now, self.rules, members, first, self.last, self.finished).items():
+            is_leaving = self.workers[seat].state == "leaving"
+            self._record("gone" if is_leaving else "call", seat=seat, still=round(seconds))
         return self._orders(now)
 
     # What follows

@@ -25,7 +25,7 @@ from isles.parsing import parse_json
 from isles.replicas.loop.joining import adopt, given
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import JoinState
-from isles.training.elastic.given import ANCHORS, STATE, giver_of, kept_as
+from isles.training.elastic.given import ANCHORS, BESIDE, COPIES, STATE, giver_of, kept_as
 from isles.training.records.checkpoint import join_state, split_state
 from isles.training.records.finite import first_nan
 from isles.training.records.tensors import copy_to_host, write_tensors
@@ -35,8 +35,6 @@ FRESH = 2
 WARM_UP = 2
 """Rounds in which the inner rate of a joiner rises that has no moments."""
 _STRUCTURE = "__structure__"
-_STATE_COPIES = 16  # of the model's bytes, that a state may have at most
-_SPARE = 1 << 20  # bytes of a state beside its tensors
 
 
 class States:
@@ -114,7 +112,7 @@ class States:
         if donor < 0:
             giver, what = LIGHTHOUSE, kept_as(self._place)
         weights = sum(one.numel() * one.element_size() for one in self._optimizer.parameters)
-        most = _STATE_COPIES * weights + _SPARE
+        most = COPIES * weights + BESIDE
         asked = GiftRequest(giver=giver, what=what, most=most, seconds=seconds, wait=wait, after=after)
         try:
             facts = self._gifts.take(asked, self._fetched)

@@ -318,9 +318,15 @@ class Swarmed:
 
 
 def identity(config: Config, cut: Cut) -> str:
-    """What all peers of a run must agree on, as text: all of the configuration but paths and device, and the cut."""
-    data, model = replace(config.data, path="", cache=""), replace(config.model, device="auto")
-    return to_toml(replace(config, data=data, model=model)) + repr([piece.blocks.start for piece in cut.pieces])
+    """What all peers of a run must agree on, as text: `of_all`, and the cut."""
+    return of_all(config) + repr([piece.blocks.start for piece in cut.pieces])
+
+
+def of_all(config: Config) -> str:
+    """The configuration without what each machine says for itself; texts are compared by their tokens."""
+    data, model = replace(config.data, path="", cache="", tokenizer="bytes"), replace(config.model, device="auto")
+    model, world = replace(model, hf=model.hf and "-"), replace(config.world, threads=1)
+    return to_toml(replace(config, data=data, model=model, world=world))
 
 
 def number_of(identity: str) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from isles.comm.elastic.calls import RoundsAssembly
-from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, take
+from isles.comm.elastic.gifts.taking import NotGiven
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.messages import Examine, Over
 from isles.comm.elastic.orders import Assembly
@@ -30,7 +30,7 @@ from isles.network.planner.closed import parallel_bytes
 from isles.training.elastic.figures import figures, recorded
 from isles.training.elastic.given import MODEL, STATE, giver_of, kept_as
 from isles.training.elastic.lighthouse.averaging import spread, write_mean
-from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, MOST, RunKeeper
+from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, RunKeeper
 from isles.training.elastic.lighthouse.kept import KeptStates, is_whole
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, summarise
@@ -71,6 +71,8 @@ class Keeper(RunKeeper):
         if not taken:
             raise PeerLost(members[0], "no worker of the last view could be asked for what it came to")
         self._judge(sorted(taken))
+        if self.stopping.is_set():
+            return None
         summary = summarise(self.charter, [self.results[seat] for seat in sorted(taken)], time.perf_counter() - began)
         if self.judged:
             summary["val_loss"] = self.judged[0]
@@ -116,9 +118,7 @@ class Keeper(RunKeeper):
         return False
 
     def _fetch(self, seat: int, place: int, path: Path) -> int:
-        giver, patience = giver_of(seat, place), self.charter.world.outer_deadline
-        asked = GiftRequest(giver=giver, what=STATE, most=MOST, seconds=patience)
-        facts = take(self.session, asked, path, introduction=self.keys.introduction)
+        facts = self.fetch(giver_of(seat, place), STATE, path, self.charter.world.outer_deadline)
         if not is_whole(path):
             raise NotGiven("it is no file of tensors")
         return facts.get("round", -1)
@@ -133,9 +133,7 @@ class Keeper(RunKeeper):
         for seat in seats:
             path = self.out / f"model-{seat}.partial"
             try:
-                patience = self.charter.world.outer_deadline
-                asked = GiftRequest(giver=str(seat), what=MODEL, most=MOST, seconds=patience)
-                take(self.session, asked, path, introduction=self.keys.introduction)
+                self.fetch(str(seat), MODEL, path, self.charter.world.outer_deadline, copies=1)
                 write_mean([path], self.out / "looked.partial")  # or refuses it
             except (NotGiven, ValueError) as why:
                 self.on_notice(f"worker {seat}'s model is left out: {why}")
@@ -159,7 +157,8 @@ class Keeper(RunKeeper):
         for seat in seats:
             if not self.judged:
                 self.lighthouse.tell([seat], Examine())
-                self.lighthouse.wait(lambda: bool(self.judged), self.charter.world.eval_deadline)
+                patience = self.charter.world.eval_deadline
+                self.lighthouse.wait(lambda: bool(self.judged) or self.stopping.is_set(), patience)
         copy.unlink(missing_ok=True)
 
     @override
