@@ -59,6 +59,7 @@ class Ballot:
     newest one then.
     done: (attempt, seat, digest) of answers, as told since the lighthouse's start.
     out: seats that the next attempt leaves out although they live: late, or refused.
+    disputes: pairs of whom one has refused the other's share in this round, whichever is wrong.
     quorum: share of the living members that is enough; 0: all exchange at once. delivered: (seat, inner steps) of those
     who have. is_closing: the grace for the others is over. taken: (seat, inner steps) of the first attempt of them.
     """
@@ -69,6 +70,7 @@ class Ballot:
     view: int = -1
     done: frozenset[tuple[int, int, int]] = frozenset()
     out: frozenset[int] = frozenset()
+    disputes: frozenset[frozenset[int]] = frozenset()
     quorum: float = 0.0
     delivered: frozenset[tuple[int, int]] = frozenset()
     is_closing: bool = False
@@ -89,6 +91,14 @@ class Ballot:
     def without(self, seat: int) -> Ballot:
         """The next attempt goes on without `seat`."""
         return replace(self, out=self.out | {seat})
+
+    def disputing(self, one: int, another: int) -> Ballot:
+        """One of the two has refused the other's share."""
+        return replace(self, disputes=self.disputes | {frozenset((one, another))})
+
+    def worst(self, seats: Collection[int]) -> int:
+        """Who of `seats` is in most disputes, of equals the first."""
+        return max(seats, key=lambda seat: sum(seat in pair for pair in self.disputes))
 
     def word(self, seat: int | None = None) -> Word | None:
         """What is decided: to land, or the newest attempt that is not the first. For `seat`: None where it has no part
@@ -118,8 +128,12 @@ class Ballot:
             alike = Counter(answers[seat] for seat in left if answers[seat] != NOTHING).most_common(1)
             if alike and alike[0][1] == len(left):
                 return self._word("land", attempt, members)
-            if alike and self.attempts[-_TRIES:] == (left,) * _TRIES:  # somebody computes wrongly: on with the most
-                left = tuple(seat for seat in left if answers[seat] == alike[0][0])
+            if self.attempts[-_TRIES:] == (left,) * _TRIES:
+                if alike:  # somebody computes wrongly: on with the most
+                    left = tuple(seat for seat in left if answers[seat] == alike[0][0])
+                elif self.disputes and len(left) > 1:  # nobody ever has an answer, for somebody lies
+                    worst = self.worst(left[::-1])
+                    left = tuple(seat for seat in left if seat != worst)
             return self._word("again", attempt + 1, left)  # answers that differ are nobody's answer
         return self._word("again", attempt + 1, left) if left != members else None
 

@@ -23,7 +23,7 @@ class Ballots:
     def __init__(self) -> None:
         self._open: dict[int, Ballot] = {}
         self._landed: dict[int, Ballot] = {}
-        self._accused: dict[tuple[int, int, int], set[int]] = {}  # who says so, by round, attempt and accused
+        self._accused: dict[tuple[int, int, int], dict[int, Accusation]] = {}  # by round, attempt and accused: by sayer
         self._out: dict[int, int] = {}  # by seat: the newest view when others landed without it
         self._view = -1
         self.graces = Graces()
@@ -47,20 +47,28 @@ class Ballots:
             self.graces.delivered(now, delivered.round, delivered.seconds)
 
     def accused(self, seat: int, accusation: Accusation, members: tuple[int, ...], living: Collection[int]) -> None:
-        """`seat` accuses another member. The next attempt leaves out who was refused by anybody, or was late for more
-        than half of the others.
+        """`seat` accuses another member. The next attempt leaves out who was refused by more than half of the others;
+        or was late for so many, though in the first attempt, whose deadline is short, nobody is late who is done. But
+        who has made others refuse more members than one is left out in their place.
         """
         ballot = self._of(accusation.round, members)
         if ballot is None or accusation.attempt != len(ballot.attempts) - 1 or seat not in ballot.attempts[-1]:
             return
         accused = accusation.seat
-        sayers = self._accused.setdefault((accusation.round, accusation.attempt, accused), set())
-        sayers.add(seat)
-        done = any((accusation.attempt, accused) == told[:2] for told in ballot.done)
+        said = self._accused.setdefault((accusation.round, accusation.attempt, accused), {})
+        said[seat] = accusation
         others = [s for s in ballot.attempts[-1] if s in living and s != accused and s not in ballot.out]
-        late = not done and 2 * len(sayers) > len(others)
-        if others and seat in others and (accusation.charge == "refused" or late):
-            self._open[accusation.round] = ballot.without(accused)
+        if accusation.charge == "refused" and accusation.by < 0:
+            ballot = ballot.disputing(accused, seat)
+        counted = [said[s] for s in others if s in said]
+        if not accusation.attempt and any((0, accused) == told[:2] for told in ballot.done):
+            counted = [one for one in counted if one.charge == "refused"]
+        if 2 * len(counted) > len(others) and seat in others:
+            judges = sorted({one.by for one in counted if one.by in others})
+            for judge in judges:
+                ballot = ballot.disputing(accused, judge)
+            ballot = ballot.without(ballot.worst((accused, *judges)))
+        self._open[accusation.round] = ballot
 
     def due(self, now: float, living: Mapping[int, float]) -> Iterator[Word]:
         """Words that are decided now. Each must be recorded, which gives it to `apply`, before the next is taken.

@@ -177,15 +177,21 @@ class Membership(Journalled):
         return orders if word is None else [*orders, Reply(word)]
 
     def accuse(self, now: float, seat: int, accusation: Accusation) -> list[Order]:
-        """A member says that another's share of an attempt was late or refused."""
-        if self._here(seat) and accusation.seat != seat and accusation.seat in self.workers:
-            if self.rules.agrees:
-                self.ballots.accused(seat, accusation, self._register.voters(accusation.round), self.members())
-            if accusation.charge == "refused":
-                is_enough = self._strikes.are_enough(accusation.seat, seat, accusation.round)
-                if is_enough and self.workers[accusation.seat].here:
-                    self._record("shut", seat=accusation.seat)
-                    self._tell(accusation.seat, Refusal(f"shut out: {accusation.reason or 'its shares were refused'}"))
+        """A member says that another's share of an attempt was late or refused; both are of that round's view, and who
+        has begun no round since it has its state says nothing of others.
+        """
+        round, members, worker = accusation.round, self.members(), self.workers.get(seat)
+        voters, both = self._register.voters(round), {seat, accusation.seat}
+        if worker is None or len(both) < 2 or not both <= {*voters} & {*members} or not worker.knows(round):
+            return self._orders(now)
+        if self.rules.agrees:
+            self.ballots.accused(seat, accusation, voters, members)
+        if accusation.charge == "refused" and accusation.by < 0:
+            shut = self._strikes.refused(seat, accusation.seat, round, members)
+            if shut is not None:
+                self._record("shut", seat=shut)
+                why = f"it and most of the others refuse each other's shares ({accusation.reason[:200]})"
+                self._tell(shut, Refusal(f"shut out: {why}"))
         return self._orders(now)
 
     def tick(self, now: float) -> list[Order]:

@@ -128,13 +128,16 @@ class Delivered:
 
 @dataclass(frozen=True)
 class Accusation:
-    """In this attempt the share of `seat` was late, or was refused: `reason` says why."""
+    """In this attempt the share of `seat` was late, or was refused: `reason` says why. by: who found it so and told the
+    sayer; -1: the sayer itself.
+    """
 
     round: int
     attempt: int
     seat: int
     charge: Literal["late", "refused"]
     reason: str = ""
+    by: int = -1
 
 
 @dataclass(frozen=True)
