@@ -29,7 +29,7 @@ from isles.durable import no_room, write_text
 from isles.network.planner.closed import parallel_bytes
 from isles.training.elastic.figures import figures, recorded
 from isles.training.elastic.given import MODEL, STATE, giver_of, kept_as
-from isles.training.elastic.lighthouse.averaging import spread, write_mean
+from isles.training.elastic.lighthouse.averaging import consolidate, spread
 from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, MOST, RunKeeper
 from isles.training.elastic.lighthouse.kept import KeptStates, is_whole
 from isles.training.records.rundir import SUMMARY, as_json
@@ -128,28 +128,24 @@ class Keeper(RunKeeper):
             self.giver.offer(kept_as(place), path, {})
 
     def _collect(self, seats: Sequence[int]) -> list[int]:
-        """Fetch the models of `seats`, and write their mean; whose they are. Who is lost meanwhile costs its share."""
-        taken: dict[int, Path] = {}
-        for seat in seats:
-            path = self.out / f"model-{seat}.partial"
+        """Fetch the models of `seats`, and write the one model; whose it is of. Who is lost costs its share."""
+        left, paths = dict[int, str](), {seat: self.out / f"model-{seat}.partial" for seat in seats}
+        for seat, path in paths.items():
             try:
                 patience = self.charter.world.outer_deadline
                 asked = GiftRequest(giver=str(seat), what=MODEL, most=MOST, seconds=patience)
                 take(self.session, asked, path, introduction=self.keys.introduction)
-                write_mean([path], self.out / "looked.partial")  # or refuses it
-            except (NotGiven, ValueError) as why:
-                self.on_notice(f"worker {seat}'s model is left out: {why}")
-                path.unlink(missing_ok=True)
-                continue
-            taken[seat] = path
-        (self.out / "looked.partial").unlink(missing_ok=True)
-        if taken:
-            models = list(taken.values())
-            write_mean(models[:1] if self.charter.rules.agrees else models, self.out / MODEL_FILE)  # all are equal
-            self.spread = spread(list(taken.values()), self.out / MODEL_FILE)
-        for path in taken.values():
+            except NotGiven as why:
+                left[seat] = str(why)
+        taken, out = {seat: path for seat, path in paths.items() if seat not in left}, self.out / MODEL_FILE
+        left |= consolidate(taken, out, alike=self.charter.rules.agrees, ratio=self.charter.world.trust_ratio)
+        for seat, why in left.items():
+            self.on_notice(f"worker {seat}'s model is left out: {why}")
+        kept = [seat for seat in seats if seat not in left]
+        self.spread = spread([paths[seat] for seat in kept], out) if kept else 0.0
+        for path in paths.values():
             path.unlink(missing_ok=True)
-        return list(taken)
+        return kept
 
     def _judge(self, seats: Sequence[int]) -> None:
         """Have one of `seats` judge the one model."""
