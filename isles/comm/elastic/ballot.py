@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -59,7 +59,6 @@ class Ballot:
     newest one then.
     done: (attempt, seat, digest) of answers, as told since the lighthouse's start.
     out: seats that the next attempt leaves out although they live: late, or refused.
-    disputes: pairs of whom one has refused the other's share in this round, whichever is wrong.
     quorum: share of the living members that is enough; 0: all exchange at once. delivered: (seat, inner steps) of those
     who have. is_closing: the grace for the others is over. taken: (seat, inner steps) of the first attempt of them.
     """
@@ -70,7 +69,6 @@ class Ballot:
     view: int = -1
     done: frozenset[tuple[int, int, int]] = frozenset()
     out: frozenset[int] = frozenset()
-    disputes: frozenset[frozenset[int]] = frozenset()
     quorum: float = 0.0
     delivered: frozenset[tuple[int, int]] = frozenset()
     is_closing: bool = False
@@ -92,14 +90,6 @@ class Ballot:
         """The next attempt goes on without `seat`."""
         return replace(self, out=self.out | {seat})
 
-    def disputing(self, one: int, another: int) -> Ballot:
-        """One of the two has refused the other's share."""
-        return replace(self, disputes=self.disputes | {frozenset((one, another))})
-
-    def worst(self, seats: Collection[int]) -> int:
-        """Who of `seats` is in most disputes, of equals the first."""
-        return max(seats, key=lambda seat: sum(seat in pair for pair in self.disputes))
-
     def word(self, seat: int | None = None) -> Word | None:
         """What is decided: to land, or the newest attempt that is not the first. For `seat`: None where it has no part
         in it.
@@ -112,8 +102,10 @@ class Ballot:
             return None
         return self._word("again" if self.landed is None else "land", attempt, seats, self.view)
 
-    def decide(self, living: Collection[int]) -> Word | None:
-        """The word that is due now, to be journalled and then given to `decided`. None: wait."""
+    def decide(self, living: Collection[int], worst: Callable[[Sequence[int]], int] | None = None) -> Word | None:
+        """The word that is due now, to be journalled and then given to `decided`. None: wait. worst: whom of those who
+        are left to go on without, where most never have an answer; None: nobody is accused.
+        """
         if self.landed is not None:
             return None
         attempt = len(self.attempts) - 1
@@ -129,11 +121,11 @@ class Ballot:
             if alike and alike[0][1] == len(left):
                 return self._word("land", attempt, members)
             if self.attempts[-_TRIES:] == (left,) * _TRIES:
-                if alike:  # somebody computes wrongly: on with the most
+                if alike and (2 * alike[0][1] > len(left) or worst is None):  # one computes wrongly: on with the most
                     left = tuple(seat for seat in left if answers[seat] == alike[0][0])
-                elif self.disputes and len(left) > 1:  # nobody ever has an answer, for somebody lies
-                    worst = self.worst(left[::-1])
-                    left = tuple(seat for seat in left if seat != worst)
+                elif worst is not None and len(left) > 1:  # most never have an answer, for somebody lies
+                    without = worst(left[::-1])
+                    left = tuple(seat for seat in left if seat != without)
             return self._word("again", attempt + 1, left)  # answers that differ are nobody's answer
         return self._word("again", attempt + 1, left) if left != members else None
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from isles.comm.elastic.ballot import NOTHING
 from isles.comm.elastic.cells import debt, fresh_before, last_round
-from isles.comm.elastic.guards.strikes import Strikes
 from isles.comm.elastic.lasting.journalled import Journalled
 from isles.comm.elastic.lasting.register import Register
 from isles.comm.elastic.messages import (
@@ -48,7 +47,6 @@ class Membership(Journalled):
         self.rules = rules
         self.proposal: Proposal | None = None
         self._acks: set[int] = set()
-        self._strikes = Strikes()
         self._register = Register()
         self.workers, self.account = self._register.workers, self._register.account
         self.ballots = self._register.ballots
@@ -184,14 +182,16 @@ class Membership(Journalled):
         voters, both = self._register.voters(round), {seat, accusation.seat}
         if worker is None or len(both) < 2 or not both <= {*voters} & {*members} or not worker.knows(round):
             return self._orders(now)
+        if accusation.charge == "refused" and accusation.by < 0:
+            self.ballots.strikes.refused(seat, accusation.seat, round)
         if self.rules.agrees:
             self.ballots.accused(seat, accusation, voters, members)
-        if accusation.charge == "refused" and accusation.by < 0:
-            shut = self._strikes.refused(seat, accusation.seat, round, members)
-            if shut is not None:
-                self._record("shut", seat=shut)
-                why = f"it and most of the others refuse each other's shares ({accusation.reason[:200]})"
-                self._tell(shut, Refusal(f"shut out: {why}"))
+        everybody = [worker.seat for worker in self.workers.here if worker.round]
+        for one in (accusation.seat, seat):
+            if self.ballots.strikes.are_enough(one, everybody):
+                self._record("shut", seat=one)
+                why = f"it and half of the others refuse each other's shares ({accusation.reason[:200]})"
+                self._tell(one, Refusal(f"shut out: {why}"))
         return self._orders(now)
 
     def tick(self, now: float) -> list[Order]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.credentials import read
+from isles.fields import Unfit, integer
 from isles.launch import rendezvous
-from isles.launch.fields import Unfit, integer
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.training.config.kept import kept_names
 from isles.training.config.reading import to_toml

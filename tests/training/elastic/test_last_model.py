@@ -64,10 +64,13 @@ def test_the_mean_is_of_those_that_are_near_each_other(tmp_path: Path, count: in
     models = replicas(count)
     for seat in range(liars):
         models[seat] = {**models[seat], "w": models[seat]["w"] + 1.0}
+    models[liars] = {**models[liars], "n": torch.tensor([9])}  # which is no distance
     left = consolidate(files(tmp_path, *models), tmp_path / "out", alike=False, ratio=10.0)
     assert left.keys() == {*range(liars)} and all("as far from the others as usual" in why for why in left.values())
     honest = [model["w"] for model in models[liars:]]
-    assert torch.equal(load_file(tmp_path / "out")["w"], sum(honest[1:], honest[0]) / len(honest))
+    found = load_file(tmp_path / "out")
+    assert torch.equal(found["w"], sum(honest[1:], honest[0]) / len(honest))
+    assert found["n"].tolist() == [7] if count > 3 else [9]
 
 
 def test_honest_ones_are_all_in_the_mean(tmp_path: Path) -> None:

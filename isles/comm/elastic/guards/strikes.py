@@ -1,4 +1,4 @@
-"""Who is shut out of a run: who and most of the others refuse each other's shares, in three rounds at least.
+"""Who is shut out of a run: who and at least half of the members refuse each other's shares, in three rounds or more.
 
 That two disagree says of neither who is wrong, so a refusal counts against both: who accuses many is shut out as who is
 accused by many, and fewer than half of the members shut out nobody. Of two members neither is ever shut out.
@@ -6,31 +6,29 @@ accused by many, and fewer than half of the members shut out nobody. Of two memb
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 _ROUNDS, _OTHERS = 3, 2
+Pair = frozenset[int]
 
 
 class Strikes:
-    """Refusals by the two whom they are about; a lighthouse that is started again begins to count anew."""
+    """Rounds of refusals by the two whom they are about; a lighthouse that is started again begins to count anew."""
 
     def __init__(self) -> None:
-        self._rounds: dict[frozenset[int], set[int]] = {}
+        self._rounds: dict[Pair, set[int]] = {}
 
-    def refused(self, accuser: int, accused: int, round: int, members: Collection[int]) -> int | None:
-        """`accuser` refused the share of `accused` in `round`; who of the two is to be shut out now, if anybody."""
-        rounds = self._rounds.setdefault(frozenset((accuser, accused)), set())
-        if len(rounds) < _ROUNDS:
-            rounds.add(round)
-        against = {one: self._against(one, members) for one in (accused, accuser)}
-        worst = max(against, key=lambda one: len(against[one]))
-        told = against[worst]
-        is_enough = len(told) >= _OTHERS and 2 * len(told) >= len(members) and len(set().union(*told)) >= _ROUNDS
-        if is_enough:  # what it has said of others, and they of it, is over
-            self._rounds = {pair: rounds for pair, rounds in self._rounds.items() if worst not in pair}
-        return worst if is_enough else None
+    def refused(self, one: int, another: int, round: int) -> None:
+        """One of the two has refused the other's share of `round`."""
+        self._rounds.setdefault(frozenset((one, another)), set()).add(round)
 
-    def _against(self, one: int, members: Collection[int]) -> list[set[int]]:
-        """The rounds in which `one` and another member disagreed, for each of those."""
-        pairs = (frozenset((one, other)) for other in members if other != one)
-        return [self._rounds[pair] for pair in pairs if pair in self._rounds]
+    def are_enough(self, seat: int, members: Collection[int]) -> bool:
+        """Whether `seat` is to be shut out. members: all who have trained and are there."""
+        pairs = (frozenset((seat, other)) for other in members if other != seat)
+        told = [self._rounds[pair] for pair in pairs if pair in self._rounds]
+        return len(told) >= max(_OTHERS, len(members) / 2) and len(set().union(*told)) >= _ROUNDS
+
+    def worst(self, seats: Iterable[int], more: Collection[Pair] = ()) -> int:
+        """Who of `seats` disagrees with most, of equals the first. more: pairs beside those of refusals."""
+        pairs = self._rounds.keys() | more
+        return max(seats, key=lambda seat: sum(seat in pair for pair in pairs))

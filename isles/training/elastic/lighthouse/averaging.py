@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -15,6 +16,7 @@ from isles.durable import plain_mode, replacing
 from isles.parsing import parse_json
 
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # NumPy has no bfloat16: its bits
+T = TypeVar("T", str, bytes)
 _AT_ONCE = 1 << 24  # bytes of all files together
 
 
@@ -30,7 +32,7 @@ def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: fl
             marks[seat] = _Model(path).mark(whole=alike)
         except ValueError as error:
             left[seat] = str(error)
-    most = max(marks.values(), key=Counter(marks.values()).__getitem__, default="")
+    most = _most([*marks.values()]) if marks else ""
     why = "it is not the one that the others have landed" if alike else "its tensors are not those of the others"
     left |= {seat: why for seat in marks if marks[seat] != most}
     kept = [seat for seat in marks if marks[seat] == most]
@@ -46,21 +48,15 @@ def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: fl
 
 
 def write_mean(models: Sequence[Path], out: Path) -> None:
-    """Write the mean of float tensors, and the first one's other tensors, to `out`: added in this order and divided, in
-    float32 at the least, as a fixed world takes it (`isles.comm.collectives.mean`).
-
-    ValueError, with the file, for one that is damaged, or of other names, shapes or types than the first.
+    """Write the mean of float tensors, and of others what most have, of models of one form: added in this order and
+    divided, in float32 at the least, as a fixed world takes it (`isles.comm.collectives.mean`).
     """
     files = [_Model(path) for path in models]
     with replacing(out) as partial, plain_mode(partial), partial.open("wb") as file:
         file.write(files[0].header)
-        for place, kind, (mean, *rows) in _runs(files):
-            if kind in _FLOATS:
-                for row in rows:
-                    mean = mean + row
-                mean = _stored(mean / mean.dtype.type(len(files)), kind)
+        for place, kind, rows in _runs(files):
             file.seek(place)
-            file.write(mean.tobytes())
+            file.write(_mean(rows, kind) if kind in _FLOATS else _most([row.tobytes() for row in rows]))
 
 
 def same_weights(one: Path, two: Path) -> bool:
@@ -126,9 +122,6 @@ class _Model:
 def _runs(files: Sequence[_Model]) -> Iterator[tuple[int, str, list[np.ndarray]]]:
     """All tensors by name, some entries at a time: where they lie in the first file, their type, and each file's."""
     first, step = files[0], max(_AT_ONCE // len(files), 8) & -8
-    for file in files:
-        if file.form != first.form:
-            raise ValueError(f"{file.path}: its tensors are of other names, shapes or types than in {first.path}")
     for name, (begin, end) in sorted(first.places.items()):
         for at in range(0, end - begin, step):
             until = min(at + step, end - begin)
@@ -136,9 +129,18 @@ def _runs(files: Sequence[_Model]) -> Iterator[tuple[int, str, list[np.ndarray]]
             yield begin + at, first.form[name]["dtype"], runs
 
 
-def _stored(numbers: np.ndarray, kind: str) -> np.ndarray:
-    """As a file of that type holds them; bfloat16 is rounded to nearest, ties to even."""
+def _most(values: Sequence[T]) -> T:
+    """What most of them are, of equals the first."""
+    return max(values, key=Counter(values).__getitem__)
+
+
+def _mean(rows: Sequence[np.ndarray], kind: str) -> bytes:
+    """As a file of that type holds it; bfloat16 is rounded to nearest, ties to even."""
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    mean = total / total.dtype.type(len(rows))
     if kind != "BF16":
-        return numbers.astype(_FLOATS[kind])
-    bits = numbers.view("<u4")
-    return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype("<u2")
+        return mean.astype(_FLOATS[kind]).tobytes()
+    bits = mean.view("<u4")
+    return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype("<u2").tobytes()

@@ -21,9 +21,9 @@ from typing_extensions import override
 from isles.comm.elastic.calls import RoundsAssembly
 from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, take
 from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.messages import Examine, Over
+from isles.comm.elastic.messages import MARGIN, Examine, Over
 from isles.comm.elastic.orders import Assembly
-from isles.comm.elastic.record import EXCHANGES, as_line, from_line
+from isles.comm.elastic.record import EXCHANGES, RoundLine, as_line, from_line
 from isles.comm.errors import PeerLost
 from isles.durable import no_room, write_text
 from isles.network.planner.closed import parallel_bytes
@@ -117,11 +117,13 @@ class Keeper(RunKeeper):
 
     def _fetch(self, seat: int, place: int, path: Path) -> int:
         giver, patience = giver_of(seat, place), self.charter.world.outer_deadline
-        asked = GiftRequest(giver=giver, what=STATE, most=MOST, seconds=patience)
+        rounds = sorted(self.membership.workers[one].round for one in self.members())
+        newest = rounds[(len(rounds) - 1) // 2] + MARGIN  # so far half of them say that they are, or soon
+        asked = GiftRequest(giver=giver, what=STATE, most=MOST, seconds=patience, newest=newest)
         facts = take(self.session, asked, path, introduction=self.keys.introduction)
-        if not is_whole(path):
-            raise NotGiven("it is no file of tensors")
-        return facts.get("round", -1)
+        if not is_whole(path) or "round" not in facts:
+            raise NotGiven("it is no file of tensors, or of no round")
+        return facts["round"]
 
     def _offer(self, states: Sequence[Path]) -> None:
         for place, path in enumerate(states):
@@ -171,7 +173,8 @@ class Keeper(RunKeeper):
     def _note(self, seat: int, told: Any) -> None:
         """A line of its rounds, by this machine's clock. ValueError where it is none of its own."""
         line = from_line(told)
-        if line.seat != seat:
-            raise ValueError("a line of another seat's rounds")
+        rounds = (line.round,) if isinstance(line, RoundLine) else (line.first, line.copied, line.has)
+        if line.seat != seat or max(rounds) > (self.membership.last or max(rounds)) + 1:
+            raise ValueError("a line of another seat's rounds, or of rounds that this run has not")
         self._exchanges.write(as_json(as_line(replace(line, at=round(time.time(), 3)))) + "\n")
         self._exchanges.flush()

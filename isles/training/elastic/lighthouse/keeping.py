@@ -28,7 +28,7 @@ from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.session import open_session
 from isles.comm.tcp import room_for
 from isles.durable import no_room
-from isles.launch.fields import Unfit, integer, table
+from isles.fields import Unfit, integer, table
 from isles.training.elastic.lighthouse.charter import Charter
 from isles.training.elastic.lighthouse.refused import RefusalBook
 from isles.training.records.events import Schema
