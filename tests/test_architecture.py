@@ -31,6 +31,7 @@ FLOORS = {
     "imports": -1,  # isles/imports.py: what package.module:name names; imports nothing of isles
     "schema": -1,  # isles/schema.py: what a run writes and on what it may run; imports errors and parsing
     "home": -1,  # isles/home.py: the folder of things of the user's own; imports nothing of isles
+    "fields": -1,  # isles/fields.py: fields of what another machine says, looked at; imports errors
     "durable": -2,  # isles/durable.py: files that are there whole or not at all; imports nothing of isles
     "parsing": -2,  # isles/parsing.py: JSON and TOML that somebody else wrote; imports nothing of isles
     "tables": -1,  # isles/tables.py: a user's TOML into dataclasses; imports errors and parsing

@@ -17,9 +17,6 @@ def _known(device: str | None) -> str | None:
 
 Device = Annotated[str, typer.Option(callback=_known, help="auto, cpu, cuda or cuda:N.")]
 OwnDevice = Annotated[str | None, typer.Option(callback=_known, help="auto, cpu, cuda or cuda:N. Default: the run's.")]
-    str | None,
-    typer.Option(callback=_known, help="auto, cpu, cuda or cuda:N. Default: the run's, or auto where one joins."),
-]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Import and run what the run's config.toml names, though it was made elsewhere.")
 ]

@@ -15,8 +15,8 @@ import secrets
 from pathlib import Path
 from types import TracebackType
 
+from isles.fields import table, text
 from isles.launch.addresses import listen
-from isles.launch.fields import table, text
 from isles.launch.frames import packed
 from isles.launch.link import LinkLost, close, connect, heard
 from isles.launch.listener import Listener

@@ -238,8 +238,6 @@ class Lighthouse:
 
     def _consult(self, seat: int, message: Any, query: IncomingQuery) -> None:
         """Answer as the assembly decides."""
-        if isinstance(message, Accusation) and message.charge == "refused":
-            self.refused.note(message.seat, "a share that another worker refuses")
         try:
             orders = self._call(lambda m, now: m.hear(now, seat, message))
         except ValueError as error:
@@ -248,6 +246,8 @@ class Lighthouse:
         if orders is None:
             self._refuse(query, seat, "a word that no worker says")
             return
+        if isinstance(message, Accusation) and message.charge == "refused":
+            self.refused.note(message.seat, "a share that another worker refuses")
         self._carry_out(orders, query)
 
     def _listening(self, seat: int, message: Listening, query: IncomingQuery) -> None:

@@ -116,6 +116,10 @@ class Worker:
             self.state, self.entered = "in", since
         self.load, self.tried = None, set()
 
+    def knows(self, round: int) -> bool:
+        """Whether it has trained with the state that it has, and so far that it can speak of `round`."""
+        return max(self.entered, 1) <= self.round and self.entered <= round <= self.round + 1
+
     @property
     def here(self) -> bool:
         """Whether it has a part in the run now."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.credentials import read
+from isles.fields import Unfit, integer
 from isles.launch import rendezvous
-from isles.launch.fields import Unfit, integer
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.parsing import parse_toml
 from isles.training.config.kept import kept_names

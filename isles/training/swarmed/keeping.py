@@ -24,7 +24,7 @@ from isles.comm.elastic.messages import encode
 from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.swarm.muster import Muster, MusterRules
 from isles.durable import settle, sync_folder, write_text
-from isles.launch.fields import integer, table
+from isles.fields import integer, table
 from isles.network.planner.closed import parallel_bytes
 from isles.training.config.swarmed import stages_of
 from isles.training.elastic.given import MODEL

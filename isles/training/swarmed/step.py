@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from isles.comm.collectives.mail import Mail
 from isles.comm.collectives.same import same_text
-from isles.comm.errors import PeerLost
+from isles.comm.errors import Malformed, PeerLost
 from isles.comm.mesh import Mesh
 from isles.models import limits, sketch
 from isles.models.stages import Stage
@@ -154,6 +154,8 @@ class Swarmed:
             step, change = enter(self.swarm, others, wish)
         except PeerLost:
             raise Left from None
+        if step > self.config.run.steps:
+            raise Malformed(-1, f"a welcome to step {step}, which this run has not")
         here = [self.swarm.stages[peer] for peer in self.swarm.agreement.members]
         self.swarm.peer.ways = ways_of(self.config.pipeline, here, self.swarm.agreement.patience)
         self._move(change)

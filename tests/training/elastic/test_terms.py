@@ -184,10 +184,8 @@ def test_the_mean_of_models(tmp_path: Path) -> None:
     (tmp_path / "new").touch()
     assert (tmp_path / "mean").stat().st_mode == (tmp_path / "new").stat().st_mode  # as the umask says
     save_file({"w": torch.tensor([1.0, float("nan")]), "n": torch.tensor([7])}, tmp_path / "bad")
-    save_file({"w": torch.zeros(3), "n": torch.tensor([7])}, tmp_path / "other")
-    for wrong, why in (("bad", "not finite"), ("other", "another shape")):
-        with pytest.raises(ValueError, match=why):
-            write_mean([tmp_path / "0", tmp_path / wrong], tmp_path / "mean")
+    with pytest.raises(ValueError, match="not finite"):
+        write_mean([tmp_path / "0", tmp_path / "bad"], tmp_path / "mean")
     (tmp_path / "damaged").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="no safetensors"):
         write_mean([tmp_path / "damaged"], tmp_path / "mean")

@@ -29,7 +29,7 @@ from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.session import open_session
 from isles.comm.tcp import room_for
 from isles.durable import no_room
-from isles.launch.fields import Unfit, integer, table
+from isles.fields import Unfit, integer, table
 from isles.training.elastic.given import BESIDE, COPIES
 from isles.training.elastic.lighthouse.charter import Charter
 from isles.training.elastic.lighthouse.refused import RefusalBook
@@ -158,12 +158,14 @@ class RunKeeper(ABC):
     def hear(self, seat: int, kind: str, value: Any) -> bool:
         """An event of one key that is of this kind of run alone; False where it is none. ValueError refuses it."""
 
-    def fetch(self, giver: str, what: str, path: Path, seconds: float, copies: int = COPIES) -> dict[str, Any]:
+    def fetch(
+        self, giver: str, what: str, path: Path, seconds: float, copies: int = COPIES, newest: int = 1 << 53
+    ) -> dict[str, Any]:
         """`take`, of no more than so many copies of the first model. InterruptedError where the lighthouse stops."""
         weights, keys, stops = self.charter.rules.weights, self.keys.introduction, self.stopping.is_set
         most = copies * weights + BESIDE if weights else _MOST
         try:
-            asked = GiftRequest(giver=giver, what=what, most=most, seconds=seconds)
+            asked = GiftRequest(giver=giver, what=what, most=most, seconds=seconds, newest=newest)
             return take(self.session, asked, path, introduction=keys, lost=stops)
         except NotGiven as why:
             raise InterruptedError if stops() else why from None
