@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from isles.training.elastic.lighthouse import averaging, keeper
+from isles.training.elastic.lighthouse import averaging, keeping
 from isles.training.elastic.lighthouse.averaging import consolidate, same_weights, spread, write_mean
 from isles.training.elastic.lighthouse.keeper import Keeper
 from isles.training.elastic.terms import charter_of
@@ -149,11 +148,11 @@ def test_the_keeper_names_whom_it_leaves_out(
         model.bias.data.zero_()
         save_model(model, tmp_path / f"given-{seat}")
 
-    def take(session: Any, asked: Any, path: Path, introduction: Callable[[int], bytes]) -> dict[str, Any]:
+    def take(session: Any, asked: Any, path: Path, **_: Any) -> dict[str, Any]:
         path.write_bytes((tmp_path / f"given-{asked.giver}").read_bytes())
         return {}
 
-    monkeypatch.setattr(keeper, "take", take)
+    monkeypatch.setattr(keeping, "take", take)
     notices: list[str] = []
     settings = ("run.steps=20", f"replicas.method={method}", f"model.dtype={dtype}")
     made = Keeper(charter_of(config(*settings)), tmp_path, "127.0.0.1:1", print, print, notices.append)
