@@ -90,6 +90,21 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-10", "step-100"]
 
 
+def test_a_run_that_goes_back_leaves_the_shards_that_it_writes_again(tmp_path: Path) -> None:
+    """Before its workers start: what one of them writes of a later step is there when an earlier one is committed."""
+    checkpoints = Checkpoints(tmp_path)
+    for step in (2, 4, 6):
+        checkpoints.write_shard(step, 0, {"step": step})
+        checkpoints.commit(step, range(1), {}, keep=0)
+    checkpoints.go_back(2)
+    assert checkpoints.steps() == [2]
+    checkpoints.write_shard(4, 0, {"step": 4})
+    checkpoints.write_shard(6, 0, {"step": 6})  # it is ahead of who commits
+    checkpoints.commit(4, range(1), {}, keep=0)
+    checkpoints.commit(6, range(1), {}, keep=0)
+    assert checkpoints.steps() == [2, 4, 6]
+
+
 def test_what_cannot_be_saved_is_said() -> None:
     """An object that JSON and safetensors cannot hold is named with its place."""
     with pytest.raises(TypeError, match=r"state\.a\.0 is a object"):

@@ -103,9 +103,8 @@ class Checkpoints:
     def commit(
         self, step: int, seats: Sequence[int], facts: Mapping[str, Any], keep: int, own: Iterable[int] | None = None
     ) -> None:
-        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all), and later ones: they are of a
-        run that has gone back since. seats: the workers whose state it is, all that were left of the run. facts: for
-        the manifest.
+        """Make the checkpoint of `step` exist; drop all but the newest `keep` (0: all). seats: the workers whose state
+        it is, all that were left of the run. facts: for the manifest.
 
         own: the workers of this machine; None: all. The others' shards lie on other machines.
         """
@@ -118,11 +117,16 @@ class Checkpoints:
         manifest = {"step": step, "workers": len(seats), "seats": list(seats), **looked, **facts}
         _write_checked(folder / "manifest.json", json.dumps({**manifest, "files": files, "sums": sums}, indent=2))
         sync_folder(self.folder)
-        there = self.steps()
-        earlier, later = [old for old in there if old <= step], [new for new in there if new > step]
-        for old in [*later, *(earlier[:-keep] if keep else [])]:
-            (self._at(old) / "manifest.json").unlink()  # first: half a deletion is then no checkpoint
-            shutil.rmtree(self._at(old))
+        self._drop(self.steps()[:-keep] if keep else [])
+
+    def go_back(self, step: int) -> None:
+        """Drop the checkpoints after `step`, from which the run goes on: before its workers write such again."""
+        self._drop(later for later in self.steps() if later > step)
+
+    def _drop(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            (self._at(step) / "manifest.json").unlink()  # first: half a deletion is then no checkpoint
+            shutil.rmtree(self._at(step))
 
     def steps(self) -> list[int]:
         """Steps with a whole checkpoint, ascending."""

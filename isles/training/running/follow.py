@@ -19,6 +19,7 @@ from isles.launch.relay import RemoteWorkers
 from isles.launch.workers import worker_specs
 from isles.training.config.kept import settled
 from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.claimed import run_directory
 from isles.training.records.events import begun, committed, host_heard
 from isles.training.records.rundir import LOGS, METRICS
@@ -82,6 +83,8 @@ def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], 
     start_server()
     with host_heard():
         store, step = port(node_group.facts, "store"), begun(node_group.facts, config)
+    if step is not None:
+        Checkpoints(out).go_back(step)
     own = worker_specs(
         node_group,
         world.workers,

@@ -85,6 +85,8 @@ def launch(
             Loggers(config, out, resume) as loggers,
             Records(config, out, on_line, on_notice, node_group, loggers, resume, lock) as records,
         ):
+            if resume is not None:
+                Checkpoints(out).go_back(resume)
             try:
                 results = _joined(start(config, out, resume, node_group), config, records.take)
             except GraceOver as late:
