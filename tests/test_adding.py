@@ -99,8 +99,8 @@ ADDED: dict[str, tuple[dict[str, str], list[tuple[str, str, str]]]] = {
         [
             (
                 "comm/codecs/__init__.py",
-                "from isles.comm.codecs.half import",
-                "from isles.comm.codecs.float8 import Float8\nfrom isles.comm.codecs.half import",
+                "from isles.comm.codecs.integers import",
+                "from isles.comm.codecs.float8 import Float8\nfrom isles.comm.codecs.integers import",
             ),
             ("comm/codecs/__init__.py", "Float4, Sign)", "Float4, Float8, Sign)"),
         ],

@@ -23,7 +23,7 @@ import torch
 from typing_extensions import override
 
 from isles.comm.codecs import form
-from isles.comm.collectives.forms import averaging
+from isles.comm.collectives.factors import averaging
 from isles.comm.collectives.mean import native_bytes, native_mean
 from isles.replicas.checks import idle_low_rank, one_of
 from isles.replicas.gradient.bucketed import BucketedSync, BucketsConfig
