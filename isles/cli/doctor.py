@@ -258,7 +258,7 @@ class MeasuredPair:
 
 
 def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
-    from isles.network.measured_links import refuse_file
+    from isles.network.own import refuse_file
 
     if peer is None:
         raise ValueError("--write-links: goes with --peer HOST:PORT, whose line is measured")
@@ -271,7 +271,7 @@ def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
 
 
 def _write(pair: MeasuredPair, found: Findings) -> Check:
-    from isles.network.measured_links import write_pair
+    from isles.network.own import write_pair
 
     rates = {"out": found.rate_out, "back": found.rate_back}
     try:
