@@ -46,15 +46,12 @@ RULE = '''"""An outer rule: half of the mean change."""
 
 from dataclasses import dataclass
 
-from isles.replicas.parts.interfaces import OuterRule, outer_gradient
+from isles.replicas.parts.interfaces import OuterRule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Half(OuterRule):
     """anchor <- anchor - g / 2."""
-
-    def form(self, out, live, reference, anchor):
-        outer_gradient(out, live, reference)
 
     def apply(self, anchor, answer, vectors, round):
         anchor.sub_(answer.mean, alpha=0.5)

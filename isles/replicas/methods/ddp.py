@@ -29,7 +29,7 @@ from isles.replicas.checks import idle_low_rank, one_of
 from isles.replicas.gradient.bucketed import BucketedSync, BucketsConfig
 from isles.replicas.gradient.buckets import Bucket
 from isles.replicas.gradient.reduction import Averaged, Native, Reduction
-from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
+from isles.replicas.parts.interfaces import Feedback, check_feedback, feedback
 
 
 @dataclass(frozen=True, kw_only=True)
