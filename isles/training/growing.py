@@ -1,6 +1,4 @@
-"""What a run whose workers come and go refuses, for it would be ignored there; `refuse_joining` says
-so of other runs.
-"""
+"""What a run whose workers come and go refuses, for it would be ignored there; `refuse_joining`: what others refuse."""
 
 from __future__ import annotations
 

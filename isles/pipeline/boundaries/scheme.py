@@ -17,15 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.models.stages import cuttable
-from isles.models.subspace import (
-    Subspace,
-    SubspaceForm,
-    check_inside,
-    drawn_basis,
-    drawn_table,
-    fold,
-    put_inside,
-)
+from isles.models.subspace import Subspace, SubspaceForm, check_inside, drawn_basis, drawn_table, fold, put_inside
 from isles.models.twins import sharing
 from isles.pipeline.boundaries.base import Boundary, FullStream
 from isles.pipeline.boundaries.dct import LargestEntries
