@@ -1,6 +1,6 @@
 """Speed and error of the codecs against bitsandbytes' blockwise quantisers on the CPU.
 
-    python -m benchmarks.codecs [--json]            needs: pip install 'isles[bench]'
+    python -m benchmarks.codecs [--json]            needs: pip install '.[bench]'
 
     int8          against its dynamic 8-bit code, both in blocks of 256
     int4, fp4     against its FP4, blocks of 64 (fp4 here has blocks of 256); NF4 for information
@@ -101,7 +101,7 @@ def main() -> int:
     try:
         library = importlib.import_module("bitsandbytes.functional")
     except ImportError:
-        print("codecs: skipped, bitsandbytes is absent; pip install 'isles[bench]'", file=sys.stderr)
+        print("codecs: skipped, bitsandbytes is absent; pip install '.[bench]'", file=sys.stderr)
         return 0
     torch.set_num_threads(1)
     x = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(0))

@@ -1,6 +1,6 @@
 """DiLoCo against torchft's, on the CPU: the same parameters, and how long an outer round takes.
 
-    python -m benchmarks.torchft [--json]            needs: pip install 'isles[bench]'
+    python -m benchmarks.torchft [--json]            needs: pip install '.[bench]'
 
 Two processes on this machine, gloo over loopback; each holds two copies of a 9.7M-parameter model, one trained by
 `isles.DiLoCo`, one by `torchft.local_sgd.DiLoCo`, from the same weights on the same data: AdamW, H = 3, outer SGD 0.7
@@ -168,7 +168,7 @@ def main() -> int:
     try:
         importlib.import_module("torchft")
     except ImportError as error:
-        print(f"torchft: skipped, torchft does not load ({error}); pip install 'isles[bench]'", file=sys.stderr)
+        print(f"torchft: skipped, torchft does not load ({error}); pip install '.[bench]'", file=sys.stderr)
         return 0
     return report(table(), options.json)
 

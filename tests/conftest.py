@@ -1,5 +1,6 @@
 """For all tests: what collecting them made stays to the end, so the garbage collector need not walk it; they keep
-nothing in the home of whoever runs them, and compute on one thread as a worker does, whichever test ran before.
+nothing in the home of whoever runs them, compute on one thread as a worker does, whichever test ran before, and hear
+Ctrl-C, as do the commands that they start: a shell has its background jobs ignore it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Generator
 
 import pytest
@@ -20,6 +23,10 @@ os.environ["ISLES_HOME"] = _HOME
 
 # With other numbers of threads sums are rounded otherwise: what is held against workers' bits must add up as they do.
 torch.set_num_threads(1)
+
+
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,6 +31,7 @@ FLOORS = {
     "imports": -1,  # isles/imports.py: what package.module:name names; imports nothing of isles
     "schema": -1,  # isles/schema.py: what a run writes and on what it may run; imports errors and parsing
     "home": -1,  # isles/home.py: the folder of things of the user's own; imports nothing of isles
+    "fields": -1,  # isles/fields.py: fields of what another machine says, looked at; imports errors
     "durable": -2,  # isles/durable.py: files that are there whole or not at all; imports nothing of isles
     "parsing": -2,  # isles/parsing.py: JSON and TOML that somebody else wrote; imports nothing of isles
     "tables": -1,  # isles/tables.py: a user's TOML into dataclasses; imports errors and parsing
@@ -459,6 +460,19 @@ def test_the_engine_of_elastic_worlds_is_behind_one_file() -> None:
         if name.partition(".")[0] == "zenoh"
     }
     assert users == {"isles.comm.elastic.session"}
+
+
+def test_texts_are_parsed_in_one_place() -> None:
+    """isles/parsing.py measures them first: whoever reads elsewhere takes 20 GB for 200 kB of TOML."""
+    calls = [f"{module}.{name}" for module in ("json", "tomllib", "tomlkit") for name in ("load", "loads", "parse")]
+    readers = [path for path in source_files() if any(f"{call}(" in path.read_text(encoding="utf-8") for call in calls)]
+    found = [
+        f"{where(path, node)} calls {called_name(node)}: use isles.parsing"
+        for path in readers
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and called_name(node) in calls
+    ]
+    assert not found, listed(found)
 
 
 def test_no_error_is_swallowed() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from isles.parsing import parse_json
 
 _SECONDS = 300.0  # for torch to be loaded from a slow disk
 _LOOK = """
@@ -34,7 +35,7 @@ def of_torch() -> Iterator[Check]:
         yield Check("torch", False, f"was not loaded within {_SECONDS:g} s: look at the disk that it is on")
         return
     try:
-        version, gloo, nccl, names = json.loads(done.stdout.strip().splitlines()[-1])
+        version, gloo, nccl, names = parse_json(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         yield Check("torch", False, f"cannot be imported ({said[:200]}); install it: pip install torch")

@@ -232,8 +232,8 @@ def proved(given: bytes, token: Token, speaker: str, own: bytes, other: bytes) -
 
 def write_private(path: Path, data: bytes) -> None:
     """Write a file that only this user reads: never open to others for a moment, never half there."""
-    part = path.with_name(path.name + ".part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")  # its own: two processes may write it at once
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(descriptor, 0o600)
         file.write(data)

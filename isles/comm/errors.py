@@ -96,13 +96,14 @@ class Malformed(CommError):
 
 class Refused(CommError):
     """What `peer` sent cannot be a share of this round: it is not finite, or far larger than such shares have been
-    (`isles.comm.trust`).
+    (`isles.comm.trust`). by: the worker that found it so and told this one; -1: this one found it itself.
     """
 
-    def __init__(self, peer: int, detail: str) -> None:
+    def __init__(self, peer: int, detail: str, by: int = -1) -> None:
         super().__init__(f"worker {peer}'s payload is refused: {detail}")
         self.peer = peer
         self.detail = detail
+        self.by = by
 
 
 @contextmanager

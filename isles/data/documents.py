@@ -93,7 +93,7 @@ def _read_parquet(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise ValueError(f'data.path: {source.path} needs the package pyarrow; pip install "isles[data]"') from None
+        raise ValueError(f'data.path: {source.path} needs the package pyarrow; pip install ".[data]"') from None
     try:
         table = pyarrow.parquet.ParquetFile(source.path)
     except (pyarrow.ArrowException, OSError) as error:
@@ -116,7 +116,7 @@ def _read_dataset(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
         import datasets  # pyrefly: ignore[missing-import]
     except ImportError:
         raise ValueError(
-            f'data.path: {source.path} is a saved dataset and needs the package datasets; pip install "isles[hf]"'
+            f'data.path: {source.path} is a saved dataset and needs the package datasets; pip install ".[hf]"'
         ) from None
     table = datasets.load_from_disk(str(source.path))
     if isinstance(table, datasets.DatasetDict):

@@ -1,6 +1,6 @@
 """Tokenizers: text to ids and back.
 
-Bytes are built in; a Hugging Face `tokenizer.json` needs the extra `isles[hf]`.
+Bytes are built in; a Hugging Face `tokenizer.json` needs the extra `hf`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class HuggingFaceTokenizer:
             from tokenizers import Tokenizer as RustTokenizer
         except ImportError:
             raise ValueError(
-                f'data.tokenizer = {str(file)!r} needs the package tokenizers; pip install "isles[hf]"'
+                f'data.tokenizer = {str(file)!r} needs the package tokenizers; pip install ".[hf]"'
             ) from None
         content = file.read_bytes()
         try:

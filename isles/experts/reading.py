@@ -8,7 +8,6 @@ they say otherwise. OUT/experts.toml keeps the words.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -18,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import tomlkit
 
 from isles.errors import unknown_name
+from isles.parsing import parse_toml
 from isles.tables import read_toml, typed
 from isles.training.config.reading import Tables, over, resolve, words
 from isles.training.config.sections import ORDER, Config
@@ -51,7 +51,7 @@ def read(
         raise ValueError(f"--quick is a form of the built-in run: leave out {path}, or --quick")
     tables = words(path, {}, assignments)
     if path is None:
-        built_in = tomllib.loads(files("isles.experts").joinpath(f"{system}.toml").read_text(encoding="utf-8"))
+        built_in = parse_toml(files("isles.experts").joinpath(f"{system}.toml").read_text(encoding="utf-8"))
         small = built_in.pop("quick")
         tables = over(over(built_in, small if quick else {}), tables)
     return checked(system, cls, tables)
@@ -92,7 +92,7 @@ def template(system: str, cls: type) -> str:
 def refuse_others(asked: ExperimentConfig[Any], out: Path) -> None:
     """ValueError where OUT/experts.toml says something else than `asked`."""
     path = out / KEPT
-    if path.exists() and read_toml(str(path)) != tomllib.loads(_text(asked)):  # the order of --set does not matter
+    if path.exists() and read_toml(str(path)) != parse_toml(_text(asked)):  # the order of --set does not matter
         raise ValueError(f"--out {out}: holds experts of other settings ({KEPT}); name another directory")
 
 

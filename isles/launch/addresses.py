@@ -6,7 +6,7 @@ import contextlib
 import ipaddress
 import socket
 
-_ELSEWHERE = "192.0.2.1"  # of documentation: nobody's, so it is reached as any machine outside is; nothing is sent
+from isles.comm.interfaces import outward_address
 
 
 def listen(port: int, host: str) -> socket.socket:
@@ -59,22 +59,6 @@ def own_address(host: str, option: str) -> str:
             f"{option}: is {address} on this machine, which no other can reach; give its address as a number"
         )
     return str(address)
-
-
-def outward_address(to: str = _ELSEWHERE) -> str:
-    """The address under which this machine speaks to `to`: another one for a machine of the same private network, and
-    for itself. ValueError where it has no way out.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
-        try:
-            handle.connect((to, 9))
-        except OSError:  # a name that nobody knows, too: whoever speaks to it says so
-            if to != _ELSEWHERE:
-                return outward_address()
-            raise ValueError(
-                "--listen: this machine has no default route; name one of its addresses, as HOST:PORT"
-            ) from None
-        return handle.getsockname()[0]
 
 
 def listening_place(text: str) -> tuple[str, int]:

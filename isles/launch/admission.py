@@ -16,7 +16,7 @@ from isles.comm import credentials
 from isles.comm.credentials import Credentials
 from isles.comm.errors import RendezvousFailed, to_plain
 from isles.errors import printable
-from isles.launch.fields import Unfit, integer, port, table, text
+from isles.fields import Unfit, integer, port, table, text
 from isles.launch.frames import STRANGERS
 from isles.launch.link import SILENCE, Link, LinkLost, heard
 from isles.launch.listener import Listener, Throttle

@@ -1,4 +1,4 @@
-"""What travels between two machines: frames of JSON, measured before they are kept and checked before they are parsed.
+"""What travels between two machines: frames of JSON, measured before they are kept, and parsed as what strangers wrote.
 
     frame = b"isle" + length (4 bytes, big-endian) + JSON in UTF-8; a frame of length 0 says only "I am here"
 
@@ -8,9 +8,10 @@ No pickle: what comes is plain data, and anything else is `BadFrame`.
 from __future__ import annotations
 
 import json
-import re
 import struct
 from typing import Any
+
+from isles.parsing import parse_json
 
 MARK = b"isle"
 HEAD = struct.Struct(">4sI")
@@ -18,7 +19,6 @@ LONGEST = 16 << 20  # bytes of a message from one who belongs to the run; they h
 STRANGERS = 64 << 10  # bytes of a message from one of whom nothing is known
 ALIVE = HEAD.pack(MARK, 0)
 _DEEPEST = 32  # tables and lists in each other; those of Isles have 6
-_NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 
 
 class BadFrame(ValueError):
@@ -41,13 +41,7 @@ def length_of(head: bytes, longest: int) -> int:
 
 def message_of(body: bytes) -> Any:
     """The message of a body. BadFrame where it is no JSON, or deeper than any message of Isles."""
-    depth = 0
-    for found in _NESTING.finditer(body):
-        first = found[0][:1]
-        depth += (first in b"[{") - (first in b"]}")
-        if depth > _DEEPEST:
-            raise BadFrame("what answers there is not Isles")
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
+        return parse_json(body, _DEEPEST)
+    except ValueError as error:
         raise BadFrame("what answers there is not Isles") from error

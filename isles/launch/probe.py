@@ -22,7 +22,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from isles.launch.fields import Unfit, number, port, table, text
+from isles.fields import Unfit, number, port, table, text
 from isles.launch.frames import STRANGERS
 from isles.launch.link import Link, LinkLost, connect, heard
 from isles.launch.listener import Listener, Throttle

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import secrets
-import socket
-import struct
-import sys
 from pathlib import Path
 from types import TracebackType
 
+from isles.fields import table, text
 from isles.launch.addresses import listen
-from isles.launch.fields import table, text
 from isles.launch.frames import packed
 from isles.launch.link import LinkLost, close, connect, heard
 from isles.launch.listener import Listener
@@ -28,7 +24,6 @@ from isles.launch.listener import Listener
 PATIENCE = 5.0  # seconds for an echo
 _LONGEST = 256  # bytes of a question
 _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 
 
 class EchoServer:
@@ -75,33 +70,3 @@ def port_range() -> str:
     except (OSError, ValueError):
         first, last = "49152", "65535"  # IANA's, which other systems keep to
     return f"{first}-{last}"
-
-
-def loopback() -> str | None:
-    """The name of the interface over which processes of one machine talk."""
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-
-
-def interface_of(address: str) -> str | None:
-    """The name of the network interface that has `address`, or None where the system does not say (Linux says)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    import fcntl
-
-    wanted = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(wanted, ipaddress.IPv6Address):
-        with contextlib.suppress(OSError):
-            for line in Path("/proc/net/if_inet6").read_text().splitlines():
-                digits, *_, name = line.split()
-                if int(digits, 16) == int(wanted):
-                    return name
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(handle, _GET_ADDRESS, struct.pack("16s16x8x", name.encode()[:15]))
-            except OSError:  # an interface without an address
-                continue
-            if answer[20:24] == wanted.packed:
-                return name
-    return None

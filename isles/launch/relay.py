@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from isles.comm.errors import NodeLost, WorkerFailed, from_plain, to_plain
 from isles.errors import printable
-from isles.launch.fields import Unfit, integer
+from isles.fields import Unfit, integer
 from isles.launch.link import Link, LinkLost
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import WorkerMessage, WorkerProcesses

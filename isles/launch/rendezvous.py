@@ -24,9 +24,9 @@ from typing import Any
 
 from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import RendezvousFailed, from_plain
+from isles.fields import Unfit, integer, port, table, text
 from isles.launch.addresses import listen, own_address, parse_address
 from isles.launch.admission import Admission
-from isles.launch.fields import Unfit, integer, port, table, text
 from isles.launch.link import SILENCE, Link, LinkLost
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.proof import connect_as_node

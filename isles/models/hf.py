@@ -1,6 +1,6 @@
 """To and from Hugging Face: train a causal LM of transformers, and write our decoder as their Llama.
 
-Needs the extra `isles[hf]` only for the first; writing needs no transformers. Everything is local: nothing is fetched.
+Needs the extra `hf` only for the first; writing needs no transformers. Everything is local: nothing is fetched.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _read_config(path: str) -> Any:
         from transformers import AutoConfig
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
-        raise ValueError('model.hf needs transformers: pip install "isles[hf]"') from error
+        raise ValueError('model.hf needs transformers: pip install ".[hf]"') from error
     disable_progress_bar()  # one for each worker would run over the run's own
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():

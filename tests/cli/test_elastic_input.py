@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,10 +15,13 @@ import pytest
 
 from isles import cli
 from isles.cli.elastic import join, lighthouse
+from isles.comm import interfaces
 from isles.comm.elastic.messages import Refusal
+from isles.launch.addresses import parse_address
 from isles.training.config.reading import to_toml
 from isles.training.elastic import entering
 from isles.training.elastic.lighthouse import charter
+from isles.training.elastic.lighthouse.stand import read_stand
 from isles.training.elastic.terms import charter_of, elastic
 from tests.comm.elastic.sessions import free_port
 from tests.training.elastic.runs import Run
@@ -62,6 +69,10 @@ def one_line(found: tuple[int, str], *words: str) -> None:
     code, error = found
     assert code == 2 and error.startswith("isles: ") and error.count("\n") == 1, error
     assert all(word in error for word in words), error
+
+
+def joins(world: Run) -> tuple[str, ...]:
+    return ("join", world.address, "--token", world.token, "--data", world.config.data.path)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +125,7 @@ def test_the_extra_is_not_installed(
         "join": ["127.0.0.1:29400", "--token", "0" * 64],
         "doctor": ["--join", "127.0.0.1:29400", "--token", "0" * 64],
     }
-    one_line(answer(command, *words[command]), "pip install 'isles[elastic]'")
+    one_line(answer(command, *words[command]), "pip install '.[elastic]'")
     assert not list(tmp_path.glob("runs/*/config.toml"))
 
 
@@ -127,9 +138,33 @@ def test_the_token_of_another_run(answer: Answer, world: Run) -> None:
 def test_the_port_is_taken(answer: Answer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        told = answer("lighthouse", "--port", port, "--out", "run", *settings(), *METHOD)
+        told = answer("lighthouse", "--host", "127.0.0.1", "--port", port, "--out", "run", *settings(), *METHOD)
     one_line(told, f"127.0.0.1:{port}: the port is taken", "choose another one")
     assert not Path("run").exists()
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("words", [(), ("--host", "127.0.0.1"), ("no route",)])
+def test_where_a_lighthouse_listens(answer: Answer, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    """At this machine's way to others, and it says so; where that is told, or there is none, for this machine alone."""
+    if words == ("no route",):
+        monkeypatch.setattr(interfaces, "outward_address", lambda: parse_address("", "no default route"))
+    where, said = "127.0.0.1", "only this machine reaches it; for others name its address with --host"
+    if not words:
+        where, said = interfaces.outward_address(), "use --host 127.0.0.1 to keep it to this machine"
+        assert not where.startswith("127.")
+
+    def press() -> None:
+        while not Path("run/lighthouse.json").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    pressing, port = threading.Thread(target=press, daemon=True), str(free_port())
+    pressing.start()
+    given = words if words and words[0] == "--host" else ()
+    code, told = answer("lighthouse", "--port", port, "--out", "run", *given, *settings("run.steps=20"), *METHOD)
+    assert code == 130 and f"listens at {where}:{port}; {said}" in told, told
+    assert f"isles join {where}:{port} --token " in told and read_stand(Path("run")).host == where
 
 
 @pytest.mark.usefixtures("here")
@@ -161,19 +196,28 @@ def test_the_address_is_not_this_machines(answer: Answer) -> None:
 def test_the_port_to_listen_at_is_taken(answer: Answer, world: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = answer("join", world.address, "--token", world.token, "--listen", f"127.0.0.1:{port}")
+        told = answer(*joins(world), "--listen", f"127.0.0.1:{port}")
     one_line(told, f"127.0.0.1:{port}: the port is taken")
 
 
 def test_a_lighthouse_of_another_version(answer: Answer, world: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entering, "__version__", "0.0.1")
-    one_line(answer("join", world.address, "--token", world.token), "not 0.0.1: install that version")
+    one_line(answer(*joins(world)), "not 0.0.1: install that version")
 
 
 def test_another_text(answer: Answer, world: Run, tmp_path: Path) -> None:
     world.keeper.lighthouse.corpus = "0" * 64  # of the first one that joined
-    told = answer("join", world.address, "--token", world.token)
+    told = answer(*joins(world))
     one_line(told, "data.path", "another one", "put the same files there")
+
+
+def test_a_joiner_says_itself_where_its_text_is(answer: Answer, world: Run) -> None:
+    """Paths and code that the lighthouse names are nothing to it; what the lighthouse decides is not its to say."""
+    told = answer("join", world.address, "--token", world.token)
+    one_line(told, "the run has data.path = ", "takes no path and no code", "--set data.path=...")
+    one_line(
+        answer(*joins(world), "--set", "run.steps=3"), "--set run.steps: is the lighthouse's to say", "model.factory"
+    )
 
 
 def test_the_address_of_a_router_in_front() -> None:
@@ -198,7 +242,7 @@ def test_no_room_is_left(answer: Answer, tmp_path: Path) -> None:
     made = Run(small(tmp_path, 60, 2, "world.max_members=2"), tmp_path / "run")
     for _ in range(2):
         made.keeper.lighthouse._call(lambda m, now: m.join(now, ""))  # somebody is there
-    told = answer("join", made.address, "--token", made.token)
+    told = answer(*joins(made))
     made.stop()
     one_line(told, "the run has its most workers, 2", "--max-members")
     assert isinstance(made.keeper.lighthouse._call(lambda m, now: m.join(now, ""))[0].message, Refusal)  # type: ignore[union-attr]

@@ -50,6 +50,7 @@ def test_table_5_as_json(plan):
     assert {row["method"] for row in rows} >= {"DiLoCo H100", "1-inner FP4 H30", "Streaming overlapped bf16"}
 
 
+@pytest.mark.long
 def test_table_5_as_people_read_it(plan, tmp_path: Path):
     code, out, _ = plan("--preset", "eager-table5", "--out", str(tmp_path / "new" / "folder"))
     assert code == 0 and "569.0" in out and "note: As printed" in out
@@ -182,6 +183,7 @@ def test_every_preset_gives_a_whole_sheet(name: str, monkeypatch: pytest.MonkeyP
 PARALLEL = ["--params", "1.3B", "--layers", "24", "--workers", "8", "--machine", "RTX 3060", "--step-tokens", "16384"]
 
 
+@pytest.mark.long
 def test_ways_out_of_core_and_cut(plan):
     code, out, err = plan("--compare-parallel", *PARALLEL, "--bandwidth", "10Gbit/s", "--per-host", "2", "--json")
     assert code == 0, err
@@ -256,6 +258,7 @@ def test_a_slip_is_one_line_with_the_mend(plan, arguments, words):
     assert err.startswith("isles: ") and err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_no_torch():
     code = (
         "import sys; from isles import cli; sys.argv = ['isles', 'plan', '--preset', 'noloco-quadratic', '--json']\n"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pty
 import re
+import select
 import signal
 import struct
-import subprocess
 import sys
 import termios
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ import psutil
 import pytest
 
 from isles import cli
-from tests.cli.command import ISLES, Command, eventually, gone, isles, marked
+from isles.training.running.server import PRELOAD
+from tests.cli.command import Command, eventually, gone, isles, marked
 from tests.training.runs import metrics, write_folder
 
 
@@ -198,30 +200,37 @@ def test_interrupted_while_it_starts(folder: Path) -> None:
 
 
 def on_a_terminal(folder: Path, *arguments: str) -> tuple[int, str]:
-    """(exit code, everything that a terminal of 80 columns was sent) of `isles`."""
+    """(exit code, everything that a terminal of 80 columns was sent) of `isles`, typed in a process that has loaded
+    torch already.
+    """
     master, slave = pty.openpty()
     ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES", "NO_COLOR")}
-    process = subprocess.Popen(
-        [ISLES, *arguments],
-        cwd=folder,
-        env={**environment, "TERM": "xterm-256color"},
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        start_new_session=True,
-    )
-    os.close(slave)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=_typed, args=(os.ttyname(slave), folder, arguments))
+    process.start()
     sent = b""
-    while True:
-        try:
-            sent += (part := os.read(master, 65536))
-        except OSError:  # the last holder of the other end is gone
-            break
-        if not part:
-            break
+    while process.is_alive() or select.select([master], [], [], 0)[0]:
+        if select.select([master], [], [], 0.1)[0]:
+            sent += os.read(master, 65536)
+    os.close(slave)  # held open, so that the other end is read to its end
     os.close(master)
-    return process.wait(60), sent.decode("utf-8", "replace")
+    process.join(60)
+    return process.exitcode or 0, sent.decode("utf-8", "replace")
+
+
+def _typed(terminal: str, folder: Path, arguments: tuple[str, ...]) -> None:
+    """The command, with nothing but a terminal."""
+    os.setsid()
+    for number in range(3):
+        os.dup2(os.open(terminal, os.O_RDWR), number)
+    sys.stdin, sys.stdout, sys.stderr = (open(number, "r" if not number else "w") for number in range(3))  # noqa: SIM115
+    for key in ("COLUMNS", "LINES", "NO_COLOR"):
+        os.environ.pop(key, None)
+    os.environ["TERM"] = "xterm-256color"
+    os.chdir(folder)
+    sys.argv = ["isles", *arguments]
+    cli.main()
 
 
 def test_on_a_terminal_a_bar_and_a_table(folder: Path) -> None:

@@ -9,6 +9,7 @@ import ssl
 import stat
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -166,3 +167,17 @@ def test_a_private_file_is_never_open_to_others(tmp_path: Path) -> None:
         os.umask(umask)
     assert path.read_bytes() == b"new" and stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_two_processes_write_one_private_file_at_once(tmp_path: Path) -> None:
+    """As two sessions on one folder of credentials do; each time one of them is there, whole."""
+    path, said = tmp_path / "users", [letter * 5000 for letter in (b"a", b"b")]
+
+    def write(data: bytes) -> None:
+        for _ in range(100):
+            credentials.write_private(path, data)
+            assert path.read_bytes() in said
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(write, said)] == [None, None]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["users"]

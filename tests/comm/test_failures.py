@@ -96,6 +96,7 @@ def test_a_receive_from_anyone_survives_a_dead_member() -> None:
     assert zero["dead"][:2] == ("PeerLost", 2) and zero["dead"][2] < 2.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("runs", [5, pytest.param(20, marks=pytest.mark.long)])
 def test_many_runs_exit_well(runs: int) -> None:
     """All four processes exit 0, so many times in a row, with receives and transfers given up."""

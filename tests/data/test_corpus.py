@@ -250,7 +250,7 @@ def test_saved_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^data\.text_key = 'body' is missing in .*: text$"):
         load(folder, text_key="body")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r'^data\.path: .* needs the package datasets; pip install "isles\[hf\]"$'):
+    with pytest.raises(ValueError, match=r'^data\.path: .* needs the package datasets; pip install "\.\[hf\]"$'):
         load(folder)
 
 
@@ -300,7 +300,7 @@ def test_every_error_names_the_key_and_the_mend(write: Write, files: dict, path:
 def test_absent_extras_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r'^data\.path: .* needs the package pyarrow; pip install "isles\[data\]"$'):
+    with pytest.raises(ValueError, match=r'^data\.path: .* needs the package pyarrow; pip install "\.\[data\]"$'):
         load(tmp_path / "rows.parquet")
 
 

@@ -93,4 +93,4 @@ def test_tokenizer_errors(folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
     (folder / "tokenizer_config.json").write_text("[1]")
     refuses(folder, "not a JSON object; mend or remove")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refuses(folder, r'pip install "isles\[hf\]"')
+    refuses(folder, r'pip install "\.\[hf\]"')

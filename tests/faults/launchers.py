@@ -28,7 +28,8 @@ from tests.faults import striking
 from tests.faults.striking import SIGNALS
 from tests.faults.trials import WORKERS, Trial
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORKERS), "-m"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
+TORCHRUN += ["--nproc-per-node", str(WORKERS), "-m"]
 
 
 def ended(action: Callable[[], Any]) -> BaseException | None:

@@ -17,7 +17,7 @@ import pytest
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.running.run import Interrupted, launch
 from tests.cli.command import ISLES, Command, eventually, gone, marked
-from tests.training.runs import metrics, run, tiny, write_folder, write_text
+from tests.training.runs import metrics, run_apart, tiny, write_folder, write_text
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 
@@ -57,7 +57,7 @@ def test_the_run_is_saved_and_goes_on_to_the_same_bits(tmp_path: Path, number: s
     assert [signal.getsignal(one) for one in HANDLED] == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     launch(config, tmp_path / "run", lambda line: None, lambda notice: None, resume=stopped.step)
-    run(config, tmp_path / "whole")
+    run_apart(config, tmp_path / "whole")
     models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "whole")]
     assert models[0] == models[1]
 
@@ -67,7 +67,7 @@ def test_a_worker_that_is_asked_to_end_stops_the_run(tmp_path: Path) -> None:
     config = tiny(write_text(tmp_path / "text.txt"), "world.backend=distributed",
                   method="tests.faults.workers:Asked", steps=20_000)  # fmt: skip
     with pytest.raises(Interrupted, match=r"stopped after step \d+, checkpoint saved"):
-        run(config, tmp_path / "run")
+        run_apart(config, tmp_path / "run")
     assert Checkpoints(tmp_path / "run").steps()
 
 

@@ -13,6 +13,7 @@ import pytest
 from isles import cli
 
 ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
 
 
 def output(*arguments: str) -> str:
@@ -33,9 +34,7 @@ def output(*arguments: str) -> str:
     ("arguments", "workers"),
     [
         pytest.param(["examples/bare_loop.py"], 1, marks=pytest.mark.long),
-        pytest.param(
-            ["-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/bare_loop.py"], 2, marks=pytest.mark.long
-        ),
+        pytest.param([*TORCHRUN, "examples/bare_loop.py"], 2, marks=pytest.mark.long),
         pytest.param(["examples/bare_loop.py", "--workers", "3"], 3, marks=pytest.mark.long),
     ],
     ids=["alone", "torchrun", "run_local"],

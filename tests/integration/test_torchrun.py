@@ -17,7 +17,8 @@ from isles.training.running.torchrun import take_part
 from tests.cli.command import Command, gone
 from tests.training.runs import metrics, tiny, without_clocks, write_folder, write_text
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "isles"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
+TORCHRUN += ["--nproc-per-node", "2", "-m", "isles"]  # else it hangs where the machine's own name does not resolve
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from isles.comm.errors import (
     from_plain,
     to_plain,
 )
+from isles.comm.interfaces import interface_of
 from isles.launch import admission, link, loop, rendezvous
 from isles.launch import workers as local
 from isles.launch.addresses import listen, parse_address
@@ -32,7 +33,7 @@ from isles.launch.link import Link, LinkLost, connect
 from isles.launch.listener import opened
 from isles.launch.nodes import NodeGroup, NodeSpec, split
 from isles.launch.proof import connect_as_node
-from isles.launch.reachable import EchoServer, echo_failure, interface_of
+from isles.launch.reachable import EchoServer, echo_failure
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Links

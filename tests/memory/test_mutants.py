@@ -51,7 +51,7 @@ def test_updates_need_gradients_that_zero_grad_does_not_reach(monkeypatch: pytes
 
 
 class _Held(Inline):
-    """Updates run at the next wait: as late as they may."""
+    """Updates run when somebody waits for what they do: as late as they may."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,9 +64,9 @@ class _Held(Inline):
         self.late.append(partial(super().submit, lane, urgency, seconds, work, done))
 
     def wait_for(self, event: Any, what: str) -> None:
-        late, self.late = sorted(self.late, key=lambda one: one.args[1]), []
-        for run in late:
-            run()
+        self.late.sort(key=lambda one: one.args[1])
+        while self.late and not event.happened:
+            self.late.pop(0)()
         assert event.happened, what
 
 

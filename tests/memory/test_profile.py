@@ -99,6 +99,7 @@ def test_under_autocast_matrices_travel_as_bfloat16() -> None:
     assert unit.resident.saved == unit.brought.saved < plain.resident.saved
 
 
+@pytest.mark.long
 def test_operations_of_other_models_are_counted() -> None:
     pytest.importorskip("transformers")
     made = profiled(TASKS["llama", False], "none")

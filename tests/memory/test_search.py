@@ -91,6 +91,7 @@ def test_no_plan_is_slower_than_a_simple_one(seeds: range) -> None:
         assert plan.step <= min(floors) * 1.003  # a plan is run on as little memory as costs 0.2 % at most
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("seeds", "units"), [(range(1), 9), pytest.param(range(6), 12, marks=pytest.mark.long)])
 def test_more_memory_is_never_slower(seeds: range, units: int) -> None:
     for seed in seeds:

@@ -103,6 +103,7 @@ def test_fp16_on_a_cpu_is_refused_where_the_device_is_known() -> None:
         build(config, seed=0)
 
 
+@pytest.mark.long
 def test_a_compiled_model_keeps_its_names_and_stays_a_decoder() -> None:
     plain, compiled = build(tiny(), seed=0), build(tiny(compile=True), seed=0)  # nothing is compiled before a call
     assert isinstance(compiled, Decoder)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isles.comm.errors import NodeLost
+from isles.fields import Unfit
 from isles.launch import loop
-from isles.launch.fields import Unfit
 from isles.launch.frames import packed
 from isles.launch.link import Link, LinkLost
 from isles.launch.nodes import NodeGroup

@@ -125,9 +125,18 @@ class Told:
 
 
 def run(config: Config, out: Path, told: Told | None = None, resume: int | None = None) -> dict[str, Any]:
-    """`launch`, into `told`; processes are those of the tests' pool. Tests of how they start and end call `launch`."""
-    told = told or Told()
+    """`launch`, into `told`. Processes are those of the tests' pool, which stay: see `run_apart`."""
     start = gloo.train if config.world.backend == "distributed" else None
+    return _launched(config, out, told, resume, start)
+
+
+def run_apart(config: Config, out: Path, told: Told | None = None) -> dict[str, Any]:
+    """`launch`, into `told`, with processes of its own: for what is about their start, logs or end."""
+    return _launched(config, out, told, None, None)
+
+
+def _launched(config: Config, out: Path, told: Told | None, resume: int | None, start: Any) -> dict[str, Any]:
+    told = told or Told()
     return launch(config, out, told.lines.append, told.notices.append, resume, start_workers=start)
 
 

@@ -17,7 +17,7 @@ from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.dry_run import dry_run
 from isles.training.worker import train_worker
-from tests.covers import share
+from tests.covers import cover, share
 from tests.network.ways import H, job_of, named, settings_of
 from tests.training.runs import ON_VIRTUAL, write_text
 
@@ -108,8 +108,10 @@ def test_stale_thresholds_send_about_as_much(text: Path) -> None:
     assert said == pytest.approx(seen, abs=4.0)
 
 
-@pytest.mark.parametrize("case", ["diloco", "eager", "noloco"])
-@pytest.mark.parametrize("more", ["world.inner=2", "world.step_factors=[1.0, 1.5]"])
+@pytest.mark.parametrize(
+    ("case", "more"),
+    cover(["diloco", "eager", "noloco"], ("world.inner=2", "world.step_factors=[1.0, 1.5]"), each=1),
+)
 def test_islands_and_uneven_workers_too(text: Path, case: str, more: str) -> None:
     said, seen = shares(of(text, case, more, workers=4))
     assert said == pytest.approx(seen, abs=0.5)

@@ -48,7 +48,7 @@ def same(shown: dict[str, Any], lines: dict[str, Any]) -> None:
 
 def test_tensorboard_shows_what_metrics_jsonl_says(text: Path, tmp_path: Path) -> None:
     """Worker by worker; a resumed run replaces the steps beyond its checkpoint."""
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install 'isles[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed: pip install '.[tensorboard]'")
     config = tiny(text, 'run.loggers=["tensorboard"]', "run.checkpoint_every=4", "run.log_every=1", steps=8)
     out = tmp_path / "run"
     summary = run(config, out)
@@ -66,7 +66,7 @@ def test_tensorboard_shows_what_metrics_jsonl_says(text: Path, tmp_path: Path) -
 
 def test_wandb_writes_an_offline_run(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under one id also when resumed; nothing is sent, and no process stays."""
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'isles[wandb]'")
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install '.[wandb]'")
     import psutil
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -84,7 +84,7 @@ def test_wandb_writes_an_offline_run(text: Path, tmp_path: Path, monkeypatch: py
 
 def test_wandb_goes_on_where_it_was(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under one id, with rows numbered on, for W&B drops those of a number that it has passed; steps are the run's."""
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'isles[wandb]'")
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install '.[wandb]'")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     out = tmp_path / "run"
     config = tiny(text, 'run.loggers=["wandb"]', "run.checkpoint_every=4", steps=6)
@@ -130,7 +130,7 @@ def test_an_absent_extra_is_one_line_before_anything_starts(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
     with pytest.raises(ValueError) as caught:
         run(tiny(text, f'run.loggers=["{name}"]'), tmp_path / "run")
-    assert f'pip install "isles[{name}]"' in str(caught.value) and "\n" not in str(caught.value)
+    assert f'pip install ".[{name}]"' in str(caught.value) and "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
 

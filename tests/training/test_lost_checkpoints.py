@@ -14,7 +14,7 @@ from isles.training.records.spread import Spread
 from isles.training.records.writer import cut_metrics
 from isles.training.running.run import launch
 from tests.training.dying import AWAITED
-from tests.training.runs import Told, lines_of, run, tiny, write_text
+from tests.training.runs import Told, lines_of, run_apart, tiny, write_text
 
 STEPS, SAVED = 18, (5, 10, 15)
 
@@ -29,7 +29,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Path:
     told = Told()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(AWAITED, str(folder / "run" / "checkpoints" / f"step-{SAVED[0]}" / "manifest.json"))
-        run(config, folder / "run", told)
+        run_apart(config, folder / "run", told)
     assert any("worker 0 failed" in notice and "the others go on without it" in notice for notice in told.notices)
     (folder / "run" / "summary.json").unlink()
     return folder / "run"

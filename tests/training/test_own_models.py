@@ -43,7 +43,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    pytest.importorskip("transformers", reason="needs the extra isles[hf]")
+    pytest.importorskip("transformers", reason="needs the extra hf")
     return [f"model.hf={save_gpt2(tmp_path_factory.mktemp('hf') / 'gpt2')}", "data.tokenizer=bytes"]
 
 
@@ -112,7 +112,7 @@ def test_a_transformers_model_exports_to_where_it_came_from(text: Path, tmp_path
 
 def save_dataset(folder: Path, rows: list[str]) -> Path:
     """The files of `datasets.Dataset.save_to_disk`."""
-    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra isles[data]")
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra data")
     folder.mkdir()
     table, name = pyarrow.table({"text": rows}), "data-00000-of-00001.arrow"
     with pyarrow.OSFile(str(folder / name), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
@@ -127,7 +127,7 @@ def save_dataset(folder: Path, rows: list[str]) -> Path:
 
 def test_tokenizer_files_and_saved_datasets_train(tmp_path: Path, gpt2: list[str]) -> None:
     """[data] with a tokenizer.json and a folder of datasets' save_to_disk, into a transformers model."""
-    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra isles[hf]")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra hf")
     words = write_text(tmp_path / "text.txt", 6000).read_text()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
@@ -148,7 +148,7 @@ def test_tokenizer_files_and_saved_datasets_train(tmp_path: Path, gpt2: list[str
         'data.tokenizer = "bytes": model.hf has a tokenizer of its own, which is taken without this key'
     ]
 
-    pytest.importorskip("datasets", reason="needs the extra isles[hf]")
+    pytest.importorskip("datasets", reason="needs the extra hf")
     data[0] = f"data.path={save_dataset(tmp_path / 'set', [words[at : at + 200] for at in range(0, len(words), 200)])}"
     assert run(tiny(tmp_path / "unused", gpt2, *data), tmp_path / "b")["val_loss"] is not None
 

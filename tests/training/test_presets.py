@@ -62,6 +62,7 @@ def test_the_papers_presets_have_the_papers_numbers() -> None:
     assert parameters(diloco.model.shape()) == pytest.approx(60e6, rel=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "replicas", "stages", "tokens"),
     [("noloco-medium", 8, 2, 2**20), pytest.param("noloco-large", 16, 4, 2**21, marks=pytest.mark.long)],

@@ -14,12 +14,17 @@ from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
     from isles.comm.credentials import Token
+    from isles.training.config.reading import Tables
 
 RunToken = Annotated[
     str | None, typer.Option("--token", metavar="TOKEN|@FILE", help="The run's, as shown there. Or ISLES_TOKEN.")
 ]
 OwnData = Annotated[
-    str | None, typer.Option(metavar="PATH", help="Where the run's text lies on this machine, if not as there.")
+    str | None, typer.Option(metavar="PATH", help="Where the run's text lies on this machine: --set data.path=PATH.")
+]
+OwnSettings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="A setting of this machine's; repeatable."),
 ]
 
 
@@ -29,6 +34,7 @@ def join(
     workers: Annotated[int, typer.Option(help="Workers to start on this machine.")] = 1,
     data: OwnData = None,
     device: OwnDevice = None,
+    set_: OwnSettings = None,
     listen: Annotated[
         str | None,
         typer.Option(
@@ -42,16 +48,25 @@ def join(
     the round under way.
     """
     from isles.launch.room import refuse_too_many
+    from isles.training.elastic.own import as_words
 
     end_in_order()
     parsed = given_token(token)
     if workers < 1:
         raise ValueError(f"--workers {workers}: choose 1 or more")
     refuse_too_many(workers, "--workers", "start fewer")
+    settings = own(data, device, set_)
     there = places(listen, workers)
     if workers > 1:
-        raise typer.Exit(_several(address, parsed, there, data, device))
-    _join(address, parsed, there[0], apart, data, device)
+        raise typer.Exit(_several(address, parsed, there, as_words(settings)))
+    _join(address, parsed, there[0], apart, settings)
+
+
+def own(data: str | None, device: str | None, assignments: list[str] | None) -> Tables:
+    """What --data, --device and --set say of this machine."""
+    from isles.training.config.reading import words
+
+    return words(None, {"data.path": data, "model.device": device}, assignments or [])
 
 
 def given_token(token: str | None) -> Token:
@@ -64,12 +79,12 @@ def given_token(token: str | None) -> Token:
     return parse_token(text)
 
 
-def _join(address: str, token: Token, listen: str | None, apart: int, data: str | None, device: str | None) -> None:
+def _join(address: str, token: Token, listen: str | None, apart: int, settings: Tables) -> None:
     from isles.training.elastic.entering import Here
     from isles.training.elastic.part import take_part
 
     listening, announced = (None, "") if listen is None else place(listen, address)
-    here = Here(data=data, device=device, listen=listening, announced=announced, apart=apart)
+    here = Here(own=settings, listen=listening, announced=announced, apart=apart)
     print(take_part(address, token, here, tell=tell), flush=True)
 
 
@@ -78,7 +93,8 @@ def place(listen: str, lighthouse: str) -> tuple[tuple[str, int], str]:
     is at HOST:PORT, and to which this machine may speak by another line than to all others). HOST may be that of the
     router in front of this machine.
     """
-    from isles.launch.addresses import is_own, outward_address, parse_address
+    from isles.comm.interfaces import outward_address
+    from isles.launch.addresses import is_own, parse_address
 
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
@@ -102,14 +118,13 @@ def tell(line: str) -> None:
     print(f"isles: {line}", file=sys.stderr, flush=True)
 
 
-def _several(address: str, token: Token, listening: list[str | None], data: str | None, device: str | None) -> int:
+def _several(address: str, token: Token, listening: list[str | None], settings: list[str]) -> int:
     """Each in a process of its own; the worst of their exit codes. Ctrl-C and the like reach this process alone, which
     asks each of them once to leave: a second signal would end them within the round.
     """
     from isles.training.running.interrupts import first_interrupt
 
-    command = [sys.executable, "-m", "isles", "join", address]
-    command += [*(["--data", data] if data else []), *(["--device", device] if device else [])]
+    command = [sys.executable, "-m", "isles", "join", address, *settings]
     environment = {**os.environ, "ISLES_TOKEN": str(token)}
     started: list[subprocess.Popen[bytes]] = []
 

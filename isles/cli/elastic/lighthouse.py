@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from isles.training.elastic.lighthouse.keeping import RunKeeper
     from isles.training.elastic.lighthouse.stand import Stand
 
+_ALONE = "127.0.0.1"
+
 
 def lighthouse(
     config: Annotated[
@@ -26,7 +28,9 @@ def lighthouse(
         typer.Argument(metavar="[CONFIG.toml|RUN]", help="Or the directory of a run that was stopped: it goes on."),
     ] = None,
     port: Annotated[int, typer.Option(help="Where workers join.")] = 29400,
-    host: Annotated[str, typer.Option(help="This machine's address, as the workers reach it.")] = "127.0.0.1",
+    host: Annotated[
+        str | None, typer.Option(help="This machine's address. Default: that of its default route.")
+    ] = None,
     workers: Annotated[int, typer.Option(help="Workers to start on this machine too.")] = 0,
     founders: Annotated[
         int | None, typer.Option(help="Workers that the first round waits for. Default: world.workers.")
@@ -44,6 +48,7 @@ def lighthouse(
     """
     from isles.cli.train import new_directory
     from isles.comm.elastic.session import refuse_number, zenoh
+    from isles.comm.interfaces import outward_address
     from isles.launch.addresses import refuse_unknown, written
     from isles.launch.room import refuse_too_many
     from isles.training.elastic.lighthouse.stand import Stand
@@ -54,6 +59,9 @@ def lighthouse(
     if workers < 0:
         raise ValueError(f"--workers {workers}: choose 0 or more")
     refuse_too_many(workers, "--workers", "start fewer")
+    with suppress(ValueError):  # no default route: this machine alone, which a line says once it listens
+        host = host or outward_address()
+    host = host or _ALONE
     refuse_unknown(host)
     zenoh()  # or what to install, before anything else
     refuse_number(written(host, port))
@@ -87,14 +95,18 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
 
         def told(token: str) -> None:
             stand.write(run)
+            whom = f"use --host {_ALONE} to keep it to this machine"
+            if stand.host in (_ALONE, "localhost"):
+                whom = "only this machine reaches it; for others name its address with --host"
+            progress.notice(f"listens at {address}; {whom}")
             joins = f"{kind.joins_with} {address} --token {token}"
-            progress.notice(f"to join, on a machine that has isles[elastic]: {joins}")
+            progress.notice(f"to join, on a machine that has isles (pip install '.[elastic]'): {joins}")
             count = charter.rules.founders
             workers = "a worker is" if count == 1 else f"{count} workers are"
             progress.notice(f"it begins once {workers} there; what becomes of it: {run}")
             for number in range(stand.workers):
                 if not keeper.stopping.is_set():
-                    started.append(_start(kind.joins_with, address, run, number))
+                    started.append(_start(charter, kind.joins_with, address, run, number))
 
         kind = _kind(charter)
         keeper = kind(charter, run, address, told, progress.line, progress.notice)
@@ -144,11 +156,13 @@ def _drawn_up(
     return drawn_up(gather(config, ours, assignments)), out
 
 
-def _start(joins_with: str, address: str, out: Path, number: int) -> subprocess.Popen[bytes]:
+def _start(charter: Charter, joins_with: str, address: str, out: Path, number: int) -> subprocess.Popen[bytes]:
     """A worker on this machine, with a log of its own, that the others here reach directly. It reads the token from a
     file: arguments can be seen.
     """
     from isles.comm.credentials import read, write_private
+    from isles.parsing import parse_toml
+    from isles.training.elastic.own import as_words
 
     token = out / "credentials" / "token"
     write_private(token, str(read(token.parent).token).encode("ascii"))
@@ -156,7 +170,7 @@ def _start(joins_with: str, address: str, out: Path, number: int) -> subprocess.
     logs.mkdir(exist_ok=True)
     with (logs / f"join-{number}.log").open("ab") as log:
         command = [sys.executable, "-m", *joins_with.split(), address, "--token", f"@{token}"]
-        command += ["--listen", "127.0.0.1:0"]
+        command += ["--listen", "127.0.0.1:0", *as_words(parse_toml(charter.text))]
         own = {**os.environ, "LOCAL_RANK": str(number)}  # each takes a GPU of its own
         return subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 

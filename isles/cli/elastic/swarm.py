@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.elastic.join import OwnData, RunToken, given_token, place, places, tell
+from isles.cli.elastic.join import OwnData, OwnSettings, RunToken, given_token, own, place, places, tell
 from isles.cli.options import OwnDevice
 from isles.cli.signals import end_in_order
 
@@ -27,6 +27,7 @@ def peer(
     ] = None,
     data: OwnData = None,
     device: OwnDevice = None,
+    set_: OwnSettings = None,
     listen: Annotated[
         str | None,
         typer.Option(metavar="[HOST:]PORT", help="Let other peers reach this one directly, at this port."),
@@ -48,13 +49,14 @@ def peer(
     there = places(listen, 1)[0]
     if stage is not None and stage < 0:
         raise ValueError(f"--stage {stage}: choose 0 or more, or leave it out")
+    settings = own(data, device, set_)
     from isles.training.clustered.peering import SeatedClusterPeer
     from isles.training.elastic.entering import Here
     from isles.training.swarmed.peering import take_part
     from isles.training.swarmed.seated import ANYWHERE
 
     listening, announced = (None, "") if there is None else place(there, join)
-    here = Here(data=data, device=device, listen=listening, announced=announced)
+    here = Here(own=settings, listen=listening, announced=announced)
     kinds = {"ravnest": partial(SeatedClusterPeer, node=described)}
     print(take_part(join, parsed, here, ANYWHERE if stage is None else stage, tell=tell, kinds=kinds), flush=True)
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from isles.parsing import parse_json
+
 if TYPE_CHECKING:
     from isles.memory.costs import Profile
     from isles.memory.plan import MemoryPlan
@@ -133,7 +135,7 @@ def _print_stages(asked: Config, *, as_json: bool) -> None:
             least = f"{format_bytes(found.device_bytes)} at least"
             rows.append((str(stage), size, str(made.in_flight), "does not fit", least, "", ""))
             continue
-        plans.append(json.loads(found.to_json()) | {"stage": stage})
+        plans.append(parse_json(found.to_json()) | {"stage": stage})
         hosted.append(stage)
         peak, host = format_bytes(found.peak), format_bytes(found.host_bytes)
         rows.append((str(stage), size, str(made.in_flight), found.short, peak, host, format_seconds(found.step)))

@@ -283,7 +283,8 @@ class TwoShot(MeanPart):
             culprit = condemned(wire, ranks)
             if culprit is None:
                 raise
-            raise Refused(culprit, f"so says worker {ranks[position]}, which reduces a part of it") from None
+            judge = ranks[position]
+            raise Refused(culprit, f"so says worker {judge}, which reduces a part of it", judge) from None
 
 
 def verdict(ranks: Sequence[int], culprit: int, nbytes: int) -> Tensor:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -102,8 +102,10 @@ class Ballot:
             return None
         return self._word("again" if self.landed is None else "land", attempt, seats, self.view)
 
-    def decide(self, living: Collection[int]) -> Word | None:
-        """The word that is due now, to be journalled and then given to `decided`. None: wait."""
+    def decide(self, living: Collection[int], worst: Callable[[Sequence[int]], int] | None = None) -> Word | None:
+        """The word that is due now, to be journalled and then given to `decided`. None: wait. worst: whom of those who
+        are left to go on without, where most never have an answer; None: nobody is accused.
+        """
         if self.landed is not None:
             return None
         attempt = len(self.attempts) - 1
@@ -118,8 +120,12 @@ class Ballot:
             alike = Counter(answers[seat] for seat in left if answers[seat] != NOTHING).most_common(1)
             if alike and alike[0][1] == len(left):
                 return self._word("land", attempt, members)
-            if alike and self.attempts[-_TRIES:] == (left,) * _TRIES:  # somebody computes wrongly: on with the most
-                left = tuple(seat for seat in left if answers[seat] == alike[0][0])
+            if self.attempts[-_TRIES:] == (left,) * _TRIES:
+                if alike and (2 * alike[0][1] > len(left) or worst is None):  # one computes wrongly: on with the most
+                    left = tuple(seat for seat in left if answers[seat] == alike[0][0])
+                elif worst is not None and len(left) > 1:  # most never have an answer, for somebody lies
+                    without = worst(left[::-1])
+                    left = tuple(seat for seat in left if seat != without)
             return self._word("again", attempt + 1, left)  # answers that differ are nobody's answer
         return self._word("again", attempt + 1, left) if left != members else None
 

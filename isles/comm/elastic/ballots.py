@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from isles.comm.elastic.ballot import Ballot, Word
+from isles.comm.elastic.guards.strikes import Strikes
 from isles.comm.elastic.messages import Accusation, Delivered, Done
 from isles.comm.elastic.quorum.grace import Graces
 from isles.comm.view import View
@@ -23,10 +25,10 @@ class Ballots:
     def __init__(self) -> None:
         self._open: dict[int, Ballot] = {}
         self._landed: dict[int, Ballot] = {}
-        self._accused: dict[tuple[int, int, int], set[int]] = {}  # who says so, by round, attempt and accused
+        self._accused: dict[tuple[int, int, int], dict[int, Accusation]] = {}  # by round, attempt and accused: by sayer
         self._out: dict[int, int] = {}  # by seat: the newest view when others landed without it
         self._view = -1
-        self.graces = Graces()
+        self.graces, self.strikes = Graces(), Strikes()
 
     @property
     def are_open(self) -> bool:
@@ -47,20 +49,31 @@ class Ballots:
             self.graces.delivered(now, delivered.round, delivered.seconds)
 
     def accused(self, seat: int, accusation: Accusation, members: tuple[int, ...], living: Collection[int]) -> None:
-        """`seat` accuses another member. The next attempt leaves out who was refused by anybody, or was late for more
-        than half of the others.
+        """`seat` accuses another member. The next attempt leaves out who was refused by more than half of the others;
+        or was late for so many, though in the first attempt, whose deadline is short, nobody is late who is done. But
+        who has had others refuse more members than one, in this round or before, is left out in their place.
         """
         ballot = self._of(accusation.round, members)
-        if ballot is None or accusation.attempt != len(ballot.attempts) - 1 or seat not in ballot.attempts[-1]:
-            return
         accused = accusation.seat
-        sayers = self._accused.setdefault((accusation.round, accusation.attempt, accused), set())
-        sayers.add(seat)
-        done = any((accusation.attempt, accused) == told[:2] for told in ballot.done)
+        if ballot is None or accusation.attempt != len(ballot.attempts) - 1 or accused not in ballot.attempts[-1]:
+            return
+        said = self._accused.setdefault((accusation.round, accusation.attempt, accused), {})
+        said[seat] = accusation
         others = [s for s in ballot.attempts[-1] if s in living and s != accused and s not in ballot.out]
-        late = not done and 2 * len(sayers) > len(others)
-        if others and seat in others and (accusation.charge == "refused" or late):
-            self._open[accusation.round] = ballot.without(accused)
+        sayers = [s for s in others if s in said]
+        counted = [said[s] for s in sayers]
+        if not accusation.attempt and any((0, accused) == told[:2] for told in ballot.done):
+            counted = [one for one in counted if one.charge == "refused"]
+        if 2 * len(counted) > len(others) and seat in others:
+            judges = [one.by for one in counted if one.by in others]
+            ballot = ballot.without(self.strikes.worst((accused, *judges, *sayers)))
+        self._open[accusation.round] = ballot
+
+    def _worst(self, round: int) -> Callable[[Sequence[int]], int] | None:
+        """Who has most accusations of `round`, or refusals of any, of some seats; None where nobody has accused."""
+        said = {key[2]: who for key, who in self._accused.items() if key[0] == round}
+        pairs = {frozenset((accused, seat)) for accused, who in said.items() for seat in who}
+        return partial(self.strikes.worst, more=pairs) if pairs else None
 
     def due(self, now: float, living: Mapping[int, float]) -> Iterator[Word]:
         """Words that are decided now. Each must be recorded, which gives it to `apply`, before the next is taken.
@@ -74,7 +87,7 @@ class Ballots:
         for round in self.graces.over(now) & self._open.keys():
             self._open[round] = replace(self._open[round], is_closing=True)
         for round in sorted(self._open):
-            word = self._open[round].decide(here[round])
+            word = self._open[round].decide(here[round], self._worst(round))
             if word is not None:
                 (self.graces.landed if word.verdict == "land" else self.graces.exchanging)(now, round)
                 yield replace(word, view=self._view)

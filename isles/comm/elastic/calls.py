@@ -8,6 +8,8 @@ from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import MARGIN, Accusation, Ack, Beat, Delivered, Done, Leave, Reload
 from isles.comm.elastic.orders import Order
 
+_FAR, _LONGEST = 1 << 40, 1e6  # the last round of a run without an end; seconds of a step, or of a round
+
 
 class RoundsAssembly(Membership):
     """`Membership` behind the `Assembly` interface that a lighthouse drives."""
@@ -23,18 +25,26 @@ class RoundsAssembly(Membership):
 
 
 def unfit(membership: Membership, message: Any) -> None:
-    """ValueError for a word about rounds or seats that cannot be: it would be kept, or others would follow it."""
-    match message:
-        case Ack(beat=beat) | (Beat() as beat):
-            last = membership.rules.last
-            rounds = [beat.round, *beat.skipped, *(round for _, round in beat.seen)]
-            if not all(0 <= round <= (1 << 40 if last is None else last) for round in rounds):
+    """ValueError for a word about rounds, seats, steps or seconds that cannot be: it would be kept, or others would
+    follow it.
+    """
+    last, said = membership.rules.last or _FAR, getattr(message, "beat", message)
+    seconds = said.seconds if isinstance(said, Beat | Delivered) else 0.0
+    steps = said.steps if isinstance(said, Delivered) else 1
+    if not 0 <= seconds <= _LONGEST or not 0 < steps <= last * membership.rules.sync_every:
+        raise ValueError("seconds that no step takes, or steps that nobody can have done")
+    match said:
+        case Beat(round=round, skipped=skipped, seen=seen):
+            if not all(0 <= one <= last for one in (round, *skipped, *(newest for _, newest in seen))):
                 raise ValueError("a round that this run has not")
-            if not all(seat in membership.workers for seat, _ in beat.seen):
+            if not all(seat in membership.workers for seat, _ in seen):
                 raise ValueError("the work of a seat that this run has not")
-        case Done(round=round) | Accusation(round=round):
-            if not 0 < round <= membership.newest_round + MARGIN or not 0 <= message.attempt < 1 << 20:
+        case Done() | Accusation() | Delivered():
+            attempt, whose = getattr(said, "attempt", 0), getattr(said, "seat", None)
+            if not 0 < said.round <= membership.newest_round + MARGIN or not 0 <= attempt < 1 << 20:
                 raise ValueError("an answer of a round that nobody is in")
+            if whose is not None and whose not in membership.workers:
+                raise ValueError("the share of a seat that this run has not")
 
 
 def call(membership: Membership, now: float, seat: int, message: Any) -> list[Order] | None:

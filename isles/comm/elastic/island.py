@@ -99,22 +99,24 @@ class IslandGroup:
         return [one.numpy().tobytes()[:length] for one, length in zip(told, lengths, strict=True)]
 
 
-def _answer_of(digest: int | None, error: CommError | None) -> tuple[int, int, int]:
-    """(digest, whose fault it is that there is none, whether that is late or sent what cannot be) as numbers."""
+def _answer_of(digest: int | None, error: CommError | None) -> tuple[int, int, int, int]:
+    """(digest, whose fault it is that there is none, whether that is late or sent what cannot be, who has found it so)
+    as numbers.
+    """
     refused = isinstance(error, (Refused, Malformed, Diverged))
     blamed = getattr(error, "peer", _NOBODY) if refused or isinstance(error, DeadlinePassed) else _NOBODY
     blamed = error.rank if isinstance(error, PeerSilent) else blamed
-    return (_NONE if digest is None else digest), blamed, int(refused)
+    return (_NONE if digest is None else digest), blamed, int(refused), getattr(error, "by", _NOBODY)
 
 
 def _together(told: Sequence[Sequence[int]], seconds: float) -> tuple[int | None, CommError | None]:
     """What all places' answers are together: one digest of them, or why there is none."""
-    for digest, blamed, refused in told:
+    for digest, blamed, refused, by in told:
         if digest == _NONE and blamed == _NOBODY:
             return None, None
         if digest == _NONE:
             late = DeadlinePassed(blamed, "outer", seconds)
-            return None, Refused(blamed, "at another place of this island") if refused else late
+            return None, Refused(blamed, "at another place of this island", by) if refused else late
     return sum(_MIX * (2 * place + 1) * own[0] for place, own in enumerate(told)) & _POSITIVE, None
 
 

@@ -93,7 +93,7 @@ class Lighthouse:
         places: int = 1,
     ) -> None:
         self.refused = session.refused
-        self.finished: set[int] = set()
+        self.finished = assembly.finished
         self._failed: OSError | None = None
         self._relay = RelayCounter(port, lambda: session.taken, entries=journal.entries)
         self.corpus: str | None = None
@@ -238,8 +238,6 @@ class Lighthouse:
 
     def _consult(self, seat: int, message: Any, query: IncomingQuery) -> None:
         """Answer as the assembly decides."""
-        if isinstance(message, Accusation) and message.charge == "refused":
-            self.refused.note(message.seat, "a share that another worker refuses")
         try:
             orders = self._call(lambda m, now: m.hear(now, seat, message))
         except ValueError as error:
@@ -248,6 +246,8 @@ class Lighthouse:
         if orders is None:
             self._refuse(query, seat, "a word that no worker says")
             return
+        if isinstance(message, Accusation) and message.charge == "refused":
+            self.refused.note(message.seat, "a share that another worker refuses")
         self._carry_out(orders, query)
 
     def _listening(self, seat: int, message: Listening, query: IncomingQuery) -> None:
@@ -330,6 +330,8 @@ class Lighthouse:
         for order in orders:
             if isinstance(order, Record):
                 self._journal.append({**order.entry, "at": round(time.time(), 3)})
+                if "still" in order.entry:
+                    self.refused.note(order.entry["seat"], f"no new round for {order.entry['still']} s: left out")
                 continue
             self._journal.commit()
             if isinstance(order, Reply):

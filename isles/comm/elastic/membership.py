@@ -15,7 +15,7 @@ from typing import Any
 
 from isles.comm.elastic.ballot import NOTHING
 from isles.comm.elastic.cells import debt, fresh_before, last_round
-from isles.comm.elastic.guards.strikes import Strikes
+from isles.comm.elastic.guards.stalls import Stalls
 from isles.comm.elastic.lasting.journalled import Journalled
 from isles.comm.elastic.lasting.register import Register
 from isles.comm.elastic.messages import (
@@ -48,7 +48,7 @@ class Membership(Journalled):
         self.rules = rules
         self.proposal: Proposal | None = None
         self._acks: set[int] = set()
-        self._strikes = Strikes()
+        self._stalls = Stalls()
         self._register = Register()
         self.workers, self.account = self._register.workers, self._register.account
         self.ballots = self._register.ballots
@@ -177,20 +177,34 @@ class Membership(Journalled):
         return orders if word is None else [*orders, Reply(word)]
 
     def accuse(self, now: float, seat: int, accusation: Accusation) -> list[Order]:
-        """A member says that another's share of an attempt was late or refused."""
-        if self._here(seat) and accusation.seat != seat and accusation.seat in self.workers:
-            if self.rules.agrees:
-                self.ballots.accused(seat, accusation, self._register.voters(accusation.round), self.members())
-            if accusation.charge == "refused":
-                is_enough = self._strikes.are_enough(accusation.seat, seat, accusation.round)
-                if is_enough and self.workers[accusation.seat].here:
-                    self._record("shut", seat=accusation.seat)
-                    self._tell(accusation.seat, Refusal(f"shut out: {accusation.reason or 'its shares were refused'}"))
+        """A member says that another's share of an attempt was late or refused; both are of that round's view, and who
+        has begun no round since it has its state says nothing of others.
+        """
+        round, members, worker = accusation.round, self.members(), self.workers.get(seat)
+        voters, both = self._register.voters(round), {seat, accusation.seat}
+        if worker is None or len(both) < 2 or not both <= {*voters} & {*members} or not worker.knows(round):
+            return self._orders(now)
+        if accusation.charge == "refused" and accusation.by < 0:
+            self.ballots.strikes.refused(seat, accusation.seat, round)
+        if self.rules.agrees:
+            self.ballots.accused(seat, accusation, voters, members)
+        everybody = [worker.seat for worker in self.workers.here if worker.round]
+        for one in (accusation.seat, seat):
+            if self.ballots.strikes.are_enough(one, everybody):
+                self._record("shut", seat=one)
+                why = f"it and half of the others refuse each other's shares ({accusation.reason[:200]})"
+                self._tell(one, Refusal(f"shut out: {why}"))
         return self._orders(now)
 
     def tick(self, now: float) -> list[Order]:
-        """Time passes: after a restart, who has not come back by `until` is gone."""
+        """Time passes: after a restart, who has not come back by `until` is gone. Whose training stands still is left
+        out; where it goes on it begins again with another's state.
+        """
         self._count_absent(now)
+        members, first = [self.workers[seat] for seat in self.members()], self.view.seats[0] if self.view else -1
+        for seat, seconds in self._stalls.look(now, self.rules, members, first, self.last, self.finished).items():
+            is_leaving = self.workers[seat].state == "leaving"
+            self._record("gone" if is_leaving else "call", seat=seat, still=round(seconds))
         return self._orders(now)
 
     # What follows

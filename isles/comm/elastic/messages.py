@@ -128,13 +128,16 @@ class Delivered:
 
 @dataclass(frozen=True)
 class Accusation:
-    """In this attempt the share of `seat` was late, or was refused: `reason` says why."""
+    """In this attempt the share of `seat` was late, or was refused: `reason` says why. by: who found it so and told the
+    sayer; -1: the sayer itself.
+    """
 
     round: int
     attempt: int
     seat: int
     charge: Literal["late", "refused"]
     reason: str = ""
+    by: int = -1
 
 
 @dataclass(frozen=True)
@@ -307,7 +310,7 @@ def from_plain(value: Any, kinds: Mapping[str, type] = KINDS) -> Any:
     kind = kinds.get(value["kind"])
     if kind is None:
         raise ValueError(f"a message of the unknown kind {_short(value['kind'])}")
-    return _object({key: part for key, part in value.items() if key != "kind"}, kind)
+    return typed({key: part for key, part in value.items() if key != "kind"}, kind)
 
 
 def _fields(message: Any) -> dict[str, Any]:
@@ -325,7 +328,8 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _object(value: Any, kind: type) -> Any:
+def typed(value: Any, kind: type) -> Any:
+    """A `kind` of the table `value`. ValueError where its keys and their types are not those of that dataclass."""
     hints = _hints(kind)
     if not isinstance(value, dict) or value.keys() != hints.keys():
         raise ValueError(f"{kind.__name__}: its keys are {', '.join(hints)}")
@@ -340,7 +344,7 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
     if origin in (Union, UnionType):
         (inner,) = (argument for argument in arguments if argument is not type(None))
         return None if value is None else _typed(value, inner, name)
-    if origin is tuple and isinstance(value, list):
+    if origin is tuple and isinstance(value, list | tuple):
         if arguments[-1] is Ellipsis:
             return tuple(_typed(part, arguments[0], name) for part in value)
         if len(value) == len(arguments):
@@ -356,7 +360,7 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
     if hint is str and isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable():
         return value
     if hasattr(hint, "__dataclass_fields__"):
-        return _object(value, hint)
+        return typed(value, hint)
     raise ValueError(f"{name} = {_short(value)} is not what belongs there")
 
 

@@ -17,6 +17,8 @@ class Rules:
     the same mean (an all-reduce method), on the lighthouse's word. most: workers at once. last: the run's last round;
     None for a run without an end, or for one that ends with the round in which `batches` (one a worker and inner step)
     have been read. quorum: share of the members that is enough for the mean of any round but the last; 0: all of them.
+    weights: bytes of the model that the run begins with; 0: not known. waits, judges: seconds for which a member may
+    wait for another one's part, and for validation.
     """
 
     founders: int
@@ -26,6 +28,9 @@ class Rules:
     last: int | None = None
     batches: int | None = None
     quorum: float = 0.0
+    weights: int = 0
+    waits: float = 60.0
+    judges: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,10 @@ Order = Record | Reply | Tell
 
 class Assembly(Protocol):
     """The state machine of a world whose workers come and go; each call returns the orders that go out. now: seconds of
-    one clock.
+    one clock. finished: seats that have done the last round.
     """
+
+    finished: set[int]
 
     def join(self, now: float, description: str) -> list[Order]:
         """A worker asks for a seat."""
@@ -108,6 +115,10 @@ class Worker:
         if self.state != "in":
             self.state, self.entered = "in", since
         self.load, self.tried = None, set()
+
+    def knows(self, round: int) -> bool:
+        """Whether it has trained with the state that it has, and so far that it can speak of `round`."""
+        return max(self.entered, 1) <= self.round and self.entered <= round <= self.round + 1
 
     @property
     def here(self) -> bool:

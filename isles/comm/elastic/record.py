@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, get_type_hints
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from isles.comm.elastic.messages import typed
 
 EXCHANGES = "exchanges.jsonl"
 WHOLE, LATE, ALONE = "whole", "late", "alone"
@@ -58,25 +60,13 @@ def as_line(line: RoundLine | StartLine) -> dict[str, Any]:
 
 def from_line(value: Any) -> RoundLine | StartLine:
     """The line that `as_line` was given. ValueError where it is none."""
-    if isinstance(value, dict):
-        for kind in (RoundLine, StartLine):
-            hints = get_type_hints(kind)
-            if value.keys() == {one.name for one in fields(kind)}:
-                return kind(**{key: _typed(key, value[key], hints[key]) for key in hints})
-    raise ValueError(f"{str(value)[:60]!r} is no line of {EXCHANGES}")
-
-
-def _typed(key: str, value: Any, hint: Any) -> Any:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if hint is int and whole and -1 <= value < 1 << 53:
-        return value
-    if hint is float and (whole or isinstance(value, float)) and 0 <= value < 1e15:
-        return float(value)
-    if hint is str and isinstance(value, str) and value.isidentifier() and len(value) <= 40:
-        return value
-    if hint == tuple[int, ...] and isinstance(value, list | tuple) and len(value) <= 1 << 16:
-        return tuple(_typed(key, one, int) for one in value)
-    raise ValueError(f"{key} = {str(value)[:40]!r} is not what belongs there")
+    line = typed(value, RoundLine if isinstance(value, dict) and "outcome" in value else StartLine)
+    for key, told in asdict(line).items():
+        numbers, least = told if key == "seats" else (told,), 0 if key in ("seconds", "at") else -1
+        fits = key != "outcome" and all(least <= one <= 1 << 40 for one in numbers)
+        if not fits and not (key == "outcome" and told.isidentifier() and len(told) <= 40):
+            raise ValueError(f"{key} = {str(told)[:40]} is not what belongs there")
+    return line
 
 
 @dataclass(frozen=True, kw_only=True)

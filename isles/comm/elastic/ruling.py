@@ -47,14 +47,16 @@ def ruled(line: LighthouseLine, round: int, attempt: int, digest: int | None) ->
 
 def accuse(line: LighthouseLine, round: int, attempt: int, error: CommError) -> None:
     """Tell of whom a failure speaks. Who is gone the lighthouse sees itself."""
-    peer = getattr(error, "peer", -1)
+    peer, by = getattr(error, "peer", -1), getattr(error, "by", -1)
+    if peer == line.seat:  # another one says so: that it accuses this worker is all that is known here
+        peer, by = by, -1
     if isinstance(error, PeerSilent):
         line.ask(Accusation(round, attempt, error.rank, "late"))
     elif peer >= 0 and isinstance(error, DeadlinePassed):
         line.ask(Accusation(round, attempt, peer, "late"))
     elif peer >= 0 and isinstance(error, (Refused, Malformed, Diverged)):
         reason = "".join(one for one in str(error) if one.isprintable())
-        line.ask(Accusation(round, attempt, peer, "refused", reason[:_LONGEST_REASON]))
+        line.ask(Accusation(round, attempt, peer, "refused", reason[:_LONGEST_REASON], by))
 
 
 def stray(line: LighthouseLine) -> None:

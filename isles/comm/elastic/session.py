@@ -50,7 +50,7 @@ def zenoh() -> Any:
     try:
         import zenoh as engine
     except ImportError as error:
-        raise ValueError("workers that come and go need zenoh: pip install 'isles[elastic]'") from error
+        raise ValueError("workers that come and go need zenoh: pip install '.[elastic]'") from error
     return engine
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from isles.comm.tcp import Seen, is_far, keep_trying, looks, opened, seen, try_soon
 from isles.comm.transport import Deadlines, Line
+from isles.parsing import parse_json
 
 GLANCE = 0.1  # seconds between looks
 _CLOSED = 1.0  # seconds that gloo has to read what came before a connection was closed
@@ -61,7 +62,7 @@ class Life:
                 self._tries_soon &= try_soon(end, self._silence)
         for peer in ranks:
             if peer != rank:
-                theirs = {" ".join(reversed(name.split(" "))) for name in json.loads(shared.get(str(peer)))}
+                theirs = {" ".join(reversed(name.split(" "))) for name in parse_json(shared.get(str(peer)))}
                 found = {name: fd for name, fd in mine.items() if name in theirs}
                 if found:
                     self._known[peer] = {**self._known.get(peer, {}), **found}

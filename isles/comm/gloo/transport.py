@@ -28,6 +28,7 @@ from isles.comm.gloo.host_clock import OnHostClock
 from isles.comm.gloo.life import Life
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.gloo.waiters import Waiters
+from isles.comm.interfaces import gloo_interface
 from isles.comm.tags import Tag, pack
 from isles.comm.transport import Deadlines
 
@@ -70,6 +71,8 @@ class DistributedTransport(OnHostClock):
         """
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return cls()
+        if interface := gloo_interface(os.environ):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         rank, size, life = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Life()
         make = _beside if dist.is_initialized() else _default
         transport = cls(rank, size, life.meet(make, rank, range(size), lambda: _own_store("world")), life)

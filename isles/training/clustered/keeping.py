@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from isles.comm.elastic.swarm.muster import MusterRules
-from isles.launch.fields import integer, table
+from isles.fields import integer, table
 from isles.training.records.summary import SummaryTable
 from isles.training.swarmed.keeping import SwarmKeeper
 

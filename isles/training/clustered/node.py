@@ -24,6 +24,7 @@ import torch
 from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
+from isles.fields import integer
 from isles.models.factory import take_device
 from isles.network.clusters.growing import ClusterGrowth
 from isles.pipeline.ravnest.entering import ClusterEntrance, ClusterWelcome
@@ -100,11 +101,13 @@ class ClusterWorker:
 
     def come(self, welcome: ClusterWelcome) -> None:
         """Take part in a run that is at work, as was told."""
-        facts = welcome.facts
+        facts, last = welcome.facts, self.config.run.steps
+        step, since = (integer(facts, key, 0, last) for key in ("step", "since"))
+        before, most, judges = (integer(facts, key, 0, 1 << 53) for key in ("before", "most", "judges"))
         self.quorum.enter(welcome.swaps, welcome.seats)
-        self._know(judges=facts["judges"], most=facts["most"])
-        self.steps = self.averaged = facts["step"]
-        self.reading = replace(self.reading, since=facts["since"], before=facts["before"])
+        self._know(judges=judges, most=most)
+        self.steps = self.averaged = step
+        self.reading = replace(self.reading, since=since, before=before)
         self._has_come = True  # and goes on where the others are, right after an average
         self._mend()
 

@@ -13,9 +13,9 @@ from isles.pipeline.ravnest.entering import ClusterEntrance
 from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.training.clustered.cuts import cluster_cuts, first_blocks, model_load
 from isles.training.clustered.node import ClusterWorker
-from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.step import Left
+from isles.training.swarmed.step import of_all
 
 
 def found(
@@ -67,4 +67,4 @@ def growth_of(config: Config) -> ClusterGrowth:
 
 def run_number(config: Config) -> int:
     """That all workers of this run share, and those of another configuration do not."""
-    return int.from_bytes(hashlib.sha256(to_toml(config).encode()).digest()[:7], "little")
+    return int.from_bytes(hashlib.sha256(of_all(config).encode()).digest()[:7], "little")

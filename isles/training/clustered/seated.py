@@ -20,6 +20,7 @@ from torch import Tensor
 
 from isles.comm.elastic.swarm.words import SwarmBeat
 from isles.comm.errors import Malformed
+from isles.fields import integer
 from isles.pipeline.ravnest.entering import ClusterEntrance
 from isles.training.clustered.node import ClusterWorker
 from isles.training.clustered.opening import enter, found, run_number
@@ -201,8 +202,9 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 @torch.no_grad()
 def _restore(worker: ClusterWorker, kept: dict[str, Tensor]) -> None:
     """Copy this worker's stage out of `kept`. ValueError where that is of another model."""
-    step, read = kept[_FACTS].tolist()
-    worker.begin_after(step, read)
+    facts = dict(zip(("step", "read"), kept[_FACTS].flatten().tolist(), strict=True))
+    step = integer(facts, "step", 0, worker.config.run.steps)
+    worker.begin_after(step, integer(facts, "read", 0, 1 << 53))
     if worker.serving is None:
         return
     for name, parameter in worker.serving.model.named_parameters():

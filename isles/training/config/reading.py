@@ -8,7 +8,6 @@ embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --worke
 from __future__ import annotations
 
 import hashlib
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from importlib.resources import files
@@ -215,7 +214,7 @@ def _method_of(tables: Tables) -> str:
 
 def _embedded(name: str) -> Tables:
     """The built-in small run, with its table for the method, and what that says of the inner optimizer."""
-    tables = tomllib.loads(files("isles.training.config").joinpath("embedded.toml").read_text(encoding="utf-8"))
+    tables = parse_toml(files("isles.training.config").joinpath("embedded.toml").read_text(encoding="utf-8"))
     own = tables.pop("methods").get(name, {})
     tables["inner"] |= own.pop("inner", {})
     tables["replicas"] = {"method": name, **own}

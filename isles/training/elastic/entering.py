@@ -5,10 +5,9 @@ from __future__ import annotations
 import socket
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,12 @@ from isles.comm.errors import RendezvousFailed
 from isles.data import load_corpus
 from isles.errors import printable
 from isles.launch.addresses import parse_address, written
-from isles.training.config.reading import resolve
+from isles.parsing import parse_toml
+from isles.training.config.reading import Tables, resolve
 from isles.training.config.sections import LEASE, Config
-from isles.training.config.trust import names_in
 from isles.training.elastic.given import giver_of
 from isles.training.elastic.joining import Participant
+from isles.training.elastic.own import with_own
 from isles.training.elastic.terms import in_rounds
 from isles.version import __version__
 
@@ -51,13 +51,12 @@ _LONGEST = 1 << 20  # bytes of a configuration
 class Here:
     """What this machine sets for itself.
 
-    data, device: in place of the run's `data.path` and `model.device`; None: as the run has them. listen: (host, port)
-    of this machine at which other workers reach this one; port 0: any. announced: the address that they are told; "":
-    the one under which the lighthouse sees this machine. apart: ports between one worker of an island and the next.
+    own: settings, see `own`. listen: (host, port) of this machine at which other workers reach this one; port 0: any.
+    announced: the address that they are told; "": the one under which the lighthouse sees this machine. apart: ports
+    between one worker of an island and the next.
     """
 
-    data: str | None = None
-    device: str | None = None
+    own: Tables = field(default_factory=dict)
     listen: tuple[str, int] | None = None
     announced: str = ""
     apart: int = 1
@@ -294,26 +293,23 @@ def _asked(session: Session, key: str, said: bytes) -> bytes:
 
 def _configuration(text: bytes, here: Here, fit: Callable[[Config], Config]) -> Config:
     """The run's configuration, for this machine. ValueError for one that is damaged, or that names code: what another
-    machine says is data, and nothing of it is imported.
+    machine says is data, and nothing of it is imported. Further ones as `with_own`.
     """
     if len(text) > _LONGEST:
         raise ValueError("the lighthouse's configuration is too long to be one")
     try:
-        tables: dict[str, Any] = tomllib.loads(text.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        tables = parse_toml(text.decode("utf-8"))
+        if not all(isinstance(table, dict) for table in tables.values()):
+            raise ValueError("a key outside of all sections")
+    except ValueError as error:
         raise ValueError(f"the lighthouse's configuration is damaged: {printable(str(error), 100)}") from None
-    names = names_in(tables)
-    if names:
-        told = ", ".join(f"{key} = {value!r}" for key, value in names.items())
+    name = str(tables.get("replicas", {}).get("method"))
+    if ":" in name:
         raise ValueError(
-            f"the run would import and run {printable(told, 300)} here: a worker that joins imports nothing"
+            f"the run's method is code of its own, {printable(name, 100)}, and a worker that joins imports nothing of "
+            "that kind: use isles train --nodes"
         )
-    config = fit(resolve(tables))
-    if here.data is not None:
-        config = replace(config, data=replace(config.data, path=here.data))
-    if here.device is not None:
-        config = replace(config, model=replace(config.model, device=here.device))
-    return config
+    return fit(resolve(with_own(tables, here.own)))
 
 
 def seat_of(session: Session, corpus: str, tell: Callable[[str], None]) -> Entry:

@@ -6,6 +6,8 @@ STATE, ANCHORS = "state", "anchors"
 """A worker's: all of it, or anchors and outer momenta alone."""
 MODEL = "model"
 """What a worker came to; the lighthouse's: the one model."""
+COPIES, BESIDE = 16, 1 << 20
+"""Of the model's bytes, that a state may have at most; bytes of a file beside its tensors."""
 
 
 def giver_of(seat: int, place: int) -> str:

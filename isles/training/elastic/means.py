@@ -22,7 +22,6 @@ from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven
 from isles.comm.elastic.quorum.delivery import KEEPERS, Missed
 from isles.replicas.loop.joining import follow
 from isles.replicas.loop.outer import OuterSync
-from isles.training.elastic.states import left_out_of
 from isles.training.records.tensors import write_tensors
 
 KEPT = 16
@@ -69,7 +68,7 @@ class Means:
         if fragment.kept is not None and answer is not None:
             path = self._folder / f"{_MEAN}-{round}.safetensors"
             facts = {"round": round, "whole": answer.whole, "participants": answer.participants}
-            facts |= {"digest": fragment.digest, "left_out": {str(seat): number for seat, number in left_out.items()}}
+            facts |= {"digest": fragment.digest, "left_out": dict(left_out)}
             kept = {_MEAN: fragment.kept}
             self._gifts.offer(_name(round), path, facts, lambda path: write_tensors(path, kept))
             self._offered.append(round)
@@ -117,13 +116,11 @@ def _taken(optimizer: OuterSync, gifts: Gifts, donor: str, round: int, path: Pat
         if not mean.isfinite().all():
             raise NotGiven("it holds numbers that are none")
         participants, whole, digest = facts["participants"], facts["whole"], facts["digest"]
-        if not (isinstance(participants, int) and isinstance(whole, bool) and isinstance(digest, int)):
-            raise NotGiven("what is said of it makes no sense")
     except (SafetensorError, KeyError, ValueError) as error:
         raise NotGiven(f"the mean of round {round} is none: {str(error).splitlines()[0][:120]}") from error
     finally:
         path.unlink(missing_ok=True)
-    return Missed(mean, participants, whole, digest, left_out_of(facts.get("left_out")))
+    return Missed(mean, participants, whole, digest, facts.get("left_out", {}))
 
 
 def _name(round: int) -> str:

@@ -21,11 +21,12 @@ from safetensors.torch import load_file
 from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
+from isles.fields import integer
 from isles.parsing import parse_json
 from isles.replicas.loop.joining import adopt, given
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import JoinState
-from isles.training.elastic.given import ANCHORS, STATE, giver_of, kept_as
+from isles.training.elastic.given import ANCHORS, BESIDE, COPIES, STATE, giver_of, kept_as
 from isles.training.records.checkpoint import join_state, split_state
 from isles.training.records.finite import first_nan
 from isles.training.records.tensors import copy_to_host, write_tensors
@@ -35,8 +36,6 @@ FRESH = 2
 WARM_UP = 2
 """Rounds in which the inner rate of a joiner rises that has no moments."""
 _STRUCTURE = "__structure__"
-_STATE_COPIES = 16  # of the model's bytes, that a state may have at most
-_SPARE = 1 << 20  # bytes of a state beside its tensors
 
 
 class States:
@@ -91,7 +90,7 @@ class States:
         structure, tensors = split_state({"optimizer": state, "model": weights, "round": round})
         text = torch.frombuffer(bytearray(json.dumps(structure).encode("ascii")), dtype=torch.uint8)
         copies = copy_to_host({**tensors, _STRUCTURE: text})
-        facts = {"round": round, "left_out": {str(seat): number for seat, number in left_out.items()}}
+        facts = {"round": round, "left_out": dict(left_out)}
         path = self._folder / f"{what}-{round}.safetensors"
         self._gifts.offer(what, path, facts, lambda path: write_tensors(path, copies))
 
@@ -114,15 +113,17 @@ class States:
         if donor < 0:
             giver, what = LIGHTHOUSE, kept_as(self._place)
         weights = sum(one.numel() * one.element_size() for one in self._optimizer.parameters)
-        most = _STATE_COPIES * weights + _SPARE
-        asked = GiftRequest(giver=giver, what=what, most=most, seconds=seconds, wait=wait, after=after)
+        most = COPIES * weights + BESIDE
+        asked = GiftRequest(
+            giver=giver, what=what, most=most, seconds=seconds, wait=wait, after=after, newest=self._last()
+        )
         try:
             facts = self._gifts.take(asked, self._fetched)
         except NotGiven:
             self._fetched.unlink(missing_ok=True)
             raise
-        round, self.left_out = facts.get("round", 0), left_out_of(facts.get("left_out"))
-        return round if isinstance(round, int) and round >= 0 else 0
+        self.left_out = facts.get("left_out", {})
+        return facts.get("round", 0)
 
     def adopt(self) -> int:
         """Take on the state that was fetched; the round that it is of. NotGiven where it is not one of this run."""
@@ -141,9 +142,7 @@ class States:
             state: Any = join_state(structure, tensors)
             if first_nan(state) is not None:
                 raise NotGiven("it holds numbers that are none")
-            round = state["round"]
-            if not isinstance(round, int) or not 0 <= round <= self._last():
-                raise NotGiven("it is of no round of this run")
+            round = integer(state, "round", 0, self._last())
             own = {} if "inner" in state["optimizer"] else {"inner": optimizer.inner_state()}
             optimizer.load_weights({**optimizer.weights(), **state["model"]})
             adopt(optimizer, {**own, **state["optimizer"]})
@@ -162,10 +161,3 @@ class States:
         self._optimizer.load_weights(other.weights())
         adopt(self._optimizer, other.shared_state())
         self.taken, self.of, self.lacks_moments, self.are_drawn = 0, 0, False, True
-
-
-def left_out_of(told: Any) -> dict[int, int]:
-    """Whom a peer says to be left out: by seat, the newest view then. Empty where it makes no sense."""
-    if not isinstance(told, dict) or len(told) > 1 << 16:
-        return {}
-    return {int(seat): number for seat, number in told.items() if seat.isdecimal() and isinstance(number, int)}

@@ -9,6 +9,7 @@ from typing import Any, cast
 from isles.comm.elastic import cells
 from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
+from isles.models import sketch
 from isles.replicas import method
 from isles.replicas.loop.config import WeightedConfig
 from isles.training.config.reading import Tables, resolve, to_toml
@@ -182,8 +183,9 @@ def batches_in_all(config: Config) -> int:
 
 def rules(config: Config) -> Rules:
     """The rules that the lighthouse of `config` decides by."""
+    weights = _first_bytes(config)
     if config.pipeline.routing in PEERS:
-        return peer_rules(config)
+        return replace(peer_rules(config), weights=weights)
     return Rules(
         founders=config.replicas_in_all,
         sync_every=sync_every(config),
@@ -192,7 +194,19 @@ def rules(config: Config) -> Rules:
         most=config.world.max_members,
         batches=batches_in_all(config) if config.run.tokens else None,
         quorum=cast(Any, config.replicas).quorum if is_quorum(config) else 0.0,
+        weights=weights,
+        waits=config.world.outer_deadline,
+        judges=config.world.eval_deadline,
     )
+
+
+def _first_bytes(config: Config) -> int:
+    """Bytes of the model that the run begins with; 0, and a warning, where it cannot be made here."""
+    try:
+        return sum(one.numel() * one.element_size() for one in sketch(config.model).state_dict().values())
+    except (ValueError, OSError) as error:
+        warnings.warn(f"states and models of any size are taken: no model can be made here ({error})", stacklevel=2)
+        return 0
 
 
 def charter_of(config: Config) -> Charter:

@@ -16,7 +16,7 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from isles.comm.errors import NodeLost
-from isles.launch.fields import Unfit, integer, number, table, text
+from isles.fields import Unfit, integer, number, table, text
 from isles.schema import TASK_KINDS, Metrics
 from isles.training.config.sections import Config, RunConfig
 from isles.training.records.spread import WEIGHTS
@@ -135,8 +135,8 @@ def _result(result: dict[str, Any]) -> dict[str, Any]:
     if set(result) != known:
         raise Unfit("a result of another kind than isles'")
     kept: dict[str, Any] = {key: _figure(result, key) for key in _RESULTS}
-    if None in kept.values():
-        raise Unfit("a result with a figure missing")
+    if not all(value is not None and 0 <= value < math.inf for value in kept.values()):
+        raise Unfit("a result with a figure missing, or one that cannot be")
     kept |= {key: _figure(result, key) for key in ("val_loss", "val_loss_replica")}
     digest, memory = result["corpus_sha256"], result["memory"]
     kept["corpus_sha256"] = "" if digest == "" else _digest(result, "corpus_sha256")

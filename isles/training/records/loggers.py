@@ -131,7 +131,7 @@ def require(names: Sequence[str]) -> None:
             import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
         except ImportError as error:
             raise ValueError(
-                f'run.loggers: "{name}" cannot be imported ({error}): pip install "isles[{name}]", or take it out'
+                f'run.loggers: "{name}" cannot be imported ({error}): pip install ".[{name}]", or take it out'
             ) from error
 
 

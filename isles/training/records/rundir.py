@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from isles.durable import write_text
+from isles.parsing import parse_toml
 from isles.training.config.trust import names_in, vouch
 from isles.training.records.lock import RunLock, locked
 
@@ -32,7 +32,7 @@ def held(out: Path) -> Iterator[RunLock]:
 def keep_config(text: str, out: Path) -> None:
     """RUN/config.toml, with a record that what it names was typed here."""
     write_text(out / CONFIG, text)
-    vouch(out, names_in(tomllib.loads(text)))
+    vouch(out, names_in(parse_toml(text)))
 
 
 def as_json(record: dict[str, Any], indent: int | None = None) -> str:

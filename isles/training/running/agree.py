@@ -7,7 +7,6 @@ and the run directory, where each machine keeps its own workers' shards.
 from __future__ import annotations
 
 import contextlib
-import tomllib
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -15,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.credentials import read
+from isles.fields import Unfit, integer
 from isles.launch import rendezvous
-from isles.launch.fields import Unfit, integer
 from isles.launch.nodes import NodeGroup, NodeSpec
+from isles.parsing import parse_toml
 from isles.training.config.kept import kept_names
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
@@ -56,7 +56,7 @@ def met(
             "of all of them; raise it"
         )
     description = {
-        "config": tomllib.loads(to_toml(config, kept_names(config))),
+        "config": parse_toml(to_toml(config, kept_names(config))),
         "checkpoints": None if resume is None else [step for step in Checkpoints(out).steps() if step <= resume],
         "out": None if node_spec.shared_directory else [uuid.getnode(), str(out.resolve())],
     }

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from isles.launch.fields import port
+from isles.fields import port
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.relay import RemoteWorkers
 from isles.launch.workers import worker_specs

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from isles.comm import credentials, mesh
 from isles.comm.credentials import parse_token
 from isles.comm.errors import WorkerFailed, from_plain, to_plain
+from isles.comm.interfaces import interface_of, loopback
 from isles.launch.addresses import listen, own_address, written
 from isles.launch.link import Link, LinkLost
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.processes import PipeHandle
-from isles.launch.reachable import interface_of, loopback
 from isles.launch.relay import order
 from isles.launch.worker import WorkerSpec, attend
 from isles.launch.workers import Workers, node_handles

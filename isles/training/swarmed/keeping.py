@@ -17,18 +17,18 @@ from typing import Any
 
 from typing_extensions import override
 
-from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, take
+from isles.comm.elastic.gifts.taking import NotGiven
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.keys import STATUS
 from isles.comm.elastic.messages import encode
 from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.swarm.muster import Muster, MusterRules
 from isles.durable import settle, sync_folder, write_text
-from isles.launch.fields import integer, table
+from isles.fields import integer, table
 from isles.network.planner.closed import parallel_bytes
 from isles.training.config.swarmed import stages_of
 from isles.training.elastic.given import MODEL
-from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, MOST, RunKeeper
+from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, RunKeeper
 from isles.training.elastic.lighthouse.kept import is_whole
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, summarise
@@ -73,10 +73,13 @@ class SwarmKeeper(RunKeeper):
     @override
     def keep(self) -> SummaryTable | None:
         began = time.perf_counter()
-        holder = None
+        holder, begun = None, max(self.muster.epoch, 1)
         while holder is None:
             self.lighthouse.wait(self._is_asked, LOOK)
             self.refused.look()
+            if self.muster.epoch > begun:
+                begun, step = self.muster.epoch, self.muster.kept or "0, for no state is kept (run.checkpoint_every)"
+                self.on_notice(f"all peers were lost: the run begins again at step {step}")
             if self.stopping.is_set():
                 return None
             if self.lighthouse.look(lambda now: self._holder()) is not None:
@@ -198,8 +201,7 @@ class SwarmKeeper(RunKeeper):
 
     def _fetch(self, seat: int, what: str, path: Path) -> None:
         """NotGiven where it does not come; ValueError where it is no file of tensors."""
-        asked = GiftRequest(giver=str(seat), what=what, most=MOST, seconds=_SLOW)
-        take(self.session, asked, path, introduction=self.keys.introduction)
+        self.fetch(str(seat), what, path, _SLOW)
         if not is_whole(path):
             raise ValueError("no safetensors file")
 

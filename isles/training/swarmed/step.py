@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from isles.comm.collectives.mail import Mail
 from isles.comm.collectives.same import same_text
-from isles.comm.errors import PeerLost
+from isles.comm.errors import Malformed, PeerLost
 from isles.comm.mesh import Mesh
 from isles.models import limits, sketch
 from isles.models.stages import Stage
@@ -154,6 +154,8 @@ class Swarmed:
             step, change = enter(self.swarm, others, wish)
         except PeerLost:
             raise Left from None
+        if step > self.config.run.steps:
+            raise Malformed(-1, f"a welcome to step {step}, which this run has not")
         here = [self.swarm.stages[peer] for peer in self.swarm.agreement.members]
         self.swarm.peer.ways = ways_of(self.config.pipeline, here, self.swarm.agreement.patience)
         self._move(change)
@@ -318,9 +320,15 @@ class Swarmed:
 
 
 def identity(config: Config, cut: Cut) -> str:
-    """What all peers of a run must agree on, as text: all of the configuration but paths and device, and the cut."""
-    data, model = replace(config.data, path="", cache=""), replace(config.model, device="auto")
-    return to_toml(replace(config, data=data, model=model)) + repr([piece.blocks.start for piece in cut.pieces])
+    """What all peers of a run must agree on, as text: `of_all`, and the cut."""
+    return of_all(config) + repr([piece.blocks.start for piece in cut.pieces])
+
+
+def of_all(config: Config) -> str:
+    """The configuration without what each machine says for itself; texts are compared by their tokens."""
+    data, model = replace(config.data, path="", cache="", tokenizer="bytes"), replace(config.model, device="auto")
+    model, world = replace(model, hf=model.hf and "-"), replace(config.world, threads=1)
+    return to_toml(replace(config, data=data, model=model, world=world))
 
 
 def number_of(identity: str) -> int:

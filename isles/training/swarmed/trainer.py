@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from isles.comm.errors import Malformed
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster
 from isles.data import Corpus
+from isles.fields import integer, number
 from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.parsing import parse_json
@@ -161,7 +164,7 @@ class SwarmTrainer(Trainer):
 
     def _become(self, cut: Cut, stage: int, given: Tensor) -> NewStage:
         """Serve `stage` from now on, with the state that a peer of it gave."""
-        state = _read(given)
+        state = _read(given, self.config.run.steps)
         served = self._rebuilt(cut, stage)
         self.optimizer.load_weights(state["model"])
         self.optimizer.load_inner_state(state["inner"])
@@ -176,7 +179,7 @@ class SwarmTrainer(Trainer):
         """Serve `stage`, which nobody does any more, made of the states that peers of its neighbours gave: CheckFree's
         mean of their blocks, empty moments, a higher rate.
         """
-        states = [_read(each) for each in given]
+        states = [_read(each, self.config.run.steps) for each in given]
         served = self._rebuilt(cut, stage)
         whole = sketch(self.config.model)
         run_scheme(self.config, cut).fit(whole)
@@ -260,7 +263,13 @@ class SwarmTrainer(Trainer):
         self.training_seconds += self.world.transport.now() - began
 
 
-def _read(given: Tensor) -> Any:
-    """What `SwarmTrainer._state` made."""
-    tensors = load(given.numpy().tobytes())
-    return join_state(parse_json(tensors.pop(_STRUCTURE).numpy().tobytes()), tensors)
+def _read(given: Tensor, last: int) -> Any:
+    """What `SwarmTrainer._state` made, in a run of `last` steps. Malformed where it is not."""
+    try:
+        tensors = load(given.numpy().tobytes())
+        state = join_state(parse_json(tensors.pop(_STRUCTURE).numpy().tobytes()), tensors)
+        integer(state, "steps", 0, last)
+        number(state, "norm")
+        return state
+    except (SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise Malformed(-1, f"a stage's state that is none: {str(error).splitlines()[0][:120]}") from error

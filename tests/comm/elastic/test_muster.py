@@ -76,7 +76,10 @@ def test_wishes_are_kept_at_the_start() -> None:
 def test_who_comes_later_is_sent_to_those_at_work() -> None:
     world = begun(1, 1, more=1)
     assert world.ask(2) == Enter(1, (0, 1))
-    assert world.beat(0, 3, {0: 0, 1: 1, 2: 1}) == StatesKept(0)
+    whole = {0: 0, 1: 1, 2: 1}
+    assert world.beat(2, 3, whole) == world.beat(0, 3, whole) == world.beat(1, 3, whole) == StatesKept(0)
+    assert world.muster.members == {0: 0, 1: 1}, "nobody but itself says where it is"
+    assert world.beat(2, 3, whole) == StatesKept(0)
     world.join()
     assert world.ask(3) == Enter(1, (0, 1, 2))
     world.gone(1)
@@ -85,13 +88,17 @@ def test_who_comes_later_is_sent_to_those_at_work() -> None:
 
 def test_of_two_halves_the_one_that_is_heard_first_goes_on() -> None:
     world = begun(2, 2)
-    whole = {0: 0, 1: 0, 2: 1, 3: 1}
-    world.beat(0, 5, whole)
-    assert world.beat(0, 6, {0: 0, 2: 1}) == StatesKept(0)
-    assert isinstance(world.beat(1, 6, {1: 0, 3: 1}), Apart)
-    assert isinstance(world.beat(3, 7, {1: 0, 3: 1}), Apart)
-    assert world.beat(2, 7, {0: 0, 2: 1}) == StatesKept(0)
-    assert world.muster.members == {0: 0, 2: 1}
+    whole, here, there = {0: 0, 1: 0, 2: 1, 3: 1}, {0: 0, 2: 1}, {1: 0, 3: 1}
+    for seat in whole:
+        world.beat(seat, 5, whole)
+    assert world.beat(0, 6, here) == world.beat(1, 6, there) == world.beat(2, 6, here) == StatesKept(0)
+    assert world.muster.members == {0: 0, 1: 0, 2: 1}, "two of three have gone on without 3, at a later step"
+    assert isinstance(world.beat(3, 6, there), Apart)
+    assert world.beat(0, 7, here) == world.beat(2, 7, here) == StatesKept(0)
+    assert world.muster.members == here
+    assert isinstance(world.beat(1, 8, there), Apart) and isinstance(world.beat(3, 9, there), Apart)
+    world.again()
+    assert isinstance(world.beat(1, 9, there), Apart), "and after a restart"
 
 
 def test_a_swarm_that_has_nobody_left_begins_again_from_what_is_kept() -> None:
@@ -133,13 +140,17 @@ def test_after_a_restart_who_was_there_is_given_a_while(is_back: bool) -> None:
     world.answer(world.muster.tick(world.now))
     assert world.muster.alive() == ([0, 1] if is_back else [])
     if is_back:
-        assert world.beat(1, 12, {0: 0, 1: 1}) == StatesKept(0) and world.muster.step == 12
+        for seat in (1, 0):
+            assert world.beat(seat, 12, {0: 0, 1: 1}) == StatesKept(0)
+        assert world.muster.step == 12
     assert isinstance(world.ask(2), Enter if is_back else Wait)
 
 
 def test_a_muster_from_its_journal_is_the_same() -> None:
     world = begun(1, 2, more=1)
-    world.beat(0, 4, {0: 0, 1: 1, 3: 1})
+    for seat in (0, 1, 3, 0, 3):
+        world.beat(seat, 4, {0: 0, 1: 1, 3: 1})
+    assert world.muster.members == {0: 0, 1: 1, 3: 1}
     world.answer(world.muster.hear(0.0, 2, Leave()))
     world.answer(world.muster.keep(3))
     world.gone(1)
@@ -177,3 +188,71 @@ def test_seats_are_bounded_and_never_used_twice() -> None:
     world.gone(0, 1, 2)
     assert [world.join(), world.join()] == [Admitted(3), Admitted(4)]
     assert "has given its 5 seats" in world.join().reason
+
+
+@pytest.mark.parametrize("count", [3, 4, 7])
+def test_a_peer_speaks_for_itself_alone(count: int) -> None:
+    """One that lies: that it is alone, at the last step; that all serve its stage; that others come which are not."""
+    world = begun(1, count - 1, more=2)
+    whole = {seat: int(seat > 0) for seat in range(count)}
+    for step in range(1, 6):
+        for seat in range(1, count):
+            for lie in ({0: 0}, dict.fromkeys(whole, 0), {**whole, count: 1}):
+                assert isinstance(world.beat(0, 50, lie), StatesKept)
+            assert world.beat(seat, step, whole) == StatesKept(0)
+            assert world.muster.members == whole and world.muster.step in (step, step - 1)
+
+
+def test_who_is_gone_is_none_of_the_swarm_once_most_have_gone_on_without_it() -> None:
+    """But who is back while the others still work with it is."""
+    world = begun(1, 2)
+    whole = {0: 0, 1: 1, 2: 1}
+    for seat in whole:
+        world.beat(seat, 4, whole)
+    world.gone(2)
+    assert world.beat(0, 5, whole) == StatesKept(0) and world.muster.members == whole
+    world.answer(world.muster.back(0.0, 2))
+    assert world.beat(2, 5, whole) == StatesKept(0)
+    world.gone(2)
+    for seat in (0, 1):
+        world.beat(seat, 6, {0: 0, 1: 1})
+    assert world.muster.members == {0: 0, 1: 1}
+
+
+def test_seats_that_nobody_works_with_are_none_of_the_swarm() -> None:
+    """However many there are, and whatever they say of each other and of those at work."""
+    world = begun(1, 2, more=5)
+    whole, strangers = {0: 0, 1: 1, 2: 1}, dict.fromkeys(range(3, 8), 0)
+    for step in range(1, 6):
+        for seat in whole:
+            assert world.beat(seat, step, whole) == StatesKept(0)
+        for seat in strangers:
+            for lie in (strangers, strangers | whole, strangers | {1: 0}):
+                world.beat(seat, 50, lie)
+        assert world.muster.members == whole and world.muster.step == step
+    assert world.ask(7) == Enter(1, (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"step": -1},
+        {"step": 51},
+        {"step": 1 << 61},
+        {"seconds": -1.0},
+        {"queue": 1e300},
+        {"counted": -1},
+        {"since": -5.0},
+        {"counted": 1 << 61},
+        {"place": (0, 0, 1 << 61, 1)},
+        {"place": (0, -1, 1, 1)},
+    ],
+)
+def test_numbers_that_no_peer_has_are_refused(more: dict[str, Any]) -> None:
+    world = begun(1, 1)
+    good = {"epoch": 1, "step": 3, "seats": (0, 1), "stages": (0, 1), "seconds": 0.1, "queue": 1.0, "counted": 4}
+    good |= {"since": 0.2, "place": ()}
+    assert world.answer(world.muster.hear(0.0, 0, SwarmBeat(**good))) == StatesKept(0)
+    with pytest.raises(ValueError, match="cannot be"):
+        world.muster.hear(0.0, 0, SwarmBeat(**good | more))
+    assert world.muster.peers[0].serving == SwarmBeat(**good)

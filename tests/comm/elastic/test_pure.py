@@ -12,7 +12,17 @@ import pytest
 import isles.comm.elastic
 
 ROOM = Path(isles.comm.elastic.__file__).parent
-PURE = ["account", "ballot", "ballots", "calls", "cells", "guards/strikes", "lasting/journalled", "lasting/register"]
+PURE = [
+    "account",
+    "ballot",
+    "ballots",
+    "calls",
+    "cells",
+    "guards/stalls",
+    "guards/strikes",
+    "lasting/journalled",
+    "lasting/register",
+]
 PURE += ["member", "membership", "messages", "orders", "pace", "quorum/grace", "record", "swarm/muster", "swarm/words"]
 ALLOWED = {"__future__", "abc", "collections", "dataclasses", "functools", "isles", "json", "math", "statistics"}
 ALLOWED |= {"types", "typing"}

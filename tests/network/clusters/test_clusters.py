@@ -129,6 +129,7 @@ def test_formation_of_up_to_eight_nodes_is_the_best_of_all(count: int, seed: int
     assert value(nodes, evolved) == pytest.approx(min(values))
 
 
+@pytest.mark.long
 def test_above_eight_nodes_a_seed_gives_the_same_clusters() -> None:
     nodes, model = drawn(12, 3), load(8)
     first, again = (form_clusters(nodes, model, seed=5) for _ in range(2))

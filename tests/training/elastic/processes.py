@@ -58,6 +58,11 @@ class Processes:
         token.write_text(str(read(self.out / "credentials").token))
         self.token = f"@{token}"
 
+    @property
+    def _text(self) -> str:
+        """Where `small` puts it."""
+        return str(self.folder / "text.txt")
+
     def start(self, *words: str, on: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         return self._begin([*on, sys.executable, "-m", "isles", *words])
 
@@ -67,12 +72,12 @@ class Processes:
         return self.started[-1]
 
     def join(self, *more: str, on: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-        return self.start("join", self.address, "--token", self.token, *more, on=on)
+        return self.start("join", self.address, "--token", self.token, "--data", self._text, *more, on=on)
 
     def warm_join(self, *more: str, pause: float = 0.25) -> Worker:
         """A worker that need not load torch; each of its rounds takes `pause` seconds and some."""
         log = self.folder / f"warm-{len(self.warm)}.log"
-        words = ["join", self.address, "--token", self.token, *more]
+        words = ["join", self.address, "--token", self.token, "--data", self._text, *more]
         self.warm.append(Worker(words, self.folder, log, pause))
         return self.warm[-1]
 

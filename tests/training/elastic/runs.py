@@ -29,6 +29,7 @@ class Run(LitRun):
 
     def __init__(self, config: Config, out: Path) -> None:
         self.workers: dict[int, Participant] = {}
+        self.own: dict[str, Any] = {"data": {"path": config.data.path}}
         super().__init__(config, out)
 
     @override
@@ -36,13 +37,17 @@ class Run(LitRun):
         charter = charter_of(self.config)
         return Keeper(charter, self.out, self.address, told, self.lines.append, self.notices.append)
 
+    def here(self, **more: Any) -> Here:
+        """What a worker says for itself."""
+        return Here(own=self.own, **more)
+
     def rest(self) -> None:
         """Wait until nobody computes any more: a thread in the midst of torch must not outlive the interpreter."""
         self.until(lambda: not any(thread.is_alive() for thread in self._threads))
 
     def join(self, *, listens: bool = False) -> int:
         """Start a worker; its number. listens: for direct links."""
-        here = Here(listen=("127.0.0.1", 0), announced="127.0.0.1") if listens else Here()
+        here = self.here(listen=("127.0.0.1", 0), announced="127.0.0.1") if listens else self.here()
 
         def work(number: int) -> Any:
             with in_run(self.address, parse_token(self.token), here, tell=self.notices.append) as worker:
@@ -58,7 +63,7 @@ class Run(LitRun):
         left = [*range(size)]
 
         def work(transport: ElasticTransport, number: int) -> Any:
-            where = arrange(transport), self.address, parse_token(self.token), Here()
+            where = arrange(transport), self.address, parse_token(self.token), self.here()
             try:
                 if transport.rank > 0:
                     return follow(*where)

@@ -48,6 +48,7 @@ def test_all_deliver_in_time_and_land_the_same(tmp_path: Path) -> None:
     run = churned(late(tmp_path, 4, 24), [], tmp_path)
     assert outcomes(run) == {"whole": 24} and run.summary["replica_std"] == 0.0
     assert [word["seats"] for word in words(run, "land")] == [[0, 1, 2, 3]] * 6
+    assert [word["steps"] for word in words(run, "land")] == [[4, 4, 4, 4]] * 6  # each step counts once
     assert run.summary["goodput"] > 0.99
 
 

@@ -42,6 +42,18 @@ def lines_of(records: list[dict[str, Any]]) -> dict[tuple[int, int], tuple[Any, 
     return {(one["step"], one["worker"]): (one["loss"], one["lr"], one["tokens"]) for one in records if "loss" in one}
 
 
+def test_a_model_of_one_s_own_is_joined_where_it_is_named_here_too(tmp_path: Path) -> None:
+    """The lighthouse's word for it is not taken: `isles join ... --set model.factory=...`."""
+    tiny = [one for one in TINY if not one.startswith(("world.backend", "model."))]
+    text, factory = write_text(tmp_path / "text.txt"), "tests.training.own_models:build"
+    more = [f"data.path={text}", f"model.factory={factory}", "model.context=16", "run.steps=5", "world.workers=1"]
+    made = elastic(gather(None, {}, [*tiny, *more, "replicas.method=noloco", f"replicas.sync_every={EVERY}"]))
+    run = Run(made, tmp_path / "run")
+    run.own = {"data": {"path": str(text)}, "model": {"factory": factory}}
+    run.join()
+    assert run.end()["val_loss"] > 0
+
+
 INT8 = ("replicas.method=diloco", "replicas.codec=int8", "replicas.error_feedback=local")
 LOCAL = ("replicas.method=localsgd",)
 LOW_RANK = ("replicas.method=dilocox", "replicas.delay=none")

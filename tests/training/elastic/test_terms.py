@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 from isles.cli.resume import resume
 from isles.comm.elastic.cells import batches
 from isles.comm.view import View
-from isles.training.config.reading import gather, resolve
+from isles.parsing import parse_toml
+from isles.training.config.reading import gather, resolve, words
 from isles.training.elastic.acts import positions
 from isles.training.elastic.entering import Here, _configuration
 from isles.training.elastic.lighthouse.averaging import write_mean
 from isles.training.elastic.lighthouse.keeper import Keeper
+from isles.training.elastic.own import as_words, with_own
 from isles.training.elastic.terms import charter_of, elastic, in_rounds, last_round, rules
 from isles.training.running.run import launch
 from tests.training.runs import TINY
@@ -94,10 +96,68 @@ def test_nobody_joins_a_fixed_world(tmp_path: Path, setting: str) -> None:
 
 def test_a_lighthouse_names_no_code() -> None:
     """What comes from another machine imports nothing here."""
-    with pytest.raises(ValueError, match="os:system"):
+    with pytest.raises(ValueError, match=r"os:system.* --set model.factory=\.\.\.$"):
         _configuration(b'[model]\nfactory = "os:system"\n', Here(), in_rounds)
-    with pytest.raises(ValueError, match="damaged"):
-        _configuration(b"\xff\xfe", Here(), in_rounds)
+    with pytest.raises(ValueError, match=r"os:system.* imports nothing"):
+        _configuration(b'[replicas]\nmethod = "os:system"\n', Here(), in_rounds)
+    for damaged in (b"\xff\xfe", b"run = 3\n", b"a." * 100_000 + b"a = 1"):
+        with pytest.raises(ValueError, match="configuration is damaged: ") as told:
+            _configuration(damaged, Here(), in_rounds)
+        assert "\n" not in str(told.value)
+
+
+THEIRS = """
+[model]
+hf = "/theirs/hf"
+device = "cuda"
+[data]
+path = "/theirs/text"
+tokenizer = "/theirs/tokenizer.json"
+cache = "/theirs/cache"
+[world]
+threads = 64
+links = "/theirs/links.toml"
+[run]
+start = "/theirs/run"
+loggers = ["wandb"]
+steps = 800
+[memory]
+disk = "/theirs/disk"
+[pipeline]
+plan = "/theirs/plan.json"
+"""
+
+
+def test_a_joiner_takes_nothing_of_its_own_machine_from_a_lighthouse() -> None:
+    """Not one of its paths is left, nor how the machine is used; what the run needs must be typed here."""
+    needed = ["model.hf", "data.path", "data.tokenizer"]
+    own: dict[str, Any] = {}
+    for name in needed:
+        with pytest.raises(ValueError, match=f"the run has {name} = .* --set {name}="):
+            with_own(parse_toml(THEIRS), own)
+        own.setdefault(name.split(".")[0], {})[name.split(".")[1]] = "/mine"
+    found = with_own(parse_toml(THEIRS), own)
+    assert "/theirs" not in str(found)
+    assert found == {
+        "model": {"hf": "/mine"},
+        "data": {"path": "/mine", "tokenizer": "/mine"},
+        "world": {},
+        "memory": {},
+        "pipeline": {},
+        "run": {"steps": 800},
+    }
+    made = with_own({"model": {"factory": "their:model"}}, words(None, {}, ["model.factory=my:model"]))
+    assert made == {"model": {"factory": "my:model"}}
+
+
+def test_what_a_machine_has_for_itself_goes_on_to_its_other_workers() -> None:
+    """As words of a command, which are read back to the same tables."""
+    told = {
+        "model": {"factory": "my:model", "options": {"width": 8, "deep": {"a": [1, "x"]}}},
+        "data": {"path": "a 'b'"},
+    }
+    typed = as_words({**told, "run": {"steps": 3, "start": ""}})
+    assert typed[::2] == ["--set"] * 3 and words(None, {}, typed[1::2]) == told
 
 
 def test_cells_are_read_in_passes() -> None:
@@ -124,10 +184,8 @@ def test_the_mean_of_models(tmp_path: Path) -> None:
     (tmp_path / "new").touch()
     assert (tmp_path / "mean").stat().st_mode == (tmp_path / "new").stat().st_mode  # as the umask says
     save_file({"w": torch.tensor([1.0, float("nan")]), "n": torch.tensor([7])}, tmp_path / "bad")
-    save_file({"w": torch.zeros(3), "n": torch.tensor([7])}, tmp_path / "other")
-    for wrong, why in (("bad", "not finite"), ("other", "another shape")):
-        with pytest.raises(ValueError, match=why):
-            write_mean([tmp_path / "0", tmp_path / wrong], tmp_path / "mean")
+    with pytest.raises(ValueError, match="not finite"):
+        write_mean([tmp_path / "0", tmp_path / "bad"], tmp_path / "mean")
     (tmp_path / "damaged").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="no safetensors"):
         write_mean([tmp_path / "damaged"], tmp_path / "mean")

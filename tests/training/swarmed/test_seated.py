@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isles.comm.collectives.mail import MailNote
 from isles.comm.credentials import parse_token
+from isles.comm.elastic.swarm.words import Seek
 from isles.pipeline.swarm.post import FORWARD, HOME
 from isles.training.elastic.entering import Here, in_run
 from isles.training.swarmed.peering import take_part
@@ -346,6 +347,25 @@ def test_the_last_of_a_stage_hands_its_state_over(tmp_path: Path) -> None:
     summary = run.end(120)
     assert furthest(weights(run), undisturbed(tmp_path, "[1,1]", steps)) == 0
     assert summary["begun"] == 2
+
+
+def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
+    """Of the lighthouse alone: its peers are words to it. Nothing is kept at first, then the states of step 5."""
+    run = SwarmRun(seated(*settings("[1,1]", 30)), tmp_path / "run")
+    muster, said = run.keeper.muster, "all peers were lost: the run begins again at step "
+    for epoch in (1, 2, 3):
+        seats = [len(muster.peers), len(muster.peers) + 1]
+        calls = [partial(muster.gone, seat=seat) for seat in muster.members]
+        calls += [partial(muster.join, description="") for _ in seats]
+        calls += [partial(muster.hear, seat=seat, message=Seek(stage, 7)) for stage, seat in enumerate(seats)]
+        for call in calls:
+            run.keeper.lighthouse.act(call)
+        run.until(lambda epoch=epoch: muster.epoch == epoch)
+        run.until(lambda epoch=epoch: len([line for line in run.notices if said in line]) == epoch - 1)
+        muster.kept = 5 * (epoch - 1)
+    told = [line.removeprefix(said) for line in run.notices if said in line]
+    assert told == ["0, for no state is kept (run.checkpoint_every)", "5"]
+    run.stop()
 
 
 def test_what_cannot_be_is_a_line(tmp_path: Path) -> None:

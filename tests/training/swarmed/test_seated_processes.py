@@ -37,7 +37,7 @@ class Commands:
         host = "127.0.0.1" if home is None else home.address
         self.address, self.started = f"{host}:{self.port}", list[subprocess.Popen[bytes]]()
         (folder / "config.toml").write_text(to_toml(config))
-        words = ["--port", self.port, "--out", str(self.out), *(["--host", host] if home else [])]
+        words = ["--host", host, "--port", self.port, "--out", str(self.out)]
         self.light = self.start("lighthouse", str(folder / "config.toml"), *words)
         self.until(lambda: (self.out / "lighthouse.json").exists())
         (folder / "token").write_text(str(read(self.out / "credentials").token))

@@ -22,6 +22,7 @@ from isles.comm.elastic.gifts.taking import MOST_FACTS, PIECE, SEALED, GiftReque
 from isles.comm.elastic.keys import LIGHTHOUSE, gift_at, sealed
 from isles.comm.elastic.links.guide import Guide, Trusting
 from isles.comm.elastic.session import IncomingQuery, Session
+from isles.fields import integer, table, text
 from isles.parsing import parse_json
 
 _MOST_WAITING = 64
@@ -174,12 +175,10 @@ class Giver:
 
     def _asked(self, query: IncomingQuery) -> None:
         try:
-            asked = parse_json(query.payload[:MOST_FACTS])
-            what, number, offset, after, taker = (asked[key] for key in ("what", "number", "offset", "after", "taker"))
-            numbers = all(isinstance(one, int) for one in (number, offset, after, taker))
-            if not (isinstance(what, str) and numbers and offset >= 0):
-                raise ValueError
-        except (ValueError, KeyError, TypeError):
+            asked = table(parse_json(query.payload[:MOST_FACTS]), "a request")
+            what, offset = text(asked, "what"), integer(asked, "offset", 0, 1 << 62)
+            number, after, taker = (integer(asked, key, -1, 1 << 62) for key in ("number", "after", "taker"))
+        except ValueError:
             self.session.refused.note(-1, "a request for a gift that makes no sense")
             query.refuse(b"never")
             return

@@ -20,6 +20,7 @@ from typing import Any
 from isles.comm.elastic.keys import LIGHTHOUSE, PROOF, gift_at, sealed
 from isles.comm.elastic.links.guide import Trusting
 from isles.comm.elastic.session import Session
+from isles.fields import Unfit, integer, table
 from isles.parsing import parse_json
 
 PIECE = 1 << 20
@@ -29,6 +30,8 @@ MOST_FACTS = 1 << 16
 SEALED = b"isles gift "
 """Before a request, under a seal."""
 _TRUSTING = Trusting()
+_NUMBERS = {"size": (0, 1 << 62), "number": (0, 1 << 53), "crc32": (0, (1 << 32) - 1), "step": (0, 1 << 53)}
+_NUMBERS |= {"parts": (1, 1 << 16), "participants": (1, 1 << 30), "digest": (-1 << 63, (1 << 63) - 1)}
 _AGAIN = 0.2  # seconds
 _Answer = tuple[bytes | None, bytes | None]  # a reply, or why there is none
 
@@ -50,7 +53,8 @@ class GiftRequest:
     """A request for the file that `giver` offers under the name `what`.
 
     most: bytes that are accepted. seconds: without a piece until the gift counts as lost. wait: seconds until it must
-    be offered; None: as long as `seconds`. after: only a gift of a later round than this one will do.
+    be offered; None: as long as `seconds`. after, newest: only a gift of a later round than the one, and of none later
+    than the other, will do.
     """
 
     giver: str
@@ -59,6 +63,7 @@ class GiftRequest:
     seconds: float
     wait: float | None = None
     after: int = -1
+    newest: int = 1 << 53
 
     @property
     def patience(self) -> float:
@@ -112,7 +117,7 @@ class _Taking:
         lost: Callable[[], bool],
     ) -> None:
         self._session, self._key, self._taker, self._lost = session, gift_at(asked.giver), taker, lost
-        self._what, self._after = asked.what, asked.after
+        self._what, self._after, self._newest = asked.what, asked.after, asked.newest
         self._giver, self._introduction, self._word = seat_in(asked.giver), introduction, b""
         self._answers: dict[int, _Answer] = {}
         self._changed = threading.Condition()
@@ -126,7 +131,7 @@ class _Taking:
                 self._post(-1, 0, min(seconds, 5.0))
                 reply, refusal = self._wait(0, min(seconds, 5.0))
             if reply is not None:
-                return _facts(reply)
+                return _facts(reply, range(self._after + 1, self._newest + 1))
             if refusal == b"never":
                 raise NotOffered("there is none")
             if self._lost():
@@ -189,12 +194,17 @@ class _Taking:
             return self._answers.pop(offset, (None, None))
 
 
-def _facts(answer: bytes) -> dict[str, Any]:
-    """What a giver says of its gift. NotGiven where it is not as it must be."""
+def _facts(answer: bytes, rounds: range) -> dict[str, Any]:
+    """What a giver says of its gift, which is of one of `rounds`; all numbers of it are checked here. NotGiven."""
     try:
-        facts = parse_json(answer[:MOST_FACTS])
-        if all(isinstance(facts[key], int) and 0 <= facts[key] < 1 << 62 for key in ("size", "number", "crc32")):
-            return facts
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise NotGiven("what is said of it makes no sense")
+        facts = table(parse_json(answer[:MOST_FACTS]), "what is said of it")
+        left_out, whole = table(facts.get("left_out", {}), "left_out"), facts.get("whole", False)
+        if not isinstance(whole, bool) or not all(seat.isdecimal() and len(seat) < 10 for seat in left_out):
+            raise Unfit("whole is neither true nor false, or left_out names no seats")
+        facts["left_out"] = {int(seat): integer(left_out, seat, -1, 1 << 53) for seat in left_out}
+        bounds = _NUMBERS | {"round": (rounds.start, rounds.stop - 1)}
+        for key in facts.keys() & bounds.keys() | {"size", "number", "crc32"}:
+            integer(facts, key, *bounds[key])
+        return facts
+    except ValueError as error:
+        raise NotGiven(f"what is said of it makes no sense: {error}") from None

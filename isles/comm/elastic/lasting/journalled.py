@@ -25,6 +25,7 @@ class Journalled(ABC):
 
     def __init__(self, entries: Iterable[dict[str, Any]], until: float) -> None:
         self._out: list[Order] = []
+        self.finished: set[int] = set()
         for entry in entries:
             self._apply(entry)
         self._awaited = set(self._connected())

@@ -15,7 +15,7 @@ Calls in, orders out, as `membership`: no clock, no sockets; `Muster(rules, entr
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ class MusterRules:
 @dataclass
 class _Peer:
     """What is known of one seat. wish: None while it has not asked what to do. heard: when, and what it said of its
-    work.
+    work, `beside` whom. is_out: the others have gone on without it.
     """
 
     connected: bool = True
@@ -66,6 +66,8 @@ class _Peer:
     wish: int | None = None
     heard: float = 0.0
     serving: SwarmBeat | None = None
+    beside: Collection[int] = ()
+    is_out: bool = False
 
     @property
     def is_here(self) -> bool:
@@ -207,25 +209,40 @@ class Muster(Journalled):
         return Wait(self._wanted())
 
     def _serve(self, now: float, seat: int, serving: SwarmBeat) -> None:
-        """Taken where it goes on from what is known: with a member of it that is there, or before all others."""
-        count = len(self.rules.peers)
+        """What a peer says of others is that it works with them, or does not: it is of the swarm once more than half of
+        the others work with it, and counted out once so many do not, at a later step than its own.
+        """
         stages = dict(zip(serving.seats, serving.stages, strict=False))
         fits = len(stages) == len(serving.seats) == len(serving.stages) and seat in stages
-        fits = fits and len(serving.place) in (0, 4) and min(serving.place, default=0) >= 0
-        if not fits or not all(one in self.peers and 0 <= stages[one] < count for one in stages):
+        fits = fits and len(serving.place) in (0, 4) and 0 <= serving.step <= self.rules.last
+        numbers = (*serving.place, serving.seconds, serving.queue, serving.counted, serving.since)
+        fits = fits and all(0 <= number <= 1 << 40 for number in numbers)
+        if not fits or not all(one in self.peers and 0 <= stages[one] < len(self.rules.peers) for one in stages):
             raise ValueError("a swarm that cannot be")
-        alive = set(self.alive())
-        if serving.epoch != self.epoch or (alive and not alive & stages.keys()):
+        peer, others = self.peers[seat], {*self.alive()} - {seat}
+        is_new = seat not in self.members
+        if serving.epoch != self.epoch or peer.is_out or (is_new and others and not others & stages.keys()):
             self._reply(Apart("the run goes on without this part of its swarm"))
             return
-        peer = self.peers[seat]
-        peer.heard, peer.serving, peer.wish = now, serving, None
-        if serving.step >= self.step and (serving.step > self.step or stages.keys() != self.members.keys()):
-            self._ended_at = now - serving.since
-            self.step = serving.step
-            if stages != self.members:
-                self._record("serve", step=serving.step, seats=list(stages), stages=list(stages.values()))
+        peer.heard, peer.serving, peer.beside, peer.wish = now, serving, stages.keys(), None
+        beats = [self.peers[one].serving for one in self.alive()]
+        told = sorted(self.step if beat is None else beat.step for beat in beats)
+        if told and told[(len(told) - 1) // 2] > self.step:  # half of them, at the least, are there
+            self.step, self._ended_at = told[(len(told) - 1) // 2], now - serving.since
+        members = self.members | ({seat: stages[seat]} if self._is_of(seat) else {})
+        members = {one: at for one, at in members.items() if one in stages or self._is_of(one)}
+        if members != self.members:
+            self._record("serve", step=self.step, seats=list(members), stages=list(members.values()))
         self._reply(StatesKept(self.kept) if self.ended is None else Over(self.ended))
+
+    def _is_of(self, seat: int) -> bool:
+        """Whether it is one of the swarm, by what the others there have said last."""
+        own, others = self.peers[seat].serving, [self.peers[one] for one in self.alive() if one != seat]
+        said = [(seat in other.beside, other.serving.step) for other in others if other.serving is not None]
+        if seat not in self.members:
+            return 2 * sum(is_beside for is_beside, _ in said) > len(others) or not others
+        step = -1 if own is None else own.step
+        return 2 * sum(not is_beside and at > step for is_beside, at in said) <= len(others)
 
     def _form(self, now: float) -> None:
         """A new swarm, where there is none."""
@@ -278,6 +295,8 @@ class Muster(Journalled):
                 for seat in seats:
                     self.peers[seat].wish = None
             case {"event": "serve", "step": step, "seats": seats, "stages": stages}:
+                for seat in self.members.keys() - {*seats}:
+                    self.peers[seat].is_out = True
                 self.step, self.members = step, dict(zip(seats, stages, strict=True))
             case {"event": "kept", "step": step}:
                 self.kept = step

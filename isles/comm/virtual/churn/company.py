@@ -5,19 +5,19 @@ processes, with events in the place of its threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.line import Words
-from isles.comm.elastic.member import Member, Standing
-from isles.comm.elastic.messages import BeatReply, Examine, Leave, Load, Over, Proposal, Refusal, Reload
-from isles.comm.view import View
+from isles.comm.elastic.line import LighthouseLine
+from isles.comm.elastic.messages import BeatReply, Over, Refusal
 from isles.comm.virtual.events import ARRIVED, DEADLINE
 from isles.comm.virtual.scheduler import VirtualWorker
 
-_SOON, _PATIENCE = 0.2, 3.0  # seconds, as between processes
+_PATIENCE = 3.0  # seconds, as between processes
 
 
 class Asking(Protocol):
@@ -36,23 +36,17 @@ class _Sleep:
         self.error = error
 
 
-class VirtualCompany:
+class VirtualCompany(LighthouseLine):
     """`worker` in the seat of its rank. leaving: set where it is to leave. reports: what it said, as it comes."""
 
     def __init__(self, line: Asking, worker: VirtualWorker) -> None:
-        self.seat = worker.rank
-        self.member = Member(self.seat)
-        self.ended: Over | Examine | None = None
+        super().__init__(worker.rank, worker)
         self.leaving = threading.Event()
         self.is_dead = False
         self.heard: Callable[[int, Mapping[str, Any]], None] = lambda seat, event: None
-        self.waited = 0.0
         self._line, self._worker = line, worker
         self._sleep: _Sleep | None = None
-        self._load: Load | None = None
-        self._training = self._asking = self._again = False
-        self._has_answers = True
-        self.words = Words()
+        self._asking = self._again = False
 
     @property
     def turn(self) -> VirtualWorker:
@@ -65,143 +59,29 @@ class VirtualCompany:
         now = self._worker.scheduler.timeline.now
         return self.is_dead or self._worker.back(now) > now
 
-    # What the training thread asks, see `LighthouseLine`
-
-    def begin(self, round: int) -> View | None:
-        """See `Company.begin`."""
-        if self._has_answers and not self.wait(lambda: self._may_begin(round), _SOON):
-            self._has_answers = False
-        with self._worker:
-            view = self.member.begin(round)
-            self._training = True
-            self.poke()
-        return view
-
-    def _may_begin(self, round: int) -> bool:
-        return self.member.is_known(round) or self.member.call != self.member.ready or self.ended is not None
-
-    def skip(self, round: int) -> None:
-        """See `Company.skip`."""
-        with self._worker:
-            self.member.skip(round)
-            self.poke()
-
-    def standing(self, round: int) -> Standing:
-        """See `Company.standing`."""
-        with self._worker:
-            return self.member.group(round)
-
-    def lost(self, seat: int) -> bool:
-        """See `Company.lost`."""
-        with self._worker:
-            return self.member.lost(seat)
-
-    def is_silent(self, seat: int) -> bool:
-        """Nobody is asked: patience ends by itself."""
-        return False
-
-    def accepts(self, round: int, seats: Sequence[int]) -> bool:
-        """See `Company.accepts`."""
-        with self._worker:
-            return self.member.accept(round, seats)
+    # What the training thread asks
 
     @property
-    def is_called(self) -> bool:
-        """See `Company.is_called`."""
-        with self._worker:
-            return self.member.call != self.member.ready
-
-    @property
-    def is_over(self) -> bool:
-        """See `Company.is_over`."""
-        return self._is_off()
-
-    @property
+    @override
     def has_answers(self) -> bool:
-        """See `Company.has_answers`."""
-        return self._has_answers
-
-    def landed(self, word: Word) -> None:
-        """See `Company.landed`."""
-        with self._worker:
-            self.member.landed(word)
-            self.words.forget_before(word.round)
+        return self._answers
 
     @property
     def is_waiting(self) -> bool:
         """Whether it is there and not in a round."""
         return not self._training and not self.is_dead and self.ended is None
 
-    def load(self, seconds: float) -> Load | None:
-        """See `Company.load`."""
-        with self._worker:
-            self._training = False
-            self.poke()
-        self.wait(lambda: self._is_asked() or self.ended is not None, seconds)
-        with self._worker:
-            return self._load if self._is_asked() else None
-
-    def _is_asked(self) -> bool:
-        return self._load is not None and self._load.call > self.member.ready
-
-    def loaded(self, load: Load, round: int, left_out: Mapping[int, int]) -> None:
-        """See `Company.loaded`."""
-        with self._worker:
-            self.member.loaded(load, round, left_out)
-            self._load = None
-            self.poke()
-
-    def reload(self) -> None:
-        """See `Company.reload`."""
-        with self._worker:
-            self._load = None
-        self.ask(Reload())
-
-    def first(self, seconds: float, ahead: int = 0) -> int | None:
-        """See `Company.first`."""
-        self.wait(lambda: self.member.first(ahead) is not None or self._is_off(), seconds)
-        with self._worker:
-            return None if self.member.call != self.member.ready else self.member.first(ahead)
-
-    def _is_off(self) -> bool:
-        return self.member.call != self.member.ready or self.ended is not None
-
-    def until(self) -> int | None:
-        """See `Company.until`."""
-        with self._worker:
-            return self.member.until()
-
-    def left_out(self) -> dict[int, int]:
-        """See `Company.left_out`."""
-        with self._worker:
-            return dict(self.member.left_out)
-
-    def leaves_out(self, others: Mapping[int, int]) -> None:
-        """See `Company.leaves_out`."""
-        with self._worker:
-            self.member.left_out |= others
-
-    def pace(self, seconds: float) -> None:
-        """See `Company.pace`."""
-        with self._worker:
-            is_new, self.member.seconds = not self.member.seconds, seconds
-            if is_new:
-                self.poke()
-
-    def leave(self) -> bool:
-        """See `Company.leave`."""
-        return self.ask(Leave()) is not None
-
+    @override
     def report(self, event: Mapping[str, Any]) -> None:
-        """See `Company.report`."""
         with self._worker:
             self.heard(self.seat, event)
 
+    @override
     def reported(self, seconds: float) -> None:
         """Whatever is reported is heard at once."""
 
+    @override
     def ask(self, message: Any, seconds: float = _PATIENCE) -> Any:
-        """See `Company.ask`."""
         answers: list[Any] = []
 
         def answered(reply: Any) -> None:
@@ -213,9 +93,8 @@ class VirtualCompany:
         self.wait(lambda: bool(answers), seconds)
         return answers[0] if answers else None
 
+    @override
     def say(self, message: Any) -> None:
-        """See `Company.say`."""
-
         def answered(reply: Any) -> None:
             if isinstance(reply, Word):
                 self.words.hear(reply)
@@ -224,8 +103,8 @@ class VirtualCompany:
         with self._worker:
             self._line.ask(self.seat, message, answered)
 
+    @override
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
-        """See `Company.wait`."""
         worker = self._worker
         timeline, began, until = worker.scheduler.timeline, worker.clock, worker.clock + seconds
         while True:
@@ -251,27 +130,14 @@ class VirtualCompany:
         """The lighthouse says something."""
         if message == self._load:  # said again: another beat would only have it said once more
             return
-        match message:
-            case Proposal():
-                ack = self.member.proposed(message)
-                if ack is not None:
-                    self._line.ask(self.seat, ack, _ignored)
-            case View():
-                self.member.told(message)
-            case Word():
-                self.words.hear(message)
-            case Load():
-                self._load = message
-                self.member.call = max(self.member.call, message.call)
-            case Over() | Examine():
-                self.ended = message
-            case Refusal(reason=reason):
-                self.ended = Over(reason)
+        ack = self.take_in(message)
+        if ack is not None:
+            self._line.ask(self.seat, ack, _ignored)
         self.poke()
         self.changed()
 
+    @override
     def poke(self) -> None:
-        """Beat, now or after the answer that is awaited."""
         if self._asking:
             self._again = True
             return
@@ -282,7 +148,7 @@ class VirtualCompany:
     def _answered(self, beat: Any, answer: Any) -> None:
         self._asking = False
         if isinstance(answer, BeatReply):
-            self._has_answers = True
+            self._answers = True
             ack = self.member.answered(beat, answer)
             if ack is not None:
                 self._line.ask(self.seat, ack, _ignored)

@@ -30,7 +30,7 @@ from isles.training.config.sections import Config
 from isles.training.elastic.figures import figures
 from isles.training.elastic.given import MODEL
 from isles.training.elastic.joining import Participant
-from isles.training.elastic.lighthouse.averaging import spread, write_mean
+from isles.training.elastic.lighthouse.averaging import consolidate, spread
 from isles.training.elastic.lighthouse.keeper import MODEL_FILE
 from isles.training.elastic.terms import lands_together, last_round, rules
 from isles.training.records.rundir import SUMMARY, as_json
@@ -130,9 +130,11 @@ class ChurnedRun:
     def _mean(self, folder: Path) -> list[int]:
         """Write the one model; whose mean it is."""
         seats = sorted(seat for seat in self.meeting.finished if seat in self.results)
-        models = [folder / str(seat) / f"{MODEL}.safetensors" for seat in seats]
-        write_mean(models[:1] if lands_together(self.config) else models, self.out / MODEL_FILE)  # all are equal
-        self.spread = spread(models, self.out / MODEL_FILE)
+        models = {seat: folder / str(seat) / f"{MODEL}.safetensors" for seat in seats}
+        alike, ratio = lands_together(self.config), self.config.world.trust_ratio
+        left = consolidate(models, self.out / MODEL_FILE, alike=alike, ratio=ratio)
+        seats = [seat for seat in seats if seat not in left]
+        self.spread = spread([models[seat] for seat in seats], self.out / MODEL_FILE)
         return seats
 
     def _summary(self, seats: Sequence[int], seconds: float) -> SummaryTable:

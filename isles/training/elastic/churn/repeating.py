@@ -33,7 +33,7 @@ from isles.training.elastic.churn.script import RecordedLife, Script, script
 from isles.training.elastic.figures import recorded
 from isles.training.elastic.given import ANCHORS, MODEL, STATE
 from isles.training.elastic.joining import Ending, Participant
-from isles.training.elastic.lighthouse.averaging import write_mean
+from isles.training.elastic.lighthouse.averaging import consolidate
 from isles.training.elastic.terms import in_rounds, lands_together, last_round
 from isles.training.records.rundir import held
 
@@ -84,10 +84,10 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
         finally:
             torch.set_num_threads(before)
         seats = sorted(results)
-        models = [Path(folder) / str(seat) / f"{MODEL}.safetensors" for seat in seats]
+        models = {seat: Path(folder) / str(seat) / f"{MODEL}.safetensors" for seat in seats}
         if not models:
             raise ValueError(f"{run}: nobody came to the run's last round: only runs that have ended are repeated")
-        write_mean(models[:1] if lands_together(config) else models, out)
+        consolidate(models, out, alike=lands_together(config), ratio=config.world.trust_ratio)
     return seats
 
 

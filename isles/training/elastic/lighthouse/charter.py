@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from isles.comm.elastic.orders import Rules
+from isles.parsing import parse_json, parse_toml
 from isles.pipeline.config import PipelineConfig
 from isles.training.config.reading import Tables, sections
 from isles.training.config.sections import RunConfig, WorldConfig
@@ -48,7 +48,7 @@ class Charter:
 
 def draw_up(text: str, rules: Rules) -> Charter:
     """The charter of the run whose whole configuration is `text`."""
-    tables = tomllib.loads(text)
+    tables = parse_toml(text)
     parts = {name: part for name, part in sections(tables).items() if name in ("world", "run", "pipeline")}
     return Charter(text=text, method=tables["replicas"]["method"], rules=rules, **parts)
 
@@ -74,7 +74,7 @@ def drawn_up(tables: Tables) -> Charter:
         raise ValueError(done.stdout.strip())
     if done.returncode:
         raise OSError(f"the process that reads the configuration ended with code {done.returncode}")
-    told = json.loads(done.stdout)
+    told = parse_json(done.stdout)
     for line in told["warnings"]:
         warnings.warn(line, stacklevel=2)
     return draw_up(told["text"], Rules(**told["rules"]))

@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 
+from isles.parsing import parse_json
 from isles.training.config.reading import to_toml
 from isles.training.elastic.lighthouse.charter import REFUSED, as_told
 from isles.training.elastic.terms import elastic, rules
@@ -14,7 +15,7 @@ from isles.training.elastic.terms import elastic, rules
 
 def main() -> int:
     """The exit code."""
-    tables = json.load(sys.stdin)
+    tables = parse_json(sys.stdin.read())
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a module of one's own may print
     with warnings.catch_warnings(record=True) as warned:

@@ -19,18 +19,18 @@ from typing import Any
 from typing_extensions import override
 
 from isles.comm.elastic.calls import RoundsAssembly
-from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, take
+from isles.comm.elastic.gifts.taking import NotGiven
 from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.messages import Examine, Over
+from isles.comm.elastic.messages import MARGIN, Examine, Over
 from isles.comm.elastic.orders import Assembly
-from isles.comm.elastic.record import EXCHANGES, as_line, from_line
+from isles.comm.elastic.record import EXCHANGES, RoundLine, as_line, from_line
 from isles.comm.errors import PeerLost
 from isles.durable import no_room, write_text
 from isles.network.planner.closed import parallel_bytes
 from isles.training.elastic.figures import figures, recorded
 from isles.training.elastic.given import MODEL, STATE, giver_of, kept_as
-from isles.training.elastic.lighthouse.averaging import spread, write_mean
-from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, MOST, RunKeeper
+from isles.training.elastic.lighthouse.averaging import consolidate, spread
+from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, RunKeeper
 from isles.training.elastic.lighthouse.kept import KeptStates, is_whole
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, summarise
@@ -71,6 +71,8 @@ class Keeper(RunKeeper):
         if not taken:
             raise PeerLost(members[0], "no worker of the last view could be asked for what it came to")
         self._judge(sorted(taken))
+        if self.stopping.is_set():
+            return None
         summary = summarise(self.charter, [self.results[seat] for seat in sorted(taken)], time.perf_counter() - began)
         if self.judged:
             summary["val_loss"] = self.judged[0]
@@ -116,40 +118,34 @@ class Keeper(RunKeeper):
         return False
 
     def _fetch(self, seat: int, place: int, path: Path) -> int:
-        giver, patience = giver_of(seat, place), self.charter.world.outer_deadline
-        asked = GiftRequest(giver=giver, what=STATE, most=MOST, seconds=patience)
-        facts = take(self.session, asked, path, introduction=self.keys.introduction)
-        if not is_whole(path):
-            raise NotGiven("it is no file of tensors")
-        return facts.get("round", -1)
+        rounds = sorted(self.membership.workers[one].round for one in self.members())
+        newest = rounds[(len(rounds) - 1) // 2] + MARGIN  # so far half of them say that they are, or soon
+        facts = self.fetch(giver_of(seat, place), STATE, path, self.charter.world.outer_deadline, newest=newest)
+        if not is_whole(path) or "round" not in facts:
+            raise NotGiven("it is no file of tensors, or of no round")
+        return facts["round"]
 
     def _offer(self, states: Sequence[Path]) -> None:
         for place, path in enumerate(states):
             self.giver.offer(kept_as(place), path, {})
 
     def _collect(self, seats: Sequence[int]) -> list[int]:
-        """Fetch the models of `seats`, and write their mean; whose they are. Who is lost meanwhile costs its share."""
-        taken: dict[int, Path] = {}
-        for seat in seats:
-            path = self.out / f"model-{seat}.partial"
+        """Fetch the models of `seats`, and write the one model; whose it is of. Who is lost costs its share."""
+        left, paths = dict[int, str](), {seat: self.out / f"model-{seat}.partial" for seat in seats}
+        for seat, path in paths.items():
             try:
-                patience = self.charter.world.outer_deadline
-                asked = GiftRequest(giver=str(seat), what=MODEL, most=MOST, seconds=patience)
-                take(self.session, asked, path, introduction=self.keys.introduction)
-                write_mean([path], self.out / "looked.partial")  # or refuses it
-            except (NotGiven, ValueError) as why:
-                self.on_notice(f"worker {seat}'s model is left out: {why}")
-                path.unlink(missing_ok=True)
-                continue
-            taken[seat] = path
-        (self.out / "looked.partial").unlink(missing_ok=True)
-        if taken:
-            models = list(taken.values())
-            write_mean(models[:1] if self.charter.rules.agrees else models, self.out / MODEL_FILE)  # all are equal
-            self.spread = spread(list(taken.values()), self.out / MODEL_FILE)
-        for path in taken.values():
+                self.fetch(str(seat), MODEL, path, self.charter.world.outer_deadline, copies=1)
+            except NotGiven as why:
+                left[seat] = str(why)
+        taken, out = {seat: path for seat, path in paths.items() if seat not in left}, self.out / MODEL_FILE
+        left |= consolidate(taken, out, alike=self.charter.rules.agrees, ratio=self.charter.world.trust_ratio)
+        for seat, why in left.items():
+            self.on_notice(f"worker {seat}'s model is left out: {why}")
+        kept = [seat for seat in seats if seat not in left]
+        self.spread = spread([paths[seat] for seat in kept], out) if kept else 0.0
+        for path in paths.values():
             path.unlink(missing_ok=True)
-        return list(taken)
+        return kept
 
     def _judge(self, seats: Sequence[int]) -> None:
         """Have one of `seats` judge the one model."""
@@ -159,7 +155,8 @@ class Keeper(RunKeeper):
         for seat in seats:
             if not self.judged:
                 self.lighthouse.tell([seat], Examine())
-                self.lighthouse.wait(lambda: bool(self.judged), self.charter.world.eval_deadline)
+                patience = self.charter.world.eval_deadline
+                self.lighthouse.wait(lambda: bool(self.judged) or self.stopping.is_set(), patience)
         copy.unlink(missing_ok=True)
 
     @override
@@ -175,7 +172,8 @@ class Keeper(RunKeeper):
     def _note(self, seat: int, told: Any) -> None:
         """A line of its rounds, by this machine's clock. ValueError where it is none of its own."""
         line = from_line(told)
-        if line.seat != seat:
-            raise ValueError("a line of another seat's rounds")
+        rounds = (line.round,) if isinstance(line, RoundLine) else (line.first, line.copied, line.has)
+        if line.seat != seat or max(rounds) > (self.membership.last or max(rounds)) + 1:
+            raise ValueError("a line of another seat's rounds, or of rounds that this run has not")
         self._exchanges.write(as_json(as_line(replace(line, at=round(time.time(), 3)))) + "\n")
         self._exchanges.flush()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from isles.comm.elastic.gifts.giving import Giver
+from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, take
 from isles.comm.elastic.journal import NAME, Journal
 from isles.comm.elastic.keys import LIGHTHOUSE, SeatKeys
 from isles.comm.elastic.lighthouse import GRACE, Lighthouse
@@ -28,7 +29,8 @@ from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.session import open_session
 from isles.comm.tcp import room_for
 from isles.durable import no_room
-from isles.launch.fields import Unfit, integer, table
+from isles.fields import Unfit, integer, table
+from isles.training.elastic.given import BESIDE, COPIES
 from isles.training.elastic.lighthouse.charter import Charter
 from isles.training.elastic.lighthouse.refused import RefusalBook
 from isles.training.records.events import Schema
@@ -41,8 +43,7 @@ MODEL_FILE = "model.safetensors"
 _DESCRIPTORS, _SPARE = 3, 512  # open files of a lighthouse: for each member, and beside
 LOOK = 1.0
 """Seconds between looks at what is due."""
-MOST = 1 << 40
-"""Bytes of a state or model: no more than a disk holds."""
+_MOST = 1 << 40  # bytes of a file where the model's are not known
 
 
 class RunKeeper(ABC):
@@ -125,7 +126,9 @@ class RunKeeper(ABC):
             if is_new and journal.entries:
                 self.on_notice("its credentials were not there: whoever took part must join anew, with the new token")
             self.told(str(mine.token))
-            summary = self.keep()
+            summary = None
+            with contextlib.suppress(InterruptedError):
+                summary = self.keep()
         if summary is not None:
             forget(self.out)
         return summary
@@ -154,6 +157,18 @@ class RunKeeper(ABC):
     @abstractmethod
     def hear(self, seat: int, kind: str, value: Any) -> bool:
         """An event of one key that is of this kind of run alone; False where it is none. ValueError refuses it."""
+
+    def fetch(
+        self, giver: str, what: str, path: Path, seconds: float, copies: int = COPIES, newest: int = 1 << 53
+    ) -> dict[str, Any]:
+        """`take`, of no more than so many copies of the first model. InterruptedError where the lighthouse stops."""
+        weights, keys, stops = self.charter.rules.weights, self.keys.introduction, self.stopping.is_set
+        most = copies * weights + BESIDE if weights else _MOST
+        try:
+            asked = GiftRequest(giver=giver, what=what, most=most, seconds=seconds, newest=newest)
+            return take(self.session, asked, path, introduction=keys, lost=stops)
+        except NotGiven as why:
+            raise InterruptedError if stops() else why from None
 
     def links(self) -> dict[str, int]:
         """Bytes that the workers have sent directly and over the lighthouse, and those by the lighthouse's count."""

@@ -1,0 +1,40 @@
+"""What each machine says for itself in a run that it joined. A joiner takes no path and no code from a lighthouse, nor
+how its own machine is used: it has what was typed there (`--set`), or the defaults. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import tomlkit
+
+from isles.errors import as_typed, printable
+from isles.training.config.reading import Tables, over
+
+_NEEDED = ("model.hf", "model.factory", "data.path", "data.tokenizer")  # without which it would be another run
+_OWN = (*_NEEDED, "model.options", "model.device", "data.cache", "pipeline.plan", "memory.disk", "memory.machine")
+_OWN += ("memory.plan", "world.threads", "world.links", "world.inner_links", "run.start", "run.loggers")
+
+
+def with_own(theirs: Tables, own: Tables) -> Tables:
+    """The run's configuration for this machine. ValueError where this machine must say more, or says too much."""
+    for name in (f"{section}.{key}" for section in own for key in own[section]):
+        if name not in _OWN:
+            raise ValueError(f"--set {name}: is the lighthouse's to say; a joiner may say {', '.join(_OWN)}")
+    for name in _OWN:
+        section, key = name.split(".")
+        said = theirs.get(section, {}).pop(key, None)
+        if name in _NEEDED and said not in (None, "", "bytes") and key not in own.get(section, {}):
+            raise ValueError(
+                f"the run has {name} = {printable(as_typed(said), 100)}, and a joiner takes no path and no code from a "
+                f"lighthouse: say what it is on this machine, --set {name}=..."
+            )
+    return over(theirs, own)
+
+
+def as_words(tables: Tables) -> list[str]:
+    """What is a machine's own of `tables`, for the command of another worker on it."""
+    found = []
+    for name in _OWN:
+        section, key = name.split(".")
+        if value := tables.get(section, {}).get(key):
+            found += ["--set", f"{name}={tomlkit.item([[], value]).as_string()[5:-1]}"]  # a table in one line, too
+    return found

@@ -1,0 +1,212 @@
+"""Numbers that a member of a run says: what is no whole number of this run is refused before it is used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+
+from isles.comm.elastic.ballot import Word
+from isles.comm.elastic.calls import RoundsAssembly
+from isles.comm.elastic.gifts.giving import Giver
+from isles.comm.elastic.gifts.taking import NotGiven, _facts
+from isles.comm.elastic.keys import LIGHTHOUSE, SeatKeys
+from isles.comm.elastic.messages import Accusation, Ack, Beat, Delivered, Later, Load, Silent
+from isles.comm.elastic.orders import Rules
+from isles.comm.elastic.record import RoundLine, StartLine, as_line, from_line
+from isles.comm.elastic.session import open_session
+from isles.comm.errors import Malformed
+from isles.fields import Unfit
+from isles.pipeline.ravnest.entering import ClusterWelcome
+from isles.training.clustered.node import ClusterWorker
+from isles.training.clustered.seated import _restore
+from isles.training.elastic.given import STATE
+from isles.training.elastic.lighthouse.keeper import Keeper
+from isles.training.elastic.lighthouse.kept import KeptStates
+from isles.training.elastic.terms import charter_of
+from isles.training.records.events import Schema
+from isles.training.swarmed.trainer import _read
+from tests.comm.elastic.sessions import router
+from tests.comm.elastic.test_gifts import Known
+from tests.training.elastic.test_terms import config
+
+HUGE = 1 << 61
+WRONG = ["7", 7.5, True, None, [7], -1, HUGE]
+
+
+def run_of(seats: int) -> RoundsAssembly:
+    """All in round 5 of 20."""
+    run = RoundsAssembly(Rules(founders=seats, sync_every=5, last=20, agrees=True, quorum=0.5))
+    for seat in range(seats):
+        run.join(0.0, "text")
+        run.hear(0.0, seat, Beat(ready=0))
+    for seat in range(seats):
+        run.hear(0.0, seat, Beat(5, 0, 0))
+    return run
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Beat(21, 0, 0),
+        Beat(5, 0, 0, seconds=1e299),
+        Ack(1, True, Beat(5, 0, 0, seconds=-1.0)),
+        Accusation(5, 0, 9, "refused"),
+        *(Delivered(round, 5, 1.0) for round in (-1, 0, 9, HUGE)),
+        *(Delivered(5, steps, 1.0) for steps in (-1, 0, 101, HUGE)),
+        *(Delivered(5, 5, seconds) for seconds in (-1.0, 1e299)),
+    ],
+)
+def test_words_of_members(said: Any) -> None:
+    run = run_of(3)
+    with pytest.raises(ValueError, match="that"):
+        run.hear(1.0, 1, said)
+    assert not run.ballots.are_open
+    assert run.hear(1.0, 1, Delivered(5, 5, 1.0)) is not None and run.ballots.are_open
+
+
+def test_words_that_no_member_says_are_nobody_s() -> None:
+    """Whatever they hold: of every kind that there is."""
+    run = run_of(3)
+    for said in (Word(5, "land", 0, (1,), steps=(5,)), Later(1e300, "x"), Load(0, HUGE, -1.0), Silent(HUGE)):
+        assert run.hear(1.0, 1, said) is None
+
+
+@pytest.mark.parametrize("key", ["round", "step", "parts", "participants", "digest", "size", "number", "crc32"])
+def test_what_is_said_beside_a_file(key: str) -> None:
+    good = {"size": 9, "number": 1, "crc32": 5, "round": 7, "step": 7, "parts": 2, "participants": 3, "digest": -5}
+    good |= {"whole": True, "left_out": {"3": 1}}
+    assert _facts(json.dumps(good).encode(), range(6, 8)) == good | {"left_out": {3: 1}}
+    fine = {"digest": (-1, HUGE), "size": (HUGE,)}.get(key, ())
+    for wrong in [*(one for one in WRONG if one not in fine), HUGE**2]:
+        with pytest.raises(NotGiven, match=f"{key} is no whole number"):
+            _facts(json.dumps(good | {key: wrong}).encode(), range(6, 8))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"round": 5},  # older than what was asked for
+        {"round": 8},
+        {"whole": 1},
+        {"left_out": [3]},
+        {"left_out": {"9" * 5000: 1}},
+        {"left_out": {"-3": 1}},
+        {"left_out": {"3": True}},
+        {"left_out": {"3": 1 << 60}},
+    ],
+)
+def test_what_else_is_said_beside_a_file(more: dict[str, Any]) -> None:
+    with pytest.raises(NotGiven, match="makes no sense"):
+        _facts(json.dumps({"size": 9, "number": 1, "crc32": 5, **more}).encode(), range(6, 8))
+
+
+class Lying(Giver):
+    """says: of which round its file is."""
+
+    says: Any = 5
+
+    def _give(self, query: Any, taker: int, data: bytes) -> None:
+        super()._give(query, taker, data.replace(b'"round": 5', b'"round": ' + json.dumps(self.says).encode()))
+
+
+def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> None:
+    """Six members say that theirs is of a text, of a path, of 2^61, of 2^61 + 1; the seventh's is kept."""
+    pytest.importorskip("zenoh")
+    keys, folder = SeatKeys(tmp_path), tmp_path / "states"
+    rounds = [HUGE, HUGE + 1, "../../5", 9, True, "5", 5]
+    with router(tmp_path) as (mine, address, host):
+        end = open_session("client", mine, connect=address)
+        try:
+            kept = KeptStates(folder, 1)
+            for round in (3, 4):
+
+                def before(place: int, path: Path, round: int = round) -> int:
+                    save_file({"w": torch.zeros(2)}, path)
+                    return round
+
+                assert kept.save(before)
+            notices: list[str] = []
+            made = Keeper(charter_of(config("run.steps=20")), tmp_path, address, print, print, notices.append)
+            made.session, made.keys, made._states = host, keys, kept
+            made.membership = run_of(len(rounds))
+            made.membership.hear(0.0, 0, Beat(20, 0, 0))  # one of them alone says that it is there
+            made.lighthouse = SimpleNamespace(look=lambda at: at(0.0))  # type: ignore[assignment]
+            made.giver = Giver(host, LIGHTHOUSE, print)
+            for seat, told in enumerate(rounds):
+                path = tmp_path / f"given-{seat}"
+                save_file({"w": torch.full((2,), float(seat))}, path)
+                giver = Lying(end, str(seat), print, guide=Known(keys, seat))
+                giver.says = told
+                giver.offer(STATE, path, {"round": 5})
+            assert made._save()
+        finally:
+            end.close()
+    assert sorted(path.name for path in folder.iterdir()) == [f"round-{r}-place-0.safetensors" for r in (4, 5)]
+    assert load_file(folder / "round-5-place-0.safetensors")["w"].tolist() == [6, 6]
+
+
+def test_lines_of_rounds_that_this_run_has_not(tmp_path: Path) -> None:
+    line = RoundLine(seat=1, round=4, view=0, spare=0, steps=5, seconds=1.0, seats=(0, 1), outcome="whole", at=1.0)
+    assert from_line(as_line(line)) == line
+    for key in ("round", "steps", "spare", "view"):
+        for wrong in ["7", 7.5, True, None, [7], -2, HUGE]:
+            with pytest.raises(ValueError, match=key):
+                from_line(as_line(line) | {key: wrong})
+    made = Keeper(charter_of(config("run.steps=20")), tmp_path, "127.0.0.1:1", print, print, print)  # 4 rounds
+    made.membership = RoundsAssembly(made.charter.rules)
+    start = StartLine(seat=1, first=4, donor=0, copied=3, has=1 << 39, size=5, at=1.0)
+    for told in (as_line(line) | {"round": 1 << 39}, as_line(start)):
+        with pytest.raises(ValueError, match="rounds that this run has not"):
+            made._note(1, told)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1, -1.0, None, True, "7"])
+@pytest.mark.parametrize("key", ["parameters", "tokens", "bytes_sent", "compute_seconds", "replica_std"])
+def test_figures_of_a_result(key: str, wrong: Any) -> None:
+    names = "tokens parameters replica_std bytes_sent bytes_received ddp_bytes compute_seconds blocked_seconds"
+    good = dict.fromkeys([*names.split(), "train_seconds", "virtual_seconds"], 1)
+    good |= {"val_loss": None, "val_loss_replica": float("nan"), "corpus_sha256": "", "memory": None, "channels": {}}
+    schema = Schema(charter_of(config("run.steps=20")))
+    assert schema("done", good, {1})[key] == 1
+    with pytest.raises(Unfit):
+        schema("done", good | {key: wrong}, {1})
+
+
+def state(**more: Any) -> torch.Tensor:
+    """Of a swarm's stage, as another peer gives it."""
+    text = json.dumps({"steps": 3, "norm": 1.0} | more).encode()
+    data = save({"__structure__": torch.frombuffer(bytearray(text), dtype=torch.uint8), "w": torch.zeros(2)})
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def test_a_stage_s_state_that_is_none() -> None:
+    assert _read(state(), 20)["steps"] == 3
+    bad = [state(steps=wrong) for wrong in [*WRONG, 21]] + [state(norm=wrong) for wrong in ("1", None, True, -1)]
+    for given in [*bad, torch.zeros(3, dtype=torch.uint8), state()[:-1]]:
+        with pytest.raises(Malformed, match="a stage's state that is none"):
+            _read(given, 20)
+
+
+def test_clusters_begin_at_a_step_of_the_run() -> None:
+    """Not after 2^61 updates of a schedule, one by one."""
+    begun: list[tuple[int, int]] = []
+    run = SimpleNamespace(steps=20)
+    worker: Any = SimpleNamespace(
+        config=SimpleNamespace(run=run), begin_after=lambda *at: begun.append(at), serving=None
+    )
+    for facts in ([HUGE, 5], [21, 5], [-1, 5], [3, -1], [3.5, 5.0], [3], [3, 5, 7]):
+        with pytest.raises(ValueError, match=r"whole number|zip"):
+            _restore(worker, {"facts": torch.tensor(facts)})
+    _restore(worker, {"facts": torch.tensor([3, 5])})
+    assert begun == [(3, 5)]
+    good = {"step": 3, "since": 0, "before": 0, "most": 4, "judges": 1}
+    for more in ({"step": HUGE}, {"since": 21}, {"step": True}, {"before": 1 << 60}):
+        welcome = ClusterWelcome(swaps=1, seats=None, facts=good | more)  # type: ignore[arg-type]
+        with pytest.raises(Unfit):
+            ClusterWorker.come(worker, welcome)

@@ -1,0 +1,166 @@
+"""The one model at the end: whose files it is of, and what a member that lies hands in for nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from isles.training.elastic.lighthouse import averaging, keeping
+from isles.training.elastic.lighthouse.averaging import consolidate, same_weights, spread, write_mean
+from isles.training.elastic.lighthouse.keeper import Keeper
+from isles.training.elastic.terms import charter_of
+from isles.training.records.saved import save_model
+from tests.training.elastic.test_terms import config
+
+NOTES = {"head": "embedding"}
+
+
+def files(folder: Path, *models: dict[str, Tensor], notes: dict[str, str] | None = None) -> dict[int, Path]:
+    """By seat."""
+    found = {}
+    for seat, model in enumerate(models):
+        found[seat] = folder / f"{seat}.safetensors"
+        save_file(model, found[seat], notes)
+    return found
+
+
+def replicas(count: int, apart: float = 0.01) -> list[dict[str, Tensor]]:
+    """What pairs come to: near each other."""
+    torch.manual_seed(1)
+    middle = torch.randn(40, 5)
+    return [{"w": middle + apart * torch.randn(40, 5), "n": torch.tensor([7])} for _ in range(count)]
+
+
+@pytest.mark.parametrize("liar", [0, 3])
+def test_all_land_the_model_that_most_have(tmp_path: Path, liar: int) -> None:
+    (honest,) = replicas(1)
+    models = [honest] * 4
+    models[liar] = {**honest, "w": honest["w"] + 1e-7}
+    left = consolidate(files(tmp_path, *models), tmp_path / "out", alike=True, ratio=10.0)
+    assert left == {liar: "it is not the one that the others have landed"}
+    assert torch.equal(load_file(tmp_path / "out")["w"], honest["w"])
+
+
+def test_notes_of_one_member_are_not_taken_over(tmp_path: Path) -> None:
+    """They say which tensors are tied."""
+    (honest,) = replicas(1)
+    found = files(tmp_path, honest, honest, honest, notes=NOTES)
+    save_file(honest, found[0], {"head": "another"})
+    assert consolidate(found, tmp_path / "out", alike=True, ratio=10.0).keys() == {0}
+    with safe_open(str(tmp_path / "out"), "np") as file:
+        assert file.metadata() == NOTES
+
+
+@pytest.mark.parametrize(("count", "liars"), [(3, 1), (4, 1), (5, 2), (7, 3)])
+def test_the_mean_is_of_those_that_are_near_each_other(tmp_path: Path, count: int, liars: int) -> None:
+    """Whoever is a hundred times as far from the median as they usually are is left out, wherever it sits."""
+    models = replicas(count)
+    for seat in range(liars):
+        models[seat] = {**models[seat], "w": models[seat]["w"] + 1.0}
+    models[liars] = {**models[liars], "n": torch.tensor([9])}  # which is no distance
+    left = consolidate(files(tmp_path, *models), tmp_path / "out", alike=False, ratio=10.0)
+    assert left.keys() == {*range(liars)} and all("as far from the others as usual" in why for why in left.values())
+    honest = [model["w"] for model in models[liars:]]
+    found = load_file(tmp_path / "out")
+    assert torch.equal(found["w"], sum(honest[1:], honest[0]) / len(honest))
+    assert found["n"].tolist() == [7] if count > 3 else [9]
+
+
+def test_honest_ones_are_all_in_the_mean(tmp_path: Path) -> None:
+    """Also where one has moved five times as far; of two nobody can say which is wrong; equal ones are no measure."""
+    models = replicas(4)
+    models[2]["w"] = models[2]["w"] + 0.03
+    two = [replicas(1)[0], {"w": torch.full((40, 5), 1e9), "n": torch.tensor([7])}]
+    alike = [*replicas(1) * 2, *replicas(1, apart=0.02)]
+    for number, many in enumerate((models, two, alike)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert consolidate(files(folder, *many), folder / "out", alike=False, ratio=10.0) == {}
+
+
+def test_a_file_of_other_tensors_ends_nobody(tmp_path: Path) -> None:
+    """As where the first one's is valid and of another model: before, the mean of all could not be taken then."""
+    found = files(tmp_path, {"x": torch.zeros(3)}, *replicas(2), {"w": torch.full((40, 5), float("nan"))})
+    found[4] = tmp_path / "none"
+    found[4].write_bytes(b"\xff" * 100)
+    left = consolidate(found, tmp_path / "out", alike=False, ratio=10.0)
+    assert left.keys() == {0, 3, 4} and left[0] == "its tensors are not those of the others"
+    assert "w is not finite" in left[3] and "no safetensors file" in left[4]
+    assert consolidate({0: found[4]}, tmp_path / "none of all", alike=True, ratio=10.0).keys() == {0}
+    assert not (tmp_path / "none of all").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_means_of_every_format_are_those_of_a_fixed_world(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Summed in float32 at the least, in the order of the seats, rounded once; torch does the same."""
+    torch.manual_seed(2)
+    weights = [torch.randn(33, 7).to(dtype) for _ in range(3)]
+    found = files(tmp_path, *({"w": one, "s": one[0, 0].clone()} for one in weights))
+    write_mean([*found.values()], tmp_path / "out")
+    wide = [one.to(torch.promote_types(dtype, torch.float32)) for one in weights]
+    mean = ((wide[0] + wide[1] + wide[2]) / 3).to(dtype)
+    got = load_file(tmp_path / "out")
+    assert got["w"].dtype == dtype and torch.equal(got["w"], mean) and torch.equal(got["s"], mean[0, 0])
+    apart = torch.stack(wide).double() - mean.double()
+    expected = (3 * 33 * 7 * apart.square().mean() + apart[:, 0, 0].square().sum()) / (3 * (33 * 7 + 1))
+    assert spread([*found.values()], tmp_path / "out") == pytest.approx(float(expected.sqrt()), rel=1e-12)
+    write_mean([found[1]], tmp_path / "one")
+    assert same_weights(tmp_path / "one", found[1]) and not same_weights(tmp_path / "one", found[2])
+
+
+def test_bfloat16_is_rounded_to_even_and_infinities_are_refused(tmp_path: Path) -> None:
+    """1 and 1 + 2^-7 are neighbours: their mean lies between them; 1 + 2^-7 and 1 + 2^-6 likewise."""
+    one, two = torch.tensor([1.0, 1.0078125]).bfloat16(), torch.tensor([1.0078125, 1.015625]).bfloat16()
+    found = files(tmp_path, {"w": one}, {"w": two}, {"w": torch.tensor([1.0, float("inf")]).bfloat16()})
+    write_mean([found[0], found[1]], tmp_path / "out")
+    assert load_file(tmp_path / "out")["w"].tolist() == [1.0, 1.015625]
+    with pytest.raises(ValueError, match="w is not finite"):
+        write_mean([found[2]], tmp_path / "out")
+
+
+def test_tensors_longer_than_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = replicas(3)
+    found = files(tmp_path, *models)
+    write_mean([*found.values()], tmp_path / "whole")
+    monkeypatch.setattr(averaging, "_AT_ONCE", 100)
+    write_mean([*found.values()], tmp_path / "piecewise")
+    assert (tmp_path / "whole").read_bytes() == (tmp_path / "piecewise").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_the_keeper_names_whom_it_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, dtype: str
+) -> None:
+    """The liar sits first. Only the way of the files is left out: they are there."""
+    models = [torch.nn.Linear(8, 4).to(getattr(torch, dtype)) for _ in range(4)]
+    torch.manual_seed(3)
+    start = torch.randn(4, 8)
+    for seat, model in enumerate(models):
+        moved = 50.0 if not seat else 0.05 * torch.randn(4, 8) if method == "noloco" else 0.0
+        model.weight.data.copy_(start + moved)
+        model.bias.data.zero_()
+        save_model(model, tmp_path / f"given-{seat}")
+
+    def take(session: Any, asked: Any, path: Path, **_: Any) -> dict[str, Any]:
+        path.write_bytes((tmp_path / f"given-{asked.giver}").read_bytes())
+        return {}
+
+    monkeypatch.setattr(keeping, "take", take)
+    notices: list[str] = []
+    settings = ("run.steps=20", f"replicas.method={method}", f"model.dtype={dtype}")
+    made = Keeper(charter_of(config(*settings)), tmp_path, "127.0.0.1:1", print, print, notices.append)
+    made.session = made.keys = type("Nobody", (), {"introduction": None})()  # type: ignore[assignment]
+    assert made._collect(range(4)) == [1, 2, 3]
+    assert len(notices) == 1 and notices[0].startswith("worker 0's model is left out: it is ")
+    weight = load_file(tmp_path / "model.safetensors")["weight"]
+    honest = [model.weight.detach().float() for model in models[1:]]
+    mean = (honest[0] + honest[1] + honest[2]) / 3
+    assert torch.equal(weight, (mean if method == "noloco" else honest[0]).to(weight.dtype))
+    assert not [*tmp_path.glob("*.partial")]
