@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from isles.memory.engines.base import Inline
 from isles.memory.engines.cuda import Cuda, CudaMoves
-from isles.memory.engines.inline import Inline
 from isles.memory.managed import manage
 from isles.memory.measuring import measure_machine
 from isles.memory.plan import InfeasibleBudget, MemoryPlan

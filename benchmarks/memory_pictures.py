@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from isles.memory.engines.inline import Inline
+from isles.memory.engines.base import Inline
 from isles.memory.lanes import SimulatedSpan, simulate
 from isles.memory.managed import manage
 from isles.memory.meter import MemoryMeter

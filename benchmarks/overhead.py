@@ -26,9 +26,8 @@ import isles
 from benchmarks._measure import Row, interleaved, report
 from benchmarks._models import Weights, byte_model
 from isles.comm.mesh import Mesh
-from isles.replicas.loop.finite import FiniteCheck
 from isles.replicas.loop.fragment import Exchange, Flight
-from isles.replicas.loop.sweep import Sweep
+from isles.replicas.loop.sweep import FiniteCheck, Sweep
 
 BLOCK_STEPS = 20
 TOKENS = 512  # a step

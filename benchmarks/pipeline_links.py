@@ -45,7 +45,7 @@ from isles.network.routing.search import Effort
 from isles.network.routing.strategies import strategies
 from isles.network.routing.wires import MessageLines, Sizes
 from isles.network.topology import Topology
-from isles.pipeline.boundaries.none import FullStream
+from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.executor import Executor, Ways
 from isles.pipeline.wire import StageForm
 

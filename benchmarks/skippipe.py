@@ -20,8 +20,8 @@ from benchmarks._reference import instance, paths_of
 from isles.network.named import links
 from isles.network.routing.assign import Scores, assign
 from isles.network.routing.bounds import lower_bounds
-from isles.network.routing.check import broken_rules
 from isles.network.routing.delays import delays_of
+from isles.network.routing.plan import broken_rules
 from isles.network.routing.problem import Problem, replay_paths
 from isles.network.routing.search import Effort, blind
 from isles.network.routing.stopwatch import Stopwatch

@@ -19,7 +19,7 @@ import isles
 # The method, from here. --------------------------------------------------------------------------------------------
 from isles.comm.codecs import codec
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import RandomGroups
 from isles.replicas.sync import MethodConfig
@@ -65,9 +65,7 @@ class Settling(OuterRule):
 
     vectors = ("momentum",)  # zeros at the start; `start` would name other values
 
-    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
-        outer_gradient(out, live, reference)
-
+    # Without a `form` of its own a rule sends the outer gradient g.
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
         v = vectors["momentum"].mul_(0.5).add_(answer.mean)
         anchor.sub_(v, alpha=round**-0.5)

@@ -34,7 +34,7 @@ _NAMES = {
     "ReplicaSync": "isles.replicas.sync",
     "OuterSync": "isles.replicas.loop.outer",
     "shard": "isles.replicas.island.sharded",
-    "unwrap": "isles.replicas.unwrap",
+    "unwrap": "isles.replicas.sync",
     "METHODS": "isles.replicas",
     "method": "isles.replicas",
     **{name: module for module, name in (place.split(":") for place, _ in METHODS.values())},
@@ -58,8 +58,7 @@ if TYPE_CHECKING:
     from isles.replicas.island.sharded import shard
     from isles.replicas.loop.outer import OuterSync
     from isles.replicas.replica import Plain
-    from isles.replicas.sync import ReplicaSync
-    from isles.replicas.unwrap import unwrap
+    from isles.replicas.sync import ReplicaSync, unwrap
 
 
 def __getattr__(name: str) -> Any:

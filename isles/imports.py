@@ -1,9 +1,11 @@
-"""What "package.module:name" names: how methods and models of one's own are found."""
+"""What "package.module:name" names: how methods and models of one's own are found; names that load on first use."""
 
 from __future__ import annotations
 
 import re
+import sys
 import traceback
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,27 @@ def named(key: str, place: str) -> Any:
         raise ValueError(f"{key} cannot be imported: {error}") from error
     except Exception as error:  # the module is the user's: whatever it raises
         raise ValueError(f"{key} cannot be imported: {told(error)}") from error
+
+
+def on_first_use(
+    package: str, homes: Mapping[str, tuple[str, ...]]
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """`__all__`, `__getattr__` and `__dir__` of `package`, whose names are imported when they are first asked for.
+
+    homes: by module, such as ".config", the names that it has.
+    """
+    modules = {name: home for home, names in homes.items() for name in names}
+    here = vars(sys.modules[package])
+
+    def load(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        here[name] = getattr(
+            import_module(modules[name], package), name
+        )  # the next access no longer comes through here
+        return here[name]
+
+    return sorted(modules), load, lambda: sorted({*here, *modules})
 
 
 def told(error: Exception) -> str:

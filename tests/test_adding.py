@@ -46,15 +46,12 @@ RULE = '''"""An outer rule: half of the mean change."""
 
 from dataclasses import dataclass
 
-from isles.replicas.parts.interfaces import OuterRule, outer_gradient
+from isles.replicas.parts.interfaces import OuterRule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Half(OuterRule):
     """anchor <- anchor - g / 2."""
-
-    def form(self, out, live, reference, anchor):
-        outer_gradient(out, live, reference)
 
     def apply(self, anchor, answer, vectors, round):
         anchor.sub_(answer.mean, alpha=0.5)
@@ -99,8 +96,8 @@ ADDED: dict[str, tuple[dict[str, str], list[tuple[str, str, str]]]] = {
         [
             (
                 "comm/codecs/__init__.py",
-                "from isles.comm.codecs.half import",
-                "from isles.comm.codecs.float8 import Float8\nfrom isles.comm.codecs.half import",
+                "from isles.comm.codecs.integers import",
+                "from isles.comm.codecs.float8 import Float8\nfrom isles.comm.codecs.integers import",
             ),
             ("comm/codecs/__init__.py", "Float4, Sign)", "Float4, Float8, Sign)"),
         ],

@@ -123,15 +123,30 @@ def _walk(join: str, token: str | None, listen: str | None) -> None:
 
 
 def _describe(target: tuple[str, int] | None) -> None:
-    from isles.cli.ravnest.describe import describe
+    """Print the table [[node]] of this machine. target: whose line to it is measured; None: nobody is asked."""
     from isles.launch import probe
     from isles.launch.link import LinkLost
+    from isles.network.clusters.nodes import ClusterNode
+    from isles.training.clustered.describing import forward_speed, memory
 
     try:
         found = None if target is None else probe.call(*target)
     except LinkLost as error:
         raise ValueError(f"--peer: {error}") from error
-    print(describe(found), end="")
+    node = ClusterNode(
+        name=platform.node() or "here",
+        memory=memory(),
+        speed=forward_speed(),
+        bandwidth=1e6 if found is None else min(found.rate_out, found.rate_back),
+        latency=0.0 if found is None else found.round_trip / 4,  # half of one way: the other half is the other's
+    )
+    lines = node.to_toml().splitlines()
+    if found is None:
+        lines = [line for line in lines if not line.startswith(("bandwidth", "latency"))]
+        lines.append(
+            '# bandwidth = "40Mbit/s"   # not measured: add --peer HOST:PORT of a machine that runs --listen PORT'
+        )
+    print("\n".join(lines))
 
 
 def _show(check: Check) -> bool:
@@ -243,7 +258,7 @@ class MeasuredPair:
 
 
 def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
-    from isles.network.measured_links import refuse_file
+    from isles.network.own import refuse_file
 
     if peer is None:
         raise ValueError("--write-links: goes with --peer HOST:PORT, whose line is measured")
@@ -256,7 +271,7 @@ def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
 
 
 def _write(pair: MeasuredPair, found: Findings) -> Check:
-    from isles.network.measured_links import write_pair
+    from isles.network.own import write_pair
 
     rates = {"out": found.rate_out, "back": found.rate_back}
     try:

@@ -7,46 +7,51 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from isles.cli.ravnest import dry_run as clustered
-from isles.cli.swarm import dry_run as swarmed
+from isles.cli.table import print_table
+from isles.models.sizes import SIZES
+from isles.report.panels import Table
+from isles.report.units import compare, format_bytes, format_count, format_percent, format_seconds, format_short
 from isles.schema import BACKENDS
+from isles.training.clustered.dry import ClusteredRun, ClusterSeat, dry_clusters
+from isles.training.dry_run import DryRun, dry_run, refuse
+from isles.training.swarmed.dry import SwarmRun, SwarmSeat, dry_swarm
 
 if TYPE_CHECKING:
     from isles.network.planner.planned import PlannedExchange
     from isles.training.config.sections import Config
-    from isles.training.dry_run import DryRun
     from isles.training.dry_time import Transfers
 
 _LABEL = 12  # characters of the left column
 _GROUPS = 3  # groups of a round that are named
-_OF_STAGES: dict[str, Any] = {"ravnest": clustered, "swarm": swarmed}
-"""By routing, whose workers hold stages alone: `planned` makes their plan, `print_plan` says it in words."""
 
 
 def show(config: Config, *, probe: bool, as_json: bool) -> None:
     """Print the plan of `config`; nothing is started or written."""
-    from isles.training.dry_run import dry_run, refuse
-
-    of_stages = _OF_STAGES.get(config.pipeline.routing)
-    if of_stages is None:
-        plan = dry_run(config, probe=probe)
-    elif probe:
-        raise ValueError("--probe: measures a whole model's step, and these workers hold stages; leave it out")
-    else:
-        refuse(config)
-        plan = of_stages.planned(config)
+    plan = _planned(config, probe)
     if as_json:
         print(json.dumps(plan.as_json(), indent=2))
         return
     for notice in plan.notices:
         print(f"note: {notice}", file=sys.stderr)
-    if of_stages is None:
-        _print(config, plan)
+    if isinstance(plan, ClusteredRun):
+        _print_clusters(plan)
+    elif isinstance(plan, SwarmRun):
+        _print_swarm(plan)
     else:
-        of_stages.print_plan(plan)
+        _print(config, plan)
     print("dry run: nothing was started or written")
+
+
+def _planned(config: Config, probe: bool) -> DryRun | ClusteredRun | SwarmRun:
+    of_stages = {"ravnest": dry_clusters, "swarm": dry_swarm}.get(config.pipeline.routing)
+    if of_stages is None:
+        return dry_run(config, probe=probe)
+    if probe:
+        raise ValueError("--probe: measures a whole model's step, and these workers hold stages; leave it out")
+    refuse(config)
+    return of_stages(config)
 
 
 def _print(config: Config, planned: DryRun) -> None:
@@ -61,9 +66,6 @@ def _line(label: str, text: str) -> str:
 
 
 def _head(config: Config, plan: DryRun) -> list[str]:
-    from isles.models import SIZES
-    from isles.report.units import format_count, format_short
-
     model = config.model.factory or config.model.hf or config.model.size
     if config.model.own is None and config.model.shape() != SIZES[str(config.model.size)]:
         model = "a decoder of your own numbers"
@@ -87,8 +89,6 @@ def _head(config: Config, plan: DryRun) -> list[str]:
 
 
 def _memory(plan: DryRun) -> list[str]:
-    from isles.report.units import format_bytes
-
     own = (
         [("weights", plan.weights), ("tables of the model", plan.tables)]
         if plan.tables
@@ -107,8 +107,6 @@ def _memory(plan: DryRun) -> list[str]:
 
 def _placed(plan: DryRun) -> list[str]:
     """Its blocks, where a plan of memory places them."""
-    from isles.report.units import format_bytes, format_seconds
-
     found = plan.placed
     if found is None:
         return []
@@ -122,8 +120,6 @@ def _placed(plan: DryRun) -> list[str]:
 
 
 def _stages(config: Config, plan: DryRun) -> list[str]:
-    from isles.report.units import format_bytes, format_count
-
     rows = [["stage", "blocks", "parameters", "memory", "forwards kept", "of what came", "sends a step"]]
     for number, stage in enumerate(plan.stages):
         first, stop = stage.blocks
@@ -141,8 +137,6 @@ def _stages(config: Config, plan: DryRun) -> list[str]:
 
 def _nodes(plan: DryRun) -> list[str]:
     """Those of a plan of paths."""
-    from isles.report.units import format_bytes
-
     rows = [["node", "stage", "microbatches", "memory", "forwards kept", "of what came", "sends a step"]]
     for number, node in enumerate(plan.nodes):
         memory, kept, sent = map(format_bytes, (node.memory, node.kept, node.bytes_a_step))
@@ -158,8 +152,6 @@ def _right(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _exchanges(plan: DryRun) -> list[str]:
-    from isles.report.units import format_bytes, format_count
-
     outline = plan.outline
     rows = [["after step", "lands", "what", "who with whom", "a worker sends"]]
     rows.append(["0", "0", "weights, hashes", "from worker 0", _spread(outline.opening)])
@@ -190,15 +182,11 @@ def _who(planned: PlannedExchange) -> str:
 
 
 def _spread(nbytes: Sequence[float]) -> str:
-    from isles.report.units import format_bytes
-
     least, most = format_bytes(min(nbytes)), format_bytes(max(nbytes))
     return most if least == most else f"{least} to {most}"
 
 
 def _cost(plan: DryRun) -> list[str]:
-    from isles.report.units import compare, format_bytes, format_percent, format_seconds
-
     mean = sum(plan.bytes_sent) / plan.workers
     against = f", {compare(mean, plan.ddp_bytes)}" if mean and plan.ddp_bytes else ""
     sends = f"{format_bytes(mean)} a worker in the whole run{against} data parallel's {format_bytes(plan.ddp_bytes)}"
@@ -241,8 +229,6 @@ def _cost(plan: DryRun) -> list[str]:
 
 def _pipelined(plan: DryRun, transfers: Transfers) -> list[str]:
     """What a step takes, exchanges included."""
-    from isles.report.units import format_percent, format_seconds
-
     if plan.step_seconds is None or transfers.step is None or transfers.bubble is None:
         return []
     waits = f"{format_percent(transfers.bubble)} of the time waiting for other stages (the bubble)"
@@ -257,6 +243,74 @@ def _pipelined(plan: DryRun, transfers: Transfers) -> list[str]:
 
 
 def _rate(bits_per_second: float) -> str:
-    from isles.report.units import format_bytes
-
     return format_bytes(bits_per_second).replace("B", "bit") + "/s"
+
+
+def _print_clusters(plan: ClusteredRun) -> None:
+    clusters = 1 + max(seat.cluster for seat in plan.seats)
+    print(
+        f"{plan.method}, {len(plan.seats)} workers = {clusters} clusters of asynchronous stages, {plan.steps} steps, "
+        f"{plan.backend} backend; {format_count(plan.parameters)} parameters, {format_count(plan.tokens_per_step)} "
+        "tokens a step of all clusters\n"
+    )
+    heads = ["rank", "cluster", "stage", "blocks", "parameters", "versions", "memory", "sends a step", "an average"]
+    rows = [
+        [
+            str(seat.rank),
+            str(seat.cluster),
+            *_held(seat),
+            str(seat.versions),
+            format_bytes(seat.memory),
+            format_bytes(seat.bytes_a_step),
+            format_bytes(seat.bytes_an_average),
+        ]
+        for seat in plan.seats
+    ]
+    print_table(Table(heads=heads, rows=rows, names=0))
+    if plan.aside:
+        print(f"\nworkers beside these that stand by for who is lost: {plan.aside}")
+    mean = sum(plan.bytes_sent) / len(plan.bytes_sent)
+    print(
+        f"\n{plan.averages} averages over {plan.segments} segments; {format_bytes(mean)} a worker in the whole run, "
+        "validations and the start left out; memory is counted, activations included"
+    )
+    seconds = [seat.seconds for seat in plan.seats if seat.seconds is not None]
+    if seconds:
+        print(f"a step takes {format_seconds(max(seconds))} or more: what the slowest stage computes")
+    print()
+
+
+def _print_swarm(plan: SwarmRun) -> None:
+    stages = 1 + max(seat.stage for seat in plan.seats)
+    print(
+        f"{plan.method}, {len(plan.seats)} workers = a swarm of {stages} stages, {plan.steps} steps of "
+        f"{plan.microbatches} microbatches, {plan.backend} backend; {format_count(plan.parameters)} parameters, "
+        f"{format_count(plan.tokens_per_step)} tokens a step of all\n"
+    )
+    heads = ["rank", "stage", "blocks", "parameters", "memory", "microbatches a step", "sends a step"]
+    rows = [
+        [
+            str(seat.rank),
+            *_held(seat),
+            format_bytes(seat.memory),
+            "by its speed" if seat.counted is None else f"{seat.counted:.1f}",
+            "by its speed" if seat.bytes_sent is None else format_bytes(seat.bytes_sent),
+        ]
+        for seat in plan.seats
+    ]
+    print_table(Table(heads=heads, rows=rows, names=0))
+    print(
+        f"\n{format_bytes(plan.bytes_a_microbatch)} a microbatch and {format_bytes(plan.bytes_a_step)} a step of all, "
+        "validations left out; memory without the activations inside of blocks"
+    )
+    if plan.seconds is not None and plan.reached is not None:
+        print(
+            f"a step takes about {format_seconds(plan.seconds)}, {100 * plan.reached:.0f} % of what the peers of the "
+            "slowest stage can do together, while nobody is lost or late"
+        )
+    print()
+
+
+def _held(seat: ClusterSeat | SwarmSeat) -> list[str]:
+    """Its stage, and the blocks and parameters of that."""
+    return [str(seat.stage), f"{seat.blocks[0]} to {seat.blocks[1] - 1}", format_count(seat.parameters)]

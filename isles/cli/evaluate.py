@@ -69,7 +69,7 @@ def evaluate(
     where = next(saved.model.parameters()).device
     if partial:
         from isles.cli.table import print_table
-        from isles.models.orders import blocks_of_stages
+        from isles.models.stages import blocks_of_stages
         from isles.training.stage_orders import asked_order, order_loss, stages_of
         from isles.training.stage_orders import curves as judged_curves
 

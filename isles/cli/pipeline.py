@@ -134,11 +134,11 @@ def replan(
     from dataclasses import replace
 
     from isles.cli.table import print_table
-    from isles.network.routing.measured import planned_computing, speed_factors
     from isles.network.routing.plan import PipelinePlan, as_json, read_plan
     from isles.network.routing.problem import replay_paths
     from isles.network.routing.routes import visited
     from isles.network.routing.search import Effort, with_collisions, without_collisions
+    from isles.network.routing.speeds import planned_computing, speed_factors
     from isles.report import settled
     from isles.report.panels import Table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 
 def plan(
+    context: typer.Context,
     params: Annotated[str | None, typer.Option(help="Parameters of the model, such as 1.3B.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of the model.")] = None,
     step_time: Annotated[str | None, typer.Option(help="Computing of one inner step, such as 0.8 or 800ms.")] = None,
@@ -77,35 +79,7 @@ def plan(
     from isles.report.sheets.presets import presets as known
     from isles.report.sheets.presets import sheet
 
-    asked = Asked(
-        params=params,
-        layers=layers,
-        step_time=step_time,
-        gpu=gpu,
-        mfu=mfu,
-        workers=workers,
-        like=like,
-        links=links,
-        bandwidth=bandwidth,
-        latency=latency,
-        probe=probe,
-        sync_every=sync_every,
-        targets=targets,
-        tokens=tokens,
-        step_tokens=step_tokens,
-        stages=stages,
-        routing=routing,
-        microbatches=microbatches,
-        method=method,
-        inner_links=inner_links,
-        boundary=boundary,
-        boundary_codec=boundary_codec,
-        subspace_update=subspace_update,
-        churn=churn,
-        machine=machine,
-        per_host=per_host,
-        sequence=sequence,
-    )
+    asked = Asked(**{option.name: context.params[option.name] for option in fields(Asked)})
     if listen is not None:
         if asked.given or preset is not None or presets or json or out is not None or write is not None:
             raise ValueError("--listen answers another machine, which does the planning: give it alone")
@@ -158,7 +132,7 @@ def _plan_stages(asked: Asked, json: bool, out: Path | None, write: Path | None)
 
 
 def _compare_parallel(asked: Asked, json: bool, out: Path | None, write: Path | None) -> None:
-    from isles.cli.memory.parallel import parallel_job_of
+    from isles.cli.plan_job import parallel_job_of
     from isles.report.sheets.parallel import parallel_sheet
 
     if write is not None:

@@ -6,20 +6,33 @@ from --gpu.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
 
+from isles.cli.doctor import rates_in_words
 from isles.errors import unknown_name
+from isles.launch import probe
+from isles.launch.addresses import parse_address
+from isles.launch.link import LinkLost
+from isles.memory.parallel.decoder import decoder_like
+from isles.memory.parallel.job import ParallelJob
+from isles.models.config import ModelConfig
+from isles.models.sizes import Shape, matrices, parameters
+from isles.network.churn import Poisson, rate_of
+from isles.network.links import Links
+from isles.network.machines import machine
+from isles.network.named import links as named
+from isles.network.planner.hardware import gpu_bytes, step_seconds
+from isles.network.planner.job import Job
+from isles.network.planner.planner import Plan
+from isles.network.units import parse_count, parse_latency, parse_rate, parse_seconds
+from isles.pipeline.boundaries.lengths import PlannedBoundary
+from isles.pipeline.planning import StagesJob, WorkerSplit, splits
+from isles.report.rundir import read_run
+from isles.report.units import format_seconds
+from isles.tables import typed
 
-if TYPE_CHECKING:
-    from isles.models.sizes import Shape
-    from isles.network.churn import Poisson
-    from isles.network.links import Links
-    from isles.network.planner.job import Job
-    from isles.network.planner.planner import Plan
-    from isles.pipeline.boundaries.lengths import PlannedBoundary
-    from isles.pipeline.planning import StagesJob, WorkerSplit
-
+_PARALLEL = ("--params", "--layers", "--workers", "--machine", "--per-host", "--sequence", "--step-tokens")
+_LINKS = ("--links", "--bandwidth", "--inner-links")
 _DRY = "isles train CONFIG.toml --dry-run --set pipeline.routing="
 _PLANNED_ELSEWHERE = {
     "swarm": f"hangs on each peer's speed and line: {_DRY}swarm plays it, and says seconds, bytes and memory of each",
@@ -68,8 +81,6 @@ class Asked:
 
 def churn_of(text: str) -> Poisson:
     """Of --churn. ValueError for what is no rate."""
-    from isles.network.churn import rate_of
-
     rate = rate_of(text)
     if rate is None:
         raise ValueError(f"--churn {text}: write a rate such as 10%/h; traces and pools: isles simulate --churn")
@@ -78,10 +89,6 @@ def churn_of(text: str) -> Poisson:
 
 def job_of(asked: Asked) -> tuple[Job, str]:
     """The job, and its network's name. ValueError that names what is missing or wrong."""
-    from isles.models.sizes import matrices
-    from isles.network.planner.job import Job
-    from isles.network.units import parse_count, parse_seconds
-
     known, shape = ({}, None) if asked.like is None else _of_run(asked.like)
     if asked.params is not None or asked.layers is not None:
         shape = None
@@ -109,8 +116,6 @@ def job_of(asked: Asked) -> tuple[Job, str]:
     if missing:
         raise ValueError(f"missing: {', '.join(missing)}; or give --preset NAME (isles plan --presets lists them)")
     network, name = network_of(asked)
-    from isles.network.planner.hardware import gpu_bytes
-
     tokens = None if asked.tokens is None else parse_count("--tokens", asked.tokens)
     if tokens is None and asked.step_tokens is not None and asked.gpu is None:
         raise ValueError("--step-tokens: give --tokens too, the tokens of the whole run, for hours; or --gpu")
@@ -132,9 +137,6 @@ def job_of(asked: Asked) -> tuple[Job, str]:
 
 def stages_of(asked: Asked, job: Job) -> tuple[StagesJob, list[WorkerSplit]]:
     """What is asked about replicas in stages, and the splits to plan. ValueError for what cannot be."""
-    from isles.network.named import links as named
-    from isles.pipeline.planning import StagesJob, splits
-
     wanted = None
     if asked.stages != "auto":
         words = (asked.stages or "").split(",")
@@ -159,8 +161,6 @@ def stages_of(asked: Asked, job: Job) -> tuple[StagesJob, list[WorkerSplit]]:
 
 def boundary_of(boundary: str | None, codec: str | None, turn_every: int = 0) -> PlannedBoundary:
     """What crosses between stages, as options name it. ValueError for names that there are not."""
-    from isles.pipeline.boundaries.lengths import PlannedBoundary
-
     given = [f"--boundary {boundary}"] if boundary else []
     given += [f"--boundary-codec {codec}"] if codec else []
     given += [f"--subspace-update {turn_every}"] if turn_every else []
@@ -197,8 +197,6 @@ def _toml(value: str) -> str:
 
 def _of_run(folder: str) -> tuple[dict[str, float], Shape | None]:
     """What a run that has ended says of its steps, and the shape of its decoder; None: another model."""
-    from isles.report.rundir import read_run
-
     run = read_run(folder)
     if run.summary is None:
         raise ValueError(f"--like {folder}: this run has not ended, there is no summary.json; name one that has")
@@ -220,10 +218,6 @@ def _of_run(folder: str) -> tuple[dict[str, float], Shape | None]:
 
 def _shape_of(section: object, counted: float) -> Shape | None:
     """Of a run's [model]; None where that is of another model than the decoder with so many parameters."""
-    from isles.models.config import ModelConfig
-    from isles.models.sizes import parameters
-    from isles.tables import typed
-
     if not isinstance(section, dict):
         return None
     try:
@@ -235,8 +229,6 @@ def _shape_of(section: object, counted: float) -> Shape | None:
 
 
 def _on_gpu(asked: Asked, known: dict[str, float]) -> float:
-    from isles.network.planner.hardware import step_seconds
-
     if asked.step_time is not None:
         raise ValueError("--gpu and --step-time both say how long a step takes: give one of them")
     missing = [name for name in ("--params", "--workers", "--step-tokens") if name not in known]
@@ -250,10 +242,6 @@ def _on_gpu(asked: Asked, known: dict[str, float]) -> float:
 
 def network_of(asked: Asked) -> tuple[Links, str]:
     """The network, and its name in words. ValueError for options that contradict each other."""
-    from isles.network.links import Links
-    from isles.network.named import links as named
-    from isles.network.units import parse_latency, parse_rate
-
     if asked.links is not None:
         if asked.probe is not None:
             raise ValueError("--links and --probe both say what the network is: give one of them")
@@ -274,13 +262,6 @@ def _measured(peer: str) -> tuple[Links, str]:
     """A network whose lines all carry what the slower direction to `peer` (HOST:PORT) carries now. LinkLost where
     nobody answers there.
     """
-    from isles.cli.doctor import rates_in_words
-    from isles.launch import probe
-    from isles.launch.addresses import parse_address
-    from isles.launch.link import LinkLost
-    from isles.network.links import Links
-    from isles.report.units import format_seconds
-
     host, port = parse_address(peer, "--probe")
     try:
         found = probe.call(host, port)
@@ -289,3 +270,37 @@ def _measured(peer: str) -> tuple[Links, str]:
     latency = found.round_trip / 2
     words = f"measured to {host}: {rates_in_words(found)}, {format_seconds(latency)} one way"
     return Links(bandwidth=min(found.rate_out, found.rate_back), latency=latency), words
+
+
+def parallel_job_of(asked: Asked) -> tuple[ParallelJob, str]:
+    """The job, and its network's name. ValueError that names what is missing or wrong."""
+    extra = [option for option in asked.given if option not in (*_PARALLEL, *_LINKS)]
+    if extra:
+        raise ValueError(f"--compare-parallel: leave out {', '.join(extra)}")
+    needed = ("--params", "--layers", "--workers", "--machine", "--step-tokens")
+    missing = [option for option in needed if option not in asked.given]
+    missing += [] if asked.links or asked.bandwidth else ["--links or --bandwidth"]
+    if missing:
+        raise ValueError(f"--compare-parallel: missing: {', '.join(missing)}")
+    assert asked.layers is not None and asked.workers is not None and asked.params and asked.step_tokens
+    sequence, per_host = asked.sequence or 1024, asked.per_host or 1
+    tokens = parse_count("--step-tokens", asked.step_tokens)
+    if asked.layers < 1 or sequence < 1 or per_host < 1:
+        raise ValueError("--layers, --sequence and --per-host: choose 1 or more")
+    if tokens % sequence:
+        raise ValueError(
+            f"--step-tokens {asked.step_tokens}: {tokens:.0f} tokens are no whole number of sequences of {sequence}"
+        )
+    whole = machine(asked.machine or "")
+    between, name = network_of(asked)
+    near = None if asked.inner_links is None else named(asked.inner_links)
+    job = ParallelJob(
+        shape=decoder_like(parse_count("--params", asked.params), asked.layers, sequence),
+        devices=asked.workers,
+        per_host=per_host,
+        machine=replace(whole, host_bytes=whole.host_bytes / per_host, host_update=whole.host_update / per_host),
+        sequences=round(tokens / sequence),
+        link=between.way_rate(0, 1) / 8,
+        near=(between if near is None else near).way_rate(0, 1) / 8,
+    )
+    return job, name

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from typing_extensions import override
 
 _PLAIN_LINES = 10  # over a whole run, where there is no terminal
 
@@ -71,3 +73,18 @@ class Progress:
             self.next_plain = step + max(self.steps // _PLAIN_LINES, 1)
             words = f"{self.plain}step {step}/{self.steps}  loss {loss:.3f}  sent {sent} a worker"
             self.console.print(words, highlight=False, markup=False, soft_wrap=True)
+
+
+class ComingAndGoing(Progress):
+    """Progress of the workers that are there: one that is lost does not hold the bar up. members: their seats now."""
+
+    def __init__(self, method: str, steps: int) -> None:
+        super().__init__(method, 0, steps)
+        self.members: Callable[[], Sequence[int]] = list
+
+    @override
+    def counted(self) -> list[dict[str, Any]]:
+        there = self.members()
+        self.workers = len(there)
+        self.latest = {seat: line for seat, line in self.latest.items() if seat in there}
+        return list(self.latest.values())

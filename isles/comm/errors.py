@@ -10,7 +10,13 @@ from isles.errors import printable
 
 
 class CommError(RuntimeError):
-    """Base of every error between workers."""
+    """Base of every error between workers. Its attributes are the arguments that it was made from, in their order: this
+    is how it goes to another process or machine.
+    """
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        arguments = tuple(value for name, value in vars(self).items() if name != "__notes__")
+        return type(self), arguments or self.args
 
 
 class PeerLost(CommError):
@@ -21,9 +27,6 @@ class PeerLost(CommError):
         super().__init__(f"{who} is lost" + (f" ({detail})" if detail else ""))
         self.rank = rank
         self.detail = detail
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.rank, self.detail)
 
 
 class RoundPassed(PeerLost):
@@ -60,9 +63,6 @@ class DeadlinePassed(CommError):
         self.channel = channel
         self.seconds = seconds
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.peer, self.channel, self.seconds)
-
 
 class Diverged(CommError):
     """`peer` is not where this worker is: its step, its round or the hash of its anchor differs."""
@@ -72,9 +72,6 @@ class Diverged(CommError):
         self.peer = peer
         self.step = step
         self.detail = detail
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.peer, self.step, self.detail)
 
 
 class Elsewhere(CommError):
@@ -86,9 +83,6 @@ class Elsewhere(CommError):
         self.view = view
         self.here = here
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.peer, self.view, self.here)
-
 
 class Malformed(CommError):
     """What `peer` (-1: someone) sent is not what such a message can be: another length, places beyond the end."""
@@ -98,9 +92,6 @@ class Malformed(CommError):
         super().__init__(f"{who} sent what cannot be read: {detail}")
         self.peer = peer
         self.detail = detail
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.peer, self.detail)
 
 
 class Refused(CommError):
@@ -113,9 +104,6 @@ class Refused(CommError):
         self.peer = peer
         self.detail = detail
         self.by = by
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.peer, self.detail, self.by)
 
 
 @contextmanager
@@ -135,9 +123,6 @@ class WorkerFailed(CommError):
         self.rank = rank
         self.report = report
 
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.rank, self.report)
-
 
 class NodeLost(CommError):
     """The launcher on another machine of this run is gone; `node` is its number, `detail` its address and what was
@@ -148,9 +133,6 @@ class NodeLost(CommError):
         super().__init__(f"node {node} {detail}")
         self.node = node
         self.detail = detail
-
-    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
-        return type(self), (self.node, self.detail)
 
 
 class RendezvousFailed(CommError):

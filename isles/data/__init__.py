@@ -6,8 +6,9 @@ torch nor NumPy; the names below load on first use.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from isles.imports import on_first_use
 
 if TYPE_CHECKING:
     from .config import DataConfig
@@ -16,26 +17,13 @@ if TYPE_CHECKING:
     from .loader import Loader
     from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
-__all__ = ["ByteTokenizer", "Corpus", "DataConfig", "Loader", "Tokenizer", "load_corpus", "load_tokenizer"]
-
-_HOMES = {
-    "ByteTokenizer": "tokenizer",
-    "Corpus": "corpus",
-    "DataConfig": "config",
-    "Loader": "loader",
-    "Tokenizer": "tokenizer",
-    "load_corpus": "load",
-    "load_tokenizer": "tokenizer",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value  # the next access no longer comes through here
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+__all__, __getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        ".config": ("DataConfig",),
+        ".corpus": ("Corpus",),
+        ".load": ("load_corpus",),
+        ".loader": ("Loader",),
+        ".tokenizer": ("ByteTokenizer", "Tokenizer", "load_tokenizer"),
+    },
+)

@@ -25,7 +25,6 @@ import torch
 from .config import DataConfig
 from .corpus import Corpus, TokenStream
 from .order import epoch_order
-from .shares import document_shares
 
 _LAYOUT = ("split", "workers", "batch_size")  # what decides who reads what, given the corpus and the seed
 
@@ -208,3 +207,26 @@ def spaced(count: int, wanted: int) -> np.ndarray:
 
 def _batch(windows: np.ndarray, rows: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(windows[rows].astype(np.int64))
+
+
+def document_shares(bounds: np.ndarray, workers: int) -> np.ndarray:
+    """(workers + 1,) token offsets of disjoint shares; worker w holds the documents in [offsets[w], offsets[w + 1]).
+
+    Shares are runs of neighbouring documents, cut at the document bounds nearest to an even division of the tokens;
+    every worker gets at least one document. Neighbours in path order are alike, so shares differ in kind: that is what
+    `by_file` is for. `bounds`: (D + 1,), as in a TokenStream. ValueError: fewer documents than workers.
+    """
+    documents = len(bounds) - 1
+    if documents < workers:
+        raise ValueError(
+            f'data.split = "by_file" cannot share {documents} documents among {workers} workers; use data.split = '
+            '"iid", fewer workers or more files'
+        )
+    cuts = [0]
+    for worker in range(1, workers):
+        even = bounds[-1] * worker / workers
+        above = int(np.searchsorted(bounds, even))
+        nearest = above if bounds[above] - even < even - bounds[above - 1] else above - 1
+        cuts.append(min(max(nearest, cuts[-1] + 1), documents - (workers - worker)))
+    cuts.append(documents)
+    return np.asarray(bounds)[cuts]

@@ -9,8 +9,9 @@ routing forests (SMALLTALK, c-BTM)   route "once": one expert, from the first `p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from isles.errors import unknown_name
 from isles.experts import mixture
+from isles.experts.domains import Domain, DomainText
 from isles.experts.registry import Forest
 from isles.experts.routing.priors import CACHED_SEQUENCES, cached, given, updating
 from isles.experts.routing.routing import Gate, gate_of, growing, route
@@ -25,6 +27,7 @@ from isles.experts.served import Served, tokenizer_of
 
 JoinMode = Literal["once", "growing"]
 PRIORS = ("uniform", "cached", "updating")
+SEQUENCES = 256  # of a text that a forest is judged on, at most
 EVERY = 16  # tokens between two computations of growing weights, where a text is judged
 
 
@@ -112,3 +115,27 @@ class Joined:
         chosen_N = route(self.gate, tokens, self.prefix)
         one_EN = torch.full((len(self.experts), len(tokens)), mixture.NEVER, dtype=torch.float64)
         return mixture.constant(scores_ENT, one_EN.scatter(0, chosen_N[None], 0.0))
+
+
+def judged_on(path: Path, data: str, joining: Joining) -> dict[str, str]:
+    """What to print: the perplexity of the forest, and of each expert alone, on the test part of `data`'s validation
+    text (a cached prior is of the other part). ValueError: anything that does not fit.
+    """
+    joined = Joined(Forest.load(path), joining)
+    experts = joined.experts
+    # Split as for training: of a text that an expert was trained on, only what it did not see is judged.
+    fraction = min(run.config.data.validation_fraction for run in experts.runs)
+    settings = replace(experts.runs[0].config.data, validation_fraction=fraction, batch_size=1)
+    text = DomainText(Domain(name="text", path=data, difficulty="held_out"), settings, experts.context)
+    tokens = text.sequences("test", SEQUENCES)
+    scores_ENT = experts.scores(tokens)
+    weights = joined.weights(tokens, scores_ENT, text.sequences("prior", CACHED_SEQUENCES))
+    found = {
+        "sequences": f"{len(tokens)} of {experts.context} tokens",
+        "perplexity": f"{mixture.perplexity(mixture.mix(scores_ENT, weights)):.4f}",
+        "experts that run": f"{joined.runs_per_token} of {len(experts)} a token",
+    }
+    shares = weights.exp().mean((1, 2)).tolist()
+    for name, scores, share in zip(experts.names, scores_ENT, shares, strict=True):
+        found[f"  {name} alone"] = f"{mixture.perplexity(scores):.4f}   share {share:.3f}"
+    return found

@@ -1,7 +1,7 @@
 """What a fork server loads last, once for all workers. Imported for what importing it does.
 
 What is loaded by then stays to the end of every worker: neither the garbage collector walks it again nor whoever looks
-through all objects (`replicas/elsewhere.py`), and pages that nobody writes to stay shared between the workers.
+through all objects (`replicas/watch.py`), and pages that nobody writes to stay shared between the workers.
 
 The server itself ends at once when its launcher has: taking torch apart would cost half a second of CPU time, seconds
 on a busy machine, in which the command still has a process.

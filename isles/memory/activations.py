@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from isles.memory.costs import Placement
-from isles.memory.engines.moves import Moves
+from isles.memory.engines.base import Moves
 from isles.memory.meter import MemoryMeter
 from isles.memory.plan import MemoryPlan
 from isles.memory.units import is_cast, units_of

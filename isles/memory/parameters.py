@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from isles.memory.engines.moves import Moves
+from isles.memory.engines.base import Moves
 from isles.memory.meter import MemoryMeter
 from isles.memory.units import ModelUnit, travels_as
 

@@ -19,10 +19,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from isles.models.blocks import check_order
 from isles.models.cuts import Piece, PieceCosts, pieces
 from isles.models.decoder import Decoder, next_token_loss
-from isles.models.hf import HuggingFaceLM
-from isles.models.hf_pieces import in_pieces
+from isles.models.hf import HuggingFaceLM, in_pieces
 from isles.models.own import next_token_scores
 from isles.models.sizes import Shape
 from isles.models.twins import sharing
@@ -284,3 +284,24 @@ def _example(whole: Cuttable) -> Tensor:
 
 def _device(whole: Cuttable) -> torch.device:
     return next(cast(nn.Module, whole).parameters()).device
+
+
+def logits_in_order(model: nn.Module, tokens_BT: Tensor, order: Sequence[int]) -> Tensor:
+    """Scores (B, T, V) for the token after each of `tokens_BT`, int64, where only the blocks `order` run, in that
+    order. ValueError for a model that does not come in pieces, and for a block that it does not have.
+
+    A block that is left out passes the stream on as it is, as if what it writes to the stream were zero. Nothing else
+    of a forward pass knows the order: positions are rotary inside each block, and the last norm comes where it always
+    does.
+    """
+    part = cuttable(sharing(model))
+    check_order("order", order, len(part.blocks), "block")
+    x = part.enter(tokens_BT)
+    for number in order:
+        x = part.through(part.blocks[number], x)
+    return part.leave(x)
+
+
+def blocks_of_stages(pieces: Sequence[Piece], stages: Iterable[int]) -> list[int]:
+    """The blocks of `stages`, in their order."""
+    return [number for stage in stages for number in pieces[stage].blocks]

@@ -1,4 +1,4 @@
-"""A network of one's own from a TOML file, in one of two forms.
+"""A network of one's own from a TOML file, in one of two forms; the first is also written, from measured pairs.
 
     bandwidth = "40Mbit/s"            # up; one, a list with one for each line, or a matrix [source][target] of ranks
                                       # where each ordered pair has a line of its own (then no downlink, no uplinks)
@@ -24,14 +24,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from isles.durable import write_text
 from isles.network.links import Links, PairRate, Rate
 from isles.network.places import Place, connect
 from isles.network.units import parse_latency, parse_rate
 from isles.tables import read_toml, typed
 
 Amount = float | str
+Cells = list[list[Any]]
+_KEYS_OF_PAIRS = ("bandwidth", "latency", "jitter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,3 +124,64 @@ def _rates(name: str, given: Amount | tuple[Amount, ...]) -> float | list[float]
 def _download(number: int, given: float | str) -> float:
     """`inf`: wide enough for all that arrives, as where nothing is said."""
     return math.inf if given in (math.inf, "inf") else parse_rate(f"place {number}: download", given)
+
+
+def write_pair(path: str, here: int, there: int, *, out: float, back: float, latency: float) -> list[tuple[int, int]]:
+    """Write the line between two nodes, each way, into the file, which need not be there; what it says of others stays.
+    A pair that nobody has measured yet stands at 0, with which the file is no network: whoever reads it is told.
+
+    out, back: bits per second from `here` to `there`, and from there. latency: seconds one way. Returns the pairs that
+    are still unknown. ValueError, one line that begins with the file's name, where that is no matrix of pairs.
+    """
+    refuse_file(path)
+    table = read_toml(path) if Path(path).exists() else {}
+    known = len(table.get("bandwidth", ()))
+    size = max(known, here + 1, there + 1)
+    rates, waits = _grown(table.get("bandwidth", []), size), _grown(_waits(table, known), size)
+    rates[here][there], rates[there][here] = _rate(out), _rate(back)
+    waits[here][there] = waits[there][here] = f"{1e3 * latency:.6g}ms"
+    lines = [f"bandwidth = {_written(rates)}", f"latency = {_written(waits)}"]
+    if "jitter" in table:
+        lines.append(f"jitter = {table['jitter']}")
+    write_text(Path(path), "\n".join(lines) + "\n")
+    return [(u, v) for u in range(size) for v in range(u + 1, size) if rates[u][v] == "0" or rates[v][u] == "0"]
+
+
+def refuse_file(path: str) -> None:
+    """ValueError as `write_pair`, before anything is measured."""
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {Path(path).parent}: make it, or name another file")
+    if not Path(path).exists():
+        return
+    table = read_toml(path)
+    rates, waits = table.get("bandwidth"), table.get("latency", 0)
+    own = [rates, waits] if isinstance(waits, list) else [rates]
+    if any(key not in _KEYS_OF_PAIRS for key in table) or not all(_is_square(one, rates) for one in own):
+        raise ValueError(f"{path}: has no line of its own for each pair of nodes; name a new file, or one of pairs")
+
+
+def _is_square(cells: Any, like: Any) -> bool:
+    rows = isinstance(cells, list) and isinstance(like, list) and len(cells) == len(like)
+    return rows and all(isinstance(row, list) and len(row) == len(cells) for row in cells)
+
+
+def _waits(table: Mapping[str, Any], size: int) -> Cells:
+    """One latency for all is one for each."""
+    given = table.get("latency", 0)
+    if isinstance(given, list):
+        return given
+    return [[0 if source == target else given for target in range(size)] for source in range(size)]
+
+
+def _grown(cells: Cells, size: int) -> Cells:
+    more = size - len(cells)
+    return [[*row, *["0"] * more] for row in cells] + [["0"] * size for _ in range(more)]
+
+
+def _rate(bits_per_second: float) -> str:
+    return f"{bits_per_second / 1e6:.6g}Mbit/s"
+
+
+def _written(cells: Cells) -> str:
+    rows = (", ".join(f'"{cell}"' if isinstance(cell, str) else str(cell) for cell in row) for row in cells)
+    return "[\n" + "".join(f"  [{row}],\n" for row in rows) + "]"

@@ -32,7 +32,7 @@ from isles.network.routing.orders import orders
 from isles.network.routing.replay import TaskSeconds, seconds_of
 from isles.network.routing.routes import Route, Task
 from isles.pipeline.inbox import ARRIVALS, StageInbox, arrived, planned, receives_ahead
-from isles.pipeline.routers.base import Router
+from isles.pipeline.routers import Router
 from isles.pipeline.suspicion import accept, refuse_own
 from isles.pipeline.wire import StageForm, phase, sender
 

@@ -16,7 +16,7 @@ from isles.network.routing.problem import replay_paths
 from isles.network.routing.replay import TaskSeconds
 from isles.network.routing.routes import Route, visited
 from isles.pipeline.executor import Ways
-from isles.pipeline.routers.plan import PlanRouter
+from isles.pipeline.routers import PlanRouter
 
 GradientScale = Literal["global", "visits"]
 

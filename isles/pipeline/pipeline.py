@@ -36,10 +36,7 @@ from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import Judge
 from isles.pipeline.executor import Announce, Context, Executor, Ways
 from isles.pipeline.partial import PlannedRoutes
-from isles.pipeline.routers.base import Router
-from isles.pipeline.routers.exchanged import ExchangedRouter
-from isles.pipeline.routers.fixed import FixedRouter
-from isles.pipeline.routers.random import RandomRouter
+from isles.pipeline.routers import ExchangedRouter, FixedRouter, RandomRouter, Router
 from isles.pipeline.shares import task_shares
 from isles.pipeline.turning import BasisTurns
 from isles.pipeline.wire import StageForm

@@ -21,14 +21,17 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from isles.comm.group import Group
 from isles.comm.roster import FixedRoster, Roster, as_roster
+from isles.network.planner.planned import Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run, with_options
 from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker, copied
 from isles.replicas.foretold import Foretold
 from isles.replicas.replica import Replica, as_replica
+from isles.replicas.schedule import Outline, outline
 from isles.replicas.start import T
 from isles.replicas.watch import ModelWatch, refuse_unfit
 from isles.wrapping import evaluated
@@ -341,3 +344,29 @@ class ReplicaSync(Foretold):
     def is_sketch(self) -> bool:
         """True for a model on the meta device: it can be planned with (`schedule`, `memory`), not trained."""
         return self.parameters[0].is_meta
+
+
+def unwrap(optimizer: Any) -> ReplicaSync:
+    """The method below what others wrap around an optimizer and give as its `.optimizer` (accelerate's `prepare` does):
+    for `consolidate`, `finish`, `evaluation_weights` and what else they do not pass on. ValueError where there is none.
+    """
+    found = optimizer
+    while not isinstance(found, ReplicaSync):
+        found = getattr(found, "optimizer", None)
+        if found is None:
+            raise ValueError(f"there is no method of Isles below this {type(optimizer).__name__}")
+    return found
+
+
+class StepsAlike(ReplicaSync):
+    """Base of the methods every step of which exchanges the same, as `schedule` says: a run of any length is planned by
+    its first two steps.
+    """
+
+    @override
+    def rhythm(self, steps: int) -> Rhythm:
+        return Rhythm(0, 1)
+
+    @override
+    def own_outline(self, steps: int) -> Outline:
+        return outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)

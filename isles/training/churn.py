@@ -17,9 +17,8 @@ import torch
 
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.comm.virtual.transport import VirtualTransport
-from isles.network.churn import POOLS, ChurnEvent, churn, founders, write_trace
+from isles.network.churn import POOLS, ChurnEvent, churn, founders, returns, write_trace
 from isles.network.pauses import KnownPauses
-from isles.network.returning import returns
 from isles.training.config.sections import Config
 from isles.training.growing import refuse_unplayed
 from isles.training.memory.planned import step_seconds
@@ -34,7 +33,7 @@ _LONGER = 2.0  # a trace by rate goes on for so many times the time of the steps
 class ChurnedWorkers:
     """The workers of a run of `config` through the changes of `churn_name`. founders: with how many it begins; trace:
     what happens; begins: by worker, when it comes (s). lease: seconds after which one that stands still is gone, and
-    comes again as somebody else (`isles.network.returning`); None: it is waited for. saves: whether it keeps the
+    comes again as somebody else (`isles.network.churn`); None: it is waited for. saves: whether it keeps the
     checkpoints that `config` asks for; else it asks for none, which `notices` tell. ValueError as `trace_of`.
     """
 

@@ -56,7 +56,7 @@ from isles.training.dry_stages import (
     turns_of,
 )
 from isles.training.dry_time import Transfers, transfers
-from isles.training.fixed import refuse_joining
+from isles.training.growing import refuse_joining
 from isles.training.memory.planned import prepared, refusals, sketched, step_seconds
 from isles.training.placement import holders_of, layout_of
 from isles.training.records.saved import start_file

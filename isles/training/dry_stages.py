@@ -15,8 +15,8 @@ from isles.network.planner.stages import StagedSteps
 from isles.network.planner.turning import PlannedTurn
 from isles.network.routing.routes import Task
 from isles.network.routing.wires import Sizes
+from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.boundaries.names import boundary_name
-from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.pipeline import Cut, form_of, router_of, ways_of
 from isles.pipeline.wire import StageForm

@@ -1,4 +1,4 @@
-"""What a run whose workers come and go refuses, for it would be ignored there; `fixed` says so of other runs."""
+"""What a run whose workers come and go refuses, for it would be ignored there; `refuse_joining`: what others refuse."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from isles.errors import as_typed
 from isles.training.config.sections import SILENCE, Config, RunConfig, WorldConfig
 
+_JOINING = ("lease", "join_state", "max_members")
 _WAITS = {
     "join_deadline": "the first round waits for its workers however long it takes",
     "pipeline_deadline": "there are no stages that wait for each other",
@@ -66,3 +67,10 @@ def refuse_unplayed(config: Config) -> None:
     for key, why in idle.items():
         if (value := getattr(config.world, key)) != getattr(WorldConfig, key):
             raise ValueError(f"world.{key} = {as_typed(value)}: with --churn {why}; leave it out")
+
+
+def refuse_joining(world: WorldConfig) -> None:
+    """ValueError, with the key, for settings of runs that workers join, in a fixed world."""
+    for key in _JOINING:
+        if (value := getattr(world, key)) != getattr(WorldConfig, key):
+            raise ValueError(f"world.{key} = {value}: acts where workers join a lighthouse; leave it out")

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from isles.models.blocks import check_order
 from isles.models.cuts import Piece, pieces
 from isles.models.decoder import next_token_loss
-from isles.models.orders import logits_in_order
-from isles.models.stages import cuttable
+from isles.models.stages import cuttable, logits_in_order
 from isles.models.twins import sharing
 from isles.training.config.sections import Config
 from isles.training.staged import planned_cut

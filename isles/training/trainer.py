@@ -46,7 +46,7 @@ from isles.training.expected import expectation
 from isles.training.memory.at_work import PlannedMemory
 from isles.training.rates import rate_schedule
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.diverged import refuse_losses, refuse_state
+from isles.training.records.finite import refuse_losses, refuse_state
 from isles.training.records.saved import save_model, start_weights
 from isles.training.records.spread import Sample
 from isles.training.records.timeline import Timeline

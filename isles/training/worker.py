@@ -11,8 +11,7 @@ from isles.training.clustered.entry import train_clustered
 from isles.training.config.sections import Config
 from isles.training.draws import seed_draws
 from isles.training.placement import layout_of
-from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.seats import seat_of
+from isles.training.records.checkpoint import Checkpoints, seat_of
 from isles.training.swarmed.trainer import SwarmTrainer
 from isles.training.trainer import Trainer
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import isles
 from isles.comm.codecs import form
 from isles.comm.codecs.lowrank import LowRank
-from isles.comm.collectives.factors import Factors
-from isles.comm.collectives.forms import averaging
+from isles.comm.collectives.factors import Factors, averaging
 from isles.comm.collectives.headers import Stamp
 from isles.comm.mesh import Mesh
 from tests.gloo import run_gloo

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isles.data import Corpus, DataConfig, Loader, load_corpus
+from isles.data.loader import document_shares
 from isles.data.order import epoch_order
-from isles.data.shares import document_shares
 
 CONTEXT = 24
 PLAIN = DataConfig()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from isles.experts import mixture, on_text
+from isles.experts import joining, mixture
 from isles.experts.domains import read_domains
 from isles.experts.hdee import hdee
 from isles.experts.hdee.hdee import HdeeConfig, cell
@@ -238,10 +238,10 @@ def test_a_text_that_an_expert_was_trained_on_is_judged_where_it_was_not(
 ) -> None:
     """The same sequences as in the system's own table, so the same numbers."""
     system, results = built
-    monkeypatch.setattr(on_text, "SEQUENCES", 12)
+    monkeypatch.setattr(joining, "SEQUENCES", 12)
     for domain in ("easy", "difficult"):
         path = system.out / "seed-0/forests/m-ho-i-ho-r1.json"
-        found = on_text.judged_on(path, system.texts[domain].domain.path, Joining())
+        found = joining.judged_on(path, system.texts[domain].domain.path, Joining())
         told = results["mean"]["m-ho-i-ho"]["r1"][domain]
         assert found["perplexity"] == f"{told['perplexity']['posterior']:.4f}"
         alone = [value.split()[0] for name, value in found.items() if name.endswith("alone")]

@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 
 from isles.experts import mixture
 from isles.experts.jobs import ExpertJob, JobProgress, train, weights_sha256
-from isles.experts.joining import EVERY, Joined, Joining
-from isles.experts.on_text import judged_on
+from isles.experts.joining import EVERY, Joined, Joining, judged_on
 from isles.experts.registry import Forest, ForestMember
 from isles.experts.routing.clusters import clustered, texts_of
 from isles.experts.routing.priors import cached, following, given, running

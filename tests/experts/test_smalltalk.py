@@ -23,11 +23,11 @@ from isles.experts.routing.assignment import Assignment, assign, total
 from isles.experts.routing.em import RouterTask, TextRouter, train_router
 from isles.experts.routing.routing import Routers, from_wire, route, to_wire
 from isles.experts.served import Served
+from isles.experts.smalltalk.seed import run_workers
 from isles.experts.smalltalk.smalltalk import router_config
 from isles.experts.speaking import Speaker
 from isles.experts.system import System
 from isles.experts.systems import opened
-from isles.experts.workers import run_workers
 from isles.report import write_report
 from isles.training.records.checkpoint import Checkpoints
 from tests.experts.small import asked, made, write_domains

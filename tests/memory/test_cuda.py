@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from isles.memory.costs import ACTIVATIONS, Placement, least_peak
-from isles.memory.engines.base import Engine
+from isles.memory.engines.base import Engine, Inline
 from isles.memory.engines.cuda import Cuda, CudaMoves, usual_engine
-from isles.memory.engines.inline import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import manage
 from isles.network.machines import MACHINES

@@ -13,8 +13,7 @@ import torch
 
 from isles.memory.costs import Placement
 from isles.memory.disk import DiskFile, Section, StagingSlot, check_folder
-from isles.memory.engines.base import DiskFailed
-from isles.memory.engines.inline import Inline
+from isles.memory.engines.base import DiskFailed, Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import Managed, manage
 from isles.memory.plan import table

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from isles.memory.costs import ACTIVATIONS, PLACES, Placement, least_peak
-from isles.memory.engines.inline import Inline
+from isles.memory.engines.base import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.lanes import simulate
 from isles.memory.plan import table

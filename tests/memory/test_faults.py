@@ -14,8 +14,7 @@ import torch
 import isles
 from isles.memory.activations import Swapped
 from isles.memory.costs import Placement
-from isles.memory.engines.base import Engine, LaneFailed
-from isles.memory.engines.inline import Inline
+from isles.memory.engines.base import Engine, Inline, LaneFailed
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import manage
 from isles.memory.parameters import Brought

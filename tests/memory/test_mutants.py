@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from isles.memory.costs import Placement, least_peak
-from isles.memory.engines.inline import Inline
+from isles.memory.engines.base import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import Managed
 from isles.memory.parameters import Brought

@@ -13,8 +13,8 @@ import torch
 
 from isles.memory.costs import ACTIVATIONS, Placement
 from isles.memory.engines import cuda
+from isles.memory.engines.base import Inline
 from isles.memory.engines.cuda import CudaMoves
-from isles.memory.engines.inline import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import manage
 from isles.network.machines import MACHINES

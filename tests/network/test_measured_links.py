@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.network.measured_links import refuse_file, write_pair
-from isles.network.own import read_links
+from isles.network.own import read_links, refuse_file, write_pair
 from isles.network.routing.delays import delays_of
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from isles.network.churn import ChurnEvent
-from isles.network.returning import returns
+from isles.network.churn import ChurnEvent, returns
 
 E = ChurnEvent
 

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
-from isles.cli.plan import plan
+from isles.cli import app
 from isles.data import load_corpus
 from isles.models.sizes import matrices, parameters
 from isles.network.named import links
@@ -138,13 +139,21 @@ def test_stages_divide_what_replicas_send_and_hold(folder: Path) -> None:
     assert all(one.step == pytest.approx(one.computing + one.bubble + one.waiting) for one in found)
 
 
+def plan(**options: object) -> None:
+    """`isles plan` with these options, in this process; a flag is True."""
+    words = ["plan"]
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    get_command(app).main(words, standalone_mode=False)
+
+
 def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = {"params": "10M", "layers": 4, "step_time": "0.5", "workers": 4, "bandwidth": "100Mbit/s"}
     text = {"tokens": "1M", "step_tokens": "8k"}
-    plan(**numbers, **text, stages="1,2,4", routing="random", microbatches=2, json=True)  # type: ignore[arg-type]
+    plan(**numbers, **text, stages="1,2,4", routing="random", microbatches=2, json=True)
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {(row["stages"], row["replicas"]) for row in rows} >= {(2, 2), (4, 1), (1, 4)}
-    plan(**numbers, **text, stages="2", boundary="dct:0.9", boundary_codec="fp16")  # type: ignore[arg-type]
+    plan(**numbers, **text, stages="2", boundary="dct:0.9", boundary_codec="fp16")
     out = capsys.readouterr().out
     assert "2 x 2 x 1" in out and "between stages dct:0.9 in fp16." in out
 
@@ -156,7 +165,7 @@ def test_a_boundary_is_planned_in_its_bytes(capsys: pytest.CaptureFixture[str]) 
     width = round((10e6 / 4 / 16) ** 0.5)
     rows = []
     for more in ({}, {"boundary": "subspace:8"}, {"boundary": "subspace:8", "subspace_update": 10}):
-        plan(**numbers, **text, **more)  # type: ignore[arg-type]
+        plan(**numbers, **text, **more)
         rows += json.loads(capsys.readouterr().out)["rows"]
     key, beside = "bytes_to_stages_per_worker_per_step", 3 / 4 * (8000 * 4 + 4 * 4)
     assert rows[0][key] == pytest.approx(3 / 4 * 8000 * 2 * width * 4 + beside)
@@ -183,5 +192,5 @@ def test_a_boundary_is_planned_in_its_bytes(capsys: pytest.CaptureFixture[str]) 
 def test_bad_input_is_a_line(more: dict[str, str], says: str) -> None:
     numbers = {"params": "10M", "layers": 4, "step_time": "0.5", "workers": 4, "bandwidth": "100Mbit/s"}
     with pytest.raises(ValueError, match=says) as refusal:
-        plan(**numbers, **more)  # type: ignore[arg-type]
+        plan(**numbers, **more)
     assert "\n" not in str(refusal.value)

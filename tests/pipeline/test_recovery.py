@@ -14,7 +14,7 @@ from isles.models.stages import Stage
 from isles.network.routing.orders import in_flight, orders
 from isles.network.routing.routes import check_routes, visited
 from isles.pipeline.recovery import LossSettings, Recovery, lost_stages, merged, refuse_neighbours, sources
-from isles.pipeline.routers.exchanged import ExchangedRouter
+from isles.pipeline.routers import ExchangedRouter
 
 SHAPE = Shape(d_model=8, layers=4, heads=2, ffn=12, vocab=20, context=6, tie_embeddings=True)
 ONE, OTHER = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))

@@ -15,10 +15,10 @@ from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
 from isles.network.routing.orders import in_flight
 from isles.pipeline.assemble import assembled
-from isles.pipeline.boundaries.none import FullStream
+from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.evaluation import Judge
 from isles.pipeline.executor import Executor, Ways
-from isles.pipeline.routers.fixed import FixedRouter
+from isles.pipeline.routers import FixedRouter
 from isles.pipeline.wire import StageForm
 from isles.replicas.replica import Plain
 

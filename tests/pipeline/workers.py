@@ -16,12 +16,9 @@ from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
 from isles.network.routing.orders import in_flight
 from isles.network.routing.replay import TaskSeconds
-from isles.pipeline.boundaries.base import Boundary
-from isles.pipeline.boundaries.none import FullStream
+from isles.pipeline.boundaries.base import Boundary, FullStream
 from isles.pipeline.executor import Executor, Ways
-from isles.pipeline.routers.base import Router
-from isles.pipeline.routers.fixed import FixedRouter
-from isles.pipeline.routers.random import RandomRouter
+from isles.pipeline.routers import FixedRouter, RandomRouter, Router
 from isles.pipeline.wire import StageForm
 
 SHAPE = Shape(d_model=16, layers=4, heads=2, ffn=32, vocab=50, context=8, tie_embeddings=False)

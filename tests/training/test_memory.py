@@ -20,7 +20,7 @@ from torch import Tensor
 import isles
 from isles.comm.virtual.transport import VirtualTransport
 from isles.memory.costs import ACTIVATIONS, PLACES, Placement
-from isles.memory.engines.inline import Inline
+from isles.memory.engines.base import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import manage
 from isles.models.decoder import Decoder

@@ -15,7 +15,7 @@ import torch
 
 import isles
 from isles.memory.costs import Placement
-from isles.memory.engines.inline import Inline
+from isles.memory.engines.base import Inline
 from isles.memory.managed import Managed, manage
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES

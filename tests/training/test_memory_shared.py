@@ -13,7 +13,7 @@ from torch import Tensor
 import isles
 from isles.comm.virtual.transport import VirtualTransport
 from isles.memory.costs import Placement
-from isles.memory.engines.inline import Inline
+from isles.memory.engines.base import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import manage
 from isles.memory.sharing import runs

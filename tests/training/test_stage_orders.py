@@ -13,7 +13,7 @@ import torch
 from isles import cli
 from isles.models import Decoder, Shape
 from isles.models.cuts import pieces
-from isles.models.orders import blocks_of_stages
+from isles.models.stages import blocks_of_stages
 from isles.training.evaluation import validation_loss
 from isles.training.stage_orders import asked_order, curves, dropped, exchanged, order_loss
 from tests.training.runs import run, tiny, write_text

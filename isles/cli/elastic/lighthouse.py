@@ -83,7 +83,7 @@ def light_again(run: Path, workers: int | None) -> None:
 
 def _keep(charter: Charter, run: Path, stand: Stand) -> None:
     """Keep the run until it ends, or is stopped."""
-    from isles.cli.elastic.progress import ComingAndGoing
+    from isles.cli.progress import ComingAndGoing
     from isles.cli.train import print_summary
     from isles.launch.addresses import written
     from isles.training.running.interrupts import first_interrupt

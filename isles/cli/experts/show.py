@@ -87,7 +87,7 @@ def print_results(results: dict[str, Any], out: Path) -> None:
 
 def print_forest(path: Path, data: str, joining: Joining) -> None:
     """Perplexity of one forest on a text."""
-    from isles.experts.on_text import judged_on
+    from isles.experts.joining import judged_on
 
     found = judged_on(path, data, joining)
     width = max(map(len, found))

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from isles.comm.codecs.base import Codec
-from isles.comm.codecs.casts import BFloat16, Identity
+from isles.comm.codecs.casts import BFloat16, Float16, Identity
 from isles.comm.codecs.float4 import Float4
-from isles.comm.codecs.half import Float16
 from isles.comm.codecs.integers import Int2, Int4, Int8
 from isles.comm.codecs.lowrank import LowRank
 from isles.comm.codecs.randomk import RandomK

@@ -25,8 +25,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.call import Call
+from isles.comm.codecs import Form
 from isles.comm.codecs.lowrank import LowRank
-from isles.comm.collectives.averaging import Averaging
+from isles.comm.collectives.averaging import Averaging, Coded
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean, pattern, working_bytes
 from isles.comm.transport import Steps, Work, awaited
@@ -201,3 +202,12 @@ def _together(protocols: Sequence[Steps[tuple[int, ...]]]) -> Steps[list[tuple[i
         if waits:
             yield waits
     return [results[index] for index in range(len(protocols))]
+
+
+def averaging(form: Form, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Averaging:
+    """What averages in `form` vectors that hold tensors of `shapes` after each other; device: the CPU, or meta for what
+    is only planned.
+    """
+    if isinstance(form, LowRank):
+        return Factors(form, shapes, dtype, device)
+    return Coded(form, sum(map(prod, shapes)), dtype)

@@ -6,6 +6,7 @@ What each peer sends is judged where it is decoded, block by block while it is i
 from __future__ import annotations
 
 import contextlib
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -15,12 +16,13 @@ from typing_extensions import override
 
 from isles.comm.call import Call
 from isles.comm.codecs.base import Codec
-from isles.comm.collectives.verdict import condemned, verdict
 from isles.comm.errors import CommError, Malformed, Refused, sent_by
 from isles.comm.transport import Steps, Work
 from isles.comm.trust import BLOCK, Squares
 
 PARTS = 4  # buffers that one round may exchange
+_NAME = struct.Struct("<iI")  # of a verdict
+_LEAST = 24  # bytes of a verdict that has it: a scale in front and one behind stay ones
 _SECOND = 1 << 20  # kinds of payloads: more than there are phases
 
 
@@ -283,3 +285,36 @@ class TwoShot(MeanPart):
                 raise
             judge = ranks[position]
             raise Refused(culprit, f"so says worker {judge}, which reduces a part of it", judge) from None
+
+
+def verdict(ranks: Sequence[int], culprit: int, nbytes: int) -> Tensor:
+    """The wire (nbytes,) uint8 that tells whose share was refused: a rank of the group, or -1. The owner of a shard
+    says it in the place of its mean, so that all end with the one error that names who sent the share.
+
+    A wire of ones is no number in any form, so whoever reads it as a mean refuses it and looks then whether it is a
+    verdict: the right way costs nothing. In its middle stands whose share it was:
+
+        ones ... | rank, its complement (4 bytes each) | ... ones        not told in wires below 24 bytes
+    """
+    wire = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+    if nbytes >= _LEAST and culprit in ranks:
+        name = bytearray(_NAME.pack(culprit, ~culprit & 0xFFFFFFFF))
+        begin = _middle(nbytes)
+        wire[begin : begin + _NAME.size] = torch.frombuffer(name, dtype=torch.uint8)
+    return wire
+
+
+def condemned(wire: Tensor, ranks: Sequence[int]) -> int | None:
+    """The rank that `wire` names if it is a verdict (-1: nobody of the group); else None."""
+    begin, rest = _middle(wire.numel()), wire
+    culprit = -1
+    if wire.numel() >= _LEAST:
+        named, check = _NAME.unpack(wire[begin : begin + _NAME.size].numpy().tobytes())
+        if named in ranks and check == ~named & 0xFFFFFFFF:
+            culprit = named
+            rest = torch.cat((wire[:begin], wire[begin + _NAME.size :]))
+    return culprit if bool((rest == 0xFF).all()) else None
+
+
+def _middle(nbytes: int) -> int:
+    return nbytes // 2 - _NAME.size // 2

@@ -11,7 +11,7 @@ OUT/seed-0/segments/E/            the share of each expert (a stored corpus), ma
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,15 @@ from isles.experts.routing.em import RouterTask, train_router
 from isles.experts.routing.routing import Gate, gate_of, route
 from isles.experts.smalltalk import smalltalk
 from isles.experts.smalltalk.smalltalk import SmalltalkConfig
-from isles.experts.workers import run_workers
 from isles.launch.nodes import SINGLE_NODE
+from isles.launch.workers import raise_first
 from isles.parsing import parse_json
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.claimed import clear_logs
 from isles.training.records.writer import write_config
+from isles.training.running.backends import starter
+from isles.training.running.interrupts import first_interrupt
 from isles.training.running.run import Interrupted
 
 ROUTED, ROUNDS, CLUSTERS = "routers.json", "rounds.jsonl", "clusters.safetensors"
@@ -165,3 +168,22 @@ class SmalltalkSeed:
         chunk = self.own.chunk or len(scores_NE)
         parts = [assign(scores_NE[n : n + chunk], self.own.assignment) for n in range(0, len(scores_NE), chunk)]
         return Assignment(np.concatenate(parts), self.own.experts)
+
+
+def run_workers(
+    worker: Callable[..., Any],
+    workers: int,
+    config: Config,
+    args: Sequence[Any],
+    on_event: Callable[[Any], None],
+    out: Path,
+) -> list[Any]:
+    """`worker(world, *args)` on `workers` workers, as [world] says: processes here, or the virtual backend; results in
+    rank order. The first Ctrl-C makes `world.stop_here` true on all of them at one step. Errors as in `run_local`.
+    """
+    pool = starter(config.world.backend).call(worker, workers, config, args, out)
+    with first_interrupt(pool.stop):
+        results = pool.join(on_event)
+    raise_first(results, pool.failures)
+    clear_logs(out)
+    return results

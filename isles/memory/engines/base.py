@@ -1,13 +1,15 @@
-"""What the executor asks of an engine: work on serial lanes, events between them, and an end."""
+"""What the executor asks of an engine: work on serial lanes, events between them, moves, and an end."""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
-from isles.memory.engines.moves import Moves
+import torch
+from torch import Tensor, nn
 
 EngineLane = Literal["up", "down", "host", "read", "write"]
 LANES: tuple[EngineLane, ...] = ("up", "down", "host", "read", "write")
@@ -55,6 +57,30 @@ class LaneEvent:
         """
         if not self.happened:
             self._engine.wait_for(self, what)
+
+
+class Moves:
+    """How bytes go between host and device. Here both are the RAM: copies. A call returns when its bytes are there."""
+
+    def room(self) -> AbstractContextManager[object]:
+        """Around making, or filling again, storages of the device."""
+        return nullcontext()
+
+    def fill(self, into: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+        """Copy tensors of the host into those of the device, in the formats of these."""
+        for target, own in zip(into, source, strict=True):
+            target.copy_(own)
+
+    def to_host(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+        """Copies on the host, in these formats."""
+        return [tensor.to("cpu", dtype, copy=True) for tensor, dtype in zip(tensors, dtypes, strict=True)]
+
+    def to_device(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Copies on the device."""
+        return [tensor.to(device, copy=True) for tensor in tensors]
+
+    def place(self, hosted: Container[int], model: nn.Module) -> None:
+        """The model's parameters with these ids are the host's; the rest, and its buffers, are the device's."""
 
 
 class Engine(ABC):
@@ -112,3 +138,21 @@ class Engine(ABC):
             raise RuntimeError(f"memory: {what} will not come: the run under the plan was given up")
         if not come:
             raise TimeoutError(f"memory: {what} did not come within {DEADLINE:.0f} s")
+
+
+class Inline(Engine):
+    """No lanes: work is done at once by whoever submits it. For workers that share a thread, as on the virtual
+    backend.
+    """
+
+    def submit(
+        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
+    ) -> None:
+        """At once."""
+        with torch.no_grad():
+            work()
+        done()
+
+    def wait_for(self, event: LaneEvent, what: str) -> None:
+        """Nothing is under way that could bring it."""
+        raise RuntimeError(f"memory: {what} cannot come: the plan does not fit its budget")

@@ -25,8 +25,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from isles.memory.engines.base import Engine, EngineLane, Urgency
-from isles.memory.engines.moves import Moves
+from isles.memory.engines.base import Engine, EngineLane, Moves, Urgency
 from isles.memory.engines.paced import Paced
 
 _CHUNK = 1 << 24

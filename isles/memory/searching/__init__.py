@@ -3,5 +3,4 @@
 `trials`      a question, and every plan that was tried for it: fits, bound, simulated seconds
 `counts`      equal units: plans by how many of each choice
 `linear`      unequal units: an integer program
-`infeasible`  where nothing fits: the plan that needs least
 """

@@ -1,11 +1,15 @@
-"""How long each node of a plan takes for a forward: said in seconds, or by the machines that they are."""
+"""How long each node of a plan takes for a forward: said in seconds, by the machines that they are, or
+corrected by the seconds that a run took.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 
 from isles.network.machines import machine
+from isles.network.routing.plan import PipelinePlan
+from isles.network.routing.problem import replay_paths
 from isles.network.units import parse_count, parse_seconds
 
 
@@ -37,6 +41,26 @@ def forward_seconds(
         seconds = _spread("--hardware", each, nodes)
     slower = [1.0] if factors is None else [_factor(word) for word in factors.split(",")]
     return tuple(one * factor for one, factor in zip(seconds, islice(cycle(slower), nodes), strict=True))
+
+
+def planned_computing(plan: PipelinePlan) -> dict[int, float]:
+    """Seconds of a step in which each node that is visited computes or rests."""
+    problem = plan.problem
+    seconds: dict[int, float] = {}
+    for worker, task, start, end in replay_paths(problem, plan.paths).spans:
+        seconds[worker] = seconds.get(worker, 0.0) + end - start + problem.rest(task)
+    return seconds
+
+
+def speed_factors(plan: PipelinePlan, measured: Mapping[int, float]) -> tuple[float, ...]:
+    """How many times as long as planned each node takes. measured: seconds of computing in a step, by node; a node that
+    is not visited, or not measured, is taken to be as planned.
+    """
+    planned = planned_computing(plan)
+    return tuple(
+        measured[node] / planned[node] if node in planned and node in measured else 1.0
+        for node in range(plan.problem.nodes)
+    )
 
 
 def _spread(option: str, values: Sequence[float], nodes: int) -> Sequence[float]:

@@ -31,3 +31,19 @@ class Boundary(ABC):
         """Shape of the payload and bytes of the side for so many sequences of `length` tokens: every length is known
         beforehand, so no message needs a header.
         """
+
+
+class FullStream(Boundary):
+    """The stream (B, T, D) itself: what leaves a stage is what the next one reads."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def encode(self, x_BTD: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x_BTD, None
+
+    def decode(self, payload: Tensor, side: Tensor | None, tokens: Tensor) -> Tensor:
+        return payload
+
+    def sizes(self, sequences: int, length: int) -> tuple[tuple[int, ...], int]:
+        return (sequences, length, self.width), 0

@@ -17,22 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from isles.models.stages import cuttable
-from isles.models.subspace import (
-    Subspace,
-    SubspaceForm,
-    check_inside,
-    drawn_basis,
-    drawn_table,
-    fold,
-    put_inside,
-)
+from isles.models.subspace import Subspace, SubspaceForm, check_inside, drawn_basis, drawn_table, fold, put_inside
 from isles.models.twins import sharing
-from isles.pipeline.boundaries.base import Boundary
+from isles.pipeline.boundaries.base import Boundary, FullStream
 from isles.pipeline.boundaries.dct import LargestEntries
 from isles.pipeline.boundaries.grassmann import Drift
 from isles.pipeline.boundaries.learned import Learned, LearnedKind, attach
 from isles.pipeline.boundaries.names import BoundaryName, entries_kept
-from isles.pipeline.boundaries.none import FullStream
 from isles.pipeline.boundaries.subspace import Coordinates
 
 

@@ -23,15 +23,7 @@ from isles.comm.tags import MAX_FRAGMENTS, Channel
 from isles.network.planner.memory import COMPARED, Held
 from isles.replicas.island.sharded import own_rows
 from isles.replicas.island.spreading import SpreadRows
-from isles.replicas.replica import (
-    Holder,
-    PeerQuestion,
-    Replica,
-    largest,
-    refuse_shared,
-    refuse_survivors,
-    summed,
-)
+from isles.replicas.replica import Holder, PeerQuestion, Replica, largest, refuse_shared, refuse_survivors, summed
 from isles.replicas.sync import ReplicaSync
 
 _FRAGMENT = MAX_FRAGMENTS - 1  # of the island's messages; the buckets of its gradients have lower ones

@@ -5,6 +5,6 @@
 `courier`      starts and ends exchanges, and survives losses; `couriers`: which one a method has
 `agreed`       rounds that all members land together or none; `quorum`: without waiting for the slowest
 `joining`      taking part in rounds that others have begun; `recut`: states for other stages
-`weights`      how much each worker counts; `finite`: whether a payload is finite
+`weights`      how much each worker counts
 `foretold`     what a method says of a run before it runs
 """

@@ -8,8 +8,7 @@ from typing import Literal, get_args
 from isles.comm.codecs import form
 from isles.replicas.checks import one_of
 from isles.replicas.loop.weights import Weights
-from isles.replicas.parts.feedback import Feedback, check_feedback
-from isles.replicas.parts.interfaces import OnBroken
+from isles.replicas.parts.interfaces import Feedback, OnBroken, check_feedback
 from isles.replicas.sync import MethodConfig
 
 OnLate = Literal["wait", "quorum"]

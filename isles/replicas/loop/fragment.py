@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles.comm.collectives.forms import averaging
+from isles.comm.collectives.factors import averaging
 from isles.comm.transport import Transfer
 from isles.replicas.flat import FlatParameters, VectorMaker
 from isles.replicas.parts.interfaces import Composition

@@ -30,11 +30,10 @@ from isles.replicas.flat import FlatNames
 from isles.replicas.loop.config import OuterConfig
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.couriers import courier_of
-from isles.replicas.loop.finite import FiniteCheck, NoCheck
 from isles.replicas.loop.foretold import OuterForetold
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, on_anchors, show, without_partners
 from isles.replicas.loop.recut import recut_states
-from isles.replicas.loop.sweep import Sweep
+from isles.replicas.loop.sweep import FiniteCheck, NoCheck, Sweep
 from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unweighed, weights_of
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.start import T

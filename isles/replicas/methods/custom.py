@@ -31,8 +31,16 @@ from isles.replicas.methods.noloco import DeltaPhi
 from isles.replicas.methods.slowmo import HeavyBall
 from isles.replicas.methods.sparta import AveragePart
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
-from isles.replicas.parts.interfaces import Composition, Landing, Mixing, OuterRule, Reading
+from isles.replicas.parts.interfaces import (
+    Composition,
+    Feedback,
+    Landing,
+    Mixing,
+    OuterRule,
+    Reading,
+    check_feedback,
+    feedback,
+)
 from isles.replicas.parts.landing import Blend, Carry, Replace
 from isles.replicas.parts.legal import AXES, refuse
 from isles.replicas.parts.mixing import Everyone, Nobody, RandomGroups

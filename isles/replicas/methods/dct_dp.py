@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from isles.comm.codecs import codec
 from isles.comm.codecs.casts import Identity
-from isles.comm.collectives.forms import averaging
+from isles.comm.collectives.factors import averaging
 from isles.comm.collectives.mean import sent_bytes
 from isles.replicas.checks import at_least, one_of
 from isles.replicas.gradient.bucketed import BucketedSync, BucketsConfig

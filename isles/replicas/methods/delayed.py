@@ -23,8 +23,7 @@ from isles.replicas.loop.fragments import Fragments, check_fragments, cut
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.diloco import DiLoCoConfig, Nesterov
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.feedback import feedback
-from isles.replicas.parts.interfaces import Composition, Reading
+from isles.replicas.parts.interfaces import Composition, Reading, feedback
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import Everyone
 from isles.replicas.parts.reading import Received

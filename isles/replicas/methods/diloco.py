@@ -26,8 +26,7 @@ from isles.replicas.checks import at_least, momentum_in_range, positive_rate
 from isles.replicas.loop.config import CompressedConfig
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.feedback import feedback
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, feedback
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import Everyone
 
@@ -57,10 +56,6 @@ class Nesterov(OuterRule):
     name = "nesterov"
     lr: float
     vectors = ("momentum",)
-
-    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
-        """The outer gradient travels."""
-        outer_gradient(out, live, reference)
 
     @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.replicas.methods.fedavg import FedAvg, FedAvgConfig
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,6 @@ class Adam(OuterRule):
     betas: tuple[float, float]
     tau: float
     vectors = ("mean", "square")
-
-    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
-        """The outer gradient travels."""
-        outer_gradient(out, live, reference)
 
     @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:

@@ -21,8 +21,7 @@ from isles.replicas.checks import at_least, positive_rate
 from isles.replicas.loop.config import CompressedConfig
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.feedback import feedback
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, feedback
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import Everyone
 
@@ -48,10 +47,6 @@ class Descent(OuterRule):
 
     name = "sgd"
     lr: float
-
-    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
-        """The outer gradient travels."""
-        outer_gradient(out, live, reference)
 
     @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from isles.replicas.methods.fedadam import FedAdamConfig
 from isles.replicas.methods.fedavg import FedAvg
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,6 @@ class Yogi(OuterRule):
     @override
     def start(self) -> Mapping[str, float]:
         return {"square": self.tau**2}
-
-    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
-        """The outer gradient travels."""
-        outer_gradient(out, live, reference)
 
     @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:

@@ -22,13 +22,12 @@ from isles.comm.errors import Refused
 from isles.comm.group import Group
 from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Swap, by_size
-from isles.replicas.alike import StepsAlike
 from isles.replicas.island.island import Shards
 from isles.replicas.island.sharded import Sharding, as_sharded, gathered, shard, sharding_of, without_meshes
 from isles.replicas.replica import Replica
 from isles.replicas.schedule import everyone, opening_exchanges
 from isles.replicas.start import bytes_by_format, same_settings
-from isles.replicas.sync import MethodConfig
+from isles.replicas.sync import MethodConfig, StepsAlike
 from isles.wrapping import evaluated
 
 _NORM_BYTES = 8  # the square of a gradient's norm, float64

@@ -42,6 +42,7 @@ class Average(OuterRule):
 
     name = "average"
 
+    @override
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """The live weights travel."""
         out.copy_(live)

@@ -36,7 +36,7 @@ from isles.comm.codecs import codec, form
 from isles.replicas.checks import at_least, group_fits, momentum_in_range, one_of, positive_rate
 from isles.replicas.loop.outer import OuterConfig, OuterSync
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.legal import PLAIN, refuse
 from isles.replicas.parts.mixing import RandomGroups
@@ -100,17 +100,16 @@ class NoLoCoConfig(OuterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaPhi(OuterRule):
-    """delta <- alpha delta - beta mean g - gamma (phi - mean phi);  phi <- phi + delta;  with g = -Delta."""
+    """delta <- alpha delta - beta mean g - gamma (phi - mean phi);  phi <- phi + delta;  with g = -Delta.
+
+    The outer gradient g travels; the loop sends the anchor beside it.
+    """
 
     name = "noloco"
     beta: float
     gamma: float
     vectors = ("momentum",)
     shares_anchors = True
-
-    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
-        """The outer gradient g travels; the loop sends the anchor beside it."""
-        outer_gradient(out, live, reference)
 
     @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
@@ -121,17 +120,14 @@ class DeltaPhi(OuterRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SingleVector(OuterRule):
-    """delta <- alpha delta + mean u - gamma phi;  phi <- phi + delta;  with u = gamma phi - beta g."""
+class SingleVector(DeltaPhi):
+    """delta <- alpha delta + mean u - gamma phi;  phi <- phi + delta;  with u = gamma phi - beta g, which travels."""
 
-    name = "noloco"
-    beta: float
-    gamma: float
-    vectors = ("momentum",)
+    shares_anchors = False
 
+    @override
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
-        """u travels."""
-        outer_gradient(out, live, reference)
+        super().form(out, live, reference, anchor)
         out.mul_(-self.beta).add_(anchor, alpha=self.gamma)
 
     @override
@@ -142,19 +138,17 @@ class SingleVector(OuterRule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThetaOnly(OuterRule):
+class ThetaOnly(DeltaPhi):
     """delta <- alpha delta + beta (mean theta - phi);  phi <- phi + delta;  for gamma = beta."""
 
-    name = "noloco"
-    beta: float
-    gamma: float
-    vectors = ("momentum",)
+    shares_anchors = False
 
+    @override
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """theta travels, as phi - g: equal to the live weights up to rounding, and free of their coarser dtype's
         error.
         """
-        outer_gradient(out, live, reference)
+        super().form(out, live, reference, anchor)
         out.neg_().add_(anchor)
 
     @override

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.replicas.methods.diloco import DiLoCo, DiLoCoConfig
-from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, outer_gradient
+from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,6 @@ class HeavyBall(OuterRule):
     name = "heavy_ball"
     vectors = ("momentum",)
     lr: float
-
-    def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
-        """The outer gradient travels."""
-        outer_gradient(out, live, reference)
 
     @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isles.replicas.methods.fedavg import FedAvg, FedAvgConfig
-from isles.replicas.parts.feedback import Feedback
+from isles.replicas.parts.interfaces import Feedback
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,7 @@ from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments,
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.diloco import DiLoCoConfig, Nesterov
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.feedback import feedback
-from isles.replicas.parts.interfaces import Composition
+from isles.replicas.parts.interfaces import Composition, feedback
 from isles.replicas.parts.landing import Blend
 from isles.replicas.parts.mixing import Everyone
 

@@ -29,6 +29,7 @@ from isles.replicas.parts.legal import refuse
 from isles.replicas.parts.reading import Received
 
 OnBroken = Literal["skip", "leave out"]
+Feedback = Literal["none", "local", "global"]
 
 
 class Cadence(Protocol):
@@ -116,11 +117,11 @@ class OuterRule(ABC):
     keeps_left: ClassVar[bool] = False
     """What of its payload did not get into the mean stays the worker's own; anchors are then each worker's own."""
 
-    @abstractmethod
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
         """Write the block that travels into `out`, from the live weights, what they were when they last landed, and
-        the anchor.
+        the anchor. Unless a rule says otherwise it is the outer gradient, reference - live.
         """
+        torch.sub(reference, live, out=out)
 
     @abstractmethod
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:
@@ -161,6 +162,22 @@ class ErrorFeedback:
 
     form: Literal["local", "global"] = "local"
     decay: float = 1.0
+
+
+def check_feedback(form: str, decay: float) -> None:
+    """ValueError for what is no error feedback."""
+    one_of("error_feedback", form, get_args(Feedback))
+    if not 0 <= decay <= 1:
+        raise ValueError(f"feedback_decay = {decay}: choose 0 to 1, such as 0.95")
+    if form == "none" and decay != 1:
+        raise ValueError(
+            f'feedback_decay = {decay} has no error feedback to act on: set error_feedback = "local", or this to 1'
+        )
+
+
+def feedback(form: Feedback, decay: float) -> ErrorFeedback | None:
+    """The part that the settings name."""
+    return None if form == "none" else ErrorFeedback(form=form, decay=decay)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,8 +244,3 @@ class Composition:
         """True if what a worker forms is, to the bit, the answer that it lands on at once in a round of its own."""
         plain = self.codec.lossless and self.feedback is None and not self.reading.needs_own
         return plain and not self.rule.shares_anchors and self.cadence.lands(0) == 0
-
-
-def outer_gradient(out: Tensor, live: Tensor, reference: Tensor) -> None:
-    """out = reference - live: what most rules send."""
-    torch.sub(reference, live, out=out)

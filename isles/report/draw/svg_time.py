@@ -1,11 +1,10 @@
-"""Bars and lanes of time as inline SVG; colours as in `svg`."""
+"""Bars and lanes of time, and grids of shaded cells, as inline SVG; colours as in `svg`."""
 
 from __future__ import annotations
 
 from html import escape
 
 from isles.report.draw.axes import linear
-from isles.report.draw.grid import grid
 from isles.report.draw.style import STYLE
 from isles.report.draw.svg import WIDTH, line_chart
 from isles.report.panels import Bars, Chart, Grid, Lanes, Picture
@@ -16,6 +15,7 @@ _BAR_TEXT = 190  # pixels behind the longest bar
 _LANE, _ROWS = 38, ((0, 20), (22, 8))  # a lane's pitch; each row's offset and thickness, pixels
 _RIGHT = 16
 _MARK = 7  # pixels of a mark's letter
+_TOP, _CELL = 20, 30  # pixels above a grid, and of its largest cells
 
 
 def draw(picture: Picture) -> str:
@@ -87,3 +87,27 @@ def alone(picture: Picture) -> str:
     """The picture as a file of its own, with the page's colours."""
     drawn = draw(picture).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     return drawn.replace(">", f"><style>{escape(STYLE, quote=False)}</style>", 1) + "\n"
+
+
+def grid(picture: Grid) -> str:
+    """Rows go down, columns to the right; what stands out has a dot."""
+    count = len(picture.labels)
+    side = min(_CELL, (WIDTH - LEFT) // max(count, 1))
+    out = [
+        f'<svg viewBox="0 0 {WIDTH} {_TOP + side * count + 4}" role="img" aria-label="{escape(picture.title)}">',
+    ]
+    for row, label in enumerate(picture.labels):
+        middle = (row + 0.5) * side
+        out.append(f'<text class="tick mid" x="{LEFT + middle:.1f}" y="{_TOP - 6}">{escape(label.split()[0])}</text>')
+        out.append(f'<text class="tick end" x="{LEFT - 8}" y="{_TOP + middle + 4:.1f}">{escape(label)}</text>')
+        for column, shade in enumerate(picture.shades[row]):
+            if shade is None:
+                continue
+            x, y = LEFT + column * side, _TOP + row * side
+            dot = f'<circle class="dot" cx="{x + side / 2:.1f}" cy="{y + side / 2:.1f}" r="{side / 6:.1f}"/>'
+            out.append(
+                f'<g><title>{escape(picture.hints[row][column])}</title><rect class="transfer" x="{x}" y="{y}" '
+                f'width="{side - 1}" height="{side - 1}" fill-opacity="{0.06 + 0.94 * shade:.2f}"/>'
+                f"{dot if (row, column) in picture.marks else ''}</g>"
+            )
+    return "".join([*out, "</svg>"])

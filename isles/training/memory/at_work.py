@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 
 from isles.memory.activations import Remade, count_all
 from isles.memory.disk import check_folder
-from isles.memory.engines.base import Engine
+from isles.memory.engines.base import Engine, Inline
 from isles.memory.engines.cuda import CudaMoves, usual_engine
-from isles.memory.engines.inline import Inline
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import Managed, manage
 from isles.memory.meter import MemoryMeter

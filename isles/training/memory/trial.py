@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from isles.memory.costs import Placement, Profile, least_peak
-from isles.memory.engines.base import Engine
+from isles.memory.engines.base import Engine, Inline
 from isles.memory.engines.cuda import Cuda, CudaMoves
-from isles.memory.engines.inline import Inline
 from isles.memory.managed import manage
 from isles.memory.plan import MemoryPlan, digests
 from isles.memory.profile import profile

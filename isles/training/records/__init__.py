@@ -2,9 +2,9 @@
 
 `rundir`       the run directory: its files' names; `claimed`: a new run's claim on it; `lock`: one run at a time
 `writer`       writes all that workers report, in one process; `events`: what they may report; `loggers`: live tools
-`checkpoint`   checkpoints; `regroup`, `regrown`, `recut`, `seats`: going on from one with other workers or stages
-`saved`        a finished run read back; `summary`: what it came to; `totals`: what a worker has counted
-`tensors`      tensors into files one at a time; `finite`, `diverged`: never such as are not numbers
+`checkpoint`   checkpoints; `regroup`, `regrown`, `recut`: going on from one with other workers or stages
+`saved`        a finished run read back; `summary`: what it came to
+`tensors`      tensors into files one at a time; `finite`: never such as are not numbers
 `timeline`     when a worker computed, waited and exchanged; `spread`: how far replicas are apart
 `tokens`       the secret of a run on several machines
 """

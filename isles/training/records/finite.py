@@ -2,15 +2,20 @@
 
 A loss that is a number says nothing of the step that came of it, so weights are looked at by themselves. Parameters
 must be finite; buffers may hold infinities (a causal mask does), and so may an optimizer's state; nothing may hold a
-NaN.
+NaN. A worker whose numbers are no numbers any more says which ones, since when, and what to change.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from isles.comm.errors import WorkerFailed
+from isles.training.config.sections import Config
 
 _UNDER_WAY = ("flights", "ahead")  # what a round that is skipped has left there is never used
 
@@ -45,3 +50,25 @@ def _tensors(state: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(state, Sequence) and not isinstance(state, str):
         for index, entry in enumerate(state):
             yield from _tensors(entry, (*path, str(index)))
+
+
+def refuse_losses(config: Config, rank: int, last: int, losses: Sequence[Tensor]) -> None:
+    """WorkerFailed where a loss of the inner steps up to `last` is no number any more."""
+    values = torch.stack(list(losses)).tolist() if losses else []
+    for step, loss in enumerate(values, last - len(values) + 1):
+        if not math.isfinite(loss):
+            raise _diverged(config, rank, f"its loss is {loss} at inner step {step}")
+
+
+def refuse_state(config: Config, rank: int, step: int, state: Mapping[str, Any], parameters: Container[str]) -> None:
+    """WorkerFailed where weights, or what the next steps make of them, are no numbers after `step`. state: "model", the
+    weights by name, and more. parameters: names of those that must be finite.
+    """
+    broken = not_finite(state["model"], parameters) or first_nan(state)
+    if broken is not None:
+        raise _diverged(config, rank, f"its weights are not finite after inner step {step} ({broken})")
+
+
+def _diverged(config: Config, rank: int, what: str) -> WorkerFailed:
+    mend = f"lower inner.lr (now {config.inner.lr:g}), or replicas.outer_lr where the method has one"
+    return WorkerFailed(rank, f"{what}: {mend}")

@@ -24,9 +24,10 @@ from isles.replicas import method
 from isles.training.config.inner import inner_optimizer
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import State
-from isles.training.records.totals import latest_clock, total_traffic
 from isles.training.staged import planned_cut, run_scheme
 
+Counted = dict[str, dict[str, Any]]
+"""What a worker has counted, by channel and key, for others that take its place."""
 _CARRIED = ("lr", "initial_lr", "betas", "eps", "fused")
 """Settings that all groups of an inner optimizer share; by the others (weight decay, rows) they differ."""
 
@@ -219,3 +220,27 @@ def _schedule(state: dict[str, Any], groups: int) -> dict[str, Any]:
     """Of so many groups of parameters, all of one rate."""
     lists = {key: [value[0]] * groups for key, value in state.items() if isinstance(value, list) and value}
     return {**state, **lists}
+
+
+def total_traffic(states: Sequence[Counted], like: Counted) -> Counted:
+    """Sum of traffic counters, channel by channel; zeros where there are none."""
+    return {
+        channel: {
+            key: sum((state[channel][key] for state in states), start=type(value)()) for key, value in row.items()
+        }
+        for channel, row in like.items()
+    }
+
+
+def latest_clock(transport: dict[str, Any], own: Sequence[State]) -> dict[str, Any]:
+    """A virtual transport's state at the latest clock of the workers' states `own`, its message numbers begun anew; a
+    real one has none.
+    """
+    if "clock" not in transport:
+        return transport
+    latest = max(_transport(state)["clock"] for state in own)
+    return {**transport, "clock": latest, "messages": {}, "latest": []}
+
+
+def _transport(state: State) -> dict[str, Any]:
+    return state["optimizer"]["transport"] if "optimizer" in state else state["transport"]

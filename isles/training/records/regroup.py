@@ -33,21 +33,21 @@ from isles.training.config.sections import Config
 from isles.training.config.tokens import ending_after
 from isles.training.draws import carried_draws, new_draws
 from isles.training.dry_run import dry_run
-from isles.training.records.checkpoint import Checkpoints, State, join_state, split_state
+from isles.training.records.checkpoint import Checkpoints, State, join_state, newest_whole, split_state
 from isles.training.records.lock import locked
 from isles.training.records.recut import (
     cut_at,
     cut_facts,
     first_blocks,
     holdings,
+    latest_clock,
     recut,
+    total_traffic,
     whole_holding,
     with_boundary,
     with_stages,
 )
 from isles.training.records.regrown import POSITIONS, regrown
-from isles.training.records.seats import newest_whole
-from isles.training.records.totals import latest_clock, total_traffic
 from isles.version import __version__
 
 _SECTIONS = {"model", "data", "inner", "replicas", "world", "run"}  # of every run's config.toml

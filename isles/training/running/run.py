@@ -30,7 +30,7 @@ from isles.launch.nodes import SINGLE_NODE, NodeSpec
 from isles.launch.workers import raise_first
 from isles.training.config.kept import settled
 from isles.training.config.sections import Config
-from isles.training.fixed import refuse_joining
+from isles.training.growing import refuse_joining
 from isles.training.memory.planned import prepared, refusals
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.claimed import run_directory

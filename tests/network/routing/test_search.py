@@ -11,11 +11,10 @@ from benchmarks._reference import paths_of
 from isles.network.links import Links
 from isles.network.named import links
 from isles.network.routing.assign import assign
-from isles.network.routing.best import BestPaths
-from isles.network.routing.bounds import lower_bounds
-from isles.network.routing.check import broken_rules
+from isles.network.routing.bounds import BestPaths, lower_bounds
 from isles.network.routing.delays import delays_of
 from isles.network.routing.legal import PathRules, legal_orders
+from isles.network.routing.plan import broken_rules
 from isles.network.routing.problem import Costs, Problem, replay_paths
 from isles.network.routing.search import Effort, blind, with_collisions, without_collisions
 from isles.network.routing.stopwatch import Stopwatch

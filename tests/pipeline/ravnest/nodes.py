@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from isles.comm.mesh import Mesh
 from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
-from isles.pipeline.boundaries.none import FullStream
+from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
 from isles.pipeline.shares import StageShares
 from isles.pipeline.wire import StageForm

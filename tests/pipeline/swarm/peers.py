@@ -16,7 +16,7 @@ from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape
 from isles.models.cuts import PieceCosts, cut_points, pieces
 from isles.models.stages import Stage
-from isles.pipeline.boundaries.none import FullStream
+from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.config import Consistency
 from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.agreement import Agreement

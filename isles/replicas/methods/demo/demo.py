@@ -37,13 +37,13 @@ from isles.comm.errors import Diverged, WorkerFailed, sent_by
 from isles.comm.trust import JUMPS, mean_square
 from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, by_size, gathered
-from isles.replicas.alike import StepsAlike
 from isles.replicas.flat import FlatParameters, digest
 from isles.replicas.methods.demo.config import DeMoConfig
 from isles.replicas.methods.demo.momentum import Momentum
 from isles.replicas.methods.demo.update import orthogonalised
 from isles.replicas.methods.demo.wire import Sent
 from isles.replicas.schedule import everyone
+from isles.replicas.sync import StepsAlike
 from isles.wrapping import innermost
 
 

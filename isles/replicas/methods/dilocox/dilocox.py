@@ -34,8 +34,7 @@ from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.dilocox.adaptive import Adaptive, resized
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.feedback import Feedback, check_feedback, feedback
-from isles.replicas.parts.interfaces import Composition
+from isles.replicas.parts.interfaces import Composition, Feedback, check_feedback, feedback
 from isles.replicas.parts.landing import Carry, Replace
 from isles.replicas.parts.mixing import Everyone
 

@@ -1,1 +1,0 @@
-"""`isles swarm`, and what of other commands is about swarms."""

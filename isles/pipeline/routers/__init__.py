@@ -1,1 +1,0 @@
-"""Which way each microbatch goes, one router a file."""
