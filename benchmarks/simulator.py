@@ -18,7 +18,7 @@ from isles.network.pauses import Pauses
 from isles.network.theory.barrier import StepLaw, waiting
 from isles.network.theory.eager_tables import long_run, table5
 from isles.network.theory.fleet import Fleet, run
-from isles.network.theory.latency import tree_seconds
+from isles.network.theory.latency import two_shot_seconds
 from isles.network.theory.quadratic import Quadratic, simulate
 
 
@@ -66,7 +66,7 @@ def table(workers: int, rounds: int) -> list[Row]:
             bound,
             what,
         ),
-        Row("all-reduce over a tree", seconds(lambda: tree_seconds(workers, 1.0, rounds)), "s", bound, what),
+        Row("all-reduce in two shots", seconds(lambda: two_shot_seconds(workers, 1.0, rounds)), "s", bound, what),
         Row("NoLoCo on a quadratic", seconds(lambda: simulate(setting, rounds, copies=1)), "s", bound, what),
         Row("eager-table5", seconds(table5), "s", ("<=", 1.0), "24 rows x 50 bandwidths"),
         Row("eager-long-run", seconds(long_run), "s", None, "24 rows x 5 targets"),
