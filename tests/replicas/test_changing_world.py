@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import isles
 from isles.comm.call import Ledger
+from isles.comm.elastic.ballot import Word
+from isles.comm.elastic.line import Words
+from isles.comm.elastic.messages import Delivered, Done
+from isles.comm.elastic.quorum.delivery import Deliveries
 from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.comm.roster import FixedRoster, Roster
@@ -19,7 +26,7 @@ from isles.replicas.loop.fragment import Exchange, Flight
 from isles.replicas.loop.joining import given
 from tests.covers import share
 from tests.replicas.changing import ChangingRoster
-from tests.replicas.workers import LINKS, RUNS, Net, adamw, bits, train_step, weights
+from tests.replicas.workers import LINKS, RUNS, Net, adamw, bits, sgd, train_step, weights
 
 EVERYONE, WITHOUT_2 = (0, 1, 2, 3), (0, 1, 3)
 VIEWS = [View(0, 1, EVERYONE), View(1, 4, WITHOUT_2), View(2, 7, EVERYONE)]
@@ -196,3 +203,41 @@ def test_an_answer_counts_as_had_once_all_of_it_is_there() -> None:
         return accepted
 
     assert run(worker) == [[1]] * 4
+
+
+class Line:
+    """A lighthouse to which both have delivered, 6 inner steps and 2. What comes of the exchange lands."""
+
+    is_over, has_answers = False, True
+    member = SimpleNamespace(view_of=lambda round: None)
+
+    def __init__(self, seat: int) -> None:
+        self.seat, self.words = seat, Words()
+
+    def ask(self, said: Delivered) -> Word:
+        return Word(said.round, "again", 1, (0, 1), steps=(6, 2))
+
+    def say(self, said: Done | Delivered) -> None:
+        if isinstance(said, Done):
+            self.words.hear(Word(said.round, "land", 1, (0, 1), steps=(6, 2)))
+
+
+def test_a_quorums_mean_is_one_by_inner_steps() -> None:
+    """anchor <- anchor - (3 Delta_0 + Delta_1) / 4, where worker 0 has four steps more that were in no mean yet."""
+
+    def worker(world: Mesh) -> tuple[Tensor, Tensor, Tensor]:
+        roster, model = ChangingRoster(world.world, [View(0, 1, (0, 1))]), Net()
+        roster.deliveries = Deliveries(Line(world.rank), world.world)  # type: ignore[attr-defined, arg-type]
+        options = {"sync_every": 2, "outer_lr": 1.0, "outer_momentum": 0.0, "on_late": "quorum", "quorum": 1.0}
+        optimizer: Any = isles.DiLoCo(model, sgd(model), roster, **options)  # type: ignore[arg-type]
+        fragment, before = optimizer.fragments[0], optimizer.fragments[0].anchor.clone()
+        optimizer.courier._work = 0 if world.rank else 4
+        for step in (1, 2):
+            train_step(optimizer, world.rank, step)
+        live = fragment.flat.read(fragment.flat.new())
+        optimizer.courier.progress(blocks=True)
+        return before, before - live, fragment.anchor.clone()
+
+    (before, delta, one), (_, other_delta, other) = isles.run_virtual(worker, 2, deadlines=DEADLINES)
+    assert torch.equal(one, other)
+    torch.testing.assert_close(one, before - (3 * delta + other_delta) / 4, rtol=0, atol=1e-7)

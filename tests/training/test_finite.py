@@ -77,10 +77,13 @@ def test_one_goes_back_to_a_good_checkpoint(text: Path, tmp_path: Path) -> None:
 def test_later_checkpoints_are_of_a_run_that_is_gone(tmp_path: Path) -> None:
     """Else they would be the newest ones, and those that count would be dropped."""
     checkpoints = Checkpoints(tmp_path)
-    for step in (10, 20, 30, 15):
+    for step in (10, 20, 30):
         checkpoints.write_shard(step, 0, {"x": torch.zeros(1)})
-        checkpoints.commit(step, [0], {}, keep=2)
-    assert checkpoints.steps() == [15]
+        checkpoints.commit(step, [0], {}, keep=3)
+    checkpoints.go_back(10)
+    checkpoints.write_shard(15, 0, {"x": torch.zeros(1)})
+    checkpoints.commit(15, [0], {}, keep=2)
+    assert checkpoints.steps() == [10, 15]
 
 
 def test_infinite_buffers_are_kept() -> None:
