@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,14 +52,14 @@ def test_updates_need_gradients_that_zero_grad_does_not_reach(monkeypatch: pytes
 
 
 class _Held(Inline):
-    """Updates run when somebody waits for what they do: as late as they may."""
+    """What one lane does happens when somebody waits for it: as late as it may."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: str = "host") -> None:
         super().__init__()
-        self.late: list[Callable[[], None]] = []
+        self.held, self.late = held, list[partial[None]]()
 
     def submit(self, lane: Any, urgency: Any, seconds: float, work: Any, done: Any) -> None:
-        if lane != "host":
+        if lane != self.held:
             super().submit(lane, urgency, seconds, work, done)
             return
         self.late.append(partial(super().submit, lane, urgency, seconds, work, done))
@@ -73,6 +74,12 @@ class _Held(Inline):
 def test_updates_may_be_as_late_as_the_next_use() -> None:
     for placements in (OPTIMIZER, HOST):
         assert _keeps_bits(placements, engine=_Held())
+
+
+@pytest.mark.parametrize("place", ["disk", "file"])
+def test_writes_may_be_as_late_as_the_next_use(place: Any, tmp_path: Path) -> None:
+    """Of states, by the next update; of weights, by the next pass."""
+    assert _keeps_bits((Placement(place, "keep"),) * UNITS, engine=_Held("write"), disk=str(tmp_path))
 
 
 def test_readers_need_to_catch_up(monkeypatch: pytest.MonkeyPatch) -> None:
