@@ -2,7 +2,7 @@
 #
 #   make demo         train a small model with four workers, into runs/demo
 #   make test         ruff, the type checker and the tests (minutes)
-#   make test-long    only the tests marked "long"
+#   make test-long    only the tests marked "long" (most of an hour)
 #   make soak         processes of an elastic run killed, frozen and joined a thousand times (most of an hour)
 #   make lint         ruff and the type checker alone; `make format` mends the layout
 #   make bench        every benchmark
@@ -68,7 +68,7 @@ test: lint
 
 # pytest answers 5 when no test carries the mark; that is no failure.
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -m long || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long || [ $$? -eq 5 ]
 
 soak: $(STAMP)
 	ISLES_SOAK=1000 $(BIN)/python -m pytest -m long -p no:xdist tests/training/elastic/test_soak.py -k outlives
