@@ -15,7 +15,7 @@ from isles.comm.elastic.messages import Beat, from_plain
 from isles.comm.elastic.orders import SeatTable, Worker
 from isles.comm.view import View
 
-_BEHIND = 4  # rounds behind the newest from which a member is better off with another's state
+_BEHIND = 4  # rounds behind half of the members from which one is better off with another's state
 
 
 class Register:
@@ -87,9 +87,10 @@ class Register:
             self.workers.changed()
         if worker.state in ("in", "leaving"):
             self.newest_round = max(self.newest_round, beat.round)
-        at = max(worker.round, worker.entered - 1)  # a newcomer is not behind before its first round
-        if worker.state == "in" and self.newest_round - at > _BEHIND:
-            self._call_again(worker)
+        if worker.state == "in" and self.newest_round - _at(worker) > _BEHIND:
+            rounds = sorted(_at(self.workers[seat]) for seat in self.members())
+            if rounds[len(rounds) // 2] - _at(worker) > _BEHIND:  # half of them are so far: one alone may lie
+                self._call_again(worker)
 
     def _apply_gone(self, worker: Worker) -> None:
         worker.connected = False
@@ -141,3 +142,8 @@ class Register:
         worker.state, worker.call = "outside", worker.call + 1
         worker.load, worker.tried = None, set()
         self.workers.changed()
+
+
+def _at(worker: Worker) -> int:
+    """Its round; a newcomer is not behind before its first one."""
+    return max(worker.round, worker.entered - 1)
