@@ -35,7 +35,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     _refuse_large("keys and lists", sum(map(text.count, "=[")), _KEYS)
     if _LONG_KEY.search(text):
         raise ValueError(f"a key of it has more than {_DOTS} parts")
-    return _parsed(tomllib.loads, text, _DEEPEST)
+    return _parsed(tomllib.loads, text.removeprefix("\ufeff"), _DEEPEST)  # the mark that Windows writes
 
 
 def _refuse_large(what: str, number: int, most: int) -> None:

@@ -25,6 +25,10 @@ LARGE = {
 DEEP = ["[" * 100_000, "[" * 80 + "]" * 80, '{"a":' * 80 + "1" + "}" * 80, '{"a":' * 100_000]
 
 
+def test_the_mark_that_windows_writes_is_no_part_of_the_text() -> None:
+    assert parse_toml("\ufeffa = 1") == {"a": 1}
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_toml_that_is_too_large(name: str) -> None:
     """The parser itself would take 20 GB for some of them: they are measured before it sees them."""

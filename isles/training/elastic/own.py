@@ -14,11 +14,15 @@ _OWN = (*_NEEDED, "model.options", "model.device", "data.cache", "pipeline.plan"
 _OWN += ("memory.plan", "world.threads", "world.links", "world.inner_links", "run.start", "run.loggers")
 
 
-def with_own(theirs: Tables, own: Tables) -> Tables:
-    """The run's configuration for this machine. ValueError where this machine must say more, or says too much."""
+def refuse_others(own: Tables) -> None:
+    """ValueError where a machine says of itself what is the lighthouse's to say."""
     for name in (f"{section}.{key}" for section in own for key in own[section]):
         if name not in _OWN:
             raise ValueError(f"--set {name}: is the lighthouse's to say; a joiner may say {', '.join(_OWN)}")
+
+
+def with_own(theirs: Tables, own: Tables) -> Tables:
+    """The run's configuration for this machine. ValueError where this machine must say more."""
     for name in _OWN:
         section, key = name.split(".")
         said = theirs.get(section, {}).pop(key, None)

@@ -87,9 +87,10 @@ class Register:
             self.workers.changed()
         if worker.state in ("in", "leaving"):
             self.newest_round = max(self.newest_round, beat.round)
-        if worker.state == "in" and self.newest_round - _at(worker) > _BEHIND:
-            rounds = sorted(_at(self.workers[seat]) for seat in self.members())
-            if rounds[len(rounds) // 2] - _at(worker) > _BEHIND:  # half of them are so far: one alone may lie
+        at = max(worker.round, worker.entered - 1)  # a newcomer is not behind before its first round
+        if worker.state == "in" and self.newest_round - at > _BEHIND:
+            ahead = [seat for seat in self.members() if self.workers[seat].round - at > _BEHIND]
+            if 2 * len(ahead) >= len(self.members()):  # one of several may say what is not so
                 self._call_again(worker)
 
     def _apply_gone(self, worker: Worker) -> None:
@@ -142,8 +143,3 @@ class Register:
         worker.state, worker.call = "outside", worker.call + 1
         worker.load, worker.tried = None, set()
         self.workers.changed()
-
-
-def _at(worker: Worker) -> int:
-    """Its round; a newcomer is not behind before its first one."""
-    return max(worker.round, worker.entered - 1)
