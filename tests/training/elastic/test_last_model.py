@@ -73,11 +73,11 @@ def test_the_mean_is_of_those_that_are_near_each_other(tmp_path: Path, count: in
 
 
 def test_who_is_apart_from_equal_ones_is_left_out(tmp_path: Path) -> None:
-    """The usual distance is 0 then: a hundredth of their size is in its place, so 10 % of it is the most."""
-    honest, near, far = ({"w": torch.full((40, 5), value)} for value in (1.0, 1.09, 1.11))
+    """The usual distance is 0 then: a tenth of their size is in its place, so ten of those are the most."""
+    honest, near, far = ({"w": torch.full((40, 5), value)} for value in (1.0, 1.9, 2.1))
     left = consolidate(files(tmp_path, honest, far, honest, near, honest), tmp_path / "out", alike=False, ratio=10.0)
     assert left == {1: "it is 11 times as far from the others as usual (world.trust_ratio)"}
-    assert torch.allclose(load_file(tmp_path / "out")["w"], torch.tensor((1 + 1 + 1.09 + 1) / 4))
+    assert torch.allclose(load_file(tmp_path / "out")["w"], torch.tensor((1 + 1 + 1.9 + 1) / 4))
 
 
 def test_honest_ones_are_all_in_the_mean(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: fl
     if kept and not alike:
         far = _apart([models[seat] for seat in kept], lambda every: np.median(every, axis=0))[0] ** 0.5
         usual = np.sort(far)[(len(far) - 1) // 2]
-        if not usual:  # half of them are equal bit for bit: the measure is a hundredth of their own size
-            usual = _apart([models[kept[far.argmin()]]], np.zeros_like)[0][0] ** 0.5 / 100 or 1e-30
+        if not usual:  # half of them are equal bit for bit, as of a pair: the measure is a tenth of their own size
+            usual = _apart([models[kept[far.argmin()]]], np.zeros_like)[0][0] ** 0.5 / 10 or 1e-30
         for seat, times in zip(kept, far / usual, strict=True):
             if times > ratio:
                 left[seat] = f"it is {times:.3g} times as far from the others as usual (world.trust_ratio)"
