@@ -221,7 +221,7 @@ def test_a_joiner_says_itself_where_its_text_is(answer: Answer, world: Run) -> N
 def test_what_a_joiner_cannot_say_is_refused_before_it_asks_anybody(answer: Answer, workers: str) -> None:
     """Nobody answers at that address: it would try for a minute, and start further workers without that word."""
     nobody = ("join", f"127.0.0.1:{free_port()}", "--token", "a" * 64, "--workers", workers)
-    one_line(answer(*nobody, "--set", "run.steps=3"), "--set run.steps: is the lighthouse's to say", "model.factory")
+    one_line(answer(*nobody, "--set", "run.steps=3"), "--set run.steps: only the lighthouse sets this", "model.factory")
     one_line(answer(*nobody, "--set", "model.device=gpu"), "model.device = 'gpu' is not known", "cuda:N")
     one_line(answer(*nobody, "--device", "cuda:999"), 'model.device = "cuda:999" but torch sees', "--device")
 

@@ -18,7 +18,7 @@ def refuse_others(own: Tables) -> None:
     """ValueError where a machine says of itself what is the lighthouse's to say."""
     for name in (f"{section}.{key}" for section in own for key in own[section]):
         if name not in _OWN:
-            raise ValueError(f"--set {name}: is the lighthouse's to say; a joiner may say {', '.join(_OWN)}")
+            raise ValueError(f"--set {name}: only the lighthouse sets this; a joiner may set {', '.join(_OWN)}")
 
 
 def with_own(theirs: Tables, own: Tables) -> Tables:
