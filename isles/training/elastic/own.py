@@ -14,15 +14,11 @@ _OWN = (*_NEEDED, "model.options", "model.device", "data.cache", "pipeline.plan"
 _OWN += ("memory.plan", "world.threads", "world.links", "world.inner_links", "run.start", "run.loggers")
 
 
-def refuse_others(own: Tables) -> None:
-    """ValueError where a machine says of itself what is the lighthouse's to say."""
+def with_own(theirs: Tables, own: Tables) -> Tables:
+    """The run's configuration for this machine. ValueError where this machine must say more, or says too much."""
     for name in (f"{section}.{key}" for section in own for key in own[section]):
         if name not in _OWN:
             raise ValueError(f"--set {name}: only the lighthouse sets this; a joiner may set {', '.join(_OWN)}")
-
-
-def with_own(theirs: Tables, own: Tables) -> Tables:
-    """The run's configuration for this machine. ValueError where this machine must say more."""
     for name in _OWN:
         section, key = name.split(".")
         said = theirs.get(section, {}).pop(key, None)
