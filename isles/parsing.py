@@ -16,6 +16,7 @@ from typing import Any
 _LONGEST_JSON, _PARTS = 64 << 20, 1 << 22  # characters, and values: 100 bytes of memory each
 _LONGEST_TOML, _KEYS = 16 << 20, 1 << 16  # characters, and keys and lists
 _DEEPEST = 64  # tables and lists in each other; those of Isles have 20 at most
+_BITS = 1000  # of a whole number: a float has room for it
 _DOTS = 8  # of one key: tomllib takes the square of them, so 200 kB of `a.a.a` would be 20 GB
 _NAME = r"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?:^|[\[{{,])[ \t]*+{_NAME}(?:[ \t]*+\.[ \t]*+{_NAME}){{{_DOTS}}}", re.MULTILINE)
@@ -35,7 +36,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     _refuse_large("keys and lists", sum(map(text.count, "=[")), _KEYS)
     if _LONG_KEY.search(text):
         raise ValueError(f"a key of it has more than {_DOTS} parts")
-    return _parsed(tomllib.loads, text, _DEEPEST)
+    return _parsed(tomllib.loads, text.removeprefix("\ufeff"), _DEEPEST)  # the mark that Windows writes
 
 
 def _refuse_large(what: str, number: int, most: int) -> None:
@@ -49,6 +50,7 @@ def _parsed(loads: Callable[[str], Any], text: str, deepest: int) -> Any:
         found = loads(text)
         level = [found]
         while level and deepest >= 0:
+            _refuse_large("bits in a number", max([n.bit_length() for n in level if isinstance(n, int)] or [0]), _BITS)
             inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
             level, deepest = [*chain.from_iterable(inner)], deepest - 1
         if not level:

@@ -108,6 +108,8 @@ def _run() -> int:
     except RuntimeError as error:
         from isles.comm.errors import CommError
 
+        if "home directory" in str(error):  # of Path.expanduser, for ~NAME
+            return _fail("a path begins with ~NAME, and this machine knows no user NAME: write the whole path", 2)
         if not isinstance(error, CommError):
             raise
         return _fail(_with_notes(error), 1)

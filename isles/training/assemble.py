@@ -107,7 +107,7 @@ def _unplayed(config: Config) -> list[str]:
     notices = []
     hf = Path(config.model.hf or "", "tokenizer.json").expanduser()
     if config.model.hf and config.data.tokenizer == "bytes" and hf.is_file():
-        notices.append('data.tokenizer = "bytes": model.hf has a tokenizer of its own, which is taken without this key')
+        notices.append('data.tokenizer = "bytes": the folder of model.hf has a tokenizer; leave this key out to use it')
     if said and not world.is_simulated:
         notices.append(
             f"{' and '.join(f'world.{key}' for key in said)}: of the virtual clock; real lines and steps are as they "

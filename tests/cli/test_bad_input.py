@@ -199,6 +199,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["train", "."], [".: cannot be read"]),
     (["train", "bad.toml"], ["bad.toml: not valid TOML"]),
     (["train", "binary.toml"], ["binary.toml: not valid TOML"]),
+    (["train", "--set", "data.path=~nobody-here/text"], ["~NAME", "write the whole path"]),
+    (["train", "--set", "model.hf=~nobody-here/model"], ["~NAME", "write the whole path"]),
     (["train", "outside.toml"], ["steps stands outside a section", "[run]"]),
     (train("--out", "done"), ["--out done: holds a run already (config.toml)", "name another directory"]),
     (train("--out", "text.txt"), ["--out text.txt: cannot be written to", "name another directory"]),

@@ -215,9 +215,15 @@ def test_a_joiner_says_itself_where_its_text_is(answer: Answer, world: Run) -> N
     """Paths and code that the lighthouse names are nothing to it; what the lighthouse decides is not its to say."""
     told = answer("join", world.address, "--token", world.token)
     one_line(told, "the run has data.path = ", "takes no path and no code", "--set data.path=...")
-    one_line(
-        answer(*joins(world), "--set", "run.steps=3"), "--set run.steps: is the lighthouse's to say", "model.factory"
-    )
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_what_a_joiner_cannot_say_is_refused_before_it_asks_anybody(answer: Answer, workers: str) -> None:
+    """Nobody answers at that address: it would try for a minute, and start further workers without that word."""
+    nobody = ("join", f"127.0.0.1:{free_port()}", "--token", "a" * 64, "--workers", workers)
+    one_line(answer(*nobody, "--set", "run.steps=3"), "--set run.steps: only the lighthouse sets this", "model.factory")
+    one_line(answer(*nobody, "--set", "model.device=gpu"), "model.device = 'gpu' is not known", "cuda:N")
+    one_line(answer(*nobody, "--device", "cuda:999"), 'model.device = "cuda:999" but torch sees', "--device")
 
 
 def test_the_address_of_a_router_in_front() -> None:

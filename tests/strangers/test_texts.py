@@ -25,6 +25,21 @@ LARGE = {
 DEEP = ["[" * 100_000, "[" * 80 + "]" * 80, '{"a":' * 80 + "1" + "}" * 80, '{"a":' * 100_000]
 
 
+def test_the_mark_that_windows_writes_is_no_part_of_the_text() -> None:
+    assert parse_toml("\ufeffa = 1") == {"a": 1}
+
+
+@pytest.mark.parametrize("digits", [301, 302, 4000, 5000])
+def test_a_whole_number_that_no_float_holds(digits: int) -> None:
+    """10^301 has 1000 bits. Whoever calculated with a longer one ended with an OverflowError."""
+    for parse, text in ((parse_json, '{"a": [10%s]}'), (parse_toml, "a = [10%s]")):
+        if digits == 301:
+            assert parse(text % ("0" * 300)) == {"a": [10**301]}
+        else:
+            with pytest.raises(ValueError, match="and no more than 1000 are read" if digits < 4300 else "digits"):
+                parse(text % ("0" * (digits - 1)))
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_toml_that_is_too_large(name: str) -> None:
     """The parser itself would take 20 GB for some of them: they are measured before it sees them."""

@@ -145,7 +145,7 @@ def test_tokenizer_files_and_saved_datasets_train(tmp_path: Path, gpt2: list[str
     left = tiny(tmp_path / "unused", [*again, "data.tokenizer=bytes"], data[0], data[2], "inner.lr=1e-9", steps=3)
     run(left, tmp_path / "left", told)
     assert [notice for notice in told.notices if "tokenizer" in notice] == [
-        'data.tokenizer = "bytes": model.hf has a tokenizer of its own, which is taken without this key'
+        'data.tokenizer = "bytes": the folder of model.hf has a tokenizer; leave this key out to use it'
     ]
 
     pytest.importorskip("datasets", reason="needs the extra hf")

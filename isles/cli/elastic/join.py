@@ -63,10 +63,14 @@ def join(
 
 
 def own(data: str | None, device: str | None, assignments: list[str] | None) -> Tables:
-    """What --data, --device and --set say of this machine."""
+    """What --data, --device and --set say of this machine. ValueError where it is not its to say, or no such GPU."""
+    from isles.models import ModelConfig, choose_device
     from isles.training.config.reading import words
+    from isles.training.elastic.own import with_own
 
-    return words(None, {"data.path": data, "model.device": device}, assignments or [])
+    said = with_own({}, words(None, {"data.path": data, "model.device": device}, assignments or []))
+    choose_device(ModelConfig(device=said.get("model", {}).get("device", "auto")))
+    return said
 
 
 def given_token(token: str | None) -> Token:

@@ -18,7 +18,7 @@ def with_own(theirs: Tables, own: Tables) -> Tables:
     """The run's configuration for this machine. ValueError where this machine must say more, or says too much."""
     for name in (f"{section}.{key}" for section in own for key in own[section]):
         if name not in _OWN:
-            raise ValueError(f"--set {name}: is the lighthouse's to say; a joiner may say {', '.join(_OWN)}")
+            raise ValueError(f"--set {name}: only the lighthouse sets this; a joiner may set {', '.join(_OWN)}")
     for name in _OWN:
         section, key = name.split(".")
         said = theirs.get(section, {}).pop(key, None)

@@ -205,7 +205,7 @@ def _first_bytes(config: Config) -> int:
     try:
         return sum(one.numel() * one.element_size() for one in sketch(config.model).state_dict().values())
     except (ValueError, OSError) as error:
-        warnings.warn(f"states and models of any size are taken: no model can be made here ({error})", stacklevel=2)
+        warnings.warn(f"what is fetched has no size limit: the model cannot be built here ({error})", stacklevel=2)
         return 0
 
 

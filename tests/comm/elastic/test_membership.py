@@ -172,16 +172,24 @@ def test_a_newcomer_loads_from_whoever_is_least_busy_and_then_from_another() -> 
 
 def test_five_rounds_behind_is_better_off_with_anothers_state() -> None:
     run, _ = founded(3)
-    for round in range(2, 6):
-        run.beat(0.0, 0, Beat(round, 0, 0))
-    assert run.workers[1].call == 0
-    run.beat(0.0, 0, Beat(6, 0, 0))
-    run.beat(0.0, 1, Beat(1, 0, 0, seconds=1.0))
+    for seat in (0, 2):
+        run.beat(0.0, seat, Beat(6, 0, 0))
     run.beat(0.0, 1, Beat(2, 0, 0))
     assert run.workers[1].call == 0  # four
-    run.beat(0.0, 0, Beat(7, 0, 0))
+    for seat in (0, 2):
+        run.beat(0.0, seat, Beat(7, 0, 0))
     run.beat(0.0, 1, Beat(2, 0, 0, skipped=(2,)))
     assert run.workers[1].call == 1 and run.proposal is not None and 1 in run.proposal.lost
+
+
+@pytest.mark.parametrize("members", [3, 4, 5])
+def test_who_says_alone_that_it_is_far_ahead_takes_nobodys_state(members: int) -> None:
+    """All others would begin again with what it hands out."""
+    run, _ = founded(members)
+    run.beat(0.0, 0, Beat(1 << 40, 0, 0))
+    for seat in range(1, members):
+        run.beat(0.0, seat, Beat(2, 0, 0))
+    assert run.members() == tuple(range(members))
 
 
 def test_a_new_view_hides_nobody_who_is_behind() -> None:
@@ -193,7 +201,7 @@ def test_a_new_view_hides_nobody_who_is_behind() -> None:
     promise(run, 0, 1, 2)
     assert run.view is not None and run.view.seats == (0, 1, 2, 3) and run.view.since == 6
     run.beat(0.0, 0, Beat(7, 0, 1))
-    run.beat(0.0, 2, Beat(6, 0, 1))
+    run.beat(0.0, 2, Beat(7, 0, 1))
     run.beat(0.0, 1, Beat(2, 0, 1))
     assert [run.workers[seat].call for seat in range(4)] == [0, 1, 0, 0]
 

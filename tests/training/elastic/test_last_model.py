@@ -72,6 +72,14 @@ def test_the_mean_is_of_those_that_are_near_each_other(tmp_path: Path, count: in
     assert found["n"].tolist() == [7] if count > 3 else [9]
 
 
+def test_who_is_apart_from_equal_ones_is_left_out(tmp_path: Path) -> None:
+    """The usual distance is 0 then: a tenth of their size is in its place, so ten of those are the most."""
+    honest, near, far = ({"w": torch.full((40, 5), value)} for value in (1.0, 1.9, 2.1))
+    left = consolidate(files(tmp_path, honest, far, honest, near, honest), tmp_path / "out", alike=False, ratio=10.0)
+    assert left == {1: "it is 11 times as far from the others as usual (world.trust_ratio)"}
+    assert torch.allclose(load_file(tmp_path / "out")["w"], torch.tensor((1 + 1 + 1.9 + 1) / 4))
+
+
 def test_honest_ones_are_all_in_the_mean(tmp_path: Path) -> None:
     """Also where one has moved five times as far; of two nobody can say which is wrong; equal ones are no measure."""
     models = replicas(4)

@@ -15,7 +15,7 @@ from isles.comm.elastic.messages import Beat, from_plain
 from isles.comm.elastic.orders import SeatTable, Worker
 from isles.comm.view import View
 
-_BEHIND = 4  # rounds behind the newest from which a member is better off with another's state
+_BEHIND = 4  # rounds behind half of the members from which one is better off with another's state
 
 
 class Register:
@@ -89,7 +89,9 @@ class Register:
             self.newest_round = max(self.newest_round, beat.round)
         at = max(worker.round, worker.entered - 1)  # a newcomer is not behind before its first round
         if worker.state == "in" and self.newest_round - at > _BEHIND:
-            self._call_again(worker)
+            ahead = [seat for seat in self.members() if self.workers[seat].round - at > _BEHIND]
+            if 2 * len(ahead) >= len(self.members()):  # one of several may say what is not so
+                self._call_again(worker)
 
     def _apply_gone(self, worker: Worker) -> None:
         worker.connected = False

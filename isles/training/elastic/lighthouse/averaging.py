@@ -39,7 +39,9 @@ def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: fl
     if kept and not alike:
         far = _apart([models[seat] for seat in kept], lambda every: np.median(every, axis=0))[0] ** 0.5
         usual = np.sort(far)[(len(far) - 1) // 2]
-        for seat, times in zip(kept, far / usual if usual else 0 * far, strict=True):
+        if not usual:  # half of them are equal bit for bit, as of a pair: the measure is a tenth of their own size
+            usual = _apart([models[kept[far.argmin()]]], np.zeros_like)[0][0] ** 0.5 / 10 or 1e-30
+        for seat, times in zip(kept, far / usual, strict=True):
             if times > ratio:
                 left[seat] = f"it is {times:.3g} times as far from the others as usual (world.trust_ratio)"
     if kept := [seat for seat in kept if seat not in left]:
