@@ -1,4 +1,4 @@
-"""Runs that are hit: see `harness`. Some for every fault, and 100 drawn ones; more by the command of `harness`."""
+"""Runs that are hit: see `harness`. Some for every fault, and 50 drawn ones; more by the command of `harness`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_it_ends_as_promised(bench: Bench, trial: Trial) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(50))
 def test_drawn_trials_end_as_promised(bench: Bench, seed: int) -> None:
     """Method, fault, moment, worker and launcher by the seed."""
     outcome = bench.hold(drawn(seed))
