@@ -4,6 +4,7 @@ look at either see both; what is asked of an optimizer that does its work late; 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,19 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def is_within_function() -> bool:
+    """Whether a backward pass goes on inside the backward function of an autograd.Function: there it is a part of
+    another one, as torch.utils.checkpoint with use_reentrant=True makes it.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not _BACKWARD:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 @runtime_checkable

@@ -24,6 +24,7 @@ from isles.comm.roster import Roster
 from isles.comm.tags import Channel
 from isles.network.planner.memory import Held
 from isles.replicas.island.sharded import own_rows
+from isles.replicas.scaled import Scaled
 from isles.replicas.start import same_settings
 from isles.wrapping import Deferred, fresh_state, innermost
 
@@ -61,6 +62,8 @@ class Replica(ABC):
     parameters: list[nn.Parameter]
     shares: list[Tensor]
     charged: bool = False
+    is_part = False
+    """Whether other workers, such as a pipeline's stages, hold the other parts of this one's replica."""
 
     def own(self, tensor: Tensor) -> Tensor:
         """This worker's part of a parameter, live."""
@@ -87,8 +90,8 @@ class Replica(ABC):
         """Put the gradients of all backward passes of the step into `.grad`."""
 
     @abstractmethod
-    def unscale(self, scaler: Any) -> None:
-        """Divide the gradients by the scale of the loss; all workers of a replica find it finite, or none does."""
+    def unscale(self, scaled: Scaled) -> None:
+        """Divide the gradients by the scale of the loss; all workers of a replica find them finite, or none does."""
 
     @abstractmethod
     def norm(self, rows: Group | None = None) -> Tensor:
@@ -101,8 +104,8 @@ class Replica(ABC):
         """Scale gradients of norm `norm` so that it is at most `max_norm`."""
 
     @abstractmethod
-    def apply(self, scaler: Any) -> None:
-        """The inner optimizer's step."""
+    def apply(self, scaled: Scaled | None) -> None:
+        """The inner optimizer's step, left out where the scaled loss made gradients that are not finite."""
 
     @abstractmethod
     def catch_up(self) -> None:
@@ -229,6 +232,7 @@ class Plain(Replica):
             raise ValueError("the model has no trainable parameter: set requires_grad before wrapping the optimizer")
         self.shares = list(self.parameters)
         self.peers = peers if peers is not None and peers.size > 1 else None
+        self.is_part = self.peers is not None
         self._clipped_with = self.peers if clip_over == "peers" else None
         self._deferred = inner if isinstance(inner, Deferred) else None
 
@@ -258,10 +262,10 @@ class Plain(Replica):
         if self._deferred is not None:
             self._deferred.gradients()
 
-    def unscale(self, scaler: Any) -> None:
-        if self.peers is not None and scaler.is_enabled():
-            self._break_together()
-        scaler.unscale_(self.inner)
+    def unscale(self, scaled: Scaled) -> None:
+        scaled.unscale()
+        if self.peers is not None and self.largest(int(scaled.overflowed)):
+            scaled.overflow()
 
     def norm(self, rows: Group | None = None) -> Tensor:
         own = torch.nn.utils.get_total_norm(self._gradients())
@@ -281,12 +285,9 @@ class Plain(Replica):
         for device in {gradient.device for gradient in gradients}:
             torch._foreach_mul_([own for own in gradients if own.device == device], scale.to(device))
 
-    def apply(self, scaler: Any) -> None:
-        if scaler is None:
+    def apply(self, scaled: Scaled | None) -> None:
+        if scaled is None or not scaled.overflowed:
             self.inner.step()
-        else:
-            scaler.step(self.inner)
-            scaler.update()
 
     def catch_up(self) -> None:
         if self._deferred is not None:
@@ -342,16 +343,6 @@ class Plain(Replica):
                 "leave out max_norm"
             )
         return gradients
-
-    def _break_together(self) -> None:
-        """Leave no worker of the replica a finite gradient where one has none: their scalers then skip the same step
-        and keep one scale.
-        """
-        gradients = self._gradients()
-        is_broken = not all(bool(gradient.isfinite().all()) for gradient in gradients)
-        if self.largest(int(is_broken)) and not is_broken:
-            for gradient in gradients:
-                gradient.fill_(torch.nan)
 
 
 def refuse_shared(own: Group, across: Group, mend: str) -> None:

@@ -31,6 +31,7 @@ from isles.replicas.checks import own_config, refuse_other_run, with_options
 from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker, copied
 from isles.replicas.foretold import Foretold
 from isles.replicas.replica import Replica, as_replica
+from isles.replicas.scaled import Scaled, scaled_by
 from isles.replicas.schedule import Outline, outline
 from isles.replicas.start import T
 from isles.replicas.watch import ModelWatch, refuse_unfit
@@ -69,6 +70,8 @@ class ReplicaSync(Foretold):
     """Whether exchanges, without a codec, only scale whole parameters and add them: in a subspace they stay there."""
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
+    _step_supports_amp_scaling = True
+    """For torch.amp.GradScaler: `step` is called in any case, and unscales and skips itself."""
     usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"
     """The inner optimizer that a run gives it where the user names none."""
 
@@ -109,6 +112,7 @@ class ReplicaSync(Foretold):
         self.gradient_norm: Tensor | None = None
         """2-norm of the last reduced gradient before clipping, where `max_norm` is set."""
         self._charged = 0.0
+        self._last_scaled: Scaled | None = None
         self._begin()
 
     def as_replica(self) -> Replica:
@@ -124,24 +128,34 @@ class ReplicaSync(Foretold):
         """One inner step and whatever is due after it.
 
         closure: re-evaluates the model and returns the loss, as in torch.optim. scaler: a torch.amp.GradScaler whose
-        scaled loss was back-propagated; it is unscaled before clipping, and updated.
+        scaled loss was back-propagated; gradients are unscaled before clipping, and it is updated. Torch's order,
+        `scaler.step(optimizer)` and `scaler.update()`, does the same.
         """
         loss = evaluated(closure)
+        self._last_scaled = scaled_by(self, scaler, self._last_scaled)
+        self.take_step(self._last_scaled)
+        if scaler is not None:
+            scaler.update()
+        return loss
+
+    def take_step(self, scaled: Scaled | None) -> None:
+        """`step`, with gradients in place. scaled: they are those of a scaled loss."""
         self.replica.gradients()
         self.watch.look(self.steps + 1, self.param_groups)
         self.reduce_gradients()
         self.charge(max(1.0 - self._charged, 0.0))  # the shares charged so far may add up to a little over 1
         self._charged = 0.0
-        if scaler is not None:
-            self.replica.unscale(scaler)
+        if scaled is not None:
+            self.replica.unscale(scaled)
+            self.agree_on_overflow(scaled)
         if self.max_norm is not None:
             self.gradient_norm = self.norm()
             self.replica.clip(self.max_norm, self.gradient_norm)
-        self.before_inner_step()
-        self.replica.apply(scaler)
+        if scaled is None or not scaled.overflowed:
+            self.before_inner_step()
+        self.replica.apply(scaled)
         self.steps += 1
         self.after_inner_step()
-        return loss
 
     # What a method fills in.
 
@@ -154,6 +168,9 @@ class ReplicaSync(Foretold):
 
     def reduce_gradients(self) -> None:
         """Gradient level: make `.grad` the mean over the replicas."""
+
+    def agree_on_overflow(self, scaled: Scaled) -> None:
+        """Where workers want equal steps of gradients that are each one's own: all take this step, or none does."""
 
     def norm(self) -> Tensor:
         """2-norm of the reduced gradient of the whole replica."""

@@ -47,8 +47,11 @@ def test_what_was_put_in_is_in_the_means_or_kept(name: str, form: str) -> None:
         optimizer: Any = isles.DDP(model, sgd(model, 0.1), world.outer, codec=name, error_feedback=form)
         start = weights(model)
         for step in range(1, 7):
-            loss_of(model, world.rank, step).backward()
-            total += torch.cat([p.grad.reshape(-1) for p in model.parameters()])  # type: ignore[union-attr]
+            loss = loss_of(model, world.rank, step)
+            total += torch.cat(
+                [g.reshape(-1) for g in torch.autograd.grad(loss, model.parameters(), retain_graph=True)]
+            )
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         (bucket,) = optimizer.buckets

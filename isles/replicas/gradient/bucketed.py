@@ -1,11 +1,12 @@
 """Methods that reduce gradients, bucket by bucket, while the backward pass goes on.
 
 Gradients travel in buckets, in the reverse order of the parameters, each as soon as the last gradient in it is ready
-(Li et al., 2020, PyTorch Distributed). What travels of a bucket is its `Reduction`'s. When all have come, the means
-become the gradients, and clipping and the inner step follow. An inner optimizer that updates early (a plan of memory)
-is told of each bucket whose mean has come, and updates what is in it while later buckets travel, as KARMA does (arXiv
-2008.11421): then nothing may need all means at once, neither clipping nor a step that is skipped. Memory: one bucket-
-sized buffer for every bucket, 4 bytes a parameter.
+(Li et al., 2020, PyTorch Distributed). What travels of a bucket is its `Reduction`'s. When `backward()` returns, the
+means are the gradients: what a user does to them before `step` is done to means, as with torch's own data parallel.
+For parts of a pipeline, and an inner optimizer that works late, they are in `step`. An inner optimizer that updates
+early (a plan of memory) is told of each bucket whose mean has come, and updates what is in it while later buckets
+travel, as KARMA does (arXiv 2008.11421): then nothing may need all means at once, neither clipping nor a step that is
+skipped. Memory: one bucket-sized buffer for every bucket, 4 bytes a parameter.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,9 +35,10 @@ from isles.replicas.gradient.reduction import Reduction, together
 from isles.replicas.island.island import Copies
 from isles.replicas.island.spreading import SpreadRows, planned_spreads, spread_fragment
 from isles.replicas.replica import PeerQuestion, Replica
+from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import Outline, everyone, outline
 from isles.replicas.sync import MethodConfig, ReplicaSync
-from isles.wrapping import Phased, Sharing, host_work
+from isles.wrapping import Deferred, Phased, Sharing, host_work, is_within_function
 
 _FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a forward pass
 
@@ -56,7 +58,7 @@ class BucketsConfig(MethodConfig):
 class BucketedSync(ReplicaSync):
     """All workers hold equal weights after every step.
 
-    With gradient accumulation, wrap all backward passes of a step but the last in `no_sync()`, or buckets travel twice.
+    With gradient accumulation, wrap all backward passes of a step but the last in `no_sync()`: each other one sends.
     """
 
     Config = BucketsConfig
@@ -84,7 +86,8 @@ class BucketedSync(ReplicaSync):
         self.skipped = 0
         """Steps that all skipped, because some worker's gradients were not finite."""
         self._careful = any(bucket.reduction.careful for bucket in self.buckets)
-        self._scaled = False  # whether a gradient scaler takes part in this step
+        self._scaled: Scaled | None = None  # of the last step
+        self._is_scaled = False  # whether a gradient scaler takes part in this step
         self._phased = self._early_inner()
         inner = self.replica.inner
         self._portions = inner.portions(self.group.size) if isinstance(inner, Sharing) else []
@@ -95,6 +98,12 @@ class BucketedSync(ReplicaSync):
         self._landed = 0  # buckets whose means the inner optimizer has been given, where it updates early
         self._elements = sum(bucket.layout.numel for bucket in self.buckets)
         self._launched = 0  # buckets leave in order on every worker, whatever the order of the gradients
+        self._in_step = isinstance(inner, Deferred) or self.replica.is_part
+        """Whether means become gradients in `step`, and not yet at the end of a backward pass."""
+        self._passes = 0  # of this step, whose means are the gradients
+        self._reduced = False  # and no other backward pass has changed them since
+        self._unusable: list[int] | None = None  # whose gradients are not finite, once all have come
+        self._pass: int | None = None  # the backward pass at whose end `_end_of_pass` is called
         self._quiet = False
         self._told = False
         self._worker_thread = get_ident()
@@ -133,27 +142,30 @@ class BucketedSync(ReplicaSync):
             self.charge(1 / self.batches)  # the buckets of the last one share what is left
 
     @override
-    def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
-        """What is kept of gradients follows the scale of the loss."""
-        if scaler is None:
-            return super().step(closure, scaler=scaler)
-        if self._phased is not None and scaler.is_enabled():
+    def take_step(self, scaled: Scaled | None) -> None:
+        if self._phased is not None and scaled is not None:
             raise ValueError(
                 "a gradient scaler may skip a step after the inner optimizer has updated by its first buckets: use "
                 "bfloat16, or update exactly"
             )
-        self._scaled, before = scaler.is_enabled(), scaler.get_scale()
-        loss = super().step(closure, scaler=scaler)
-        if not self._careful:
-            return loss
-        if (after := scaler.get_scale()) != before:
-            for bucket in self.buckets:
-                bucket.reduction.rescale(after / before)
-        return loss
+        self._is_scaled = scaled is not None
+        super().take_step(scaled)
+        self._scaled = scaled
 
     @torch.no_grad()
     @override
     def reduce_gradients(self) -> None:
+        if not self._reduced:
+            self._reduce()
+        if self._unusable is not None:
+            self._skip(self._unusable)
+        for bucket in self.buckets:
+            bucket.keep()
+        self._passes, self._reduced, self._unusable = 0, False, None
+
+    def _reduce(self) -> None:
+        """The gradients of this step become their means, or NaN everywhere where one of them is not finite."""
+        self._unusable = None
         self._launch(len(self.buckets))
         for bucket in self.buckets:
             if bucket.stale:
@@ -162,8 +174,8 @@ class BucketedSync(ReplicaSync):
                 self._start(bucket, again=True)
         if any(bucket.is_changed() for bucket in self.buckets):
             raise ValueError(
-                "gradients were changed between backward() and step(), but they travel during backward() already: "
-                "clip with max_norm=, unscale with step(scaler=)"
+                "gradients were changed between backward() and step(), but here they travel until step(): clip with "
+                "max_norm=, unscale with step(scaler=)"
             )
         if self._phased is not None:
             self._hand_on(self._phased, wait=True)
@@ -171,10 +183,17 @@ class BucketedSync(ReplicaSync):
             self._land_together()
         for bucket in self.buckets:
             bucket.rest()
-        self._launched, self._landed, self._scaled = 0, 0, False
+        self._launched, self._landed = 0, 0
+        self._passes, self._reduced = self._passes + 1, True
+
+    def _end_of_pass(self) -> None:
+        """Autograd calls it when a backward pass has made all gradients."""
+        self._pass = None
+        with torch.no_grad(), host_work():
+            self._reduce()
 
     def _land_together(self) -> None:
-        """Once all buckets have come: their means become the gradients, or all workers skip the step."""
+        """Once all buckets have come: their means become the gradients, or NaN, which a gradient scaler looks for."""
         broken = self._broken()
         is_usable = not broken
         if self._careful:
@@ -184,7 +203,9 @@ class BucketedSync(ReplicaSync):
                 bucket.reduction.land(bucket.flat)
                 bucket.unload()
         else:
-            self._skip(broken)
+            self._unusable = broken
+            for parameter in self.parameters:
+                parameter.grad = torch.full_like(parameter, math.nan)
 
     def _hand_on(self, inner: Phased, *, wait: bool) -> None:
         """In their order, give the means of the buckets that have left to `inner`; without `wait`, of those that have
@@ -198,6 +219,7 @@ class BucketedSync(ReplicaSync):
                 return self._skip(broken) if wait else None
             bucket.reduction.land(bucket.flat)
             bucket.unload()
+            bucket.keep()
             self._landed += 1
             inner.ready(bucket.parameters)
             bucket.handed_on()
@@ -217,19 +239,21 @@ class BucketedSync(ReplicaSync):
         for gradients that are not finite. WorkerFailed, naming the worker, where nothing is kept that a step could do
         harm to, and no scaler expects such steps.
         """
-        if broken and not self._careful and not self._scaled:
+        if broken and not self._careful and not self._is_scaled:
             raise WorkerFailed(
                 broken[0],
                 f"its gradient is not finite at inner step {self.steps + 1}: lower the learning rate, or set max_norm",
             )
         self.skipped += 1
-        if broken and not self._scaled:
+        if self._is_scaled:
+            return
+        if broken:
             warnings.warn(
                 f"the gradient of {workers(broken)} is not finite at inner step {self.steps + 1}: all skip this step",
                 stacklevel=2,
             )
         for parameter in self.parameters:
-            parameter.grad = torch.full_like(parameter, math.nan) if self._scaled else None
+            parameter.grad = None
 
     def phases(self, steps: int) -> list[tuple[int, int]]:
         """The steps of a run that send differently: (the first, how many are like it), one behind the other."""
@@ -300,10 +324,12 @@ class BucketedSync(ReplicaSync):
     @override
     def outer_state(self) -> dict[str, Any]:
         """Nothing is under way between steps."""
-        if self._launched:
+        if self._launched or self._reduced:
             raise ValueError("gradients are under way: call state_dict() after step(), before the next backward pass")
         if not self._careful:
             return {}
+        if self._scaled is not None:
+            self._follow_scale(self._scaled)
         kept = [{"residual": bucket.reduction.residual, **bucket.reduction.state_dict()} for bucket in self.buckets]
         return {"buckets": kept, "skipped": self.skipped}
 
@@ -329,10 +355,15 @@ class BucketedSync(ReplicaSync):
 
     def _ready(self, bucket: Bucket) -> None:
         if self._quiet:
+            self._reduced = False
             return
-        bucket.waiting -= 1
         if get_ident() != self._worker_thread and not self.group.transport.native:
+            bucket.waiting -= 1
             return  # autograd's thread of a GPU serves all virtual workers, and none may wait in it: `step` sends
+        if not self._in_step:
+            self._await_end()
+            self._launch_ready()  # one gradient later: hooks of the user's on the last one have run
+        bucket.waiting -= 1
         if bucket.waiting < 0 and bucket.transfer is not None:
             if bucket.index < self._landed:
                 raise ValueError(
@@ -340,12 +371,33 @@ class BucketedSync(ReplicaSync):
                     "but the last in `with optimizer.no_sync():`"
                 )
             bucket.stale = True
-            if not self._told:
-                self._told = True
-                warnings.warn(
-                    "a second backward pass before step(): its buckets travel twice; use `with optimizer.no_sync():`",
-                    stacklevel=2,
-                )
+            self._tell_twice()
+        if self._in_step:
+            self._launch_ready()
+
+    def _await_end(self) -> None:
+        """Have autograd call `_end_of_pass`. Not in a pass within a pass (torch.utils.checkpoint, use_reentrant=True),
+        of whose end nothing follows; if all gradients are made in such ones, `step` reduces them.
+        """
+        number = torch._C._current_graph_task_id()
+        if self._pass == number or is_within_function():
+            return
+        self._pass = number
+        if self._passes:
+            self._tell_twice()
+        self._reduced = False
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
+
+    def _tell_twice(self) -> None:
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                "a second backward pass before step(): its gradients travel again; use `with optimizer.no_sync():`",
+                stacklevel=2,
+            )
+
+    def _launch_ready(self) -> None:
+        """Start the buckets that are full, up to the first that is not."""
         ready = self._launched
         while ready < len(self.buckets) and self.buckets[ready].waiting <= 0:
             ready += 1
@@ -356,6 +408,8 @@ class BucketedSync(ReplicaSync):
 
     def _launch(self, stop: int) -> None:
         """Start the buckets up to `stop`; the computation that made their gradients is charged before."""
+        if stop > 0 == self._launched and self._careful and self._scaled is not None:
+            self._follow_scale(self._scaled)
         for bucket in self.buckets[self._launched : stop]:
             share = (1 - _FORWARD_SHARE) * bucket.layout.numel / self._elements
             self.charge((share + (_FORWARD_SHARE if bucket.index == 0 else 0.0)) / self.batches)
@@ -363,11 +417,19 @@ class BucketedSync(ReplicaSync):
             self._start(bucket)
         self._launched = max(self._launched, stop)
 
+    def _follow_scale(self, before: Scaled) -> None:
+        """What is kept of gradients is multiplied as the loss is since the last step."""
+        factor = before.scaler.get_scale() / before.scale
+        if factor != 1.0:
+            for bucket in self.buckets:
+                bucket.reduction.rescale(factor)
+        self._scaled = None
+
     def _start(self, bucket: Bucket, again: bool = False) -> None:
         step, group = self.steps + 1, self.group
         bucket.reduction.digest = bucket.frozen_digest
         bucket.reduction.begin(bucket.flat, step)
-        call = group.call(round=2 * step + again, fragment=bucket.index, leeway=JUMPS)
+        call = group.call(round=2 * step + (again or self._passes > 0), fragment=bucket.index, leeway=JUMPS)
         nbytes = bucket.reduction.begun_bytes(step, group.size, group.rank)
         bucket.transfer = group.start(bucket.reduction.exchange(call, bucket.flat, step), nbytes=nbytes)
 
@@ -376,10 +438,10 @@ class BucketedSync(ReplicaSync):
         try:
             return bucket.transfer.wait()
         except DeadlinePassed as error:
-            if not bucket.stale:
+            if not (bucket.stale or self._passes):
                 raise
             raise ValueError(
-                f"{error}, where gradients travel twice: without no_sync() all workers do as many backward passes a "
+                f"{error}, where gradients travel again: without no_sync() all workers do as many backward passes a "
                 "step; wrap all but the last in `with optimizer.no_sync():`, then each may do its own number"
             ) from error
 

@@ -2,10 +2,11 @@
 
     begin      the bucket's gradients are in place: look at them, encode what is to travel
     exchange   a protocol behind the computation
-    land       the whole step is usable: the mean is in place, what stays behind becomes final
+    land       all gradients are usable: the mean is in place
+    keep       the mean is used: what stays behind becomes final
 
-Between `begin` and `land` nothing that is kept changes: a bucket may begin again (its gradients changed after it had
-left), and a step in which somebody's gradients are not finite ends without `land`, as if it had not been.
+Between `begin` and `keep` nothing that is kept changes: a bucket may begin again (its gradients changed after it had
+left, or were thrown away), and a step in which somebody's gradients are not finite ends as if it had not been.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class Reduction(ABC):
     @abstractmethod
     def land(self, flat: Tensor) -> None:
         """Leave the mean in `flat`."""
+
+    @abstractmethod
+    def keep(self, flat: Tensor) -> None:
+        """The mean, which is in `flat`, is taken: what stays behind of this step is final."""
 
     @abstractmethod
     def pattern(self, step: int, size: int) -> MessagePattern:
@@ -106,6 +111,10 @@ class Native(Reduction):
         pass
 
     @override
+    def keep(self, flat: Tensor) -> None:
+        pass
+
+    @override
     def pattern(self, step: int, size: int) -> MessagePattern:
         return Ring(native_bytes(self.layout.numel, self.layout.dtype, size))
 
@@ -151,6 +160,10 @@ class Averaged(Reduction):
 
     @override
     def land(self, flat: Tensor) -> None:
+        pass
+
+    @override
+    def keep(self, flat: Tensor) -> None:
         self._before = None
         if self.residual is None or self.feedback is None:
             return

@@ -90,7 +90,8 @@ class Thresholds(Reduction):
         super().__init__(layout)
         self.rule = rule
         self.exact = Coded(Identity(), layout.numel, layout.dtype)
-        self.residual = layout.new().zero_() if rule.feedback else None
+        if rule.feedback:
+            self.residual, self._left = layout.new().zero_(), layout.new()
         self.tensors: list[_Tensor] = []
         whole: list[Tensor] = []
         start = 0
@@ -143,14 +144,21 @@ class Thresholds(Reduction):
     def land(self, flat: Tensor) -> None:
         """Added in group order: the same bits on all members."""
         if self._whole:
-            self.density = 1.0
             return
         if self.residual is not None:
-            self.residual.copy_(flat).index_add_(0, self._places, self._own, alpha=-1)
+            self._left.copy_(flat).index_add_(0, self._places, self._own, alpha=-1)
         flat.zero_()
         for places, values in self._theirs:
             flat.index_add_(0, places, values)
         flat.div_(len(self._theirs))
+
+    @override
+    def keep(self, flat: Tensor) -> None:
+        if self._whole:
+            self.density = 1.0
+            return
+        if self.residual is not None:
+            self.residual, self._left = self._left, self.residual
         partial = self.layout.numel - len(self.whole)
         self.density = (len(self._places) - len(self.whole)) / partial if partial else 0.0
         self.thresholds, self.renewed = self._next, self.renewed + self._renewals
@@ -181,8 +189,10 @@ class Thresholds(Reduction):
         decoded = size * count * (8 + self.layout.dtype.itemsize)
         message = self._message_bytes(count - len(self.whole))
         exact = self.exact.working_bytes(size) if self.rule.exact else 0
+        vector = 0 if self.residual is None else self.residual.nbytes
         return [
-            Held("error feedback", 0 if self.residual is None else self.residual.nbytes, "always"),
+            Held("error feedback", vector, "always"),
+            Held("error feedback of the step", vector, "always"),
             Held("thresholds", self.thresholds.nbytes + self.whole.nbytes, "always"),
             Held("messages under way", max(size * message + decoded, exact), "exchange"),
         ]

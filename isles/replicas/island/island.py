@@ -24,6 +24,7 @@ from isles.network.planner.memory import COMPARED, Held
 from isles.replicas.island.sharded import own_rows
 from isles.replicas.island.spreading import SpreadRows
 from isles.replicas.replica import Holder, PeerQuestion, Replica, largest, refuse_shared, refuse_survivors, summed
+from isles.replicas.scaled import Scaled
 from isles.replicas.sync import ReplicaSync
 
 _FRAGMENT = MAX_FRAGMENTS - 1  # of the island's messages; the buckets of its gradients have lower ones
@@ -63,7 +64,7 @@ class Together(Replica):
     def gradients(self) -> None:
         """In the step of `inside`."""
 
-    def unscale(self, scaler: Any) -> None:
+    def unscale(self, scaled: Scaled) -> None:
         """In the step of `inside`."""
 
     def norm(self, rows: Group | None = None) -> Tensor:
@@ -72,8 +73,8 @@ class Together(Replica):
     def clip(self, max_norm: float, norm: Tensor) -> None:
         raise AssertionError("an island's gradient is clipped inside")
 
-    def apply(self, scaler: Any) -> None:
-        self.inside.step(scaler=scaler)
+    def apply(self, scaled: Scaled | None) -> None:
+        self.inside.take_step(scaled)
 
     def catch_up(self) -> None:
         self.inside.catch_up()

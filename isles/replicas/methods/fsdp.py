@@ -25,10 +25,10 @@ from isles.network.planner.planned import PlannedExchange, Swap, by_size
 from isles.replicas.island.island import Shards
 from isles.replicas.island.sharded import Sharding, as_sharded, gathered, shard, sharding_of, without_meshes
 from isles.replicas.replica import Replica
+from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone, opening_exchanges
 from isles.replicas.start import bytes_by_format, same_settings
 from isles.replicas.sync import MethodConfig, StepsAlike
-from isles.wrapping import evaluated
 
 _NORM_BYTES = 8  # the square of a gradient's norm, float64
 
@@ -93,17 +93,15 @@ class FSDP(StepsAlike):
             self._sync(True)
 
     @override
-    def step(self, closure: Any = None, *, scaler: Any = None) -> Any:
+    def take_step(self, scaled: Scaled | None) -> None:
         """Refused for gradients of a peer that are not finite, unless a scaler is there to skip the step."""
-        loss = evaluated(closure)  # before the look: its backward pass brings the gradients
         suspects = [told.suspect for told in self.sharding.messages if getattr(told, "suspect", None) is not None]
         for told in self.sharding.messages:
             told.suspect = None
-        if suspects and (scaler is None or not scaler.is_enabled()):
+        if suspects and scaled is None:
             self.group.ledger.trust.refused += 1
             raise Refused(suspects[0], "its gradient is not finite")
-        super().step(scaler=scaler)
-        return loss
+        super().take_step(scaled)
 
     @contextmanager
     @override

@@ -25,7 +25,7 @@ average is kept (Psyche sets them to zero).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ from isles.replicas.methods.demo.config import DeMoConfig
 from isles.replicas.methods.demo.momentum import Momentum
 from isles.replicas.methods.demo.update import orthogonalised
 from isles.replicas.methods.demo.wire import Sent
+from isles.replicas.replica import largest
+from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone
 from isles.replicas.sync import StepsAlike
 from isles.wrapping import innermost
@@ -105,14 +107,10 @@ class DeMo(StepsAlike):
         return (self.group.size - 1) * self.payload_bytes if self._exchanged else 0
 
     @override
-    def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
-        """ValueError for a gradient scaler."""
-        if scaler is not None:
-            raise ValueError(
-                "DeMo takes no gradient scaler: a worker whose gradient overflows would leave out a step that all "
-                "others take; train in bfloat16 or float32, which need none"
-            )
-        return super().step(closure)
+    def agree_on_overflow(self, scaled: Scaled) -> None:
+        """8 bytes to each other worker, in steps with a gradient scaler."""
+        if largest(self.group, int(scaled.overflowed)):
+            scaled.overflow()
 
     @torch.no_grad()
     @override

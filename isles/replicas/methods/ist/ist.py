@@ -48,6 +48,7 @@ from isles.replicas.methods.ist.moments import moments_of
 from isles.replicas.methods.ist.partition import SAMPLERS, SERVERS, Division
 from isles.replicas.methods.ist.store import Key, Store
 from isles.replicas.methods.ist.subnet import Subnet
+from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
@@ -123,11 +124,11 @@ class IST(ReplicaSync):
         self._consolidated = False
 
     @override
-    def step(self, closure: Any = None, *, scaler: Any = None) -> Any:
+    def take_step(self, scaled: Scaled | None) -> None:
         """ValueError after `consolidate`."""
         if self._consolidated:
             raise ValueError("the model was consolidated and is no subnet any more: wrap it anew to train on")
-        return super().step(closure, scaler=scaler)
+        super().take_step(scaled)
 
     @torch.no_grad()
     @override

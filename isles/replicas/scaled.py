@@ -1,0 +1,73 @@
+"""One step of a loss that a torch.amp.GradScaler has scaled, whoever calls: `optimizer.step(scaler=scaler)`, or torch's
+`scaler.step(optimizer)`.
+
+Torch's way calls `step` whatever the gradients are (`_step_supports_amp_scaling`), so that workers never come apart by
+a step; gradients are divided here, and what the scaler's `update` reads is what all workers agree on.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class Scaled:
+    """Of a step of `optimizer`, whose gradients are those of a scaled loss. scaler: the enabled one that scaled it."""
+
+    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+        self.scaler, self._optimizer = scaler, optimizer
+        self.scale = scaler.get_scale()
+        self._overflowed = False
+
+    def unscale(self) -> None:
+        """Divide the gradients by the scale, unless `scaler.unscale_` has."""
+        factor = getattr(self._optimizer, "grad_scale", None)
+        if factor is not None:  # torch's way: it has looked at the gradients, and left them
+            with torch.no_grad():
+                inverse = factor.double().reciprocal().float()
+                for group in self._optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            parameter.grad.mul_(inverse.to(parameter.grad.device))
+        elif not self._found():
+            self.scaler.unscale_(self._optimizer)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether a gradient is not finite, so that the step is left out and the scale lowered."""
+        return self._overflowed or any(bool(found) for found in self._found().values())
+
+    def overflow(self) -> None:
+        """Another worker's gradient is not finite."""
+        self._overflowed = True
+        for found in self._found().values():
+            found.fill_(1.0)
+
+    def _found(self) -> dict[str, Any]:
+        """What the scaler has found in these gradients, and reads again in `update`."""
+        return self.scaler._found_inf_per_device(self._optimizer)
+
+
+def scaled_by(optimizer: Optimizer, scaler: Any, last: Scaled | None) -> Scaled | None:
+    """Of this step, None without a scaler that is enabled. scaler: what `step` was given; None: torch's own way leaves
+    two attributes on the optimizer, but not itself. last: of an earlier step.
+    """
+    if scaler is None:
+        if not hasattr(optimizer, "found_inf"):
+            return None
+        scaler = last.scaler if last is not None and _looks_at(last.scaler, optimizer) else _scaler_of(optimizer)
+    return Scaled(optimizer, scaler) if scaler.is_enabled() else None
+
+
+def _scaler_of(optimizer: Optimizer) -> torch.amp.GradScaler:
+    """The one that has just looked at its gradients. Asking every object for its class costs 0.1 s, once."""
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if torch.amp.GradScaler in type.mro(kind)}
+    return next(found for found in objects if type(found) in kinds and _looks_at(found, optimizer))
+
+
+def _looks_at(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    return id(optimizer) in scaler._per_optimizer_states

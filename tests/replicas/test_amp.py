@@ -1,0 +1,259 @@
+"""A user's own hands on the gradients: torch's order for a gradient scaler, its recipe for clipping, edits between
+`backward()` and `step()`, hooks. What is done between the two is done to what the step is taken by: for methods at
+gradient level the mean over the workers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import isles
+from isles.comm.mesh import Mesh
+from tests.covers import share
+from tests.gloo import run_gloo
+from tests.replicas.workers import Net, bits, loss_of, sgd, usual_inner, weights, wrap
+
+
+def run(worker: Any, workers: int, *args: Any) -> list[Any]:
+    return isles.run_virtual(worker, workers, args=args)
+
+
+ALIKE = ["ddp", "ddp, small buckets", "ddp, int4", "ddp, low rank", "dct-dp", "demo"]
+"""Their workers take equal steps."""
+SCALED = [*ALIKE, "none", "localsgd", "diloco", "noloco", "streaming-diloco", "dilocox", "sparta", "ist", "sparseloco"]
+
+
+def islands(world: Mesh, model: nn.Module, **options: Any) -> isles.ReplicaSync:
+    """Two workers an island, by data parallel."""
+    mesh = isles.mesh(outer=world.size // 2, inner=2)
+    inside = isles.DDP(model, usual_inner("ddp")(model), mesh.inner, **options)
+    return isles.DiLoCo(model, inside, mesh.outer, sync_every=3)
+
+
+def trained(
+    world: Mesh, name: str, order: str, broken: tuple[int, ...] = (), enabled: bool = True, accumulate: bool = False
+) -> tuple[list[bool], str, float]:
+    """Six steps, whose gradients are clipped to 0.1. broken: the workers whose gradient overflows in step 2. Returns
+    which steps changed nothing, the weights' bits, and the scale at the end.
+    """
+    torch.manual_seed(0)
+    model, norm = Net(), None if order.endswith("clip") else 0.1
+    optimizer = islands(world, model, max_norm=norm) if name == "islands" else wrap(world, name, model, max_norm=norm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+    still = []
+    for step in range(1, 7):
+        if accumulate:
+            with optimizer.no_sync():
+                scaler.scale(loss_of(model, world.rank, 50 + step)).backward()
+        factor = torch.inf if step == 2 and world.rank in broken else 1.0
+        scaler.scale(loss_of(model, world.rank, step) * factor).backward()
+        before = weights(model)
+        if order == "own":
+            optimizer.step(scaler=scaler)
+        else:
+            if order.endswith("clip"):
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        still.append(torch.equal(before, weights(model)))
+    return still, bits(weights(model)), scaler.get_scale()
+
+
+@pytest.mark.parametrize("broken", [(), (0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("name", share([*SCALED, "islands"], 0, 3, [*ALIKE, "islands"]))
+def test_torchs_order_is_step_with_a_scaler(name: str, broken: tuple[int, ...]) -> None:
+    """To the bit, with torch's clipping too. After an overflow workers that take equal steps all skip, and have one
+    scale; others skip their own.
+    """
+    if name == "ist" and broken:
+        pytest.skip("a subnet's clipping is that of the whole")
+    size = 4 if name == "islands" else 2
+    own = run(trained, size, name, "own", broken)
+    assert run(trained, size, name, "torch", broken) == own
+    if name != "ist":
+        assert run(trained, size, name, "torch, clip", broken) == own
+    skip = [bool(broken)] * 2 if name in ALIKE else [worker in broken for worker in range(2)]
+    skip = [bool(broken)] * 2 + [False] * 2 if name == "islands" else skip
+    for (still, _, scale), skips in zip(own, skip, strict=True):
+        assert still[1] == skips or name == "sparta"
+        assert scale == (512 if skips else 1024)
+
+
+@pytest.mark.parametrize("name", ["ddp", "demo", "diloco"])
+def test_a_scaler_changes_no_bit(name: str) -> None:
+    """Nor does one that is not enabled, nor accumulation."""
+    for accumulate in (False, True):
+        plain = run(trained, 2, name, "own", (), False, accumulate)
+        for order, enabled in (("own", True), ("torch", False), ("torch", True), ("torch, clip", True)):
+            found = run(trained, 2, name, order, (), enabled, accumulate)
+            assert [one[:2] for one in found] == [one[:2] for one in plain]
+
+
+def both(world: Mesh, name: str, broken: int) -> tuple[str, str, float]:
+    """Two models, two wrappers, one scaler: the second model's gradient overflows on one worker."""
+    models = Net(seed=1), Net(seed=2)
+    optimizers = [wrap(world, name, model) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(1, 5):
+        factor = torch.inf if (step, world.rank) == (2, broken) else 1.0
+        scaler.scale(loss_of(models[0], world.rank, step) + factor * loss_of(models[1], world.rank, step)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return bits(weights(models[0])), bits(weights(models[1])), scaler.get_scale()
+
+
+@pytest.mark.parametrize("name", ["ddp", "demo"])
+def test_two_optimizers_on_one_scaler(name: str) -> None:
+    """What the first has does not skip with the second; the scale is one, halved once."""
+    first, second = run(both, 2, name, 1)
+    assert first == second and first[2] == 512
+    whole = run(both, 2, name, -1)[0]
+    assert (first[0] == whole[0], first[1] == whole[1]) == (True, False)
+
+
+def test_in_processes() -> None:
+    """The same over gloo, an overflow on worker 1."""
+    for name in ("ddp", "demo"):
+        assert run_gloo(trained, 2, args=(name, "torch, clip", (1,))) == run(trained, 2, name, "own", (1,))
+
+
+def _clip(model: Net) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def _data(model: Net) -> None:
+    model.bias.grad.data.mul_(0.25)  # type: ignore[union-attr]  # bumps no version
+
+
+def _numpy(model: Net) -> None:
+    model.second.grad.numpy()[1:] = 0.5  # type: ignore[union-attr]
+
+
+def _replaced(model: Net) -> None:
+    model.first.grad = torch.ones_like(model.first)
+
+
+def _dropped(model: Net) -> None:
+    model.first.grad = None
+
+
+EDITS: dict[str, Callable[[Net], None]] = {
+    "clip": _clip,
+    "data": _data,
+    "numpy": _numpy,
+    "replaced": _replaced,
+    "dropped": _dropped,
+}
+
+
+def edited(world: Mesh, edit: str, megabytes: float) -> Tensor:
+    model = Net(dtype=torch.float64)
+    optimizer = isles.DDP(model, sgd(model), world.outer, bucket_megabytes=megabytes)
+    for step in range(1, 4):
+        loss_of(model, world.rank, step).backward()
+        EDITS[edit](model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("megabytes", [25.0, 1e-4], ids=["one bucket", "each its own"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_between_backward_and_step_are_edits_of_the_mean(edit: str, megabytes: float) -> None:
+    """Against one worker that has the mean of both gradients and is edited so."""
+    model = Net(dtype=torch.float64)
+    inner = sgd(model)
+    for step in range(1, 4):
+        sum((loss_of(model, worker, step) / 2 for worker in range(2)), torch.zeros(())).backward()
+        EDITS[edit](model)
+        inner.step()
+        inner.zero_grad()
+    for found in run(edited, 2, edit, megabytes):
+        torch.testing.assert_close(found, weights(model), rtol=0, atol=1e-12)
+
+
+def _quarter(parameter: Tensor) -> None:
+    parameter.grad.data.mul_(0.25)  # type: ignore[union-attr]
+
+
+def hooked(world: Mesh, megabytes: float) -> Tensor:
+    model = Net(dtype=torch.float64)
+    optimizer = isles.DDP(model, sgd(model), world.outer, bucket_megabytes=megabytes)
+    for parameter in model.parameters():  # of the user's, after the wrapping
+        parameter.register_hook(lambda gradient: gradient * 2)
+        parameter.register_post_accumulate_grad_hook(_quarter)
+    for step in range(1, 4):
+        loss_of(model, world.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("megabytes", [25.0, 1e-4], ids=["one bucket", "each its own"])
+def test_hooks_on_parameters_are_hooks_of_the_own_gradient(megabytes: float) -> None:
+    """What the user's hooks make of it is what travels: twice a quarter is a half."""
+    model = Net(dtype=torch.float64)
+    for step in range(1, 4):
+        sum((loss_of(model, worker, step) / 4 for worker in range(2)), torch.zeros(())).backward()
+        sgd(model).step()
+        model.zero_grad()
+    for found in run(hooked, 2, megabytes):
+        torch.testing.assert_close(found, weights(model), rtol=0, atol=1e-12)
+
+
+def checkpointed(world: Mesh, inside: str, reentrant: bool) -> tuple[str, int]:
+    model, before = Net(dtype=torch.float64), world.world.traffic["outer"].bytes_sent
+    optimizer = isles.DDP(model, sgd(model), world.outer, bucket_megabytes=1e-4)
+    before = world.world.traffic["outer"].bytes_sent
+    for step in range(1, 4):
+        x = torch.full((4, 5), 0.1 * step + world.rank, dtype=torch.float64, requires_grad=True)
+        if inside == "nothing":
+            hidden = torch.tanh(x @ model.first.T + model.bias)
+        else:
+            hidden = checkpoint(lambda x: torch.tanh(x @ model.first.T + model.bias), x, use_reentrant=reentrant)
+        if inside == "all":
+            out = checkpoint(lambda hidden: hidden @ model.second.T, hidden, use_reentrant=reentrant)
+        else:
+            out = hidden @ model.second.T
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return bits(weights(model)), world.world.traffic["outer"].bytes_sent - before
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", ["half", "all"])
+def test_checkpointing_costs_no_byte(inside: str, reentrant: bool) -> None:
+    """Backward passes within a backward pass end nothing: gradients travel once, and to the same bits."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run(checkpointed, 2, inside, reentrant) == run(checkpointed, 2, "nothing", reentrant)
+
+
+def failed(world: Mesh) -> str:
+    model = Net()
+    optimizer = isles.DDP(model, sgd(model), world.outer)
+    handle = model.first.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, world.rank, 1).backward()
+    handle.remove()
+    model.zero_grad()
+    loss_of(model, world.rank, 1).backward()
+    optimizer.step()
+    return bits(weights(model))
+
+
+def test_a_backward_pass_that_failed_may_be_made_again() -> None:
+    assert len(set(run(failed, 2))) == 1
