@@ -7,7 +7,7 @@ a step; gradients are divided here, and what the scaler's `update` reads is what
 
 from __future__ import annotations
 
-import gc
+import sys
 from typing import Any
 
 import torch
@@ -51,23 +51,24 @@ class Scaled:
         return self.scaler._found_inf_per_device(self._optimizer)
 
 
-def scaled_by(optimizer: Optimizer, scaler: Any, last: Scaled | None) -> Scaled | None:
-    """Of this step, None without a scaler that is enabled. scaler: what `step` was given; None: torch's own way leaves
-    two attributes on the optimizer, but not itself. last: of an earlier step.
-    """
-    if scaler is None:
-        if not hasattr(optimizer, "found_inf"):
-            return None
-        scaler = last.scaler if last is not None and _looks_at(last.scaler, optimizer) else _scaler_of(optimizer)
-    return Scaled(optimizer, scaler) if scaler.is_enabled() else None
+class TakesScalers:
+    """Of an optimizer whose `step` unscales and skips itself, for `scaler.step(optimizer)`."""
 
+    _asking: torch.amp.GradScaler | None = None
 
-def _scaler_of(optimizer: Optimizer) -> torch.amp.GradScaler:
-    """The one that has just looked at its gradients. Asking every object for its class costs 0.1 s, once."""
-    objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if torch.amp.GradScaler in type.mro(kind)}
-    return next(found for found in objects if type(found) in kinds and _looks_at(found, optimizer))
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch's scaler asks for it, and says nowhere else who it is: it is remembered for the `step` that it calls.
+        To others who ask the answer is no: Lightning would refuse to clip, which torch does not.
+        """
+        asking = sys._getframe(1)
+        if asking.f_code is not torch.amp.GradScaler.step.__code__:
+            return False
+        self._asking = asking.f_locals["self"]
+        return True
 
-
-def _looks_at(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
-    return id(optimizer) in scaler._per_optimizer_states
+    def scaled(self, scaler: Any) -> Scaled | None:
+        """Of this step, None without a scaler that is enabled. scaler: what `step` was given, if anything."""
+        scaler, self._asking = scaler or self._asking, None
+        assert isinstance(self, Optimizer)
+        return Scaled(self, scaler) if scaler is not None and scaler.is_enabled() else None

@@ -31,7 +31,7 @@ from isles.replicas.checks import own_config, refuse_other_run, with_options
 from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker, copied
 from isles.replicas.foretold import Foretold
 from isles.replicas.replica import Replica, as_replica
-from isles.replicas.scaled import Scaled, scaled_by
+from isles.replicas.scaled import Scaled, TakesScalers
 from isles.replicas.schedule import Outline, outline
 from isles.replicas.start import T
 from isles.replicas.watch import ModelWatch, refuse_unfit
@@ -48,7 +48,7 @@ class MethodConfig:
         return False
 
 
-class ReplicaSync(Foretold):
+class ReplicaSync(TakesScalers, Foretold):
     """Base of all methods. Guarantee: after construction every worker holds rank 0's weights, verified by a hash.
 
     model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them, whose state
@@ -70,8 +70,6 @@ class ReplicaSync(Foretold):
     """Whether exchanges, without a codec, only scale whole parameters and add them: in a subspace they stay there."""
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
-    _step_supports_amp_scaling = True
-    """For torch.amp.GradScaler: `step` is called in any case, and unscales and skips itself."""
     usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"
     """The inner optimizer that a run gives it where the user names none."""
 
@@ -112,7 +110,6 @@ class ReplicaSync(Foretold):
         self.gradient_norm: Tensor | None = None
         """2-norm of the last reduced gradient before clipping, where `max_norm` is set."""
         self._charged = 0.0
-        self._last_scaled: Scaled | None = None
         self._begin()
 
     def as_replica(self) -> Replica:
@@ -132,8 +129,7 @@ class ReplicaSync(Foretold):
         `scaler.step(optimizer)` and `scaler.update()`, does the same.
         """
         loss = evaluated(closure)
-        self._last_scaled = scaled_by(self, scaler, self._last_scaled)
-        self.take_step(self._last_scaled)
+        self.take_step(self.scaled(scaler))
         if scaler is not None:
             scaler.update()
         return loss

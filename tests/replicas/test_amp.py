@@ -18,6 +18,7 @@ import isles
 from isles.comm.mesh import Mesh
 from tests.covers import share
 from tests.gloo import run_gloo
+from tests.replicas.trainers import TRAINERS, plain
 from tests.replicas.workers import Net, bits, loss_of, sgd, usual_inner, weights, wrap
 
 
@@ -257,3 +258,12 @@ def failed(world: Mesh) -> str:
 
 def test_a_backward_pass_that_failed_may_be_made_again() -> None:
     assert len(set(run(failed, 2))) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ddp", "demo", "diloco"])
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_trainers_step_the_scaler_for_their_users(trainer: str, name: str) -> None:
+    """accelerate, Fabric and Lightning unscale, clip and step as torch shows, to the bit; one worker overflows."""
+    pytest.importorskip({"fabric": "lightning"}.get(trainer, trainer))
+    assert run_gloo(TRAINERS[trainer], 2, args=(name,)) == run(plain, 2, name)
