@@ -68,7 +68,7 @@ def test_it_is_shut_out(
     world.until(lambda: numbers[2] in world.endings)
     assert bad.company.ended is not None and why in str(bad.company.ended), bad.company.ended
     reached = max(map(world.step, numbers[:2]))
-    world.until(lambda: min(map(world.step, numbers[:2])) >= reached + 10 * EVERY)
+    world.until(lambda: min(map(world.step, numbers[:2])) >= reached + 3 * EVERY)
     for number in numbers[:2]:
         weights = world.workers[number].optimizer.fragments[0].anchor
         assert weights.isfinite().all() and weights.norm() < 1e4
