@@ -33,6 +33,7 @@ SETTINGS = [
     "model.context=16",
     "model.tie_embeddings=false",
     "data.batch_size=4",
+    "data.validation_sequences=16",
     "replicas.method=localsgd",
     "replicas.sync_every=4",
     "pipeline.routing=ravnest",

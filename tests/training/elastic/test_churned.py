@@ -42,7 +42,7 @@ def small(
     text.write_text("The quick brown fox jumps over the lazy dog; nobody else does. " * 300)
     tables = {
         "model": model,
-        "data": {"path": str(text), "batch_size": 2},
+        "data": {"path": str(text), "batch_size": 2, "validation_sequences": 8},
         "replicas": {"method": method, "sync_every": every},
         "run": {"steps": steps, "log_every": every},
         "world": {"backend": "virtual", "workers": workers, "step_seconds": 10.0, **world},
