@@ -116,7 +116,8 @@ def fits(row: Row) -> bool:
 
 def is_quick(row: Row) -> bool:
     """Of `make test`: what is made again or lies in files is so in any world, so cut models and whole ones meet it; and
-    where nothing of that kind is asked for, one run is both elsewhere and stopped. Shards are dear, and meet all at once.
+    where nothing of that kind is asked for, one run is both elsewhere and stopped. Shards cost much, and meet all at
+    once.
     """
     if row.world == "shards":
         return fits(row) and row.memory == "recompute" and row.stop > 0 and row.method == "streaming-diloco"

@@ -76,6 +76,7 @@ def test_it_is_shut_out(
     world.until(lambda: len(world.endings) == 3)
     (row,) = [row for row in world.keeper.refused.rows() if row["seat"] == seat and row["by"] < 0]
     assert row["reason"] == "a share that another worker refuses" and row["times"] >= 3
-    world.until(lambda: f"the lighthouse refuses worker {seat}: {row['reason']}" in world.notices)  # it looks now and then
+    said = f"the lighthouse refuses worker {seat}: {row['reason']}"
+    world.until(lambda: said in world.notices)  # it looks now and then
     world.stop()
     world.rest()
