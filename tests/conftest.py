@@ -37,4 +37,5 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(10_000, 10, 50)  # what tests leave in caches is walked again less often
         gc.enable()

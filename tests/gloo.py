@@ -89,6 +89,16 @@ def run_gloo(worker: Callable[..., Any], workers: int = 2, **options: Any) -> li
     return results
 
 
+def in_a_process(function: Callable[..., Any], *args: Any) -> None:
+    """Call it in a new process that has torch already, to its good end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    process = context.Process(target=function, args=args)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
 def processes() -> set[int | None]:
     """Their numbers, for tests that count the processes of a run."""
     return {handle.process.pid for handle in _handles if handle.process is not None}

@@ -4,15 +4,17 @@
     result, wire = on_the_wire(lambda: isles.run_local(worker, 4))                        # inside such a function
     wire.payload                         # what the processes handed to the kernel; wire.bytes: with packets' headers
 
-`run_isolated` starts a new Python process in the namespace, calls the function there with JSON-able arguments and
-returns its JSON-able answer. Linux only, and it takes the right to make namespaces: `unavailable()` says what is
+`run_isolated` starts a process in the namespace, calls the function there with JSON-able arguments and returns its
+JSON-able answer. Linux only, and it takes the right to make namespaces: `unavailable()` says what is
 missing, `skip_unless_available()` skips the test with that reason.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -20,6 +22,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -27,11 +30,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from benchmarks._wire import HEADERS, wire_of
+from isles.training.running.server import PRELOAD
 
 ROOT = Path(__file__).resolve().parents[1]
 T = TypeVar("T")
 
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
+_NEW_NET, _NEW_USER = 0x40000000, 0x10000000  # CLONE_NEWNET, CLONE_NEWUSER
 
 
 @cache
@@ -65,15 +70,24 @@ def skip_unless_available() -> None:
 
 
 def run_isolated(function: str, *arguments: Any, timeout: float = 300.0) -> Any:
-    """`module:function`(*arguments) in a new process in a new namespace. RuntimeError with its output if it fails."""
+    """`module:function`(*arguments) in a process of its own in a new namespace. RuntimeError with its error if it
+    fails. The process is forked from the tests' fork server, and workers that it starts are forked from it: none of
+    them loads torch again.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
-        command = [*unshare(), sys.executable, "-m", "tests.netns", function, json.dumps(arguments), str(answer)]
-        environment = dict(os.environ, PYTHONPATH=str(ROOT))
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
-        if done.returncode != 0:
-            raise RuntimeError(f"{function} failed in its namespace:\n{done.stdout}{done.stderr}")
-        return json.loads(answer.read_text())
+        process = context.Process(target=_isolated, args=(function, json.dumps(arguments), str(answer)))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            raise TimeoutError(f"{function} took more than {timeout:g} s in its namespace")
+        told = json.loads(answer.read_text()) if answer.exists() else {"error": f"exit code {process.exitcode}"}
+        if "error" in told:
+            raise RuntimeError(f"{function} failed in its namespace:\n{told['error']}")
+        return told["result"]
 
 
 class Wire(NamedTuple):
@@ -124,13 +138,27 @@ def _loopback_up() -> None:
         fcntl.ioctl(handle, _SET_FLAGS, struct.pack("16sH14s", name, flags | _UP, rest))
 
 
-def _main(function: str, arguments: str, answer: str) -> None:
+def _isolated(function: str, arguments: str, answer: str) -> None:
+    os.chdir(ROOT)
+    _enter()
     assert len(socket.if_nameindex()) == 1, "not a fresh network namespace"
     _loopback_up()
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]  # the server is outside
     module, _, name = function.partition(":")
-    result = getattr(import_module(module), name)(*json.loads(arguments))
-    Path(answer).write_text(json.dumps(result))
+    try:
+        told = {"result": getattr(import_module(module), name)(*json.loads(arguments))}
+    except BaseException:
+        told = {"error": traceback.format_exc()}
+    Path(answer).write_text(json.dumps(told))
 
 
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+def _enter() -> None:
+    """A new namespace for this process, as `unshare` makes one for a command."""
+    libc, user, group = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
+    if libc.unshare(_NEW_NET) == 0:
+        return
+    if libc.unshare(_NEW_USER | _NEW_NET) != 0:
+        raise OSError(ctypes.get_errno(), "no network namespace")
+    for file, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path("/proc/self", file).write_text(text)

@@ -74,6 +74,12 @@ def source_files() -> list[Path]:
 
 
 @cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """All of a file; kept, for half a dozen rules look at each."""
+    return list(ast.walk(tree))
+
+
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -99,7 +105,7 @@ def absolute(base: str, level: int, package: str) -> str:
 def imported_modules(tree: ast.Module, module: str, is_package: bool) -> Iterator[tuple[ast.AST, str]]:
     """Every dotted name that an import statement, or import_module("..."), names; `from a import b` gives a.b."""
     package = module if is_package else module.rpartition(".")[0]
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node, alias.name
@@ -191,7 +197,7 @@ def unsafe_complaints(tree: ast.Module, module: str, is_package: bool) -> list[t
     for node, name in imported_modules(tree, module, is_package):
         if name.partition(".")[0] in UNSAFE_MODULES:
             complaints.append((node, f"imports {name}: what a peer or a disk sends must not be unpickled"))
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if not isinstance(node, ast.Call):
             continue
         name = called_name(node)
@@ -213,7 +219,7 @@ def is_constant(node: ast.AST | None, value: object) -> bool:
 
 def swallow_complaints(tree: ast.Module) -> list[tuple[ast.AST, str]]:
     complaints = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ExceptHandler):
             if node.type is None:
                 complaints.append((node, "bare except"))
@@ -398,9 +404,9 @@ def test_the_table_of_methods_is_the_only_one() -> None:
 
 def names_in(tree: ast.Module) -> set[str]:
     """Every name that the code of a module mentions, its imports and the texts of annotations included."""
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    names = {alias.name for node in nodes(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
     return names | {
-        dotted(node).rpartition(".")[2] for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)
+        dotted(node).rpartition(".")[2] for node in nodes(tree) if isinstance(node, ast.Name | ast.Attribute)
     }
 
 

@@ -115,6 +115,8 @@ class FlatParameters:
     @torch.no_grad()
     def read(self, out: Tensor) -> Tensor:
         """Copy all parameters into flat `out` (numel,)."""
+        if out.is_meta:
+            return out  # there are no numbers, and millions of blocks perhaps
         for block, part in zip(self.blocks(), self.parts(out), strict=True):
             torch._foreach_copy_(block.shaped(part), block.live)
         return out

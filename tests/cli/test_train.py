@@ -39,11 +39,20 @@ def short(*more: str) -> list[str]:
 
 
 def test_from_a_config_to_a_report(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Exit 0; progress and notes on stderr, once each; on stdout the table with loss and bytes, and the paths."""
-    code, out, error = isles(*short("--set", "replicas.gamma=1.9", "--out", "deep/run [1]"), folder=folder)
-    assert code == 0, error
+    monkeypatch.chdir(folder)
+
+    def isles(*arguments: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["isles", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, error = capfd.readouterr()
+        assert not ended.value.code, error
+        return out, error
+
+    out, error = isles(*short("--set", "replicas.gamma=1.9", "--out", "deep/run [1]"))
     run = folder / "deep" / "run [1]"
     assert {path.name for path in run.iterdir()} == {
         *("config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "model.safetensors"),
@@ -65,12 +74,7 @@ def test_from_a_config_to_a_report(
     assert sum("gamma = 1.9" in line for line in lines) == 1  # of one worker, though both found it out
     assert lines[-1].startswith("step 6/6  loss ")
 
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["isles", "report", "deep/run [1]"])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code
-    assert capsys.readouterr() == ("deep/run [1]/report.html\ndeep/run [1]/report.png\n", "")
+    assert isles("report", "deep/run [1]") == ("deep/run [1]/report.html\ndeep/run [1]/report.png\n", "")
 
 
 @pytest.mark.long

@@ -11,11 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import isles
+from isles.comm.codecs import codec
 from isles.comm.layout import Coordinate, Layout
 from isles.comm.mesh import Mesh, arrange
 from isles.comm.transport import Deadlines
+from tests.gloo import in_a_process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,14 +108,20 @@ def test_deadlines_reach_every_group() -> None:
 
 def test_one_worker_alone_needs_no_process_group() -> None:
     """No environment: a world of one, in which every verb works."""
-    code = (
-        "import torch, isles; from isles.comm.codecs import codec; w = isles.init(); x = torch.ones(5)\n"
-        "w.outer.mean(x, codec('none')); w.world.barrier(); w.world.broadcast(x)\n"
-        "assert (w.rank, w.size, len(w.outer.all_gather(x))) == (0, 1, 1) and (x == 1).all()\n"
-        "assert not torch.distributed.is_initialized(); w.close(); w.close()"
-    )
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment, timeout=60)
+    in_a_process(alone)
+
+
+def alone() -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    world, x = isles.init(), torch.ones(5)
+    world.outer.mean(x, codec("none"))
+    world.world.barrier()
+    world.world.broadcast(x)
+    assert (world.rank, world.size, len(world.outer.all_gather(x))) == (0, 1, 1) and (x == 1).all()
+    assert not torch.distributed.is_initialized()
+    world.close()
+    world.close()
 
 
 GIVE_UP = """

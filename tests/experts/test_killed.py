@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import signal
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from isles.cli import main
 from isles.experts.jobs import JobProgress, weights_sha256
 from isles.experts.registry import Forest
 from isles.experts.routing.routing import gate_of, route
@@ -31,12 +34,13 @@ def test_an_expert_that_is_killed_harms_no_other_and_goes_on(tmp_path: Path) -> 
     system = opened(asked("smalltalk", config, *WORDS), tmp_path / "cut")
     system.prepare("seed-0", JobProgress())
     sets = [part for word in [*SMALLTALK, *WORDS] for part in ("--set", word)]
-    command = Command(
-        "experts", "smalltalk", config.name, *sets, "--out", str(system.out), "--job", LOST, folder=tmp_path
-    )
-    assert eventually(lambda: Checkpoints(system.out / LOST).steps() or command.process.poll() is not None)
-    command.process.send_signal(signal.SIGKILL)
-    assert command.end()[0] == -signal.SIGKILL
+    words = ["experts", "smalltalk", str(config), *sets, "--out", str(system.out), "--job", LOST]
+    process = multiprocessing.get_context("forkserver").Process(target=_isles, args=(words,))
+    process.start()
+    assert eventually(lambda: Checkpoints(system.out / LOST).steps() or not process.is_alive())
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert system.jobs()[LOST][1].startswith("stopped at step")
 
     # The others, on their machines.
@@ -49,6 +53,12 @@ def test_an_expert_that_is_killed_harms_no_other_and_goes_on(tmp_path: Path) -> 
     assert weights_sha256(system.out / LOST) == weights_sha256(whole.out / LOST)
     results = [one.evaluate(JobProgress()) for one in (whole, system)]
     assert json.dumps(results[0]) == json.dumps(results[1])
+
+
+def _isles(words: list[str]) -> None:
+    """The command, in a process that has torch already."""
+    sys.argv = ["isles", *words]
+    main()
 
 
 def _two_of_three_are_the_masked_best(whole: System[object], folder: Path) -> None:

@@ -20,7 +20,7 @@ from isles.network.machines import MACHINES
 from tests.memory.loops import DECODER, UNITS, Left, plan_of, profiled, train
 from tests.memory.models import TASKS
 
-STEPS = 6
+STEPS = 4
 LEAST = 0.9  # of the planned peak
 PURE = [(Placement(place, one),) * UNITS for place in PLACES[:3] for one in ACTIVATIONS]
 PLANS = 60

@@ -18,6 +18,7 @@ from isles.memory.engines.cuda import CudaMoves
 from isles.memory.engines.paced import Paced
 from isles.memory.managed import manage
 from isles.network.machines import MACHINES
+from isles.training.memory import trial
 from isles.training.memory.trial import try_out
 from isles.wrapping import host_work
 from tests.memory.loops import DECODER, UNITS, adamw, plan_of, profiled
@@ -32,8 +33,10 @@ def _mixed(seed: int) -> tuple[Placement, ...]:
     return tuple(rng.choices(EVERY, k=UNITS))
 
 
-def _trained(plan: tuple[Placement, ...], autocast: str, accumulation: int, watch: Watch | None) -> list[torch.Tensor]:
-    """Three steps; the weights that they leave."""
+def _trained(
+    plan: tuple[Placement, ...], autocast: str, accumulation: int, watch: Watch | None, steps: int = 3
+) -> list[torch.Tensor]:
+    """A few steps; the weights that they leave."""
     torch.manual_seed(0)
     with host_work():
         model, made = DECODER.make(), profiled(DECODER, autocast)
@@ -43,7 +46,7 @@ def _trained(plan: tuple[Placement, ...], autocast: str, accumulation: int, watc
     with manage(chosen, model, inner, profile=made, machine=MACHINES["H100"], device=cpu, engine=engine) as managed:
         if watch is not None:
             watch.on_device(*(one for brought in managed.runner.brought.values() for one in brought.device))
-        for step, index in itertools.product(range(3), range(accumulation)):
+        for step, index in itertools.product(range(steps), range(accumulation)):
             with host_work():
                 batch = DECODER.batch(step * accumulation + index)
             if watch is not None:
@@ -110,13 +113,16 @@ def _without(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
 def test_a_wait_that_is_left_out_is_a_race(mutant: Callable[..., None], race: str, monkeypatch: Any) -> None:
     mutant(monkeypatch)
     with watching() as watch:
-        _trained(tuple(EVERY[-4:]), "bf16", 1, watch)
+        _trained(tuple(EVERY[-4:]), "bf16", 1, watch, steps=2)
     assert any(race in one for one in watch.races)
 
 
 def test_a_gpu_is_tried_out_before_it_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The two engines leave the same bits; one that loses an update in a lane does not."""
     cpu, before = torch.device("cpu"), torch.get_rng_state()
+    made: list[Any] = []
+    real = trial.profile
+    monkeypatch.setattr(trial, "profile", lambda *a, **k: made[0] if made else made.append(real(*a, **k)) or made[0])
     try_out(cpu, Paced, Inline)
     assert torch.equal(torch.get_rng_state(), before)
 

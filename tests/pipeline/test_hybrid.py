@@ -15,7 +15,7 @@ from isles.pipeline.boundaries.dct import LargestEntries
 from isles.pipeline.boundaries.names import entries_kept
 from isles.pipeline.boundaries.scheme import crossing
 
-STEPS = 8
+STEPS = 4
 OPTIONS = {"sparsity": 0.9, "exclude_below": 256}
 KEPT = entries_kept(TOP, 0.95)
 

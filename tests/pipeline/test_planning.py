@@ -149,7 +149,7 @@ def plan(**options: object) -> None:
 
 def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = {"params": "10M", "layers": 4, "step_time": "0.5", "workers": 4, "bandwidth": "100Mbit/s"}
-    text = {"tokens": "1M", "step_tokens": "8k"}
+    text = {"tokens": "1M", "step_tokens": "8k", "sync_every": 10}
     plan(**numbers, **text, stages="1,2,4", routing="random", microbatches=2, json=True)
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {(row["stages"], row["replicas"]) for row in rows} >= {(2, 2), (4, 1), (1, 4)}

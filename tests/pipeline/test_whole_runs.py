@@ -12,7 +12,7 @@ import isles
 from tests.covers import share
 from tests.pipeline import whole_runs
 
-STEPS, REPLICAS = 8, 2
+STEPS, REPLICAS = 6, 2
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("NoSync", {}),
     "ddp": ("DDP", {}),

@@ -21,9 +21,8 @@ from tests.replicas.workers import LINKS, adamw, batch
 INSIDE = [Case(name, inside) for inside in ("ddp", "fsdp") for name in RUNS]
 INSIDE += [Case("diloco", inside, max_norm=0.05) for inside in ("ddp", "fsdp")]
 INSIDE += [Case("eager", inside, stop=4) for inside in ("ddp", "fsdp")]
-FEW = INSIDE[: len(RUNS) : 3] + INSIDE[len(RUNS) + 2 : 2 * len(RUNS) : 3]  # some with ddp inside, some with fsdp
-FEW += [Case("diloco", "fsdp", max_norm=0.05), Case("eager", "ddp"), Case("eager", "ddp", stop=4)]
-FEW = list(dict.fromkeys(FEW))
+FEW = [Case("noloco", "ddp"), Case("streaming, int4", "fsdp"), Case("diloco", "fsdp", max_norm=0.05)]
+FEW += [Case("eager", "ddp"), Case("eager", "ddp", stop=4)]
 
 
 def chosen(cases: list[Case]) -> list[Any]:

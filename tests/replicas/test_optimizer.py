@@ -347,7 +347,7 @@ def test_unstable_gamma_is_warned_of_at_construction() -> None:
 # Ends.
 
 
-@pytest.mark.parametrize(("name", "steps", "workers"), cover(RUNS, (1, 6, 8), (1, 3, 4), each=1, of=2))
+@pytest.mark.parametrize(("name", "steps", "workers"), cover(RUNS, (1, 6, 8), (1, 3, 4), each=1, of=4))
 def test_finish_lands_the_last_partial_round_once(name: str, steps: int, workers: int) -> None:
     """Again and again `finish` and `consolidate`: one last round where steps were taken since, none where not."""
 
@@ -382,7 +382,7 @@ def test_finish_lands_the_last_partial_round_once(name: str, steps: int, workers
             assert torch.equal(finished, one)
 
 
-@pytest.mark.parametrize(("name", "workers"), cover(RUNS, (1, 2, 3, 5), each=1, of=2, turn=1))
+@pytest.mark.parametrize(("name", "workers"), cover(RUNS, (1, 2, 3, 5), each=1, of=4, turn=1))
 def test_schedule_is_what_happens(name: str, workers: int) -> None:
     """Bytes of `schedule(steps)` = bytes counted by the transport, worker by worker, for a whole and a partial last
     round (H = 3, fragments, delays, a warm-up); its groups are partitions of the world.
@@ -528,7 +528,7 @@ def test_consolidate_averages_floating_buffers(name: str) -> None:
 # Company.
 
 
-@pytest.mark.parametrize("name", ["ddp", "localsgd", "diloco", "noloco", "noloco, lossy"])
+@pytest.mark.parametrize("name", share(["ddp", "localsgd", "noloco", "diloco", "noloco, lossy"], 0, 2))
 def test_replicas_of_a_stage_know_nothing_of_other_stages(name: str) -> None:
     """On a mesh of 3 x 2 each stage's replicas do what they do in a world of three: bits, bytes, spread, one model."""
 
@@ -567,7 +567,7 @@ def test_two_optimizers_in_one_world(name: str) -> None:
     assert both == [one + two for one, two in zip(first, second, strict=True)]
 
 
-@pytest.mark.parametrize("name", share(RUNS, 8, 10, ROOTS))
+@pytest.mark.parametrize("name", share(RUNS, 8, 10, ("diloco", "ist")))
 def test_loading_its_own_state_changes_nothing(name: str) -> None:
     """What accelerate does in `prepare`: load_state_dict(state_dict()), at any step."""
 

@@ -24,8 +24,7 @@ SAVED += ["ddp, low rank", "dct-dp", "streaming, int4", "eager, int8", "diloco, 
 
 # On gloo at every size; more of them at three workers, and all at all sizes among the long tests. So with checkpoints.
 FEW = ["ddp", "diloco, int8", "noloco"]
-MORE = ["ddp, small buckets", "ddp, low rank", "dct-dp", "streaming, int4", "eager, int8", "noloco, lossy", "sparta"]
-MORE += ["noloco, single vector", "demo", "ist", "dilocox", "custom, low rank"]
+MORE = ["ddp, small buckets", "dct-dp", "streaming, int4", "noloco, lossy", "ist", "custom, low rank"]
 
 
 def on_gloo(size: int) -> list[str]:
@@ -33,7 +32,7 @@ def on_gloo(size: int) -> list[str]:
 
 
 def saved(size: int) -> list[str]:
-    return ["ddp, low rank", "eager, int8", "noloco, lossy", "demo"] if size == 3 else ["noloco"]
+    return ["eager, int8", "demo"] if size == 3 else ["noloco"]
 
 
 SLOTTED = ["ddp, small buckets", "noloco, lossy"]

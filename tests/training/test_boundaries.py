@@ -95,8 +95,9 @@ def trained(world: Mesh, config: Config) -> tuple[float, str]:
 )
 def test_replicas_stay_in_their_subspace(text: Path, method: str, more: list[str]) -> None:
     """2 x 2, float32: with and without replicas' exchanges, weights are as far outside as rounding puts them."""
-    config = of(text, "pipeline.boundary=subspace:4", *more, method=method)
-    alone = of(text, "pipeline.boundary=subspace:4", *[one for one in more if "replicas" not in one], method="none")
+    config = of(text, "pipeline.boundary=subspace:4", *more, method=method, steps=4)
+    without = [one for one in more if "replicas" not in one]
+    alone = of(text, "pipeline.boundary=subspace:4", *without, method="none", steps=4)
     outside = [max(found[0] for found in VirtualWorkers(trained, 4, one, (one,)).join()) for one in (config, alone)]
     assert 0 < outside[0] < 1e-6
     assert outside[0] < 3 * outside[1]

@@ -12,9 +12,8 @@ from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.regroup import prepare
 from isles.training.records.spread import Spread
 from isles.training.records.writer import cut_metrics
-from isles.training.running.run import launch
 from tests.training.dying import AWAITED
-from tests.training.runs import Told, lines_of, run_apart, tiny, write_text
+from tests.training.runs import Told, lines_of, run, run_apart, tiny, write_text
 
 STEPS, SAVED = 18, (5, 10, 15)
 
@@ -54,7 +53,7 @@ def test_it_goes_on_with_two_and_with_three(lost: Path, tmp_path: Path, workers:
     assert ready.step == 15 and checkpoints.seats(15) == list(range(workers))
     outer = [checkpoints.read_shard(15, worker)["optimizer"]["outer"] for worker in range(workers)]
     assert all(state["roster"] == {} for state in outer)
-    summary = launch(ready.config, out, told.lines.append, told.notices.append, resume=ready.step)
+    summary = run(ready.config, out, told, ready.step)
     assert (summary["workers"], summary["steps"]) == (workers, STEPS)
     assert not any("failed" in notice for notice in told.notices)
     assert {line["worker"] for line in told.lines} == set(range(workers))

@@ -238,8 +238,8 @@ def _left(out: Path) -> tuple[bytes, dict[str, Any], list[tuple[int, float]]]:
     ],
 )
 def test_a_run_keeps_its_bits(backend: str, words: list[str], tmp_path: Path) -> None:
-    _launch(_config(backend=backend), tmp_path / "plain")
-    _launch(_config(*words, backend=backend), tmp_path / "planned")
+    _launch(_config(backend=backend, steps=4), tmp_path / "plain")
+    _launch(_config(*words, backend=backend, steps=4), tmp_path / "planned")
     plain, planned = _left(tmp_path / "plain"), _left(tmp_path / "planned")
     assert planned[0] == plain[0]
     assert planned[2] == plain[2]

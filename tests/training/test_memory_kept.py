@@ -14,7 +14,7 @@ from torch import Tensor
 
 import isles
 from isles.memory.activations import Remade
-from isles.memory.costs import Placement, least_peak
+from isles.memory.costs import Placement, Profile, least_peak
 from isles.memory.meter import MemoryMeter
 from isles.memory.profile import adamw_bytes
 from isles.memory.profiling.fully_sharded import fully_sharded
@@ -55,9 +55,9 @@ def _seen(meter: MemoryMeter) -> Iterator[None]:
         one.free_storage = free
 
 
-def _worker(world: Any, plan: str | None, accumulation: int, keeps: bool) -> Any:
+def _worker(world: Any, made: Profile, plan: str | None, accumulation: int, keeps: bool) -> Any:
     """What a worker of fsdp is left with, and the peak of its bytes beside the plan's."""
-    made, meter, planned = profiled(DECODER, "none"), MemoryMeter(), 0
+    meter, planned = MemoryMeter(), 0
     sketch = Decoder(SHAPE)
     settings = {"keeps_gathered": keeps, "batches": accumulation, "state_bytes": adamw_bytes}
     sharded = fully_sharded(made, sketch, world.outer.size, **settings)  # type: ignore[arg-type]
@@ -95,7 +95,8 @@ def _worker(world: Any, plan: str | None, accumulation: int, keeps: bool) -> Any
     "plan", ["mixed", *(pytest.param(one, marks=pytest.mark.long) for one in ("keep", "recompute"))]
 )
 def test_fsdp_keeps_its_bits(plan: str, accumulation: int, keeps: bool) -> None:
-    wanted, got = (run_gloo(_worker, args=(one, accumulation, keeps)) for one in (None, plan))
+    made = profiled(DECODER, "none")
+    wanted, got = (run_gloo(_worker, args=(made, one, accumulation, keeps)) for one in (None, plan))
     for one, plain in zip(got, wanted, strict=True):
         assert one[0] == plain[0]
         assert one[3] == plain[3]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from isles.report import write_report
 from isles.training.config.reading import read_config
 from isles.training.running.run import launch
+from tests.covers import share
 from tests.training.runs import TINY, Told, metrics, run, tiny, write_text
 from tests.training.runs import lines_of as all_lines
 
@@ -32,7 +33,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("method", ["diloco", "noloco", "ddp"])
+@pytest.mark.parametrize("method", share(["diloco", "noloco", "ddp"], turn=2, of=3))  # of others see test_recut.py
 def test_a_run_in_stages_ends_with_the_model_of_the_unsplit_run(text: Path, tmp_path: Path, method: str) -> None:
     more = ["model.layers=2", UNTIED, "inner.max_norm=0"]
     by_microbatch = ["data.batch_size=1", "inner.accumulation=2"]

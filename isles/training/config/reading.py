@@ -146,12 +146,12 @@ def to_toml(config: Config, named: Mapping[SettingKey, str] | None = None) -> st
     """The whole configuration as TOML that `read_config` reads back to an equal one. named: what it says in place of a
     few settings.
     """
-    document, others = tomlkit.document(), named or {}
+    others, written = named or {}, []
     for section in ORDER:
         first = {"method": config.method} if section == "replicas" else {}
         values = first | asdict(getattr(config, section))
-        document.add(section, _table({key: others.get((section, key), value) for key, value in values.items()}))
-    return tomlkit.dumps(document)
+        written.append(_table(section, {key: others.get((section, key), value) for key, value in values.items()}))
+    return "\n".join(written)
 
 
 def run_name(config: Config) -> str:
@@ -159,12 +159,15 @@ def run_name(config: Config) -> str:
     return hashlib.sha256(to_toml(config, {**kept_names(config), ("model", "device"): ""}).encode()).hexdigest()[:16]
 
 
-def _table(values: Mapping[str, Any]) -> Any:
-    table = tomlkit.table()
+def _table(name: str, values: Mapping[str, Any]) -> str:
+    """A section, line by line: a table of tomlkit's is read through again with every key that is added."""
+    lines, tables = [f"[{name}]\n"], []
     for key, value in values.items():
-        if value is not None:  # TOML has no null; a key that is absent has its default
-            table.add(key, _listed(value))
-    return table
+        if isinstance(value, dict):
+            tables.append("\n" + tomlkit.dumps({name: {key: value}}))
+        elif value is not None:  # TOML has no null; a key that is absent has its default
+            lines.append(f"{key} = {tomlkit.item(_listed(value)).as_string()}\n")
+    return "".join(lines + tables)
 
 
 def _listed(value: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import shutil
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -18,12 +19,12 @@ from isles.memory.config import MemoryConfig
 from isles.memory.costs import Profile
 from isles.memory.disk import check_folder
 from isles.memory.plan import MemoryPlan, from_json
-from isles.memory.profile import adamw_bytes, profile
+from isles.memory.profile import StateBytes, adamw_bytes, profile
 from isles.memory.profiling.fully_sharded import fully_sharded
 from isles.memory.search import METHODS, best
 from isles.memory.sharing import portions_of
 from isles.memory.units import units_of
-from isles.models import choose_device, limits, sketch
+from isles.models import ModelConfig, choose_device, limits, sketch
 from isles.network.machines import Machine, known_gpu, machine
 from isles.network.named import links
 from isles.network.units import parse_bytes
@@ -63,26 +64,35 @@ def profile_of(config: Config, stage: int = 0) -> Profile:
     adamw = inner_kind(config.inner, method(config.method).usual_inner) == "adamw"
     name = config.model.factory or config.model.hf or str(config.model.size)
     if config.pipeline.stages > 1:
-        return stage_profile(config, stage, adamw_bytes if adamw else lambda parameter: 0, name)
-    model = sketch(config.model)
-    context, _ = limits(config.model)
+        return stage_profile(config, stage, _states(adamw), name)
+    own = config.model.factory is None and config.model.hf is None  # a user's code may make another one next time
     sequences = config.data.batch_size_per_worker(config.world.workers)
-    state_bytes = adamw_bytes if adamw else lambda parameter: 0
-    made = profile(
-        model,
-        torch.empty(sequences, context + 1, dtype=torch.int64, device="meta"),
-        autocast="none" if config.model.autocast == "none" else "bf16",  # float16 takes the same bytes
-        state_bytes=state_bytes,
-        name=name,
-    )
+    made = (_profiled if own else _profiled.__wrapped__)(config.model, sequences, adamw, name)
     if (sharded := sharded_over(config)) is not None:
         size, keeps = sharded
-        batches = config.inner.accumulation
-        made = fully_sharded(made, model, size, keeps_gathered=keeps, batches=batches, state_bytes=state_bytes)
+        batches, model = config.inner.accumulation, sketch(config.model)
+        made = fully_sharded(made, model, size, keeps_gathered=keeps, batches=batches, state_bytes=_states(adamw))
     sharing = sharers(config)
     rate = _peer_rate(config) if sharing > 1 else math.inf
     units = tuple(replace(unit, shared=sharing, peer_rate=rate) for unit in made.units)
-    return replace(made, tokens=context, units=units)  # a window holds one more, the target of its last
+    return replace(made, units=units)
+
+
+@lru_cache(maxsize=8)  # the runs of a comparison have one model and one batch
+def _profiled(model: ModelConfig, sequences: int, adamw: bool, name: str) -> Profile:
+    context, _ = limits(model)
+    made = profile(
+        sketch(model),
+        torch.empty(sequences, context + 1, dtype=torch.int64, device="meta"),
+        autocast="none" if model.autocast == "none" else "bf16",  # float16 takes the same bytes
+        state_bytes=_states(adamw),
+        name=name,
+    )
+    return replace(made, tokens=context)  # a window holds one more, the target of its last
+
+
+def _states(adamw: bool) -> StateBytes:
+    return adamw_bytes if adamw else lambda parameter: 0
 
 
 def sharers(config: Config) -> int:

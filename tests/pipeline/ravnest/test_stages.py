@@ -90,8 +90,7 @@ def test_a_pass_run_again_has_the_gradients_of_the_first(optimizer: str) -> None
 
 
 def test_gloo_computes_the_same_bits() -> None:
-    rows = [Row(stages, name) for stages in (2, 4) for name in ("sgd", "adamw")]
-    rows += [Row(4, order="arrival"), Row(4, "adamw", recompute=False, order="arrival")]
+    rows = [Row(2), Row(4, "adamw"), Row(4, "adamw", recompute=False, order="arrival")]
     real = run_gloo(nodes.train, 4, args=(rows,))
     for number, row in enumerate(rows):
         done = [results[number] for results in real if results[number] is not None]

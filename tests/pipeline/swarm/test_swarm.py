@@ -97,8 +97,8 @@ def check_killed(at: list[tuple[int, int]], consistency: Any = "exact") -> None:
 
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_peer_killed_at_any_message_changes_nothing(victim: int) -> None:
-    chosen = random.Random(victim).sample(range(messages()[victim]), 2)
-    check_killed([(victim, message) for message in sorted(chosen)])
+    chosen = random.Random(victim).sample(range(messages()[victim]), 1)
+    check_killed([(victim, message) for message in chosen])
 
 
 @pytest.mark.long
@@ -120,7 +120,7 @@ def check_pairs(number: int) -> None:
 
 
 def test_two_peers_of_neighbouring_stages_may_be_killed() -> None:
-    check_pairs(3)
+    check_pairs(2)
 
 
 @pytest.mark.long
@@ -155,12 +155,12 @@ def test_a_mutant_without_books_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert furthest(setting, survivors(setting, {7: messages()[7] * 2 // 3})) > 1e-3
 
 
-def test_relaxed_counts_at_least_the_target() -> None:
+@pytest.mark.parametrize("victim", [4, *(pytest.param(other, marks=pytest.mark.long) for other in (1, 7))])
+def test_relaxed_counts_at_least_the_target(victim: int) -> None:
     setting = Setting(consistency="relaxed", charged=True, steps=3)
-    for victim in VICTIMS:
-        left = survivors(setting, {victim: messages()[victim] // 2})
-        assert len(left) == WORKERS - 1
-        assert all(peer[-1][1] < 5 for peer in left)
+    left = survivors(setting, {victim: messages()[victim] // 2})
+    assert len(left) == WORKERS - 1
+    assert all(peer[-1][1] < 5 for peer in left)
 
 
 def test_a_stage_without_peers_ends_the_run_by_name() -> None:

@@ -76,13 +76,13 @@ def test_who_lands_a_round_has_what_the_others_have(
     world.vanish(third)
     lost = seat_of(world, third)
     last = max(landed(digests, lost))
-    world.until(lambda: max(landed(digests, seat_of(world, first))) >= last + 5)
+    world.until(lambda: max(landed(digests, seat_of(world, first))) >= last + 3)
     fourth = world.join()
     joined = seat_of(world, fourth)
     world.until(lambda: len(landed(digests, joined)) >= 4)
     begun = landed(digests, joined)[0]
     end(world)
-    assert begun > last + 5 and all_alike(digests)
+    assert begun > last + 3 and all_alike(digests)
     assert not any("did not come" in notice for notice in world.notices)
     shared = [round for round in landed(digests, joined) if len(digests[round]) == 3]
     assert len(shared) >= 3  # with both founders

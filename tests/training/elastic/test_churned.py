@@ -42,7 +42,7 @@ def small(
     text.write_text("The quick brown fox jumps over the lazy dog; nobody else does. " * 300)
     tables = {
         "model": model,
-        "data": {"path": str(text), "batch_size": 2},
+        "data": {"path": str(text), "batch_size": 2, "validation_sequences": 8},
         "replicas": {"method": method, "sync_every": every},
         "run": {"steps": steps, "log_every": every},
         "world": {"backend": "virtual", "workers": workers, "step_seconds": 10.0, **world},
@@ -85,14 +85,12 @@ EVERYTHING = [
 
 
 def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
-    """It ends, twice alike; who is left has done the last round, and what was read is read once."""
+    """It ends; who is left has done the last round, and what was read is read once. That it is the same twice: see
+    test_late.py, test_messages.py and test_repeating.py.
+    """
     config = small(tmp_path, 4, 40)
-    one, two = churned(config, EVERYTHING, tmp_path, "one"), churned(config, EVERYTHING, tmp_path, "two")
+    one = churned(config, EVERYTHING, tmp_path, "one")
     assert one.meeting.counts == {"deaths": 1, "pauses": 2, "outages": 1, "leaves": 1}
-    assert one.lines == two.lines and one.meeting.journal == two.meeting.journal
-    for name in load_file(one.out / "model.safetensors"):
-        mine, other = (load_file(run.out / "model.safetensors")[name] for run in (one, two))
-        assert np.array_equal(mine, other)
     assert set(one.results) == {2, 3, 4, 5, 6} == set(one.meeting.membership.view.seats)
 
     _, lines = recorded(one.out)

@@ -37,7 +37,7 @@ def check(run: ChurnedRun) -> None:
 
 @pytest.mark.parametrize("method", ["diloco", pytest.param("noloco", marks=pytest.mark.long)])
 def test_every_message_has_a_fate(tmp_path: Path, method: str) -> None:
-    check(run_through(tmp_path, method, most=8, events=100, seed=1))
+    check(run_through(tmp_path, method, most=8, events=50, seed=1))
 
 
 @pytest.mark.long

@@ -28,8 +28,8 @@ SETTINGS = {
         "world.step_seconds=20",
         "pipeline.peers=[1,2,1]",
         "world.workers=4",
-        "data.batch_size=48",
-        "pipeline.microbatches=24",
+        "data.batch_size=24",
+        "pipeline.microbatches=12",
     ),
 }
 
@@ -55,7 +55,7 @@ def check(name: str, folder: Path) -> SwarmRun:
 
 def test_bytes_are_exact_and_seconds_near(tmp_path: Path) -> None:
     planned = check("one a stage", tmp_path)
-    assert [round(seat.counted or 0) for seat in planned.seats][::3] == [24, 24]
+    assert [round(seat.counted or 0) for seat in planned.seats][::3] == [12, 12]
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import json
 import shutil
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -52,14 +53,24 @@ def train(config: Config, out: Path, resume: int | None = None) -> tuple[dict[st
 
 
 @cache
-def single(out: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def single() -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The same batches in one process, that accumulates the gradients of as many microbatches."""
-    return train(read_config(None, {}, [*ONE, "world.workers=1", "data.batch_size=2", "inner.accumulation=6"]), out)
+    one = read_config(None, {}, [*ONE, "world.workers=1", "data.batch_size=2", "inner.accumulation=6"])
+    with TemporaryDirectory() as folder:
+        return train(one, Path(folder) / "run")
+
+
+@pytest.fixture(scope="session")
+def alone() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return single()
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    return single(tmp_path_factory.mktemp("alone") / "run")
+def saving(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has saved a checkpoint on its way."""
+    out = tmp_path_factory.mktemp("saving") / "run"
+    train(config("run.checkpoint_every=4"), out)
+    return out
 
 
 def furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -70,12 +81,15 @@ def furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize(
     "consistency", ["exact", *(pytest.param(other, marks=pytest.mark.long) for other in ("strict", "relaxed"))]
 )
-def test_a_run_is_one_process_that_accumulates(alone: Any, tmp_path: Path, consistency: str) -> None:
-    summary, weights = train(config(f"pipeline.consistency={consistency}"), tmp_path / "run")
-    assert furthest(weights, alone[1]) < 1e-12
+def test_a_run_is_one_process_that_accumulates(alone: Any, saving: Path, tmp_path: Path, consistency: str) -> None:
+    out = saving if consistency == "exact" else tmp_path / "run"
+    if consistency != "exact":
+        train(config(f"pipeline.consistency={consistency}"), out)
+    summary = json.loads((out / "summary.json").read_text())
+    assert furthest(load_file(str(out / "model.safetensors")), alone[1]) < 1e-12
     assert summary["val_loss"] == pytest.approx(alone[0]["val_loss"], abs=1e-12)
     assert summary["tokens"] == alone[0]["tokens"] and summary["replica_std"] == 0
-    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+    for line in (out / "metrics.jsonl").read_text().splitlines():
         assert json.loads(line).get("peers", 7) == 7
 
 
@@ -94,10 +108,9 @@ def test_processes_give_the_same_model(alone: Any, tmp_path: Path) -> None:
     assert furthest(weights, alone[1]) < 1e-12
 
 
-def test_a_checkpoint_is_gone_on_from(alone: Any, tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    train(config("run.checkpoint_every=4"), whole)
-    shutil.copytree(whole, cut)
+def test_a_checkpoint_is_gone_on_from(alone: Any, saving: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut"
+    shutil.copytree(saving, cut)
     for name in ("summary.json", "model.safetensors"):
         (cut / name).unlink()
     summary, weights = train(read_config(str(cut / "config.toml"), {}, []), cut, resume=4)
