@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -212,6 +213,51 @@ def test_hooks_on_parameters_are_hooks_of_the_own_gradient(megabytes: float) -> 
         model.zero_grad()
     for found in run(hooked, 2, megabytes):
         torch.testing.assert_close(found, weights(model), rtol=0, atol=1e-12)
+
+
+def loud(world: Mesh, name: str, order: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Four steps of two backward passes, both or one outside of no_sync: what was put in, kept, and moved."""
+    model, total = Net(), torch.zeros(143)
+    optimizer: Any = isles.DDP(model, sgd(model, 0.1), world.outer, codec=name, error_feedback="local")
+    start = weights(model)
+    for step in range(1, 5):
+        for number, kind in enumerate(order.split()):
+            loss = loss_of(model, world.rank, 10 * step + number)
+            gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            total += torch.cat([gradient.reshape(-1) for gradient in gradients])
+            with optimizer.no_sync() if kind == "quiet" else nullcontext():
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (bucket,) = optimizer.buckets
+    return total, torch.cat(bucket.split(bucket.reduction.residual)[::-1]), (start - weights(model)) / 0.1
+
+
+@pytest.mark.filterwarnings("ignore:a second backward pass", "ignore:error_feedback", "ignore:codec")
+@pytest.mark.parametrize("order", ["loud loud", "loud quiet", "quiet loud"])
+@pytest.mark.parametrize("name", ["none", "int4", "topk:40"])
+def test_no_backward_pass_of_a_step_is_lost(name: str, order: str) -> None:
+    """Sum of gradients = workers x sum of means + residuals, however they travel; all workers have the same bits."""
+    results = run(loud, 3, name, order)
+    put_in, held = (sum(result[i] for result in results) for i in (0, 1))
+    torch.testing.assert_close(held + 3 * results[0][2], put_in, rtol=0, atol=2e-4)
+    assert len({bits(result[2]) for result in results}) == 1
+
+
+def growing(world: Mesh, name: str, scaled: bool) -> str:
+    optimizer = wrap(world, name, Net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2, enabled=scaled)
+    for step in range(1, 9):
+        scaler.scale(loss_of(optimizer.model, world.rank, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return bits(weights(optimizer.model))
+
+
+@pytest.mark.parametrize("name", ["ddp, int4", "dct-dp"])
+def test_in_torchs_order_what_is_kept_follows_the_scale(name: str) -> None:
+    assert run(growing, 2, name, True) == run(growing, 2, name, False)
 
 
 def checkpointed(world: Mesh, inside: str, reentrant: bool) -> tuple[str, int]:
