@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.mesh import Mesh
+from isles.replicas.masters import WeightCopies
 from tests.gloo import run_gloo
 from tests.replicas.workers import RUNS, Net, bits, loss_of, sgd, train_step, weights
 
@@ -178,6 +179,18 @@ def test_schedule_free(name: str) -> None:
     alone = run(free_alone, 2)
     for first, last, spread, passes in run(free, 2, name):
         assert last < first and spread < 0.5 * alone[0] and passes
+
+
+def test_the_z_of_schedule_free_moves_however_far_it_is() -> None:
+    weight = nn.Parameter(torch.arange(40.0))
+    inner = schedulefree.SGDScheduleFree([weight], lr=0.1)
+    inner.train()
+    weight.grad = torch.ones(40)
+    inner.step()
+    inner.state[weight]["z"].fill_(-1000.0)
+    with WeightCopies(inner, [weight]).landing(1):
+        weight.data.add_(2.0)
+    assert torch.equal(inner.state[weight]["z"], torch.full((40,), -998.0))
 
 
 def free_alone(world: Mesh) -> float:
