@@ -99,7 +99,7 @@ def _begun(out: Any, error: Any, folder: str, target: Callable[..., Any], argume
     os.close(nothing)
     out.close()
     error.close()
-    sys.stdin, sys.stdout, sys.stderr = (open(number, "r" if not number else "w") for number in range(3))  # noqa: SIM115
+    sys.stdin, sys.stdout, sys.stderr = (open(number, "w" if number else "r", buffering=1) for number in range(3))  # noqa: SIM115
     settle(folder)
     target(*arguments)
 
@@ -123,12 +123,9 @@ def _forked_server(spawn: Callable[..., int]) -> Callable[..., int]:
         if pid := os.fork():
             return pid
         try:
-            open_here = {int(name) for name in os.listdir("/proc/self/fd")}
-            for number in open_here - {0, 1, 2, *kept}:
-                try:
-                    os.close(number)
-                except OSError:  # that of the listing
-                    continue
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing, *kept}:
+                os.dup2(nothing, number)  # not closed: the objects here that own them still will do that
             forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held
             exec(code, {})
         finally:
