@@ -39,7 +39,7 @@ class Process:
         error_there.close()
         assert self.process.pid is not None
         self.pid: int = self.process.pid
-        self._said: list[bytes] = [b"", b""]
+        self.said: list[bytes] = [b"", b""]  # on stdout and stderr until now
         self._listeners = [
             threading.Thread(target=self._listen, args=(number, pipe), daemon=True)
             for number, pipe in enumerate((out, error))
@@ -50,15 +50,15 @@ class Process:
     def _listen(self, number: int, pipe: Any) -> None:
         with pipe:
             while new := os.read(pipe.fileno(), 65536):
-                self._said[number] += new
+                self.said[number] += new
 
     def end(self, patience: float = PATIENCE) -> tuple[int, str, str]:
         """(exit code, stdout, stderr) once it and all that hold its pipes have ended; patience: seconds."""
         for wait in (self.process.join, *(thread.join for thread in self._listeners)):
             wait(patience)
         if self.process.exitcode is None or any(thread.is_alive() for thread in self._listeners):
-            raise TimeoutError(f"it, or who holds its pipes, goes on after {patience:g} s: {self._said}")
-        out, error = (said.decode() for said in self._said)
+            raise TimeoutError(f"it, or who holds its pipes, goes on after {patience:g} s: {self.said}")
+        out, error = (said.decode() for said in self.said)
         return self.process.exitcode, out, error
 
     def left(self) -> list[psutil.Process]:
