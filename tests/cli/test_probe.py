@@ -21,7 +21,7 @@ from tests.forked import Forked
 
 Plan = Callable[..., tuple[int, str, str]]
 PATIENCE = 0.5  # seconds
-JOB = ["--params", "100M", "--layers", "12", "--step-time", "1", "--workers", "8", "--json"]
+JOB = ["--params", "100M", "--layers", "12", "--step-time", "1", "--workers", "2", "--json"]
 
 
 def quick() -> None:
