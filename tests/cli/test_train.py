@@ -21,7 +21,7 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from isles import cli
+from isles import cli, report
 from isles.training.running.server import PRELOAD
 from tests.cli.command import Command, eventually, gone, isles, marked
 from tests.forked import Forked
@@ -235,6 +235,7 @@ def _typed(terminal: str, folder: Path, arguments: tuple[str, ...]) -> None:
         os.environ.pop(key, None)
     os.environ["TERM"] = "xterm-256color"
     os.chdir(folder)
+    report.write_picture = lambda run: run  # a second, with loading what draws
     sys.argv = ["isles", *arguments]
     cli.main()
 
