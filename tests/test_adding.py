@@ -5,10 +5,8 @@ Each is written as a contributor would, and then used; nothing else of the copy 
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 
 from isles.schema import BACKENDS
 from isles.training.running.backends import STARTERS
+from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -213,16 +212,18 @@ def test_what_was_added_is_of_use(house: tuple[Path, dict[str, set[str]]], tmp_p
     of all of them together sends what the codec says and takes the time that the backend says.
     """
     root, _ = house
-    done = subprocess.run(
-        [sys.executable, "-c", USE, str(root), str(tmp_path / "run")],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["used"]
+    code, out, error = forked.Process(use, str(root), str(tmp_path / "run"), folder=tmp_path).end()
+    assert code == 0, error[-3000:]
+    assert out.split() == ["used"]
+
+
+def use(root: str, out: str) -> None:
+    """USE in this process, as if it had loaded torch and nothing of isles."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "isles"]:
+        del sys.modules[name]
+    sys.path.insert(0, root)
+    sys.argv = ["-c", root, out]
+    exec(USE, {"__name__": "__main__"})
 
 
 def test_every_backend_can_be_started() -> None:

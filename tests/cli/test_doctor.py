@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from isles import cli
 from isles.cli.doctor import _keeps_bits
-from tests.cli.command import Command, isles
+from tests.cli.command import Command
 from tests.integration.namespaces import Machine, skip_unless_available, two_machines
 
+Doctor = Callable[..., tuple[int, str, str]]
 # `isles doctor` without the checks of this machine, which take most of its time, and less patient
 ONLY_THE_WAY = """
 from isles import cli
@@ -33,13 +36,40 @@ def checks(out: str) -> dict[str, tuple[str, str]]:
     return {line[:11].strip(): (line[12:16].strip(), line[18:]) for line in out.splitlines()}
 
 
+# `isles`, and what it has loaded in the end
+TELLING = """
+import atexit
+import sys
+from isles import cli
+atexit.register(lambda: print("loaded", *[one for one in ("torch", "zenoh") if one in sys.modules]))
+cli.main()
+"""
+
+
 def test_this_machine(tmp_path: Path) -> None:
-    """A machine that runs these tests is fit; one line a check."""
-    code, out, error = isles("doctor", folder=tmp_path)
+    """A machine that runs these tests is fit; one line a check. Neither the engine nor torch is loaded for it."""
+    code, out, error = Command("doctor", folder=tmp_path, program=[sys.executable, "-c", TELLING]).end()
     assert (code, error) == (0, "")
-    found = checks(out)
+    *lines, last = out.splitlines()
+    assert last == "loaded"
+    found = checks("\n".join(lines))
     assert list(found) == LOCAL and {state for state, _ in found.values()} == {"ok"}
     assert str(tmp_path) in found["directory"][1]
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Doctor:
+    """doctor(*arguments): (exit code, stdout, stderr) of the command, in this process and a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.doctor, "machine", lambda: pytest.fail("checked before it was refused"))
+
+    def ask(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["isles", "doctor", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return ask
 
 
 @pytest.mark.parametrize(
@@ -59,16 +89,15 @@ def test_this_machine(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_bad_input(doctor: Doctor, arguments: list[str], words: str) -> None:
     """Exit code 2 and one line, before any check."""
-    code, out, error = isles("doctor", *arguments, folder=tmp_path)
+    code, out, error = doctor(*arguments)
     assert (code, out) == (2, "") and words in error and error.count("\n") == 1
 
 
 def test_a_measured_line_is_written_where_a_plan_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from isles import cli
     from isles.launch import probe
     from isles.version import __version__
 
@@ -110,7 +139,6 @@ def test_a_measured_line_is_written_where_a_plan_finds_it(
 def test_a_measured_machine_is_written_for_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from isles import cli
     from isles.memory import measuring
     from isles.network.machines import machine
     from tests.memory.test_measuring import LITTLE
@@ -143,10 +171,10 @@ def test_a_gpu_is_tried_out(fails: bool, detail: str, monkeypatch: pytest.Monkey
     assert (check.name, check.good) == ("bits", not fails) and detail in check.found
 
 
-def test_a_port_in_use(tmp_path: Path) -> None:
+def test_a_port_in_use(doctor: Doctor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, out, error = isles("doctor", "--listen", f"127.0.0.1:{port}", folder=tmp_path)
+        code, out, error = doctor("--listen", f"127.0.0.1:{port}")
     assert (code, out) == (2, "") and f"port {port} cannot be listened on" in error and error.count("\n") == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,9 +22,10 @@ from isles.comm.elastic.messages import Refusal
 from isles.launch.addresses import parse_address
 from isles.training.config.reading import to_toml
 from isles.training.elastic import entering
-from isles.training.elastic.lighthouse import charter
+from isles.training.elastic.lighthouse import charter, drawing_up
 from isles.training.elastic.lighthouse.stand import read_stand
 from isles.training.elastic.terms import charter_of, elastic
+from tests import forked
 from tests.comm.elastic.sessions import free_port
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
@@ -75,6 +78,18 @@ def joins(world: Run) -> tuple[str, ...]:
     return ("join", world.address, "--token", world.token, "--data", world.config.data.path)
 
 
+def draws_up(tables: str) -> None:
+    """The process that reads a lighthouse's configuration."""
+    sys.stdin = io.StringIO(tables)
+    sys.exit(drawing_up.main())
+
+
+def forked_reader(words: list[str], *, input: str, **_: object) -> SimpleNamespace:
+    """In place of `subprocess.run`."""
+    code, out, _ = forked.Process(draws_up, input, folder=Path.cwd()).end()
+    return SimpleNamespace(returncode=code, stdout=out)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -104,7 +119,11 @@ def joins(world: Run) -> tuple[str, ...]:
     ],
     ids=lambda value: " ".join(value)[:60],
 )
-def test_what_can_be_seen_at_once(answer: Answer, tmp_path: Path, words: list[str], told: list[str]) -> None:
+def test_what_can_be_seen_at_once(
+    answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], told: list[str]
+) -> None:
+    reader = SimpleNamespace(run=forked_reader, PIPE=None, TimeoutExpired=TimeoutError)
+    monkeypatch.setattr(charter, "subprocess", reader)
     one_line(answer(*words), *told)
     assert not (tmp_path / "runs").exists()
 

@@ -15,6 +15,7 @@ from PIL import Image
 from isles import cli
 from isles.cli.pipeline import _message_bytes
 from isles.network.routing.plan import read_plan
+from isles.report.draw import png
 
 LINKS = """
 bandwidth = [
@@ -32,10 +33,14 @@ ASKED += ["--memory", "2", "--time-budget-s", "0.5"]
 
 
 @pytest.fixture
-def pipeline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    """pipeline(*arguments): (exit code, stdout, stderr) of the command, in this process and in a folder of its own."""
+def pipeline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, request):
+    """pipeline(*arguments): (exit code, stdout, stderr) of the command, in this process and in a folder of its own.
+    As "drawn" it writes its picture too.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "links.toml").write_text(LINKS)
+    if not getattr(request, "param", ""):
+        monkeypatch.setattr(png, "picture", lambda *_: b"")  # 0.3 s
 
     def ask(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["isles", "pipeline", *arguments])
@@ -46,6 +51,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     return ask
 
 
+@pytest.mark.parametrize("pipeline", ["drawn"], indirect=True)
 def test_a_plan_is_written_drawn_and_checked(pipeline, tmp_path):
     code, out, err = pipeline("plan", "links.toml", *ASKED, "--cut", "2,4", "--out", "plan.json", "--seed", "3")
     assert (code, err) == (0, "")

@@ -7,29 +7,42 @@ import re
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from isles.cli import app
-from tests.cli.command import Command
-
-# `isles` whose measurements are short
-QUICK = """
 from isles import cli
-from isles.launch import reachable
-reachable.PATIENCE = 1.5
+from isles.cli import app
 from isles.launch import probe
-probe._ENOUGH = 0.02
-cli.main()
-"""
-PROGRAM = [sys.executable, "-c", QUICK]
-JOB = ["--params", "100M", "--layers", "12", "--step-time", "1", "--workers", "8", "--json"]
+from tests.cli.command import eventually
+from tests.forked import Forked
+
+Plan = Callable[..., tuple[int, str, str]]
+PATIENCE = 0.5  # seconds
+JOB = ["--params", "100M", "--layers", "12", "--step-time", "1", "--workers", "2", "--json"]
 
 
-def plan(folder: Path, *arguments: str) -> Command:
-    return Command("plan", *arguments, folder=folder, program=PROGRAM)
+def quick() -> None:
+    """Measurements are short."""
+    probe.PATIENCE, probe._ENOUGH = PATIENCE, 0.02
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
+    """plan(*arguments): (exit code, stdout, stderr) of the command, in this process."""
+    for name in ("PATIENCE", "_ENOUGH"):
+        monkeypatch.setattr(probe, name, getattr(probe, name))  # put back at the end
+    quick()
+
+    def ask(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["isles", "plan", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return ask
 
 
 def free_port() -> int:
@@ -44,13 +57,13 @@ def rates(words: str) -> tuple[float, float]:
     return float(found[1].replace(",", "")), float(found[2].replace(",", ""))
 
 
-def test_both_ends(tmp_path: Path) -> None:
+def test_both_ends(plan: Plan, tmp_path: Path) -> None:
     """The planner's network is what was measured, the slower direction of the two; the other end says the same."""
     port = free_port()
-    other = plan(tmp_path, "--listen", f"127.0.0.1:{port}")
-    assert other.process.stderr is not None
-    assert f"isles plan --probe 127.0.0.1:{port}" in other.process.stderr.readline()
-    code, out, error = plan(tmp_path, "--probe", f"127.0.0.1:{port}", *JOB).end()
+    other = Forked("plan", "--listen", f"127.0.0.1:{port}", folder=tmp_path, first=quick)
+    command = f"isles plan --probe 127.0.0.1:{port}"
+    assert eventually(lambda: command in other.said[1].decode()), other.said
+    code, out, error = plan("--probe", f"127.0.0.1:{port}", *JOB)
     assert (code, error) == (0, "")
     made = json.loads(out)
     assert made["network"].startswith("measured to 127.0.0.1: ") and len(made["rows"]) > 10
@@ -60,13 +73,13 @@ def test_both_ends(tmp_path: Path) -> None:
     assert code == 0 and out.startswith("measured with 127.0.0.1: ") and rates(out) == (back, there)
 
 
-def test_nobody_there(tmp_path: Path) -> None:
-    code, out, error = plan(tmp_path, "--probe", f"127.0.0.1:{free_port()}", *JOB).end()
+def test_nobody_there(plan: Plan) -> None:
+    code, out, error = plan("--probe", f"127.0.0.1:{free_port()}", *JOB)
     assert (code, out) == (1, "") and "connection refused: nothing listens there" in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("answer", "said"), [(b"", "no answer within 1.5 s"), (b"HTTP/1.1 400\r\n", "not Isles")])
-def test_something_else_there(tmp_path: Path, answer: bytes, said: str) -> None:
+@pytest.mark.parametrize(("answer", "said"), [(b"", "no answer within 0.5 s"), (b"HTTP/1.1 400\r\n", "not Isles")])
+def test_something_else_there(plan: Plan, answer: bytes, said: str) -> None:
     """One that is silent, one that is something else: the wait has an end, and one line says it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         done = threading.Event()
@@ -77,7 +90,7 @@ def test_something_else_there(tmp_path: Path, answer: bytes, said: str) -> None:
                 done.wait(60)
 
         threading.Thread(target=serve, daemon=True).start()
-        code, out, error = plan(tmp_path, "--probe", f"127.0.0.1:{server.getsockname()[1]}", *JOB).end()
+        code, out, error = plan("--probe", f"127.0.0.1:{server.getsockname()[1]}", *JOB)
         done.set()
     assert (code, out) == (1, "") and said in error and error.count("\n") == 1
 

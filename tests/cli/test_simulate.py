@@ -48,8 +48,9 @@ def test_methods_on_one_clock(tmp_path: Path) -> None:
             assert clocks == sorted(clocks)
 
 
-def test_the_configuration_names_method_and_seed(tmp_path: Path) -> None:
+def test_the_configuration_names_method_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --methods and --seeds they are the file's."""
+    monkeypatch.setattr("isles.report.write_picture", lambda run: run)  # 0.3 s
     path, out = tmp_path / "run.toml", tmp_path / "out"
     path.write_text('[replicas]\nmethod = "none"\n[run]\nseed = 5\nsteps = 1\n[world]\nworkers = 2\n')
     more = [word for setting in TINY for word in ("--set", setting)]

@@ -13,21 +13,28 @@ import struct
 import sys
 import termios
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from fcntl import ioctl
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
 
-from isles import cli
+from isles import cli, report
 from isles.training.running.server import PRELOAD
 from tests.cli.command import Command, eventually, gone, isles, marked
+from tests.forked import Forked
 from tests.training.runs import metrics, write_folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("user"))
+
+
+C = TypeVar("C", Command, Forked)
+STARTS = [Forked, pytest.param(Command, marks=pytest.mark.long)]
 
 
 def short(*more: str) -> list[str]:
@@ -38,21 +45,18 @@ def short(*more: str) -> list[str]:
 # To the end
 
 
+@pytest.mark.parametrize("start", STARTS)
 def test_from_a_config_to_a_report(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    start: type[Command | Forked],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Exit 0; progress and notes on stderr, once each; on stdout the table with loss and bytes, and the paths."""
-    monkeypatch.chdir(folder)
-
-    def isles(*arguments: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["isles", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, error = capfd.readouterr()
-        assert not ended.value.code, error
-        return out, error
-
-    out, error = isles(*short("--set", "replicas.gamma=1.9", "--out", "deep/run [1]"))
+    folder = write_folder(tmp_path)
+    words = short("--set", "replicas.gamma=1.9", "--out", "deep/run [1]")
+    code, out, error = start(*words, folder=folder).end()
+    assert code == 0, error
     run = folder / "deep" / "run [1]"
     assert {path.name for path in run.iterdir()} == {
         *("config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "model.safetensors"),
@@ -74,7 +78,12 @@ def test_from_a_config_to_a_report(
     assert sum("gamma = 1.9" in line for line in lines) == 1  # of one worker, though both found it out
     assert lines[-1].startswith("step 6/6  loss ")
 
-    assert isles("report", "deep/run [1]") == ("deep/run [1]/report.html\ndeep/run [1]/report.png\n", "")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["isles", "report", "deep/run [1]"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert capsys.readouterr() == ("deep/run [1]/report.html\ndeep/run [1]/report.png\n", "")
 
 
 @pytest.mark.long
@@ -106,36 +115,27 @@ def test_a_method_of_ones_own_from_this_folder_that_breaks(folder: Path) -> None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By force. All runs start together, for most of a start is waiting.
+# By force
 
 
-def _endless(folder: Path, name: str) -> Command:
-    return Command(*short("--steps", "1000000", "--method", "own:Slow", "--out", name), folder=folder)
-
-
-def _train_on(folder: Path, commands: dict[str, Command]) -> Iterator[dict[str, Command]]:
-    """The commands once they have trained their first steps; in the end none of their processes is left."""
+@contextmanager
+def endless(start: type[C], folder: Path, name: str) -> Iterator[C]:
+    """A run that has trained its first steps and would go on for hours; in the end none of its processes is left."""
+    command = start(*short("--steps", "1000000", "--method", "own:Slow", "--out", name), folder=folder)
     try:
-        for name, command in commands.items():
-            began = eventually(lambda name=name: (folder / name / "config.toml").exists() and metrics(folder / name))
-            assert began, command.end() if command.process.poll() is not None else name
-        yield commands
+        began = eventually(lambda: (folder / name / "config.toml").exists() and metrics(folder / name))
+        assert began, name if command.left() else command.end()
+        yield command
     finally:
-        for command in commands.values():
-            for process in command.left():
-                process.kill()
-
-
-@pytest.fixture(scope="module")
-def endless(folder: Path) -> Iterator[dict[str, Command]]:
-    """A run that has trained its first steps and would go on for hours."""
-    yield from _train_on(folder, {"SIGINT": _endless(folder, "SIGINT")})
+        for process in command.left():
+            process.kill()
 
 
 @pytest.fixture(scope="module")
 def struck(folder: Path) -> Iterator[dict[str, Command]]:
-    """Two more of them, for the long tests."""
-    yield from _train_on(folder, {name: _endless(folder, name) for name in ("worker", "SIGKILL")})
+    """Two of them, started together, for most of a start is waiting."""
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(endless(Command, folder, name)) for name in ("worker", "SIGKILL")}
 
 
 @pytest.mark.long
@@ -158,16 +158,18 @@ def _is_worker(process: psutil.Process, command: Command) -> bool:
     return parent is not None and parent.ppid() == command.process.pid
 
 
-def test_an_interrupt_stops_everything(endless: dict[str, Command], folder: Path) -> None:
+@pytest.mark.parametrize("start", STARTS)
+def test_an_interrupt_stops_everything(start: type[Command | Forked], tmp_path: Path) -> None:
     """Ctrl-C: 130, how to go on, no traceback from any process; what was measured stays, and a checkpoint."""
-    command = endless["SIGINT"]
-    os.killpg(command.process.pid, signal.SIGINT)  # as a terminal does: every process of the group
-    code, out, error = command.end()
-    assert (code, out) == (130, "")
-    *lines, last = error.splitlines()
-    assert all(line.startswith(("device: ", "note: ", "step ", "isles: stopping: ")) for line in lines), error
-    assert last.startswith("isles: stopped after step ") and last.endswith("isles resume SIGINT")
-    assert gone(command.mark)
+    folder = write_folder(tmp_path)
+    with endless(start, folder, "SIGINT") as command:
+        os.killpg(command.process.pid or 0, signal.SIGINT)  # as a terminal does: every process of the group
+        code, out, error = command.end()
+        assert (code, out) == (130, "")
+        *lines, last = error.splitlines()
+        assert all(line.startswith(("device: ", "note: ", "step ", "isles: stopping: ")) for line in lines), error
+        assert last.startswith("isles: stopped after step ") and last.endswith("isles resume SIGINT")
+        assert eventually(lambda: not command.left())
     assert len(list((folder / "SIGINT" / "checkpoints").glob("step-*/manifest.json"))) == 1
     assert metrics(folder / "SIGINT") and not (folder / "SIGINT" / "summary.json").exists()
 
@@ -233,6 +235,7 @@ def _typed(terminal: str, folder: Path, arguments: tuple[str, ...]) -> None:
         os.environ.pop(key, None)
     os.environ["TERM"] = "xterm-256color"
     os.chdir(folder)
+    report.write_picture = lambda run: run  # a second, with loading what draws
     sys.argv = ["isles", *arguments]
     cli.main()
 

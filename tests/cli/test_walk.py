@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,8 @@ from isles.comm.credentials import Token, read
 from isles.comm.elastic import lighthouse
 from isles.comm.elastic.messages import About
 from isles.version import __version__
+from tests.cli.command import Command
+from tests.cli.test_doctor import TELLING
 from tests.comm.elastic.sessions import free_port
 from tests.comm.elastic.test_lighthouse import lit
 
@@ -103,14 +104,8 @@ def test_another_version_and_another_time(light: tuple[int, Token], monkeypatch:
     assert not checks["clock"].good and "set this machine's clock" in checks["clock"].found
 
 
-@pytest.mark.parametrize("words", ["doctor", "plan --preset noloco-quadratic"])
-def test_neither_the_engine_nor_torch_is_loaded(words: str, tmp_path: Path) -> None:
-    code = (
-        "import sys, atexit\n"
-        "from isles import cli\n"
-        "atexit.register(lambda: print('loaded', *[one for one in ('torch', 'zenoh') if one in sys.modules]))\n"
-        f"sys.argv = ['isles', *{words.split()!r}]\n"
-        "cli.main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "loaded", done.stderr
+def test_neither_the_engine_nor_torch_is_loaded_for_a_plan(tmp_path: Path) -> None:
+    """Of `isles doctor` see test_doctor.py."""
+    command = Command("plan", "--preset", "noloco-quadratic", folder=tmp_path, program=[sys.executable, "-c", TELLING])
+    code, out, error = command.end()
+    assert code == 0 and out.splitlines()[-1] == "loaded", error

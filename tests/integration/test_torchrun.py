@@ -6,7 +6,10 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,11 +17,35 @@ from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.running.run import launch
 from isles.training.running.torchrun import take_part
-from tests.cli.command import Command, gone
+from tests import forked
+from tests.cli.command import Command, eventually, gone
 from tests.training.runs import metrics, tiny, without_clocks, write_folder, write_text
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
-TORCHRUN += ["--nproc-per-node", "2", "-m", "isles"]  # else it hangs where the machine's own name does not resolve
+AGENT = ["--local-addr", "127.0.0.1"]  # else it hangs where the machine's own name does not resolve
+AGENT += ["--nproc-per-node", "2", "-m", "isles"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *AGENT]
+
+
+def forked_torchrun(words: list[str]) -> None:
+    """In this process torchrun, but that it forks its processes where it would start Pythons that load torch."""
+    from torch.distributed import run
+
+    launch = run.elastic_launch
+
+    def forking(config: Any, entrypoint: str) -> Callable[..., Any]:
+        return lambda *_: launch(replace(config, start_method="fork"), isles)(*words)
+
+    run.elastic_launch = forking  # type: ignore[assignment]
+    run.run(run.parse_args([*AGENT, *words]))
+
+
+def isles(*words: str) -> None:
+    """The command as one of torchrun's processes."""
+    try:
+        forked.command(words)
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +57,20 @@ def lines(run: Path) -> list[str]:
     return sorted(str(without_clocks(line)) for line in metrics(run))
 
 
-def test_the_same_run(folder: Path) -> None:
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.long)], ids=["forked", "torchrun"])
+def test_the_same_run(is_forked: bool, tmp_path: Path) -> None:
     """Two workers that torchrun has started give the metrics and the model of any other backend; one table is shown."""
-    more = ["--steps", "6", "--set", "run.checkpoint_every=3", "--out", "run"]
-    command = Command("train", "tiny.toml", *more, folder=folder, program=TORCHRUN)
+    folder = write_folder(tmp_path)
+    words = ["train", "tiny.toml", "--steps", "6", "--set", "run.checkpoint_every=3", "--out", "run"]
+    command = (
+        forked.Process(forked_torchrun, words, folder=folder)
+        if is_forked
+        else Command(*words, folder=folder, program=TORCHRUN)
+    )
     code, out, error = command.end()
     assert code == 0, error
     assert out.count("noloco: 2 workers, 6 steps") == out.count("report  run/report.html") == 1
-    assert gone(command.mark)
+    assert eventually(lambda: not command.left())
     flags = {"world.workers": 2, "run.steps": 6}
     config = read_config(
         str(folder / "tiny.toml"), flags, [f"data.path={folder / 'text.txt'}", "world.backend=virtual"]

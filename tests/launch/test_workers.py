@@ -6,10 +6,9 @@ import ipaddress
 import multiprocessing.forkserver
 import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,7 +19,7 @@ import isles
 from isles.comm.errors import CommError, WorkerFailed
 from isles.launch import workers as local
 from isles.launch.workers import LocalWorkers
-from tests import gloo
+from tests import forked, gloo
 from tests.launch import local_workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,25 +157,18 @@ def test_ctrl_c_in_the_launcher_ends_the_run_at_once(tmp_path: Path) -> None:
     assert all(process.exitcode is not None for process in pool.processes)
 
 
-LAUNCHER = """
-import sys
-from dataclasses import replace
-import isles
-from isles.launch import workers as local
-from tests.launch.local_workers import lingers
-
-if __name__ == "__main__":
-    if sys.argv[2] == "joining":  # the workers wait for one that never comes
+def launches(folder: str, how: str) -> None:
+    """A launcher's program."""
+    if how == "joining":  # the workers wait for one that never comes
         worker_specs = local.worker_specs
         local.worker_specs = lambda *a, **k: [replace(spec, size=spec.size + 1) for spec in worker_specs(*a, **k)]
-    isles.run_local(lingers, 4, args=(sys.argv[1],))
-"""
+    isles.run_local(local_workers.lingers, 4, args=(folder,))
 
 
-def started(launcher: subprocess.Popen, folder: Path, how: str) -> list[psutil.Process]:
+def started(launcher: int, folder: Path, how: str) -> list[psutil.Process]:
     """The four workers, once they are where the test wants them."""
     if how == "joining":
-        servers = psutil.Process(launcher.pid).children()
+        servers = psutil.Process(launcher).children()
         return [child for server in servers for child in server.children()]
     return [psutil.Process(int(path.read_text())) for path in folder.glob("*.pid")]
 
@@ -194,22 +186,20 @@ def test_no_worker_outlives_its_launcher(tmp_path: Path, by: signal.Signals, how
     """However the launcher ends: within two seconds all workers are gone, those that compute, those that wait for
     another, and those that still wait for the world to be complete.
     """
-    script = tmp_path / "launch.py"
-    script.write_text(LAUNCHER)
-    environment = dict(os.environ, PYTHONPATH=str(ROOT))
-    launcher = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path), how], env=environment, cwd=ROOT, stderr=subprocess.PIPE
-    )
+    launcher = forked.Process(launches, str(tmp_path), how, folder=ROOT)
     try:
-        ready = comes_true(lambda: launcher.poll() is not None or len(started(launcher, tmp_path, how)) == 4, 60.0)
-        if not ready or launcher.poll() is not None:
-            launcher.kill()  # or its last words would not come to an end
-            pytest.fail(launcher.communicate()[1].decode() or "its workers were not there within 60 s")
-        workers = started(launcher, tmp_path, how)
+        ready = comes_true(
+            lambda: not launcher.process.is_alive() or len(started(launcher.pid, tmp_path, how)) == 4, 60.0
+        )
+        if not ready or not launcher.process.is_alive():
+            launcher.process.kill()  # or its last words would not come to an end
+            pytest.fail(launcher.end()[2] or "its workers were not there within 60 s")
+        workers = started(launcher.pid, tmp_path, how)
         time.sleep(0.5 if how == "joining" else 0.0)
-        launcher.send_signal(by)
+        os.kill(launcher.pid, by)
         assert comes_true(lambda: not any(map(runs, workers)), 2.0), [w for w in workers if runs(w)]
-        assert launcher.wait(5.0) != 0
+        launcher.process.join(5.0)
+        assert launcher.process.exitcode
     finally:
-        launcher.kill()
-        launcher.communicate()
+        launcher.process.kill()
+        launcher.end()
