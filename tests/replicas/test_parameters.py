@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -535,3 +536,57 @@ def test_one_state_does_for_all_workers_of_ddp() -> None:
     again = run(worker, 3, first[:2])
     assert [steps for *_, steps in again] == [4, 4, 4]
     assert len({bits(torch.cat([own.reshape(-1) for own in model.values()])) for _, model, _ in again}) == 1
+
+
+# In processes of their own.
+
+
+def habits(world: Mesh, folder: str) -> list[str]:
+    """Two optimizers; dcp.save and dcp.load, a folder for each worker; then what is refused."""
+    import torch.distributed.checkpoint as dcp
+
+    said = [trained(world, "ddp", two_of_a_kind)[0]]
+    states, mine = [], f"{folder}/{world.rank}"
+    for seed in (0, 1):
+        model = Net(seed)
+        optimizer = wrap(world, "noloco", model, adamw)
+        if seed:
+            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.load(state, checkpoint_id=mine, no_dist=True)
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        while optimizer.steps < 8:
+            train_step(optimizer, world.rank, optimizer.steps + 1)
+            if optimizer.steps == 5 and not seed:
+                parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+                dcp.save(parts, checkpoint_id=mine, no_dist=True)
+        states.append(bits(weights(model)))
+    said.append(str(states[0] == states[1]))
+    body = Head()
+    optimizer = wrap(world, "diloco", body, sgd)
+    for change, step in ((int, optimizer.inner.step), (lambda: replaced(body), optimizer.step)):
+        change()
+        loss_of(body, world.rank, 1).backward()
+        try:
+            step()
+        except ValueError as error:
+            said.append(str(error))
+    wrap(world, "diloco", body, sgd)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        said.append(str(error))
+    try:
+        wrap(world, "diloco", Heads(["a", "b"][:: 1 - 2 * world.rank]), sgd)
+    except isles.Diverged as error:
+        said.append(f"{error.peer} {error.detail}")
+    return said
+
+
+def test_in_processes(tmp_path: Path) -> None:
+    """As in the room, where the same run has the same bits."""
+    first, second = run_gloo(habits, 2, args=(str(tmp_path),))
+    several, resumed, inner, place, newer, names = first
+    assert [several, second[0]] == [weights for weights, _ in run(trained, 2, "ddp", two_of_a_kind)]
+    assert resumed == second[1] == "True"
+    assert "of the inner optimizer" in inner and "is another parameter" in place and "after this DiLoCo" in newer
+    assert names.startswith("1 from number 3 on (heads.a") and second[-1].startswith("1 from number 3 on (heads.b")
