@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 
 class _Here(threading.local):
@@ -131,7 +133,8 @@ class Wrapping(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = groups
+        if hasattr(self, "parameters"):  # else it is Optimizer.__init__, which begins with none
+            self.inner.param_groups = groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -158,7 +161,6 @@ class Wrapping(Optimizer):
         of the model when it was wrapped.
         """
         if not hasattr(self, "parameters"):  # called by Optimizer.__init__, with the inner optimizer's own groups
-            super().add_param_group(param_group)
             return
         self.inner.add_param_group(param_group)
         try:
@@ -195,9 +197,138 @@ class Wrapping(Optimizer):
             )
 
 
+class SeveralOptimizers(Optimizer):
+    """Optimizers of one model as one: `param_groups` and `state` are those of all, live and in their order, so
+    schedulers work on each and on all. The form of `state_dict` is torch's. ValueError for a parameter in two.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers, self._states = list(optimizers), _States(optimizers)
+        if any(isinstance(one, Deferred) for one in optimizers):
+            raise ValueError("of several inner optimizers none may be a method or a memory plan: give torch's, or one")
+        held = [id(parameter) for group in self.param_groups for parameter in group["params"]]
+        if len(set(held)) < len(held):
+            raise ValueError("a parameter is in two of the inner optimizers and would be stepped twice: divide them")
+        super().__init__(self.param_groups, {})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Of all, shared."""
+        return [group for one in self.optimizers for group in one.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        rest = iter(groups)
+        for one in self.optimizers if groups else ():  # Optimizer.__init__ begins with none
+            one.param_groups = list(islice(rest, len(one.param_groups)))
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Of all, shared."""
+        return self._states
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if state:
+            self._states.clear()
+            self._states.update(state)
+
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = evaluated(closure)
+        for one in self.optimizers:
+            one.step()
+        return loss
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for one in self.optimizers:
+            one.zero_grad(set_to_none)
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if not any(param_group is own for own in self.param_groups):
+            raise ValueError("which of the inner optimizers is it for? Call add_param_group of that one")
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        whole: dict[str, Any] = {"state": {}, "param_groups": [], "others": []}
+        for one in self.optimizers:
+            own, first = one.state_dict(), sum(len(group["params"]) for group in whole["param_groups"])
+            state, groups = own.pop("state"), own.pop("param_groups")
+            whole["state"] |= {key + first: value for key, value in state.items() if isinstance(key, int)}
+            whole["param_groups"] += [{**group, "params": [key + first for key in group["params"]]} for group in groups]
+            whole["others"].append(own | {"state": {key: state[key] for key in state if not isinstance(key, int)}})
+        return whole
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = iter(state_dict["param_groups"])
+        others = state_dict.get("others", [{"state": {}}] * len(self.optimizers))  # torch's tools drop it
+        for one, other in zip(self.optimizers, others, strict=True):
+            own = list(islice(groups, len(one.param_groups)))
+            keys = set(chain.from_iterable(group["params"] for group in own))
+            state = {key: value for key, value in state_dict["state"].items() if key in keys}
+            one.load_state_dict({**other, "state": state | other["state"], "param_groups": own})
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizers": self.optimizers, "defaults": {}}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._states = _States(state["optimizers"])
+        super().__setstate__(state)
+
+
+class _States(MutableMapping[torch.Tensor, Any]):
+    """The states of several optimizers as one, by parameter."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    @override
+    def __getitem__(self, key: torch.Tensor) -> Any:
+        return self._of(key)[key]
+
+    @override
+    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        self._of(key)[key] = value
+
+    @override
+    def __delitem__(self, key: torch.Tensor) -> None:
+        del self._of(key)[key]
+
+    @override
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return chain.from_iterable(one.state for one in self._optimizers)
+
+    @override
+    def __len__(self) -> int:
+        return sum(len(one.state) for one in self._optimizers)
+
+    def _of(self, key: torch.Tensor) -> Any:
+        """The state that has it, or else belongs to the optimizer that steps it, and makes it when it is asked for."""
+        for one in self._optimizers:
+            if key in one.state:
+                return one.state
+        for one in self._optimizers:
+            if any(key is own for group in one.param_groups for own in group["params"]):
+                return one.state
+        raise KeyError(key)
+
+
+def each_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that are stepped as this one."""
+    return optimizer.optimizers if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+
+
 def fresh_state(optimizer: Optimizer) -> None:
     """Forget what an optimizer keeps of earlier gradients, as before its first step."""
-    if isinstance(optimizer, torch.optim.Adagrad):  # alone among torch's, it makes its state when it is made
+    if isinstance(optimizer, SeveralOptimizers):
+        for one in optimizer.optimizers:
+            fresh_state(one)
+    elif isinstance(optimizer, torch.optim.Adagrad):  # alone among torch's, it makes its state when it is made
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter]["step"].zero_()

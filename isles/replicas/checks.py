@@ -135,14 +135,23 @@ def with_options(function: Callable[..., Any], config: type[Any]) -> Signature:
     return Signature([*own, *theirs])
 
 
-def refuse_other_run(state: dict[str, Any], method: str, config: Any, shapes: list[list[int]]) -> None:
-    """ValueError unless `state` was saved by `method` with these settings around parameters of these shapes."""
+def refuse_other_run(
+    state: dict[str, Any], method: str, config: Any, shapes: list[list[int]], names: list[str]
+) -> None:
+    """ValueError unless `state` was saved by `method` with these settings around parameters like these."""
     if state["method"] != method:
         raise ValueError(f"the state is of {state['method']}, this is {method}: use the method it was saved with")
     for field in fields(config):
         here, saved = getattr(config, field.name), state["config"].get(field.name, field.default)  # older: without it
         if here != saved:
             raise ValueError(f"{field.name} = {here!r}, but the state was saved with {saved!r}: set it back")
+    saved = state.get("names", names)  # older: without
+    moved = next((number for number, pair in enumerate(zip(saved, names, strict=False)) if len(set(pair)) > 1), None)
+    if moved is not None and (state["shapes"] == shapes or sorted(saved) == sorted(names)):
+        raise ValueError(
+            f"parameter {moved + 1} of the state is {saved[moved]}, and of the model {names[moved]}: build the same "
+            'layers in the same order; if they only have new names, put those into state["names"]'
+        )
     if state["shapes"] != shapes:
         raise ValueError("the state is of a model with other parameter shapes: load it into its own model")
 

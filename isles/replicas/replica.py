@@ -26,7 +26,7 @@ from isles.network.planner.memory import Held
 from isles.replicas.island.sharded import own_rows
 from isles.replicas.scaled import Scaled
 from isles.replicas.start import same_settings
-from isles.wrapping import Deferred, fresh_state, innermost
+from isles.wrapping import Deferred, SeveralOptimizers, fresh_state, innermost
 
 PeerQuestion = Literal["norm", "largest"]
 """What a step asks the other workers of its replica; each answer is one number of 8 bytes."""
@@ -198,9 +198,11 @@ class Several(Protocol):
 
 
 def as_replica(model: nn.Module, inner: Any) -> Replica:
-    """What takes the inner steps of `model` (an optimizer, a method inside an island, a replica) as a replica.
-    ValueError where it is one of another model.
+    """What takes the inner steps of `model` (optimizers, a method inside an island, a replica) as a replica. ValueError
+    where it is one of another model.
     """
+    if isinstance(inner, list | tuple):
+        inner = inner[0] if len(inner) == 1 else SeveralOptimizers(inner)
     if isinstance(inner, Several):
         inner = inner.as_replica()
     if not isinstance(inner, Replica):

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
-from isles.comm.collectives.same import same_number, same_text
+from isles.comm.collectives.same import hashed, same_number, same_text
+from isles.comm.errors import Diverged
 from isles.comm.group import Group
 from isles.comm.tags import Channel
 from isles.replicas.flat import FlatParameters
@@ -23,9 +24,31 @@ OverThoseLeft = Callable[[Callable[[Group], Any]], Any]
 _ROUNDED = 1e-12  # of the sum of squares: more than what rounding a mean of equal numbers makes
 
 
-def same_settings(group: Group, settings: str) -> None:
-    """Diverged, naming the odd worker, unless `settings` is the same text on all."""
-    same_text(group, settings, "its method, settings or model shapes differ; start all workers with the same ones")
+def same_settings(group: Group, settings: str, names: Sequence[str] = ()) -> None:
+    """Diverged, naming the odd worker, unless `settings` is the same text on all, and `names`, of its model's tensors,
+    the same in the same order.
+    """
+    try:
+        what = "its method, settings or model shapes differ; start all workers with the same ones"
+        same_text(group, f"{settings} {list(names)}", what)
+    except Diverged as error:  # on all workers: what follows is only asked then
+        if names and len({int(count) for count in group.all_gather(torch.tensor([len(names)]))}) == 1:
+            _tell_other_names(group, names)
+        raise error
+
+
+def _tell_other_names(group: Group, names: Sequence[str]) -> None:
+    everyone = [theirs.tolist() for theirs in group.all_gather(torch.tensor([hashed(name) for name in names]))]
+    usual = Counter(map(tuple, everyone)).most_common(1)[0][0]
+    for rank, theirs in zip(group.ranks, everyone, strict=True):
+        place = next((at for at, pair in enumerate(zip(theirs, usual, strict=True)) if len(set(pair)) > 1), None)
+        if place is not None:
+            raise Diverged(
+                rank,
+                0,
+                f"from number {place + 1} on ({names[place]} on this worker) its model's parameters or buffers have "
+                "other names, or another order; build the same layers in the same order on all (sorted, of no set)",
+            )
 
 
 def same_weights(group: Group, weights: Sequence[Tensor]) -> None:

@@ -27,10 +27,12 @@ from isles.comm.group import Group
 from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import Rhythm
 from isles.replicas import start
-from isles.replicas.checks import own_config, refuse_other_run, with_options
-from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker, copied
-from isles.replicas.foretold import Foretold
+from isles.replicas.checks import own_config, with_options
+from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker
+from isles.replicas.guarded import Guarded
+from isles.replicas.names import all_names, warn_if_not_held
 from isles.replicas.replica import Replica, as_replica
+from isles.replicas.saved import Saved
 from isles.replicas.scaled import Scaled, TakesScalers
 from isles.replicas.schedule import Outline, outline
 from isles.replicas.start import T
@@ -48,14 +50,14 @@ class MethodConfig:
         return False
 
 
-class ReplicaSync(TakesScalers, Foretold):
+class ReplicaSync(TakesScalers, Guarded, Saved):
     """Base of all methods. Guarantee: after construction every worker holds rank 0's weights, verified by a hash.
 
     model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them, whose state
-    stays local; or the method that makes an island of workers one replica; or a `Replica`. `param_groups` is shared, so
-    schedulers work. group: the replicas, usually `world.outer`, or a roster of them. max_norm: clip the gradient to
-    this 2-norm after the reduction. vectors: makes anchors, momenta and staging; None: in memory. options: the fields
-    of the method's `Config`.
+    stays local, or a list of several; the method that makes an island of workers one replica; or a `Replica`.
+    `param_groups` is shared, so schedulers work. group: the replicas, usually `world.outer`, or a roster of them.
+    max_norm: clip the gradient to this 2-norm after the reduction. vectors: makes anchors, momenta and staging; None:
+    in memory. options: the fields of the method's `Config`.
     """
 
     Config: ClassVar[type[MethodConfig]] = MethodConfig
@@ -80,7 +82,7 @@ class ReplicaSync(TakesScalers, Foretold):
     def __init__(
         self,
         model: nn.Module,
-        inner: Optimizer | Replica,
+        inner: Optimizer | Sequence[Optimizer] | Replica,
         group: Group | Roster,
         config: MethodConfig | None = None,
         *,
@@ -96,7 +98,7 @@ class ReplicaSync(TakesScalers, Foretold):
         self.roster, self.group, self.max_norm, self.vectors = roster, roster.founders, max_norm, vectors
         self.config = own_config(type(self).__name__, self.Config, config, options)
         self.model, self.replica = model, as_replica(model, inner)
-        refuse_unfit(self.replica.parameters, self.replica.inner)
+        refuse_unfit(model, self.replica.parameters, self.replica.inner)
         self.replica.refuse(self)
         super().__init__(self.replica.inner, self.replica.parameters)
         self.watch = ModelWatch(model, self.replica.parameters, self.group)
@@ -110,7 +112,10 @@ class ReplicaSync(TakesScalers, Foretold):
         self.gradient_norm: Tensor | None = None
         """2-norm of the last reduced gradient before clipping, where `max_norm` is set."""
         self._charged = 0.0
+        if self.group.rank == 0 and not isinstance(self.inner, ReplicaSync):
+            warn_if_not_held(model, self.parameters, self.inner, type(self).__name__)
         self._begin()
+        self._take_over()
 
     def as_replica(self) -> Replica:
         """What the workers of `group` hold of the one replica that they are. ValueError where they are not one."""
@@ -128,6 +133,8 @@ class ReplicaSync(TakesScalers, Foretold):
         scaled loss was back-propagated; gradients are unscaled before clipping, and it is updated. Torch's order,
         `scaler.step(optimizer)` and `scaler.update()`, does the same.
         """
+        if self._makes_state():
+            return None
         loss = evaluated(closure)
         self.take_step(self.scaled(scaler))
         if scaler is not None:
@@ -136,6 +143,7 @@ class ReplicaSync(TakesScalers, Foretold):
 
     def take_step(self, scaled: Scaled | None) -> None:
         """`step`, with gradients in place. scaled: they are those of a scaled loss."""
+        self._refuse_replaced()
         self.replica.gradients()
         self.watch.look(self.steps + 1, self.param_groups)
         self.reduce_gradients()
@@ -149,7 +157,9 @@ class ReplicaSync(TakesScalers, Foretold):
             self.replica.clip(self.max_norm, self.gradient_norm)
         if scaled is None or not scaled.overflowed:
             self.before_inner_step()
+        self.guards_inner = False
         self.replica.apply(scaled)
+        self.guards_inner = True
         self.steps += 1
         self.after_inner_step()
 
@@ -230,6 +240,7 @@ class ReplicaSync(TakesScalers, Foretold):
             flat = FlatParameters(averaged)
             flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control")))
             self.replica.spread(self.everything)
+        self.guards_inner = False
         return self.replica.whole()
 
     @torch.no_grad()
@@ -247,16 +258,8 @@ class ReplicaSync(TakesScalers, Foretold):
         self._charged += share
         self.group.transport.compute(share * self.group.transport.step_seconds)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights: inner optimizer, outer state, transfers (settled), counters, virtual clock.
-
-        Saved and loaded **per worker**. Tensors, numbers and strings only: `torch.load(weights_only=True)` reads it.
-        """
-        live = self.live_state()
-        return {**live, "outer": copied(live["outer"])}
-
     def live_state(self) -> dict[str, Any]:
-        """`state_dict` without copies: what it holds changes with the next step."""
+        """`state_dict` without copies and torch's form: what it holds changes with the next step."""
         self.settle()
         return self.shared_state() | {name: getattr(self.group, name).state_dict() for name in ("traffic", "transport")}
 
@@ -265,27 +268,23 @@ class ReplicaSync(TakesScalers, Foretold):
         return {
             "method": type(self).__name__,
             "config": {field.name: getattr(self.config, field.name) for field in fields(self.config)},
-            "shapes": self._shapes(),
+            "shapes": [list(parameter.shape) for parameter in self.parameters],
             "steps": self.steps,
             "frozen": self.watch.state_dict(),
             "inner": self.inner_state(),
             "outer": self.outer_state(),
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue exactly, given the model's weights of that moment. ValueError for another method or config."""
-        refuse_other_run(state_dict, type(self).__name__, self.config, self._shapes())
+    @override
+    def load_own_state(self, state: dict[str, Any], *, whole: bool) -> None:
         self.settle()
-        self.steps = state_dict["steps"]
-        self.watch.load_state_dict(state_dict.get("frozen", {}))  # earlier versions kept none
-        self.load_inner_state(state_dict["inner"])
-        self.load_outer_state(state_dict["outer"])
-        if "transport" in state_dict:  # else it is a `shared_state`
-            self.group.traffic.load_state_dict(state_dict["traffic"])
-            self.group.transport.load_state_dict(state_dict["transport"])
-
-    def _shapes(self) -> list[list[int]]:
-        return [list(parameter.shape) for parameter in self.parameters]
+        self.steps = state["steps"]
+        self.watch.load_state_dict(state.get("frozen", {}))  # earlier versions kept none
+        self.load_inner_state(state["inner"])
+        self.load_outer_state(state["outer"])
+        if whole:
+            self.group.traffic.load_state_dict(state["traffic"])
+            self.group.transport.load_state_dict(state["transport"])
 
     def inner_state(self) -> Any:
         """The inner optimizer's part of `state_dict`."""
@@ -342,7 +341,7 @@ class ReplicaSync(TakesScalers, Foretold):
         if self.is_sketch:
             return
         self.replica.begin(f"{type(self).__name__} {self.max_norm}")
-        start.same_settings(self.group, self._settings())
+        start.same_settings(self.group, self._settings(), all_names(self.model))
         start.spread_from_first(self.group, self._shared())
         self.replica.spread(self.everything)
         start.same_weights(self.group, self.shares)

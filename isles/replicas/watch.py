@@ -8,6 +8,8 @@ import gc
 import warnings
 import weakref
 from collections.abc import Collection, Sequence
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -19,8 +21,10 @@ from torch.optim import Optimizer
 
 from isles.comm.group import Group
 from isles.replicas.flat import FlatParameters
-from isles.replicas.island.sharded import own_rows
-from isles.wrapping import innermost
+from isles.replicas.island.sharded import is_sharded, own_rows
+from isles.wrapping import each_of, innermost
+
+_VALUES = methodcaller("values")
 
 
 class ModelWatch:
@@ -35,6 +39,8 @@ class ModelWatch:
         self._since: dict[int, int] = {}  # by number, of what is frozen now: the first inner step that found it so
         self._before: int | None = None  # hash of the weights before some were loaded that nobody told of yet
         self._is_restored = False  # the optimizer's state was loaded since the last step
+        self._model = model
+        self._take_places()
         hook = _Loading(weakref.ref(self))
         for module in model.modules():
             module.register_load_state_dict_pre_hook(hook)
@@ -46,6 +52,10 @@ class ModelWatch:
         if not self._looked_around:  # not before: whoever drives the model may have put something around it since
             self._looked_around = True
             warn_if_averaged_by_torch(self.parameters, self._group)
+            warn_if_norms_talk(self._model, self._group)
+        placed = [*chain.from_iterable(map(_VALUES, self._places))]
+        if len(placed) != len(self._placed) or not all(map(is_, placed, self._placed)):
+            self._refuse_new()
         for group in groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and id(parameter) not in self._known:
@@ -69,6 +79,24 @@ class ModelWatch:
                 "them before, or load the optimizer's state_dict() of the same moment too"
             )
         self._before, self._is_restored = None, False
+
+    def _take_places(self) -> None:
+        """Note what the modules' parameters and parts are, which is compared in every step. A sharded model changes
+        them by itself.
+        """
+        modules = () if is_sharded(self._model) else self._model.modules()
+        self._places = [own for one in modules for own in (one._parameters, one._modules)]
+        self._placed = [*chain.from_iterable(map(_VALUES, self._places))]
+
+    def _refuse_new(self) -> None:
+        """Something was put in another's place, or taken away."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._names:
+                raise ValueError(
+                    f"{name} is another parameter than when the optimizer was made (a new layer, or load_state_dict("
+                    "assign=True)), so it would never be exchanged: make the optimizers anew, or load without assign"
+                )
+        self._take_places()
 
     def at_rest(self, numbers: Collection[int], since: int) -> tuple[int, ...]:
         """Those of the parameters `numbers` that stood still in all inner steps after step `since`, being frozen."""
@@ -114,8 +142,13 @@ class _Loading:
         return _Loading, ()
 
 
-def refuse_unfit(parameters: Sequence[nn.Parameter], inner: Optimizer) -> None:
+def refuse_unfit(model: nn.Module, parameters: Sequence[nn.Parameter], inner: Optimizer) -> None:
     """ValueError, with the mend, for what no method can exchange, or step."""
+    if any(hasattr(parameter, "to_local") for parameter in parameters) and not is_sharded(model):
+        raise ValueError(
+            "the model is sharded by torch (fully_shard, or a tensor parallel plan), which sends what Isles does not "
+            "know: shard the plain model with isles.shard(model, world.inner) instead"
+        )
     if any(is_lazy(parameter) for parameter in parameters):
         raise ValueError("the model has lazy parameters without a shape: run one batch through it before wrapping")
     odd = next((parameter for parameter in parameters if parameter.is_complex()), None)
@@ -124,7 +157,13 @@ def refuse_unfit(parameters: Sequence[nn.Parameter], inner: Optimizer) -> None:
             f"a parameter of shape {tuple(odd.shape)} is complex, and would lose its imaginary part: keep two real "
             "numbers an entry (torch.view_as_real), and see them as complex in forward"
         )
-    if isinstance(innermost(inner), torch.optim.LBFGS):
+    kinds = [kind.__name__ for one in each_of(innermost(inner)) for kind in type(one).__mro__]
+    if "ZeroRedundancyOptimizer" in kinds:
+        raise ValueError(
+            "ZeroRedundancyOptimizer sends weights to all workers in each of its steps: give the optimizer inside it; "
+            "to divide its state, isles.shard(model, world.inner)"
+        )
+    if "LBFGS" in kinds:
         raise ValueError(
             "LBFGS evaluates its closure several times a step, each with gradients of its own, of which only one could "
             "be exchanged: use an optimizer of one gradient a step, such as AdamW or SGD"
@@ -144,6 +183,23 @@ def warn_if_averaged_by_torch(parameters: Sequence[Tensor], group: Group) -> Non
             "prepare() the optimizer and the loader alone, and call the model itself",
             stacklevel=4,
         )
+
+
+def warn_if_norms_talk(model: nn.Module, group: Group) -> None:
+    """A warning where layers of the model exchange with other workers of `group` in each forward pass."""
+    if group.size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            ranks = dist.get_process_group_ranks(module.process_group or dist.group.WORLD)  # type: ignore[arg-type]
+            if len(set(ranks) & set(group.ranks)) > 1 and group.rank == 0:
+                warnings.warn(
+                    f"{name} is a SyncBatchNorm: torch averages over these workers in every forward pass, outside of "
+                    "what is counted, and waits for all. Use BatchNorm, whose buffers consolidate() averages, or give "
+                    "it a process_group of the workers of an island",
+                    stacklevel=4,
+                )
+                return
 
 
 def averaged_by_torch(parameters: Sequence[Tensor], group: Group) -> bool:

@@ -13,7 +13,12 @@ from isles.comm.group import Group
 
 def same_text(group: Group, text: str, detail: str) -> None:
     """As `same_number`, of a text."""
-    same_number(group, int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True), detail)
+    same_number(group, hashed(text), detail)
+
+
+def hashed(text: str) -> int:
+    """64 bits."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def same_number(group: Group, value: int, detail: str) -> None:

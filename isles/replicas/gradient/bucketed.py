@@ -107,9 +107,18 @@ class BucketedSync(ReplicaSync):
         self._quiet = False
         self._told = False
         self._worker_thread = get_ident()
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket))
+            for bucket in self.buckets
+            for parameter in bucket.parameters
+        ]
+
+    @override
+    def replace(self, by: str) -> None:
+        """It sends nothing any more."""
+        super().replace(by)
+        for hook in self._hooks:
+            hook.remove()
 
     def _early_inner(self) -> Phased | None:
         """The inner optimizer, where it updates before `step`. ValueError where it cannot here."""

@@ -101,7 +101,7 @@ class Together(Replica):
         self.inside.load_weights(weights)
 
     def inner_state(self) -> Any:
-        return self.inside.state_dict()
+        return self.inside.copied_state()
 
     def load_inner_state(self, state: Any) -> None:
         self.inside.load_state_dict(state)

@@ -84,9 +84,14 @@ def shard(model: nn.Module, group: Group, *, reshard_after_forward: bool = True)
     return model
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard` cut it."""
+    return hasattr(model, _NOTE)
+
+
 def sharding_of(model: nn.Module) -> Sharding:
     """How `model` was cut. ValueError where it was not."""
-    if not hasattr(model, _NOTE):
+    if not is_sharded(model):
         raise ValueError(
             "the model is not sharded: call model = isles.shard(model, group) before its inner optimizer is made"
         )

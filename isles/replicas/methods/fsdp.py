@@ -24,6 +24,7 @@ from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Swap, by_size
 from isles.replicas.island.island import Shards
 from isles.replicas.island.sharded import Sharding, as_sharded, gathered, shard, sharding_of, without_meshes
+from isles.replicas.names import all_names
 from isles.replicas.replica import Replica
 from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone, opening_exchanges
@@ -70,7 +71,7 @@ class FSDP(StepsAlike):
         self.shares = []  # every worker has rows of its own
         if not self.is_sketch:
             self.replica.begin(f"{type(self).__name__} {self.max_norm}")
-            same_settings(self.group, self._settings())
+            same_settings(self.group, self._settings(), all_names(self.model))
 
     @property
     def sharding(self) -> Sharding:

@@ -46,7 +46,7 @@ from isles.replicas.replica import largest
 from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone
 from isles.replicas.sync import StepsAlike
-from isles.wrapping import innermost
+from isles.wrapping import each_of, innermost
 
 
 class DeMo(StepsAlike):
@@ -71,7 +71,7 @@ class DeMo(StepsAlike):
         self._exchanged = False
 
     def _refuse(self) -> None:
-        if not isinstance(innermost(self.inner), torch.optim.SGD):
+        if not all(isinstance(one, torch.optim.SGD) for one in each_of(innermost(self.inner))):
             raise ValueError(
                 f"DeMo has a momentum of its own, and its inner optimizer is torch.optim.SGD(lr, weight_decay), not "
                 f'{type(self.inner).__name__}: wrap that one (isles train: inner.optimizer = "sgd")'

@@ -1,0 +1,102 @@
+"""A method's state as its user saves and loads it, in a form in which torch's tools find an optimizer's too."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from isles.replicas.checks import refuse_other_run
+from isles.replicas.flat import copied
+from isles.replicas.foretold import Foretold
+from isles.replicas.names import clean_names
+
+_OWN = "isles"  # in the first group: what torch's tools would leave behind
+
+
+class Saved(Foretold):
+    """The part of `ReplicaSync`, whose attributes these are, that a user's checkpoint sees."""
+
+    config: Any
+    level: ClassVar[Any]
+
+    @abstractmethod
+    def live_state(self) -> dict[str, Any]:
+        """`state_dict` without copies and torch's form: what it holds changes with the next step."""
+
+    @abstractmethod
+    def load_own_state(self, state: dict[str, Any], *, whole: bool) -> None:
+        """Continue from a `live_state`. whole: it is this worker's own, with traffic and clock."""
+
+    def copied_state(self) -> dict[str, Any]:
+        """`live_state` that stays as it is."""
+        live = self.live_state()
+        return {**live, "outer": copied(live["outer"])}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights: inner optimizer, outer state, transfers (settled), counters, virtual clock.
+
+        Saved and loaded **per worker**. Tensors, numbers and strings only: `torch.load(weights_only=True)` reads it.
+        "state" and "param_groups" are the innermost optimizer's once more, the same tensors, for torch's tools.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = {**self.copied_state(), "names": clean_names(self.model, self.parameters), "worker": self._place()}
+        inner: Any = state
+        while "method" in inner:
+            inner = inner["inner"]
+        if {"state", "param_groups"} <= inner.keys():
+            groups = [dict(group) for group in inner["param_groups"]]
+            groups[0][_OWN] = (_with_inner(state, None),)  # torch.distributed.checkpoint saves a tuple as one
+            state |= {"state": dict(inner["state"]), "param_groups": groups}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue exactly, given the model's weights of that moment. ValueError for another method, config, model or
+        worker.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        state = _from_torch(state_dict, type(self).__name__)
+        shapes = [list(parameter.shape) for parameter in self.parameters]
+        refuse_other_run(state, type(self).__name__, self.config, shapes, clean_names(self.model, self.parameters))
+        here = self._place()
+        whose = state.get("worker", here)  # not in what is handed on between workers
+        alike = self.level == "gradient" and bool(self.shares) and not state["outer"]  # on all workers, as weights are
+        if whose != here and not alike:
+            raise ValueError(
+                f"the state is of worker {whose[0]} in a group of {whose[1]}, this is worker {here[0]} in one of "
+                f"{here[1]}: save and load a file for each worker, with as many workers"
+            )
+        self.load_own_state(state, whole=whose == here and "transport" in state)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _place(self) -> list[Any]:
+        return [self.group.transport.rank, list(self.group.ranks)]
+
+
+def _from_torch(state: dict[str, Any], method: str) -> dict[str, Any]:
+    """If need be, from what torch's tools have left. ValueError where that is not all."""
+    if "method" in state:
+        return state
+    groups = [dict(group) for group in state.get("param_groups", [{}])]
+    own = groups[0].pop(_OWN, None)
+    if own is None:
+        raise ValueError(
+            f"the state is a plain optimizer's, without what {method} keeps: load one that its state_dict() gave, from "
+            "torch.distributed.checkpoint with flatten_optimizer_state_dict=False"
+        )
+    return _with_inner(own[0], {**state, "param_groups": groups})
+
+
+def _with_inner(state: dict[str, Any], innermost: Any) -> dict[str, Any]:
+    """A copy of a method's state with that of its innermost optimizer replaced."""
+    inner = state["inner"]
+    is_method = isinstance(inner, dict) and "method" in inner
+    return {**state, "inner": _with_inner(inner, innermost) if is_method else innermost}
