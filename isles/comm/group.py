@@ -24,6 +24,7 @@ from isles.comm.errors import DeadlinePassed, PeerLost
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Deadlines, Steps, Transfer, Transport
+from isles.wrapping import own_modes
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +97,8 @@ class Group:
         """Run a generator behind the computation; `deadline` seconds (default: the channel's, for `nbytes` to send)."""
         channel = channel or self.channel
         seconds = self.deadlines.of(channel, nbytes) if deadline is None else deadline
-        return self.transport.run(protocol, channel, seconds)
+        with own_modes():  # its first steps are done here
+            return self.transport.run(protocol, channel, seconds)
 
     # The blocking verbs. Default channel: control, so that they never meet a transfer under way.
 

@@ -35,7 +35,7 @@ from isles.replicas.scaled import Scaled, TakesScalers
 from isles.replicas.schedule import Outline, outline
 from isles.replicas.start import T
 from isles.replicas.watch import ModelWatch, refuse_unfit
-from isles.wrapping import evaluated
+from isles.wrapping import OwnModes, evaluated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class MethodConfig:
         return False
 
 
-class ReplicaSync(TakesScalers, Foretold):
+class ReplicaSync(OwnModes, TakesScalers, Foretold):
     """Base of all methods. Guarantee: after construction every worker holds rank 0's weights, verified by a hash.
 
     model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them, whose state

@@ -38,7 +38,7 @@ from isles.replicas.replica import PeerQuestion, Replica
 from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import Outline, everyone, outline
 from isles.replicas.sync import MethodConfig, ReplicaSync
-from isles.wrapping import Deferred, Phased, Sharing, host_work, is_within_function
+from isles.wrapping import Deferred, Phased, Sharing, host_work, is_within_function, own_modes
 
 _FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a forward pass
 
@@ -189,7 +189,7 @@ class BucketedSync(ReplicaSync):
     def _end_of_pass(self) -> None:
         """Autograd calls it when a backward pass has made all gradients."""
         self._pass = None
-        with torch.no_grad(), host_work():
+        with own_modes(), host_work():
             self._reduce()
 
     def _land_together(self) -> None:
@@ -401,7 +401,7 @@ class BucketedSync(ReplicaSync):
         ready = self._launched
         while ready < len(self.buckets) and self.buckets[ready].waiting <= 0:
             ready += 1
-        with torch.no_grad(), host_work():
+        with own_modes(), host_work():
             self._launch(ready)
             if self._phased is not None:
                 self._hand_on(self._phased, wait=False)
