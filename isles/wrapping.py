@@ -27,7 +27,7 @@ _HERE = _Here()
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Torch's modes as Isles' arithmetic needs them, whatever modes the caller is in: no autocast, no inference mode, no
+    """Torch's modes as Isles' arithmetic needs them, whatever modes the caller is in: no autocast, inference mode or
     gradients, and new tensors on the CPU. The default dtype is left: it is that of all threads.
     """
     if _HERE.own:

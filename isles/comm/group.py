@@ -124,13 +124,13 @@ class Group:
 
     def barrier(self) -> None:
         """Return once every member has come here."""
-        self.all_gather(torch.zeros(1, dtype=torch.uint8))
+        self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     def answering(self, channel: Channel = "control") -> Group:
         """The members that answer within the deadline, this one among them, in group order: what is left of the group
         after losses. All who are left must ask together. One who comes later than the deadline finds the others gone.
         """
-        here = torch.zeros(1, dtype=torch.uint8)
+        here = torch.zeros(1, dtype=torch.uint8, device="cpu")
         calls = {
             position: self.start(collectives.exchange(self.call(channel), position, here), channel)
             for position in self.others

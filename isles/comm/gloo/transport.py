@@ -148,7 +148,7 @@ class DistributedTransport(OnHostClock):
             return
         try:
             tag = Tag("control", -1, 0, 253)  # nobody sends under it
-            message = dist.irecv(torch.empty(1, dtype=torch.uint8), None, self._processes, pack(tag))
+            message = dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), None, self._processes, pack(tag))
             if message is not None:
                 message.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
