@@ -24,7 +24,7 @@ from isles.comm.errors import DeadlinePassed, PeerLost
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Deadlines, Steps, Transfer, Transport
-from isles.wrapping import own_modes
+from isles.modes import own_modes
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,12 +1,11 @@
 """What goes through the pipes between a launcher and its workers, tensors by value.
 
 Torch's own way shares the memory of a tensor: one file descriptor a tensor (`ulimit -n`), room in /dev/shm, and a
-sender that must live until the reader has looked.
+sender that must live until the reader has looked. Both ends are processes of one launcher: nothing here is a peer's.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from io import BytesIO
 from multiprocessing.connection import Connection
@@ -44,7 +43,7 @@ class ByValue:
 
     def open(self) -> Any:
         """The value."""
-        return self._value if self._made is None else pickle.loads(self._made)
+        return self._value if self._made is None else ForkingPickler.loads(self._made)
 
     def __reduce__(self) -> tuple[Callable[..., ByValue], tuple[Any, ...]]:
         return ByValue, (None, dumps(self._value) if self._made is None else self._made)
@@ -63,7 +62,7 @@ class ByValueConnection:
 
 
 def dumps(value: Any) -> bytes:
-    """For `pickle.loads`, as a pipe's `recv` does it."""
+    """For a pipe's `recv`."""
     file = BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()

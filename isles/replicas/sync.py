@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from isles.comm.group import Group
 from isles.comm.roster import FixedRoster, Roster, as_roster
+from isles.modes import OwnModes
 from isles.network.planner.planned import Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run, with_options
@@ -35,7 +36,7 @@ from isles.replicas.scaled import Scaled, TakesScalers
 from isles.replicas.schedule import Outline, outline
 from isles.replicas.start import T
 from isles.replicas.watch import ModelWatch, refuse_unfit
-from isles.wrapping import OwnModes, evaluated
+from isles.wrapping import evaluated
 
 
 @dataclass(frozen=True, kw_only=True)

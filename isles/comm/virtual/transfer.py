@@ -24,7 +24,7 @@ from isles.comm.transport import Steps, awaited
 from isles.comm.virtual.events import ARRIVED, DEADLINE, Event
 from isles.comm.virtual.fates import Fates
 from isles.comm.virtual.scheduler import Awaited, Scheduler, VirtualWorker
-from isles.wrapping import own_modes
+from isles.modes import own_modes
 
 
 class VirtualWork:

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from isles.comm.errors import DeadlinePassed, WorkerFailed
 from isles.comm.trust import JUMPS
+from isles.modes import own_modes
 from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Rhythm, by_size
 from isles.replicas.checks import workers
@@ -38,7 +39,7 @@ from isles.replicas.replica import PeerQuestion, Replica
 from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import Outline, everyone, outline
 from isles.replicas.sync import MethodConfig, ReplicaSync
-from isles.wrapping import Deferred, Phased, Sharing, host_work, is_within_function, own_modes
+from isles.wrapping import Deferred, Phased, Sharing, host_work, is_within_function
 
 _FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a forward pass
 
