@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from isles.comm import mesh
 from isles.comm.transport import Deadlines
+from isles.launch.by_value import ByValueConnection
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import PipeHandle
 from isles.launch.store import join_store, open_store
@@ -137,6 +138,6 @@ def _live(launcher: Connection) -> None:
         def store(port: int = spec.port) -> dist.Store:
             return join_store("127.0.0.1", port)
 
-        if not attend(spec, launcher, store, worker, args):
+        if not attend(spec, ByValueConnection(launcher), store, worker, args):
             os._exit(1)
         mesh.leave()

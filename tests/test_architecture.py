@@ -34,6 +34,7 @@ FLOORS = {
     "home": -1,  # isles/home.py: the folder of things of the user's own; imports nothing of isles
     "fields": -1,  # isles/fields.py: fields of what another machine says, looked at; imports errors
     "durable": -2,  # isles/durable.py: files that are there whole or not at all; imports nothing of isles
+    "modes": -2,  # isles/modes.py: torch's modes that Isles' arithmetic runs in; imports nothing of isles
     "parsing": -2,  # isles/parsing.py: JSON and TOML that somebody else wrote; imports nothing of isles
     "tables": -1,  # isles/tables.py: a user's TOML into dataclasses; imports errors and parsing
     "network": 0,
@@ -62,6 +63,11 @@ MANY_FILES = {"isles/replicas/methods"}  # a file a method, each found by its pa
 # What a method that composes its parts fills in; the order of things is the loop's alone.
 HOOKS = {"compose", "adapt", "advise", "gauges", "outer_state", "load_outer_state"}
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "jsonpickle"}
+TENSOR_MAKERS = {
+    f"torch.{name}"
+    for name in ("arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
+                 "randperm", "tensor", "zeros")
+}  # fmt: skip
 HEAVY = ("torch", "matplotlib", "scipy", "transformers")
 NO_TORCH_ROOMS = ("report", "network")  # `isles report` and `isles plan` answer without loading torch
 
@@ -232,6 +238,17 @@ def is_constant(node: ast.AST | None, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
+def maker_complaints(tree: ast.Module) -> list[tuple[ast.AST, str]]:
+    """Tensors made in the caller's default dtype, or on the caller's default device."""
+    return [
+        (node, f"{called_name(node)} without {name}=: a user's default would change it")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and called_name(node) in TENSOR_MAKERS
+        for name in ("dtype", "device")
+        if name not in {keyword.arg for keyword in node.keywords}
+    ]
+
+
 def swallow_complaints(tree: ast.Module) -> list[tuple[ast.AST, str]]:
     complaints = []
     for node in ruled(tree):
@@ -302,6 +319,22 @@ def test_plan_and_report_stay_free_of_torch() -> None:
 def test_no_file_is_too_long_to_hold() -> None:
     complaints = [f"{where(p)} has {lines_of(p)} lines" for p in source_files() if lines_of(p) > MAX_LINES]
     assert not complaints, f"more than {MAX_LINES} lines; one concept a file:{listed(complaints)}"
+
+
+def test_new_tensors_name_their_dtype_and_device() -> None:
+    """Where Isles computes; models are made as the user's defaults say."""
+    complaints = [
+        f"{where(path, node)} {text}"
+        for path in source_files()
+        if room_of(module_name(path)) not in ("models", "cli")
+        for node, text in maker_complaints(parse(path))
+    ]
+    assert not complaints, listed(complaints)
+    bad = ast.parse("torch.zeros(3, dtype=x); torch.tensor(1.0, device=y); torch.ones(2, dtype=x, device=y)")
+    assert [text.split(":")[0] for _, text in maker_complaints(bad)] == [
+        "torch.zeros without device=",
+        "torch.tensor without dtype=",
+    ]
 
 
 def test_the_loop_knows_no_method() -> None:

@@ -24,6 +24,7 @@ from isles.comm.errors import DeadlinePassed, PeerLost
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Deadlines, Steps, Transfer, Transport
+from isles.modes import own_modes
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +97,8 @@ class Group:
         """Run a generator behind the computation; `deadline` seconds (default: the channel's, for `nbytes` to send)."""
         channel = channel or self.channel
         seconds = self.deadlines.of(channel, nbytes) if deadline is None else deadline
-        return self.transport.run(protocol, channel, seconds)
+        with own_modes():  # its first steps are done here
+            return self.transport.run(protocol, channel, seconds)
 
     # The blocking verbs. Default channel: control, so that they never meet a transfer under way.
 
@@ -122,13 +124,13 @@ class Group:
 
     def barrier(self) -> None:
         """Return once every member has come here."""
-        self.all_gather(torch.zeros(1, dtype=torch.uint8))
+        self.all_gather(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
     def answering(self, channel: Channel = "control") -> Group:
         """The members that answer within the deadline, this one among them, in group order: what is left of the group
         after losses. All who are left must ask together. One who comes later than the deadline finds the others gone.
         """
-        here = torch.zeros(1, dtype=torch.uint8)
+        here = torch.zeros(1, dtype=torch.uint8, device="cpu")
         calls = {
             position: self.start(collectives.exchange(self.call(channel), position, here), channel)
             for position in self.others

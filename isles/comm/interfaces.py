@@ -27,6 +27,16 @@ def gloo_interface(environment: Mapping[str, str]) -> str | None:
     return None
 
 
+def refuse_unknown_interfaces(environment: Mapping[str, str]) -> None:
+    """ValueError for names in GLOO_SOCKET_IFNAME that no network interface of this machine has."""
+    wanted, here = environment.get("GLOO_SOCKET_IFNAME", ""), {name for _, name in socket.if_nameindex()}
+    if wanted and not here.issuperset(wanted.split(",")):
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME = {wanted}: this machine has no network interface of that name; choose of "
+            f"{', '.join(sorted(here))}, or unset it (NCCL's ^ for all but one is not known to gloo)"
+        )
+
+
 def outward_address(to: str = _ELSEWHERE) -> str:
     """The address under which this machine speaks to `to`: another one for a machine of the same private network, and
     for itself. ValueError where it has no way out.

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 
@@ -133,38 +135,79 @@ def arrange(
     )
 
 
-_here = threading.local()  # a virtual worker is a thread; a real one is the process's main thread
+@dataclass(frozen=True)
+class _Place:
+    """What a worker is given to find: a virtual one in its thread, a real one in all threads of its process."""
+
+    transport: Transport
+    local_rank: int | None = None
+    is_found: bool = False  # by `current`, which may look again once it is closed
+    ledger: Ledger = field(default_factory=Ledger)
+
+
+class _Places(threading.local):
+    own: _Place | None = None
+
+
+_here = _Places()
+_process: list[_Place] = []  # of this process, one at most
+_virtual: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def enter(transport: Transport, local_rank: int | None = None) -> None:
     """Make `transport` what `init()` and `mesh()` find in this thread (called by whoever starts workers)."""
-    _here.transport, _here.ledger, _here.local_rank = transport, Ledger(), local_rank
+    _enter(_Place(transport, local_rank))
 
 
 def leave() -> None:
     """Close what was entered in this thread, if anything was."""
-    if hasattr(_here, "transport"):
-        _here.transport.close()
+    if _here.own is not None:
+        _here.own.transport.close()
+        if _here.own in _process:
+            _process.clear()
 
 
-def current() -> Transport:
-    """This worker's transport: the one entered, else the one torchrun's environment describes, else a world of one."""
-    if not hasattr(_here, "transport"):
-        local_rank = os.environ.get("LOCAL_RANK")  # torchrun's
-        enter(DistributedTransport.from_environment(), None if local_rank is None else int(local_rank))
+def _enter(place: _Place) -> None:
+    _here.own = place
+    if not isinstance(place.transport, DistributedTransport):
+        _virtual.add(threading.current_thread())
+    elif place.transport.size > 1 or not place.is_found:
+        _process[:] = [place]
+
+
+def current(join: float | None = None) -> Transport:
+    """This worker's transport: the one entered here or by this process, else the one that the environment describes,
+    else a world of one. join: seconds in which all processes meet. ValueError in a thread of its own that a virtual
+    worker has started.
+    """
+    return _current(Deadlines().join if join is None else join).transport
+
+
+def _current(join: float) -> _Place:
+    place = _here.own or next(iter(_process), None)
+    if place is None and any(thread.is_alive() for thread in list(_virtual)):
+        raise ValueError("several workers run in this process, and this thread is none of theirs: pass it `world`")
+    if place is None or (place.is_found and cast(DistributedTransport, place.transport).is_closed):
+        transport, local_rank = DistributedTransport.from_environment(join)
+        place = _Place(transport, local_rank, is_found=True)
         if local_rank is not None and (gpus := torch.cuda.device_count()) and not torch.cuda.is_initialized():
-            torch.cuda.set_device(int(local_rank) % gpus)  # whoever has begun with a GPU has chosen one
-    return _here.transport
+            torch.cuda.set_device(local_rank % gpus)  # whoever has begun with a GPU has chosen one
+        _enter(place)
+    return place
 
 
 def init(*, deadlines: Deadlines | None = None) -> Mesh:
-    """The world of this worker, all ranks on `.outer`: torchrun's or Isles' environment, or a single worker."""
+    """The world of this worker, all ranks on `.outer`: Isles' own, the one that torchrun, srun or mpirun describes or
+    that torch.distributed has been given, or a single worker. RendezvousFailed names the processes that have not come
+    within `deadlines.join` seconds.
+    """
     return mesh(deadlines=deadlines)
 
 
 def mesh(*, outer: int | None = None, stage: int = 1, inner: int = 1, deadlines: Deadlines | None = None) -> Mesh:
     """The world of this worker arranged as outer x stage x inner (outer None: what is left)."""
-    transport = current()
+    place = _current((deadlines or Deadlines()).join)
+    transport = place.transport
     if isinstance(transport, DistributedTransport):
         deadlines = transport.waits(deadlines or Deadlines())
     return arrange(
@@ -172,7 +215,7 @@ def mesh(*, outer: int | None = None, stage: int = 1, inner: int = 1, deadlines:
         outer=outer,
         stage=stage,
         inner=inner,
-        local_rank=_here.local_rank,
+        local_rank=place.local_rank,
         deadlines=deadlines,
-        ledger=_here.ledger,
+        ledger=place.ledger,
     )

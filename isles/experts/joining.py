@@ -113,7 +113,7 @@ class Joined:
         if self.joining.route == "growing":
             return mixture.top_k(growing(self.gate, tokens, len(self.experts), EVERY), self.top)
         chosen_N = route(self.gate, tokens, self.prefix)
-        one_EN = torch.full((len(self.experts), len(tokens)), mixture.NEVER, dtype=torch.float64)
+        one_EN = torch.full((len(self.experts), len(tokens)), mixture.NEVER, dtype=torch.float64, device="cpu")
         return mixture.constant(scores_ENT, one_EN.scatter(0, chosen_N[None], 0.0))
 
 

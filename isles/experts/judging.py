@@ -88,7 +88,9 @@ def _best(scores_ENT: Tensor) -> Tensor:
 def _sure_after(believed_ENT: Tensor) -> float:
     sure_NT = believed_ENT.amax(0) > SURE
     length = sure_NT.shape[1]
-    first_N = torch.where(sure_NT.any(1), sure_NT.double().argmax(1), torch.tensor(length))
+    first_N = torch.where(
+        sure_NT.any(1), sure_NT.double().argmax(1), torch.tensor(length, dtype=torch.int64, device="cpu")
+    )
     return float(first_N.double().mean())
 
 

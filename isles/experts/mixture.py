@@ -21,7 +21,7 @@ NEVER = float("-inf")
 
 def uniform(experts: int) -> Tensor:
     """log 1/E for each expert, (E,)."""
-    return torch.full((experts,), 1.0 / experts, dtype=torch.float64).log()
+    return torch.full((experts,), 1.0 / experts, dtype=torch.float64, device="cpu").log()
 
 
 def posterior(scores_ENT: Tensor, log_prior: Tensor) -> Tensor:

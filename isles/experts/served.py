@@ -100,9 +100,10 @@ class Served:
                     "between equal models; mix their probabilities instead"
                 )
         return {
-            name: sum((w * state[name].double() for w, state in zip(weights, states, strict=True)), torch.zeros(())).to(
-                tensor.dtype
-            )
+            name: sum(
+                (w * state[name].double() for w, state in zip(weights, states, strict=True)),
+                torch.zeros((), dtype=torch.float32, device="cpu"),
+            ).to(tensor.dtype)
             for name, tensor in states[0].items()
         }
 

@@ -35,6 +35,11 @@ class Silence:
         self._heard, self._first, self._longer = time.monotonic(), None, 0.0
 
     @property
+    def has_heard(self) -> bool:
+        """Whether anything ever came."""
+        return self._first is None
+
+    @property
     def limit(self) -> float:
         """Seconds after which it counts as lost now."""
         return self.seconds if self._first is None else self._first

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 from isles.comm.errors import WorkerFailed
 from isles.comm.transport import Deadlines
 from isles.launch.beats import Silence, no_sign_of_life
+from isles.launch.by_value import ByValue
 from isles.launch.worker import WorkerSpec, serve
 
 WorkerMessage = tuple[int, str, Any]
@@ -101,6 +103,11 @@ class PipeHandle:
         said = (
             f" (its last words are in {self.log})" if self.log and self.log.exists() and self.log.stat().st_size else ""
         )
+        if self.process.exitcode == 1 and not said and not self._silence.has_heard:
+            said = (
+                " before it began (the reason is printed above): a script that starts workers needs `if __name__ == "
+                '"__main__":` around what it runs'
+            )
         return f"its process ended with exit code {self.process.exitcode}{said}"
 
 
@@ -113,11 +120,11 @@ class WorkerProcesses:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["isles.launch.workers", "isles.launch.preload"])
         self.handles: list[PipeHandle] = []
+        _refuse_unreachable(worker)
+        work = ByValue((worker, tuple(args)))
         for spec in worker_specs:
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=serve, args=(spec, theirs, worker, tuple(args)), name=f"isles-worker-{spec.rank}"
-            )
+            process = context.Process(target=serve, args=(spec, theirs, work), name=f"isles-worker-{spec.rank}")
             process.start()
             theirs.close()
             self.handles.append(PipeHandle(spec.rank, ours, process, spec.log, spec.deadlines))
@@ -136,3 +143,16 @@ class WorkerProcesses:
                 process.join()
         for handle in self.handles:
             handle.pipe.close()
+
+
+def _refuse_unreachable(worker: Callable[..., Any]) -> None:
+    """ValueError for a function that a new process cannot import: typed into a notebook, `python -c` or stdin."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    is_typed = getattr(worker, "__module__", None) == "__main__" and file is None and main.__spec__ is None
+    if is_typed or (file is not None and file.endswith("<stdin>")):
+        raise ValueError(
+            f"{getattr(worker, '__qualname__', worker)}: new processes cannot import what is typed into a notebook, "
+            "`python -c` or stdin; write the function into a module and import it, or use isles.run_virtual, which "
+            "trains in this process"
+        )

@@ -23,6 +23,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -37,6 +38,7 @@ from isles.comm.stopping import LeaveControl, StopControl
 from isles.comm.transport import Deadlines
 from isles.durable import no_room
 from isles.launch.beats import begin_pulse
+from isles.launch.by_value import ByValue, ByValueConnection
 from isles.launch.store import join_store
 
 
@@ -72,8 +74,8 @@ class WorkerSpec:
     log: Path | None = None
 
 
-def serve(spec: WorkerSpec, launcher: LauncherConnection, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """The life of a worker process."""
+def serve(spec: WorkerSpec, pipe: Connection, work: ByValue) -> None:
+    """The life of a worker process. work: what to call, and its further arguments."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the launcher decides what Ctrl-C means, or a closed terminal
     asked = threading.Event()
@@ -82,7 +84,11 @@ def serve(spec: WorkerSpec, launcher: LauncherConnection, worker: Callable[..., 
     if spec.log is not None:
         _print_into(spec.log)
 
-    if not attend(spec, launcher, lambda: join_store(spec.host, spec.port), worker, args, asked):
+    def worker(world: mesh.Mesh) -> Any:
+        function, args = work.open()
+        return function(world, *args)
+
+    if not attend(spec, ByValueConnection(pipe), lambda: join_store(spec.host, spec.port), worker, (), asked):
         os._exit(1)  # transfers may be stuck on peers that are gone: nothing here is worth waiting for
     mesh.leave()
 

@@ -183,7 +183,7 @@ class StagingSlot:
     """Page-aligned memory that is taken once and grows where a larger unit comes. meter: counts it."""
 
     def __init__(self, meter: MemoryMeter | None = None) -> None:
-        self._bytes, self._meter = torch.empty(0, dtype=torch.uint8), meter
+        self._bytes, self._meter = torch.empty(0, dtype=torch.uint8, device="cpu"), meter
 
     def take(self, nbytes: int) -> Tensor:
         """So many bytes; what was in them before may be lost."""
@@ -202,7 +202,7 @@ def disk_vectors(folder: str) -> Callable[[int, torch.dtype], Tensor]:
 
     def make(numel: int, dtype: torch.dtype) -> Tensor:
         if not numel:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         if not made:
             made.append(DiskFile(folder))
         file, room = made[0], pages(numel * dtype.itemsize)

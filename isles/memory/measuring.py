@@ -207,7 +207,7 @@ def _copy_rate(work: MeasuringEffort, device: torch.device) -> float:
 
 def _adamw_rate(work: MeasuringEffort) -> float:
     """Parameters a second of the host's fused AdamW."""
-    parts = [torch.nn.Parameter(torch.zeros(work.params // 4)) for _ in range(4)]
+    parts = [torch.nn.Parameter(torch.zeros(work.params // 4, dtype=torch.float32, device="cpu")) for _ in range(4)]
     for part in parts:
         part.grad = torch.full_like(part, 1e-3)
     return work.params / _best(torch.optim.AdamW(parts, fused=True).step, work.laps, torch.device("cpu"))
@@ -218,7 +218,7 @@ def _adamw_rate(work: MeasuringEffort) -> float:
 
 def _links(work: MeasuringEffort, device: torch.device) -> dict[str, float]:
     near = [torch.zeros(work.copied, dtype=torch.uint8, device=device) for _ in range(2)]
-    far = [torch.zeros(work.copied, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    far = [torch.zeros(work.copied, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(2)]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
 
     def rates(*directions: int) -> dict[int, float]:

@@ -62,7 +62,7 @@ class _Judgement:
         self.group, self.form, self.home, self.stage = judge.group, judge.form, judge.home, judge.stage
         self.call = self.group.call("eval")
         self.call.meet(*self.group.others)
-        self.sums = torch.zeros(self.group.size, 2, dtype=torch.float64)
+        self.sums = torch.zeros(self.group.size, 2, dtype=torch.float64, device="cpu")
         self.words = {position: self.call.recv(position, self.sums[position], _SUM) for position in self.group.others}
         """Their receives, by position."""
         self.sends: list[Work] = []
@@ -70,7 +70,7 @@ class _Judgement:
     def loss(self, texts: Sequence[Tensor]) -> float:
         """See `Judge.loss`."""
         total, rows = self._through(texts, self._sizes(texts))
-        own = self.sums[self.group.rank] = torch.tensor([total, float(rows)], dtype=torch.float64)
+        own = self.sums[self.group.rank] = torch.tensor([total, float(rows)], dtype=torch.float64, device="cpu")
         self._await([*self.sends, *self.words.values(), *self._tell(own, _SUM)])
         total, rows = (float(part) for part in self.sums.sum(0))
         return total / rows if rows else float("nan")
@@ -84,13 +84,13 @@ class _Judgement:
     def _sizes(self, texts: Sequence[Tensor]) -> list[int]:
         """Rows of each batch, as stage 0 tells them."""
         if self.group.rank == 0:
-            sizes = torch.tensor([len(text) for text in texts], dtype=torch.int64)
-            self.sends += self._tell(torch.tensor([len(texts)]), _COUNT)
+            sizes = torch.tensor([len(text) for text in texts], dtype=torch.int64, device="cpu")
+            self.sends += self._tell(torch.tensor([len(texts)], dtype=torch.int64, device="cpu"), _COUNT)
             self.sends += self._tell(sizes, _SIZES) if len(texts) else []
             return sizes.tolist()
-        count = torch.zeros(1, dtype=torch.int64)
+        count = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._await([self.call.recv(0, count, _COUNT)])
-        sizes = torch.zeros(int(count), dtype=torch.int64)
+        sizes = torch.zeros(int(count), dtype=torch.int64, device="cpu")
         if len(sizes):
             self._await([self.call.recv(0, sizes, _SIZES)])
         return sizes.tolist()
@@ -143,7 +143,7 @@ class _Judgement:
             return float(self.stage(x, form.targets(tokens), through=False, leave=True))
 
     def _receive(self, task: Task, source: int, form: StageForm) -> Tensor:
-        buffer = torch.empty(form.nbytes(task), dtype=torch.uint8)
+        buffer = torch.empty(form.nbytes(task), dtype=torch.uint8, device="cpu")
         self._await([self._batch(task, source).recv(source, buffer, phase(task))], buffer.numel())
         return buffer
 

@@ -59,7 +59,7 @@ class StageInbox:
             return
         number, step_phase = self.address(task)
         with host_work():  # a message lies on the host
-            buffer = torch.empty(self.form.nbytes(task), dtype=torch.uint8)
+            buffer = torch.empty(self.form.nbytes(task), dtype=torch.uint8, device="cpu")
             self.posted[task] = self.group.call("pipeline", round=number).recv(source, buffer, step_phase), buffer
 
     def is_here(self, task: Task) -> bool:

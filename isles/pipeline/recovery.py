@@ -175,7 +175,7 @@ class Recovery:
         takers = [taker for giver, taker in self._pairs(self.world.place.stage, lost) if giver == self.world.rank]
         if not takers:
             return
-        norm = torch.tensor([self.norm], dtype=torch.float64)
+        norm = torch.tensor([self.norm], dtype=torch.float64, device="cpu")
         wire = torch.cat((as_bytes(self._flat().cpu()), as_bytes(norm)))
         group = self.world.world
         works = [group.call("control").send(taker, wire) for taker in takers]
@@ -203,7 +203,7 @@ class Recovery:
         """Weights and norm of the stage `source`."""
         group, own = self.world.world, self._flat().cpu()
         giver = next(giver for giver, taker in self._pairs(source, self.world.place.stage) if taker == self.world.rank)
-        wire = torch.empty(own.nbytes + _NORM_BYTES, dtype=torch.uint8)
+        wire = torch.empty(own.nbytes + _NORM_BYTES, dtype=torch.uint8, device="cpu")
         group.start(all_done([group.call("control").recv(giver, wire)]), "control", nbytes=wire.numel()).wait()
         norm = wire[own.nbytes :].clone().view(torch.float64)
         return wire[: own.nbytes].view(own.dtype), float(norm)

@@ -53,7 +53,7 @@ class RowwiseAdamW(Optimizer):
             squares = [square.mean(dim=axis, keepdim=True) for square in squares]
         for parameter, square, state in zip(parameters, squares, states, strict=True):
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(square)
         steps, means, moments = ([state[key] for state in states] for key in ("step", "exp_avg", "exp_avg_sq"))
         torch._foreach_add_(steps, 1)

@@ -184,7 +184,7 @@ def digest(sums: Sequence[Tensor]) -> int:
     """
     if not sums:
         return 0
-    places = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64) * 0x9E3779B97F4A7C1
+    places = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device="cpu") * 0x9E3779B97F4A7C1
     return int((torch.stack(list(sums)) * places).sum())
 
 

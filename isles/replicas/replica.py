@@ -372,4 +372,4 @@ def summed(group: Group, own: Tensor, channel: Channel) -> Tensor:
 
 def largest(group: Group, number: int) -> int:
     """Largest of the group's numbers."""
-    return max(int(theirs) for theirs in group.all_gather(torch.tensor([number])))
+    return max(int(theirs) for theirs in group.all_gather(torch.tensor([number], dtype=torch.int64, device="cpu")))

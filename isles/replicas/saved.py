@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from isles.modes import OwnModes
 from isles.replicas.checks import refuse_other_run
 from isles.replicas.flat import copied
 from isles.replicas.foretold import Foretold
@@ -15,7 +16,7 @@ from isles.replicas.names import clean_names
 _OWN = "isles"  # in the first group: what torch's tools would leave behind
 
 
-class Saved(Foretold):
+class Saved(OwnModes, Foretold):
     """The part of `ReplicaSync`, whose attributes these are, that a user's checkpoint sees."""
 
     config: Any

@@ -90,10 +90,10 @@ def replica_std(shares: Sequence[Tensor], together: OverThoseLeft, total: Callab
     what the workers of one replica, who have the other parts, give (2,). Costs one mean over the group on the channel
     "eval"; nothing is changed.
     """
-    flat, sums = FlatParameters(shares), torch.zeros(2, dtype=torch.float64)
+    flat, sums = FlatParameters(shares), torch.zeros(2, dtype=torch.float64, device="cpu")
     if flat.numel:
         own = flat.read(flat.new())
-        digest = torch.tensor(flat.digest(own)).view(torch.float64)
+        digest = torch.tensor(flat.digest(own), dtype=torch.int64, device="cpu").view(torch.float64)
         own_square = float(own.square().sum(dtype=torch.float64))
         average = together(lambda group: mean_over(group, own.clone(), "eval"))
         apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(own), flat.parts(average), strict=True)]  # in place
@@ -103,8 +103,8 @@ def replica_std(shares: Sequence[Tensor], together: OverThoseLeft, total: Callab
         squares = told[:, 0].sum()
         alike = bool((told[:, 1].view(torch.int64) == digest.view(torch.int64)).all())
         if alike and squares < _ROUNDED * len(told) * own_square:
-            squares = torch.zeros((), dtype=torch.float64)  # a mean of equal numbers is rounded
-        sums = torch.stack([squares, torch.tensor(len(told) * flat.numel, dtype=torch.float64)])
+            squares = torch.zeros((), dtype=torch.float64, device="cpu")  # a mean of equal numbers is rounded
+        sums = torch.stack([squares, torch.tensor(len(told) * flat.numel, dtype=torch.float64, device="cpu")])
     squares, count = total(sums)
     return float(squares / count) ** 0.5 if count else 0.0
 

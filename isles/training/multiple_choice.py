@@ -91,7 +91,7 @@ def ending_score(
     head, whole = list(encode(before)), list(encode(before + ending))
     # A tokenizer may join the last character of the context with the ending: what they share counts as context.
     shared = next((i for i, (a, b) in enumerate(zip(head, whole, strict=False)) if a != b), min(len(head), len(whole)))
-    tokens = torch.tensor(whole, dtype=torch.int64)[-(context + 1) :]
+    tokens = torch.tensor(whole, dtype=torch.int64, device="cpu")[-(context + 1) :]
     ending_tokens = min(len(whole) - max(shared, 1), len(tokens) - 1)
     if ending_tokens < 1:
         return 0.0

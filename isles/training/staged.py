@@ -113,7 +113,9 @@ def hold_against_whole(config: Config, cut: Cut) -> str | None:
         whole = on_host(config.model, config.run.seed)
         if config.model.factory is not None:
             check_contract(whole, config.model.factory, context)
-    tokens = torch.arange(context, device=next(whole.parameters()).device).remainder(vocab or 2)[None]
+    tokens = torch.arange(context, device=next(whole.parameters()).device, dtype=torch.int64).remainder(vocab or 2)[
+        None
+    ]
     check_stages(whole, [piece.blocks.start for piece in cut.pieces[1:]], tokens)
     scheme = run_scheme(config, cut)
     scheme.fit(whole)
@@ -183,7 +185,7 @@ class Staged:
 
 def told_by_first(stages: Group, answer: bool) -> bool:
     """What the first stage answers, known to all of a replica's stages."""
-    told = torch.tensor([answer])
+    told = torch.tensor([answer], dtype=torch.bool, device="cpu")
     if stages.size > 1:
         stages.broadcast(told, channel="control")
     return bool(told)

@@ -78,7 +78,7 @@ class Whole:
         self._scaler, self._batches = scaler, batches
 
     def run(self, batches: Iterable[Tensor]) -> Tensor:
-        total = torch.zeros((), device=next(self._model.parameters()).device)
+        total = torch.zeros((), device=next(self._model.parameters()).device, dtype=torch.float32)
         for number, tokens in enumerate(batches, 1):
             with nullcontext() if number == self._batches else self._optimizer.no_sync():
                 total += self._backward(tokens)

@@ -37,7 +37,7 @@ def listens_at(world: Mesh, first: str, here: str) -> list[str]:
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here, "MASTER_ADDR": first}
     try:
-        transport = DistributedTransport.from_environment()
+        transport, _ = DistributedTransport.from_environment()
         found = heard_at(os.getpid())
         transport.close()
     finally:

@@ -26,6 +26,21 @@ class Odd(ValueError):
         super().__init__(f"{key} is {value}")
 
 
+def many(world: Mesh, given: list[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """As many tensors out as in; those of worker 1 two looks each at one memory, and parts of a graph."""
+    total = float(torch.stack(given).sum())
+    if world.rank == 0:
+        return total, {str(number): tensor + 1 for number, tensor in enumerate(given)}
+    whole = torch.arange(10.0, requires_grad=True) * 2
+    return total, {"whole": whole, "part": whole[2:4], "one": torch.nn.Parameter(torch.ones(1)), "none": torch.ones(0)}
+
+
+def raises_tensor(world: Mesh) -> None:
+    if world.rank == 1:
+        raise ValueError("the loss is", torch.tensor([1.0, 2.0]))
+    world.world.barrier()
+
+
 class OneWay:
     """Can be taken apart, but not put together again."""
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ipaddress
 import multiprocessing.forkserver
 import os
+import resource
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +21,7 @@ import torch
 import isles
 from isles.comm.errors import CommError, WorkerFailed
 from isles.launch import workers as local
+from isles.launch.by_value import dumps
 from isles.launch.workers import LocalWorkers
 from tests import forked, gloo
 from tests.launch import local_workers
@@ -68,6 +72,58 @@ def test_results_come_in_rank_order() -> None:
     assert isles.run_local(local_workers.identity, 1) == [(0, 1, 1, ())]
     for rank, result in enumerate(isles.run_local(local_workers.tensors, 2)):
         assert torch.equal(result["rank"], torch.full((3,), rank)) and (result["large"] == rank).all()
+
+
+def test_tensors_come_and_go_by_value() -> None:
+    """More tensors than a process may have descriptors, into the workers and out of them; nothing is shared memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        given = [torch.full((4,), float(number)) for number in range(300)]
+        (total, first), (_, second) = isles.run_local(local_workers.many, 2, args=(given,))
+        with pytest.raises(ValueError, match=r"the loss is.*tensor\(\[1., 2."):
+            isles.run_local(local_workers.raises_tensor, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert total == 4 * sum(range(300)) and not any(tensor.is_shared() for tensor in given)
+    assert all(torch.equal(first[str(number)], tensor + 1) for number, tensor in enumerate(given))
+    assert torch.equal(second["whole"], torch.arange(10.0) * 2) and isinstance(second["one"], torch.nn.Parameter)
+    second["whole"].detach()[2] = -1.0
+    assert second["part"].tolist() == [-1.0, 6.0], "two looks at one memory stay so"
+    assert not any(tensor.is_shared() for tensor in (*first.values(), *second.values()))
+
+
+def test_one_memory_goes_once() -> None:
+    """However many tensors look at it; a weight of a model that is tied, or one flat buffer behind all weights."""
+    flat = torch.zeros(100_000)
+    assert len(dumps([flat[start : start + 10] for start in range(0, 1000, 10)])) < 1.1 * 4 * flat.numel()
+
+
+TYPED = """
+import isles
+def worker(world): return world.rank
+isles.run_local(worker, 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        pytest.param("stdin", "worker: new processes cannot import what is typed into", marks=pytest.mark.long),
+        ("-c", "worker: new processes cannot import what is typed into"),
+        ("script", "before it began (the reason is printed above): a script that starts workers needs `if __name__ =="),
+    ],
+)
+def test_a_worker_that_cannot_be_imported(how: str, text: str, tmp_path: Path) -> None:
+    """The last line says so, and what to do: a function from `python -c` or stdin, a script without its guard."""
+    (tmp_path / "script.py").write_text(TYPED)
+    code = (tmp_path / "script.py").read_text()
+    command = [sys.executable, {"stdin": "-", "-c": "-c", "script": str(tmp_path / "script.py")}[how]]
+    done = subprocess.run(
+        command + [code] * (how == "-c"), input=code, capture_output=True, text=True, timeout=120,
+        env=dict(os.environ, PYTHONPATH=str(ROOT)),
+    )  # fmt: skip
+    assert done.returncode == 1 and text in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_a_run_on_one_machine_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,17 +45,17 @@ class RandomK(Codec):
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         self.refuse_other_length(wire, elements, dtype)
         chunks = -(-elements // CHUNK)
-        out_CB = torch.zeros(chunks, CHUNK, dtype=dtype)
+        out_CB = torch.zeros(chunks, CHUNK, dtype=dtype, device="cpu")
         out_CB.scatter_(1, self._places(chunks), wire.view(dtype).view(chunks, self.kept))
         return out_CB.view(-1)[:elements]
 
     def mask(self, elements: int) -> Tensor:
         """What is kept of a flat tensor, bool (elements,)."""
         chunks = -(-elements // CHUNK)
-        mask_CB = torch.zeros(chunks, CHUNK, dtype=torch.bool).scatter_(1, self._places(chunks), True)
+        mask_CB = torch.zeros(chunks, CHUNK, dtype=torch.bool, device="cpu").scatter_(1, self._places(chunks), True)
         return mask_CB.view(-1)[:elements]
 
     def _places(self, chunks: int) -> Tensor:
         """(chunks, kept)."""
         draw = torch.Generator().manual_seed(self.salt)
-        return torch.randperm(CHUNK, generator=draw)[: self.kept].expand(chunks, -1)
+        return torch.randperm(CHUNK, generator=draw, dtype=torch.int64, device="cpu")[: self.kept].expand(chunks, -1)

@@ -52,7 +52,7 @@ class ScaledBlocks(Codec):
 
     @override
     def encode(self, x: Tensor) -> Tensor:
-        wire = torch.empty(self.wire_bytes(len(x), x.dtype), dtype=torch.uint8)
+        wire = torch.empty(self.wire_bytes(len(x), x.dtype), dtype=torch.uint8, device="cpu")
         room, y_KB = self._room(torch.Size((0, 0)))
         for part, scale_K1, codes in self._pieces(x, wire):
             if y_KB.shape != part.shape:
@@ -66,7 +66,7 @@ class ScaledBlocks(Codec):
     @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         self.refuse_other_length(wire, elements, dtype)  # before there is room for so many
-        out = torch.empty(elements, dtype=dtype)
+        out = torch.empty(elements, dtype=dtype, device="cpu")
         self.decode_into(wire, out)
         return out
 
@@ -100,5 +100,5 @@ class ScaledBlocks(Codec):
         """Room for a piece's float32 temporaries: flat, whole blocks, zeros at the end; and of it what has the piece's
         shape. It is used for all pieces of a shape: made anew it costs more than the arithmetic.
         """
-        room = torch.zeros(shape[0] * self.block)
+        room = torch.zeros(shape[0] * self.block, dtype=torch.float32, device="cpu")
         return room, room[: shape.numel()].view(shape)

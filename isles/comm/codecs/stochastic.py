@@ -22,7 +22,7 @@ _PLACES, _FIRST, _SECOND = (constant - (1 << 32) for constant in (0x9E3779B1, 0x
 
 def draws(y: Tensor, block: int, seed: int) -> Tensor:
     """Numbers in [0, 1) for float32 y (n,), whole blocks: uniform over seeds for every entry (murmur3's finalizer)."""
-    places = torch.arange(block, dtype=torch.int32) * _PLACES + seed
+    places = torch.arange(block, dtype=torch.int32, device="cpu") * _PLACES + seed
     h = y.view(torch.int32).view(-1, block) ^ places
     h ^= (h >> 16) & 0xFFFF  # torch shifts signs in: they are masked off
     h *= _FIRST

@@ -72,7 +72,7 @@ class TopK(Codec):
         front = self.values.wire_bytes(kept, torch.float32)
         values = self.values.decode(wire[:front], kept, torch.float32).view(chunks, self.k)
         places = unpack_places(wire[front:]).view(chunks, self.k)
-        out_CB = torch.zeros(chunks, CHUNK).scatter_(1, places, values)
+        out_CB = torch.zeros(chunks, CHUNK, dtype=torch.float32, device="cpu").scatter_(1, places, values)
         return self.restore(out_CB).reshape(-1)[:elements].to(dtype)
 
     def transform(self, x_CB: Tensor) -> Tensor:
@@ -106,7 +106,10 @@ class DCTTopK(TopK):
 
 def dct_basis(n: int) -> Tensor:
     """C (n, n), C[m, q] = sqrt(2/n) cos(pi (2 m + 1) q / 2 n), the first column over sqrt 2: C C^T = 1."""
-    m, q = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)
+    m, q = (
+        torch.arange(n, dtype=torch.float64, device="cpu")[:, None],
+        torch.arange(n, dtype=torch.float64, device="cpu"),
+    )
     basis = math.sqrt(2 / n) * torch.cos(math.pi * (2 * m + 1) * q / (2 * n))
     basis[:, 0] /= math.sqrt(2)
     return basis.to(torch.float32)

@@ -70,7 +70,9 @@ class Factors(Averaging):
         self.elements = start
         draw = torch.Generator().manual_seed(0)  # the same on all members
         self.bases = [
-            torch.randn(m.columns, min(form.rank, m.rows, m.columns), generator=draw, dtype=dtype).to(device)
+            torch.randn(m.columns, min(form.rank, m.rows, m.columns), generator=draw, dtype=dtype, device="cpu").to(
+                device
+            )
             for m in self.matrices
         ]
 

@@ -54,7 +54,7 @@ class Headers:
         notes = [] if note is None else [note]
         words = self._layout.pack(magic, self.turn, self.group.view, stamp.step, stamp.digest, *notes)
         mine = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-        self._theirs = torch.zeros(self.group.size, len(words), dtype=torch.uint8)
+        self._theirs = torch.zeros(self.group.size, len(words), dtype=torch.uint8, device="cpu")
         rows = self._theirs.unbind()
         self.works: list[Work] = [call.recv(position, rows[position], phase) for position in self.group.others]
         self.works += [call.send(position, mine, phase) for position in self.group.others]

@@ -110,7 +110,7 @@ class Mail:
         if position in self.lost:
             return
         length = 0 if body is None else body.numel()
-        head = torch.tensor([MAGIC, self.run, *note[:4], length, *note[4:]], dtype=torch.int64)
+        head = torch.tensor([MAGIC, self.run, *note[:4], length, *note[4:]], dtype=torch.int64, device="cpu")
         number = self._sent[position]
         self._sent[position] += 1
         if len(self._sends) >= self._look_at:  # rarely, for each look asks of all of them
@@ -161,11 +161,11 @@ class Mail:
     def _listen(self, position: int) -> Steps[None]:
         try:
             for number in count():
-                head = torch.empty(_NUMBERS, dtype=torch.int64)
+                head = torch.empty(_NUMBERS, dtype=torch.int64, device="cpu")
                 arrival = self._address(number).recv(position, head, _HEAD)
                 yield arrival
                 note, length = self._read(position, head)
-                body, wire = torch.empty(length, dtype=torch.uint8), 0.0
+                body, wire = torch.empty(length, dtype=torch.uint8, device="cpu"), 0.0
                 if length:
                     work = self._address(number, note.kind).recv(position, body, _BODY)
                     waited = not work.done()

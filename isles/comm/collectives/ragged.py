@@ -36,7 +36,7 @@ def gather_ragged(call: Call, wire: Tensor, stamp: Stamp, most: int) -> Steps[di
         nbytes = headers.note(position)
         if not 0 <= nbytes <= most:
             raise Malformed(group.ranks[position], f"it announces {nbytes} bytes, {most} are possible")
-        gathered[position] = torch.empty(nbytes, dtype=torch.uint8)
+        gathered[position] = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if nbytes:
             works.append(call.recv(position, gathered[position], _BODY))
     if works:

@@ -23,7 +23,7 @@ def hashed(text: str) -> int:
 
 def same_number(group: Group, value: int, detail: str) -> None:
     """Diverged with `detail`, naming the odd worker, unless `value`, of 64 bits, is the same on all."""
-    values = [int(theirs) for theirs in group.all_gather(torch.tensor([value]))]
+    values = [int(theirs) for theirs in group.all_gather(torch.tensor([value], dtype=torch.int64, device="cpu"))]
     usual = Counter(values).most_common(1)[0][0]  # so that all name the odd one; of two, rank 0 is right
     for position, theirs in enumerate(values):
         if theirs != usual:

@@ -46,7 +46,7 @@ class Wires:
     def take(self, nbytes: int) -> Tensor:
         """A buffer of exactly `nbytes`, its content undefined."""
         spare = self._spare.get(nbytes)
-        return spare.pop() if spare else torch.empty(nbytes, dtype=torch.uint8)
+        return spare.pop() if spare else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def give(self, wire: Tensor) -> None:
         """Take back a buffer that nothing is received into or read from any more."""
@@ -296,7 +296,7 @@ def verdict(ranks: Sequence[int], culprit: int, nbytes: int) -> Tensor:
 
         ones ... | rank, its complement (4 bytes each) | ... ones        not told in wires below 24 bytes
     """
-    wire = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+    wire = torch.full((nbytes,), 0xFF, dtype=torch.uint8, device="cpu")
     if nbytes >= _LEAST and culprit in ranks:
         name = bytearray(_NAME.pack(culprit, ~culprit & 0xFFFFFFFF))
         begin = _middle(nbytes)

@@ -59,17 +59,17 @@ class IslandGroup:
         if self._group is None:
             return
         text = json.dumps({"act": act, **facts}).encode("ascii")
-        self._group.broadcast(torch.tensor([len(text)]))
+        self._group.broadcast(torch.tensor([len(text)], dtype=torch.int64, device="cpu"))
         self._group.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
 
     def hear(self) -> dict[str, Any]:
         """A follower's: what the leader says next."""
         assert self._group is not None, "a worker by itself follows nobody"
-        length = torch.zeros(1, dtype=torch.int64)
+        length = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._group.broadcast(length)
         if not 0 < int(length) <= _LONGEST:
             raise Malformed(self._group.ranks[0], f"a saying of {int(length)} bytes")
-        text = torch.empty(int(length), dtype=torch.uint8)
+        text = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         self._group.broadcast(text)
         return cast(dict[str, Any], parse_json(text.numpy().tobytes()))
 
@@ -77,7 +77,7 @@ class IslandGroup:
         """The leader's answer, for all; all call it together."""
         if self._group is None:
             return answer
-        word = torch.tensor([answer], dtype=torch.uint8)
+        word = torch.tensor([answer], dtype=torch.uint8, device="cpu")
         self._group.broadcast(word)
         return bool(word)
 
@@ -85,7 +85,7 @@ class IslandGroup:
         """Everybody's numbers, by place; all call it together."""
         if self._group is None:
             return [list(numbers)]
-        return [own.tolist() for own in self._group.all_gather(torch.tensor(numbers))]
+        return [own.tolist() for own in self._group.all_gather(torch.tensor(numbers, dtype=torch.int64, device="cpu"))]
 
     def gather_text(self, text: bytes) -> list[bytes]:
         """Everybody's text, of any length, by place; all call it together."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,16 +24,19 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as distributed_c10d
 from torch import Tensor
 
+from isles.comm.environment import world_variables
 from isles.comm.errors import PeerLost
+from isles.comm.gloo import meeting
 from isles.comm.gloo.host_clock import OnHostClock
 from isles.comm.gloo.life import Life
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.gloo.waiters import Waiters
-from isles.comm.interfaces import gloo_interface
+from isles.comm.interfaces import gloo_interface, refuse_unknown_interfaces
 from isles.comm.tags import Tag, pack
 from isles.comm.transport import Deadlines
 
 _LOG = logging.getLogger(__name__)
+_WORLDS = count()  # of this process, found by `from_environment`: all processes find them in the same order
 _NEVER = timedelta(days=30)  # gloo's own time-out closes every pair of the rank: deadlines are kept by transfers
 
 
@@ -48,39 +52,51 @@ class DistributedTransport(OnHostClock):
         self.rank, self.size = rank, size
         self._processes = processes  # None: the default process group, which is this transport's own
         self._waiters = Waiters()
-        self._closed = False
+        self.is_closed = False
+        self._store: dist.Store | None = None  # where its ranks meet; None: that of torch's own process group
+        self._join = Deadlines().join
         self._native_groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 
     @classmethod
     def join(cls, store: dist.Store, rank: int, size: int, life: Life | None = None) -> DistributedTransport:
         """Meet `size` processes over `store` and open gloo connections."""
         life = life or Life()
-        life.meet(
-            lambda: dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_NEVER),
-            rank,
-            range(size),
-            lambda: dist.PrefixStore("life", store),
-        )
+        life.meet(partial(_default, store, rank, size), rank, range(size), lambda: dist.PrefixStore("life", store))
         return cls(rank, size, life=life)
 
     @classmethod
-    def from_environment(cls) -> DistributedTransport:
-        """The world that torchrun's variables describe (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); one worker
-        without them. A process group that the user has made (NCCL, other time-outs) stays as it is: a gloo group over
-        the same ranks is made beside it.
+    def from_environment(cls, join: float = 300.0) -> tuple[DistributedTransport, int | None]:
+        """The world that the environment describes (`world_variables`) or torch.distributed has been given, and this
+        worker's number on its machine; one worker without either. A process group that the user has made (NCCL, other
+        time-outs) stays as it is: a gloo group over the same ranks is made beside it. RendezvousFailed where one does
+        not come within `join` seconds.
         """
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return cls()
-        if interface := gloo_interface(os.environ):
+        is_beside = dist.is_available() and dist.is_initialized()
+        told = dict(os.environ) if is_beside else world_variables(os.environ)
+        if told is None:
+            return cls(), _local_rank(os.environ)
+        if is_beside:
+            rank, size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, size = int(told["RANK"]), int(told["WORLD_SIZE"])
+        if interface := gloo_interface({**told, "WORLD_SIZE": str(size)}):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        rank, size, life = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Life()
-        make = _beside if dist.is_initialized() else _default
-        transport = cls(rank, size, life.meet(make, rank, range(size), lambda: _own_store("world")), life)
+        store = distributed_c10d._get_default_store() if is_beside else meeting.store_of(told, join)
+        # Keys of its own: those of a process group that was made and destroyed before are still there.
+        store = dist.PrefixStore(f"isles/{next(_WORLDS)}", store)
+        meeting.meet(store, rank, range(size), join)
+        life = Life()
+        make = partial(_beside if is_beside else _default, dist.PrefixStore("gloo", store), rank, size, join)
+        with meeting.failing_as(f"the {size} workers met, but gloo did not connect them within {join:g} s"):
+            processes = life.meet(make, rank, range(size), lambda: dist.PrefixStore("life", store))
+        transport = cls(rank, size, processes, life)
+        transport._store, transport._join = store, join
         atexit.register(transport.close)  # a script may just end
-        return transport
+        return transport, _local_rank(told)
 
     def waits(self, deadlines: Deadlines) -> Deadlines:
         """These, with more time for long transfers where the kernel does not tell whether a line moves."""
+        self._join = deadlines.join
         return self.life.waits(deadlines, (peer for peer in range(self.size) if peer != self.rank))
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
@@ -98,25 +114,24 @@ class DistributedTransport(OnHostClock):
         return self._watch(None, buffer, lambda: dist.all_reduce(buffer, group=group, async_op=True), ask_sender=False)
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> dist.ProcessGroup:
-        """Over NCCL for "cuda", else over gloo. Made once; its first use meets the
-        members without a deadline.
+        """Over NCCL for "cuda", else over gloo. Made once; its members meet within the deadline `join`, or
+        RendezvousFailed names who has not come.
         """
         key = (ranks, "nccl" if device == "cuda" else "gloo")
         if key not in self._native_groups:
             # Only the members meet: other groups of the mesh are made by their own.
-            self._native_groups[key] = self.life.meet(
-                lambda: _new_group(ranks=list(ranks), backend=key[1], use_local_synchronization=True),
-                self.rank,
-                ranks,
-                lambda: _own_store(f"{key[1]} {ranks}"),
-            )
+            own = dist.PrefixStore(f"{key[1]} {ranks}", self._store or distributed_c10d._get_default_store())
+            meeting.meet(own, self.rank, ranks, self._join)
+            make = partial(_new_group, self._join, ranks=list(ranks), backend=key[1], use_local_synchronization=True)
+            with meeting.failing_as(f"workers {ranks} met, but {key[1]} did not connect them"):
+                self._native_groups[key] = self.life.meet(make, self.rank, ranks, lambda: own)
         return self._native_groups[key]
 
     def close(self) -> None:
         """End the threads and the process group. Transfers that were given up are cut off, and with them all others."""
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
         self._driver.close()
         if not self._waiters.close(0.05):
             self._cut_off()
@@ -133,7 +148,7 @@ class DistributedTransport(OnHostClock):
             return
         try:
             tag = Tag("control", -1, 0, 253)  # nobody sends under it
-            message = dist.irecv(torch.empty(1, dtype=torch.uint8), None, self._processes, pack(tag))
+            message = dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), None, self._processes, pack(tag))
             if message is not None:
                 message.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
@@ -155,7 +170,8 @@ class DistributedTransport(OnHostClock):
         def wait() -> Callable[[], None]:
             lost: PeerLost | None = None
             try:
-                message[0].wait()
+                # The group's own time-out was for meeting. NCCL's work is awaited by the device alone if none is named.
+                _ = message[0].wait() if peer is None and not ask_sender else message[0].wait(_NEVER)
                 if ask_sender:
                     work.peer = message[0].source_rank()
             except RuntimeError as error:
@@ -169,23 +185,29 @@ class DistributedTransport(OnHostClock):
         return work
 
 
-def _new_group(**how: Any) -> dist.ProcessGroup:
-    made = dist.new_group(timeout=_NEVER, **how)
+def _default(store: dist.Store, rank: int, size: int, join: float | None = None) -> None:
+    refuse_unknown_interfaces(os.environ)
+    seconds = _NEVER if join is None else timedelta(seconds=join)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
+    if join is not None:
+        distributed_c10d._set_pg_timeout(_NEVER, dist.group.WORLD)
+
+
+def _beside(store: dist.Store, rank: int, size: int, join: float) -> dist.ProcessGroup:
+    refuse_unknown_interfaces(os.environ)
+    return _new_group(join, backend="gloo")
+
+
+def _new_group(join: float, **how: Any) -> dist.ProcessGroup:
+    """Its time-out counts until its members have met."""
+    made = dist.new_group(timeout=timedelta(seconds=join), **how)
     assert isinstance(made, dist.ProcessGroup)
+    distributed_c10d._set_pg_timeout(_NEVER, made)
     return made
 
 
-def _beside() -> dist.ProcessGroup:
-    return _new_group(backend="gloo")
-
-
-def _default() -> None:
-    dist.init_process_group("gloo", timeout=_NEVER)
-
-
-def _own_store(name: str) -> dist.Store:
-    """A corner of the default process group's store."""
-    return dist.PrefixStore(f"isles/life/{name}", distributed_c10d._get_default_store())
+def _local_rank(variables: Mapping[str, str]) -> int | None:
+    return int(variables["LOCAL_RANK"]) if "LOCAL_RANK" in variables else None
 
 
 def _first_line(error: Exception) -> str:

@@ -13,7 +13,6 @@ from functools import partial
 from threading import get_ident
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
@@ -25,6 +24,7 @@ from isles.comm.transport import Steps, awaited
 from isles.comm.virtual.events import ARRIVED, DEADLINE, Event
 from isles.comm.virtual.fates import Fates
 from isles.comm.virtual.scheduler import Awaited, Scheduler, VirtualWorker
+from isles.modes import own_modes
 
 
 class VirtualWork:
@@ -230,13 +230,11 @@ class VirtualTransfer:
 
 @contextlib.contextmanager
 def _threads_own_modes() -> Iterator[None]:
-    """torch's modes as a fresh thread has them: the step runs in whatever worker's thread is at hand, perhaps amid its
+    """Modes that do not depend on the thread: the step runs in whatever worker's thread is at hand, perhaps amid its
     evaluation without gradients, under autocast or a meter of memory, while with real processes it runs in a thread of
     its own."""
     with contextlib.ExitStack() as modes:
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu"):
-            modes.enter_context(torch.inference_mode(False))
-            modes.enter_context(torch.autocast("cpu", enabled=False))
+        modes.enter_context(own_modes())
         if _len_torch_dispatch_stack():
             modes.enter_context(_disable_current_modes())
         yield

@@ -149,7 +149,9 @@ class Hdee(System[HdeeConfig]):
 
     def _by_ridge(self, gate: RidgeGate, test_ENT: Tensor, domain: str) -> float:
         chosen = gate.route(self.texts[domain].held_rows("test", self.own.sequences)[:, : self.own.prefix])
-        return mixture.perplexity(test_ENT[torch.from_numpy(chosen), torch.arange(len(chosen))])
+        return mixture.perplexity(
+            test_ENT[torch.from_numpy(chosen), torch.arange(len(chosen), dtype=torch.int64, device="cpu")]
+        )
 
     def _by_average(self, scored: _SeedScores, names: Sequence[str], domain: str) -> float:
         """BTM's one model, its shares those of the cached prior."""

@@ -70,9 +70,9 @@ def given(shares: str, experts: int) -> Tensor:
     each at least 0, that sum to 1.
     """
     try:
-        found = torch.tensor([float(share) for share in shares.split(",")], dtype=torch.float64)
+        found = torch.tensor([float(share) for share in shares.split(",")], dtype=torch.float64, device="cpu")
     except ValueError:
-        found = torch.zeros(0)
+        found = torch.zeros(0, dtype=torch.float32, device="cpu")
     if len(found) != experts or not abs(float(found.sum()) - 1) < 1e-3 or float(found.min()) < 0:
         raise ValueError(
             f"shares {shares!r}: give {experts} numbers of at least 0 that sum to 1, with commas between them"

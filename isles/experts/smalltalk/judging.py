@@ -81,7 +81,7 @@ def _judged(seed: SmalltalkSeed, scored: DomainScores) -> dict[str, Any]:
     count, length = experts_ENT.shape[1:]
 
     def by(expert_of: Tensor) -> Tensor:
-        return experts_ENT[expert_of, torch.arange(count)]
+        return experts_ENT[expert_of, torch.arange(count, dtype=torch.int64, device="cpu")]
 
     ways: DomainScores = {form: scored[form] for form in seed.own.dense}
     ways["mixture"] = by(scored["routed"])

@@ -36,7 +36,7 @@ class PinnedRing:
     """Two pieces of pinned memory that take turns; one may still be copied from or to while the other is handed out."""
 
     def __init__(self) -> None:
-        self._pieces = [torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._pieces = [torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in range(2)]
         self._turn = 0
 
@@ -89,10 +89,10 @@ class CudaMoves(Moves):
         made = list[Tensor]()
         for tensor, dtype in zip(tensors, dtypes, strict=True):
             if tensor.dtype == dtype:
-                made.append(torch.empty(tensor.shape, dtype=dtype, pin_memory=True))
+                made.append(torch.empty(tensor.shape, dtype=dtype, pin_memory=True, device="cpu"))
                 made[-1].copy_(tensor, non_blocking=True)
             else:
-                made.append(torch.empty(tensor.shape, dtype=dtype))
+                made.append(torch.empty(tensor.shape, dtype=dtype, device="cpu"))
                 self._changed(tensor.reshape(-1), made[-1].view(-1))
         self._wait()
         return made

@@ -20,7 +20,7 @@ class Drift:
     """M (D, D) of the gradients since it was last taken, in float64 on the host."""
 
     def __init__(self, width: int) -> None:
-        self.total = torch.zeros(width, width, dtype=torch.float64)
+        self.total = torch.zeros(width, width, dtype=torch.float64, device="cpu")
 
     def add(self, gradient_BTD: Tensor) -> None:
         """Those of a microbatch."""

@@ -87,7 +87,9 @@ def _drawn(module: nn.Module, seed: str, std: float) -> nn.Module:
         if parameter.ndim == 2 and not parameter.is_meta:
             digest = hashlib.sha256(f"{seed}.{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-            parameter.copy_(torch.empty(parameter.shape).normal_(std=std, generator=generator))
+            parameter.copy_(
+                torch.empty(parameter.shape, dtype=torch.float32, device="cpu").normal_(std=std, generator=generator)
+            )
     return module
 
 

@@ -187,7 +187,7 @@ def crossing(model: nn.Module, blocks: Iterable[int], boundary: Boundary) -> nn.
     """
 
     def across(module: nn.Module, given: object, x: Tensor) -> Tensor:
-        no_tokens = torch.empty(0, dtype=torch.int64)
+        no_tokens = torch.empty(0, dtype=torch.int64, device="cpu")
         payload, side = boundary.encode(x, no_tokens)
         return boundary.decode(payload, side, no_tokens)
 

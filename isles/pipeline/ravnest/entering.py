@@ -100,7 +100,9 @@ class ClusterEntrance:
         """
         mail, group = self.mail, self.mail.group
         for other in others:
-            mail.send(other, MailNote(HELLO, 0), torch.tensor([told]).view(torch.uint8))
+            mail.send(
+                other, MailNote(HELLO, 0), torch.tensor([told], dtype=torch.int64, device="cpu").view(torch.uint8)
+            )
         patience = _PATIENCE * group.deadlines.outer
         until = group.transport.now() + patience
         while not gives_up():

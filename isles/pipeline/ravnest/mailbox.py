@@ -35,8 +35,8 @@ class Letter:
 
 def letter(number: int, flag: int, body: Tensor) -> Tensor:
     """The bytes of a message, (16 + n,) uint8. flag: `MORE`, `LAST` or `BROKEN`."""
-    wire = torch.empty(HEADER + body.numel(), dtype=torch.uint8)
-    wire[:HEADER] = torch.tensor([number, flag], dtype=torch.int64).view(torch.uint8)
+    wire = torch.empty(HEADER + body.numel(), dtype=torch.uint8, device="cpu")
+    wire[:HEADER] = torch.tensor([number, flag], dtype=torch.int64, device="cpu").view(torch.uint8)
     wire[HEADER:] = body
     return wire
 
@@ -64,7 +64,7 @@ class Mailbox:
     def post(self, number: int) -> None:
         """Take the message about microbatch `number` of the run when it comes, unless another one is awaited."""
         if self._posted is None:
-            buffer = torch.empty(self._length, dtype=torch.uint8)
+            buffer = torch.empty(self._length, dtype=torch.uint8, device="cpu")
             call = self._group.call("pipeline", round=number)
             self._posted = number, call.recv(self._source, buffer, phase(self._task)), buffer
 

@@ -169,7 +169,7 @@ class Quorum:
         call = self.world.call("outer", round=self.swaps + 1, fragment=WORDS)
         for other in self.seats.living:
             if other != self.world.rank and other not in self._coming and other not in self._lost:
-                word = torch.zeros(self._form.numbers, dtype=torch.int64)
+                word = torch.zeros(self._form.numbers, dtype=torch.int64, device="cpu")
                 self._coming[other] = call.recv(other, word), word
 
     def _swap(self, word: QuorumWord) -> list[QuorumWord]:

@@ -202,7 +202,7 @@ class _Stretch:
             self._say_broken(here - 1, Task("B", number, here - 1))
 
     def _say_broken(self, position: int, task: Task) -> None:
-        body = torch.zeros(self.form.nbytes(task), dtype=torch.uint8)
+        body = torch.zeros(self.form.nbytes(task), dtype=torch.uint8, device="cpu")
         call = self.group.call("pipeline", round=task.microbatch)
         with suppress(CommError):  # it may be gone as well
             call.send(position, letter(task.microbatch, BROKEN, body), phase(task))

@@ -54,7 +54,7 @@ class WordForm:
         if self.is_open:
             rows = [number for position, told in sorted(word.told.items()) for number in (position, told)]
             numbers += [*self._bits(word.leaving), *rows, *[0] * (2 * ROWS - len(rows))]
-        return torch.tensor(numbers, dtype=torch.int64)
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def unpacked(self, rank: int, packed: Tensor) -> QuorumWord:
         """The word of worker `rank`. Malformed, naming it, for what is none."""

@@ -110,7 +110,9 @@ class Agreement:
         return known
 
     def _tell(self, number: int, known: Mapping[int, Sequence[int]], extra: int = 0) -> None:
-        rows = torch.tensor([[position, *said] for position, said in sorted(known.items())], dtype=torch.int64)
+        rows = torch.tensor(
+            [[position, *said] for position, said in sorted(known.items())], dtype=torch.int64, device="cpu"
+        )
         note = MailNote(WORD, 0, self.post.turn, number, extra=extra)
         for position in self.members:
             if position != self.me:

@@ -104,7 +104,7 @@ class DelayedSwarm(Swarm):
         return self._told(said, self._loss(settled), asked)
 
     def _late_or_none(self) -> Tensor:
-        return torch.empty(0) if self.late is None else self.late
+        return torch.empty(0, dtype=torch.float32, device="cpu") if self.late is None else self.late
 
     def _awaited(self, step: _OpenStep) -> Tensor | None:
         """Its mean gradient; None where a share of it is lost."""

@@ -38,7 +38,9 @@ def welcome(swarm: Swarm, step: int) -> None:
         if stage != NOWHERE
     ]
     head = [swarm.agreement.post.turn, step, as_bits(arrangement.next_look)]
-    body = torch.tensor([*head, *(int(each) for row in rows for each in row)], dtype=torch.int64).view(torch.uint8)
+    body = torch.tensor([*head, *(int(each) for row in rows for each in row)], dtype=torch.int64, device="cpu").view(
+        torch.uint8
+    )
     for peer in comers:
         swarm.agreement.post.mail.send(peer, MailNote(WELCOME, 0), body)
 

@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from isles.comm.errors import DeadlinePassed, WorkerFailed
 from isles.comm.trust import JUMPS
+from isles.modes import own_modes
 from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Rhythm, by_size
 from isles.replicas.checks import workers
@@ -198,7 +199,7 @@ class BucketedSync(ReplicaSync):
     def _end_of_pass(self) -> None:
         """Autograd calls it when a backward pass has made all gradients."""
         self._pass = None
-        with torch.no_grad(), host_work():
+        with own_modes(), host_work():
             self._reduce()
 
     def _land_together(self) -> None:
@@ -410,7 +411,7 @@ class BucketedSync(ReplicaSync):
         ready = self._launched
         while ready < len(self.buckets) and self.buckets[ready].waiting <= 0:
             ready += 1
-        with torch.no_grad(), host_work():
+        with own_modes(), host_work():
             self._launch(ready)
             if self._phased is not None:
                 self._hand_on(self._phased, wait=False)

@@ -101,11 +101,11 @@ class Thresholds(Reduction):
                 keep = max(1, ceil((1 - rule.sparsity) * parameter.numel() - 1e-9))
                 self.tensors.append(_Tensor(start, stop, keep))
             else:
-                whole.append(torch.arange(start, stop, device=layout.device))
+                whole.append(torch.arange(start, stop, device=layout.device, dtype=torch.int64))
             start = stop
         self.whole = torch.cat(whole) if whole else torch.empty(0, dtype=torch.int64, device=layout.device)
         self.floor = torch.finfo(layout.dtype).smallest_normal  # what is smaller is nothing
-        self.thresholds = torch.zeros(len(self.tensors), dtype=layout.dtype)
+        self.thresholds = torch.zeros(len(self.tensors), dtype=layout.dtype, device="cpu")
         self.renewed = 0
         """Thresholds computed so far, one a tensor."""
         self.density = 0.0
@@ -208,7 +208,7 @@ class Thresholds(Reduction):
 
     def _drop(self) -> None:
         """Forget a step that does not count, or does already."""
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         self.usable, self._whole = True, False
         self._wire, self._own = nothing.to(torch.uint8), nothing
         self._places = nothing.to(torch.int64)
@@ -220,7 +220,7 @@ class Thresholds(Reduction):
         rule, since = self.rule, step - self.rule.exact - 1
         due = since < rule.every_step or since % rule.interval == 0
         thresholds, found = self.thresholds.tolist(), []
-        room = torch.empty(_PIECE, dtype=flat.dtype)
+        room = torch.empty(_PIECE, dtype=flat.dtype, device="cpu")
         for index, tensor in enumerate(self.tensors):
             picked = None if due else tensor.pick(flat, thresholds[index], room)
             if picked is None or self._is_off(len(picked), tensor.keep, thresholds[index]):
@@ -228,8 +228,8 @@ class Thresholds(Reduction):
                 self._renewals += 1
                 picked = tensor.pick(flat, thresholds[index], room)
             found.append(picked)
-        self._next = torch.tensor(thresholds, dtype=self.layout.dtype)
-        return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64)
+        self._next = torch.tensor(thresholds, dtype=self.layout.dtype, device="cpu")
+        return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def _is_off(self, count: int, keep: int, threshold: float) -> bool:
         """Whether a threshold does not do its work any more; one at the floor lets through all that there is."""
@@ -239,10 +239,10 @@ class Thresholds(Reduction):
     def _encode(self, flat: Tensor, picked: Tensor) -> Tensor:
         """The message: form and count, values, places; nothing where there is nothing to say."""
         if not len(self._places):
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         elements, count = self.layout.numel, len(picked)
         form = smallest(count, elements) if self.rule.places == "auto" else self.rule.places
-        word = torch.tensor([count * len(FORMS) + FORMS.index(form)]).view(torch.uint8)
+        word = torch.tensor([count * len(FORMS) + FORMS.index(form)], dtype=torch.int64, device="cpu").view(torch.uint8)
         values = self.rule.codec.encode(flat.index_select(0, self._places))
         return torch.cat((word, values, pack(form, picked, elements)))
 
@@ -250,7 +250,7 @@ class Thresholds(Reduction):
         """Places and values of a message. Malformed where its count is not that of what follows."""
         dtype = self.layout.dtype
         if not len(wire):
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=dtype, device="cpu")
         if len(wire) < _WORD:
             raise Malformed(-1, f"a message of {len(wire)} bytes")
         count, form = divmod(int(wire[:_WORD].view(torch.int64)), len(FORMS))

@@ -46,7 +46,7 @@ class SpreadRows:
         own = _flat([row[group.rank] for row in rows])
         sizes = [sum(row[position].nbytes for row in rows) for position in range(group.size)]
         self._theirs = [
-            own if position == group.rank else torch.empty(nbytes, dtype=torch.uint8)
+            own if position == group.rank else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             for position, nbytes in enumerate(sizes)
         ]
         call = group.call(channel, round=round, fragment=fragment)

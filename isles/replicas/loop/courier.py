@@ -203,7 +203,7 @@ class Courier:
 
     def _all_well(self, group: Group, well: bool) -> bool:
         """Whether all of `group` are there and say so of themselves."""
-        mine = torch.full((1,), well, dtype=torch.uint8)
+        mine = torch.full((1,), well, dtype=torch.uint8, device="cpu")
         answers = [group.start(exchange(group.call("eval"), other, mine), "eval") for other in group.others]
         for answer in answers:
             try:

@@ -57,7 +57,7 @@ def agreed_factor(group: Group, samples: float) -> tuple[float, float]:
     """
     if not 0 <= samples < math.inf:
         raise ValueError(f"weigh({samples}): give this worker's number of samples, 0 or more")
-    told = group.all_gather(torch.tensor([float(samples)], dtype=torch.float64))
+    told = group.all_gather(torch.tensor([float(samples)], dtype=torch.float64, device="cpu"))
     total = math.fsum(float(each) for each in told)
     if not total > 0:
         raise ValueError("weigh(0) on all workers: at least one must have samples")

@@ -76,7 +76,7 @@ class DDP(BucketedSync):
         if not self.group.transport.native:
             raise ValueError('reduction = "native" needs a real backend: use "two_shot" on the virtual one')
         if not self.is_sketch:  # opens the backend's connections now, not in the first backward pass
-            probe = torch.zeros(1, device=self.device())
+            probe = torch.zeros(1, device=self.device(), dtype=torch.float32)
             self.group.start(native_mean(self.group.call("control"), probe), "control").wait()
 
     @override

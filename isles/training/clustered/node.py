@@ -91,7 +91,11 @@ class ClusterWorker:
         """All who begin together ask for what concerns all of them."""
         text = self._holding.text
         own = [0, 0] if text is None else [int(text.judges), text.loader.sequences]
-        said = torch.stack(self.world.world.among(present).all_gather(torch.tensor(own), channel="control"))
+        said = torch.stack(
+            self.world.world.among(present).all_gather(
+                torch.tensor(own, dtype=torch.int64, device="cpu"), channel="control"
+            )
+        )
         judges, sequences = said.amax(0).tolist()
         self._know(judges=judges, most=sequences // self.reading.batch)
 

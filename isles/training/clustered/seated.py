@@ -176,7 +176,7 @@ class SeatedNode:
         place = seats.place(self.world.rank)
         if serving is None or place is None or not worker.trains or place[0] != seats.whole[0]:
             return
-        tensors = {_FACTS: torch.tensor([step, worker.reading.after(step)])}
+        tensors = {_FACTS: torch.tensor([step, worker.reading.after(step)], dtype=torch.int64, device="cpu")}
         for name, parameter in serving.model.named_parameters():
             moments = [v for v in serving.optimizer.state.get(parameter, {}).values() if v.shape == parameter.shape]
             tensors[f"weight.{name}"] = parameter.detach().cpu().clone()

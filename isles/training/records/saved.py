@@ -46,7 +46,7 @@ class SavedRun:
 
 def encoded(tokenizer: Tokenizer, text: str) -> torch.Tensor:
     """Token ids of `text`, (T,), int64."""
-    return torch.tensor([int(token) for token in tokenizer.encode(text)], dtype=torch.int64)
+    return torch.tensor([int(token) for token in tokenizer.encode(text)], dtype=torch.int64, device="cpu")
 
 
 def load_weights(model: nn.Module, weights: Path, of: str) -> None:

@@ -41,7 +41,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of them, in one piece of the host's memory, which goes when the last of them does."""
     order = _aligned(tensors)
-    held = torch.empty(sum(tensors[name].nbytes for name in order), dtype=torch.uint8)
+    held = torch.empty(sum(tensors[name].nbytes for name in order), dtype=torch.uint8, device="cpu")
     parts = held.split([tensors[name].nbytes for name in order])
     copies = {}
     for name, part in zip(order, parts, strict=True):

@@ -186,7 +186,7 @@ class Swarmed:
             self._decline()
         if self.swarm.stages[self.swarm.me] == 0:
             self.tokens += len(self.swarm.peer.counted) * self.swarm.peer.work.form.sequences * self._length
-        return torch.tensor(self.last.loss, device=next(self.stage.parameters()).device)
+        return torch.tensor(self.last.loss, device=next(self.stage.parameters()).device, dtype=torch.float32)
 
     def take_last(self) -> bool:
         """Leave the gradient of the last step for an update, where it is still to come; whether it was."""

@@ -96,7 +96,9 @@ class VirtualGifts:
         return facts
 
     def _receive(self, seat: int, number: int, size: int) -> Steps[None]:
-        yield self._transport.recv(seat, torch.empty(size, dtype=torch.uint8), Tag("control", _GIFTS + number))
+        yield self._transport.recv(
+            seat, torch.empty(size, dtype=torch.uint8, device="cpu"), Tag("control", _GIFTS + number)
+        )
 
     def _is_newer(self, what: str, after: int) -> bool:
         return what in self._offers and self._offers[what][1].get("round", after + 1) > after
@@ -122,5 +124,7 @@ class VirtualGifts:
         content = path.read_bytes()
         self._number += 1
         self._sent[seat] = self._number, len(content), content, facts
-        self._transport.push(seat, torch.empty(len(content), dtype=torch.uint8), Tag("control", _GIFTS + self._number))
+        self._transport.push(
+            seat, torch.empty(len(content), dtype=torch.uint8, device="cpu"), Tag("control", _GIFTS + self._number)
+        )
         self._others[str(seat)]._company.changed()

@@ -30,7 +30,7 @@ class Momentum:
         self.packing = Packing(self.blocks, config.compression_topk, config.value_dtype)
         self.edges = [group.edges for group in self.blocks.groups]
         self.transform: Transform = fixed(config.transform, self.edges, device)
-        self.vector = torch.zeros(self.blocks.entries, device=device)
+        self.vector = torch.zeros(self.blocks.entries, device=device, dtype=torch.float32)
         self.update: Tensor | None = None
         self._inside = [self.blocks.views(self.vector, index) for index in range(len(shapes))]
         self._decoded: list[Tensor] = []  # the same views of `update`, in one list
@@ -55,7 +55,10 @@ class Momentum:
 
     def extract(self) -> tuple[Tensor, Tensor]:
         """Values (pairs,), float32, and places (pairs,), int64, of the largest coefficients, on the CPU."""
-        values, places = [torch.empty(0)], [torch.empty(0, dtype=torch.int64)]
+        values, places = (
+            [torch.empty(0, dtype=torch.float32, device="cpu")],
+            [torch.empty(0, dtype=torch.int64, device="cpu")],
+        )
         for piece in self.blocks.pieces(self.device):
             group, kept = self.blocks.groups[piece.group], self.packing.kept[piece.group]
             coefficients = self.transform.forward(self.vector[piece.first : piece.last].view(-1, *group.edges))
@@ -64,7 +67,7 @@ class Momentum:
                 coefficients = coefficients.gather(1, chosen)
                 places.append(chosen.view(-1).cpu())
             else:
-                places.append(torch.zeros(coefficients.numel(), dtype=torch.int64))
+                places.append(torch.zeros(coefficients.numel(), dtype=torch.int64, device="cpu"))
             values.append(coefficients.reshape(-1).cpu())
         return torch.cat(values), torch.cat(places)
 

@@ -57,7 +57,7 @@ def drawn(edges: Iterable[tuple[int, int]], seed: int, step: int, device: torch.
     for size in sizes(edges):
         salt = hashlib.sha256(f"{seed} {step} {size}".encode()).digest()[:4]
         generator = torch.Generator().manual_seed(int.from_bytes(salt, "little"))
-        normal = torch.randn(size, size, generator=generator, dtype=torch.float64)
+        normal = torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu")
         bases[size] = torch.linalg.qr(normal).Q.to(device, torch.float32)
     return Transform(bases)
 

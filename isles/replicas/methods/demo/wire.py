@@ -38,14 +38,14 @@ class Bits(Codec):
 
     @override
     def encode(self, x: Tensor) -> Tensor:
-        wire = torch.empty(self.wire_bytes(len(x), x.dtype), dtype=torch.uint8)
+        wire = torch.empty(self.wire_bytes(len(x), x.dtype), dtype=torch.uint8, device="cpu")
         Sign().pack(x, wire)
         return wire
 
     @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         self.refuse_other_length(wire, elements, dtype)
-        out = torch.empty(8 * len(wire))
+        out = torch.empty(8 * len(wire), dtype=torch.float32, device="cpu")
         Sign().unpack(wire, out)
         return out[:elements].to(dtype)
 
@@ -92,7 +92,10 @@ class Packing:
 
     def pack(self, step: int, digest: int, values: Tensor, places: Tensor) -> Tensor:
         """The message, uint8 (nbytes,), of CPU tensors as in `Sent`."""
-        parts = [torch.tensor([step, digest]).view(torch.uint8), self.codec.encode(values)]
+        parts = [
+            torch.tensor([step, digest], dtype=torch.int64, device="cpu").view(torch.uint8),
+            self.codec.encode(values),
+        ]
         for index, group in enumerate(self.groups):
             if self.is_listed(index):
                 parts.append(_pack(group, places[self._of(index)]))
@@ -107,7 +110,7 @@ class Packing:
         step, digest = wire[:HEADER_BYTES].view(torch.int64).tolist()
         front = HEADER_BYTES + self.codec.wire_bytes(self.pairs, torch.float32)
         values = self.codec.decode(wire[HEADER_BYTES:front], self.pairs, torch.float32)
-        places = torch.empty(self.pairs, dtype=torch.int64)
+        places = torch.empty(self.pairs, dtype=torch.int64, device="cpu")
         for index, group in enumerate(self.groups):
             if self.is_listed(index):
                 last = front + _places_bytes(group, self.counts[index])

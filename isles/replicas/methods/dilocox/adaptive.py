@@ -43,7 +43,7 @@ class Adaptive:
         """
         finite = all(bool(basis.isfinite().all()) for basis in bases)
         used = (size * ranks_used(basis, self.energy) for basis, size in zip(bases, sizes, strict=True))
-        own = torch.tensor([sum(used) if finite else math.nan, sum(sizes)], dtype=torch.float64)
+        own = torch.tensor([sum(used) if finite else math.nan, sum(sizes)], dtype=torch.float64, device="cpu")
         ranks, entries = total(own).tolist()
         if math.isnan(ranks) or not entries:
             return False
@@ -80,5 +80,7 @@ def resized(basis: Tensor, rank: int, seed: int) -> Tensor:
     if rank <= columns:
         return torch.linalg.svd(basis, full_matrices=False).U[:, :rank].contiguous() if rank < columns else basis
     draw = torch.Generator().manual_seed(seed)
-    fresh = torch.randn(rows, rank - columns, generator=draw, dtype=basis.dtype) * basis.norm() / rows**0.5
+    fresh = (
+        torch.randn(rows, rank - columns, generator=draw, dtype=basis.dtype, device="cpu") * basis.norm() / rows**0.5
+    )
     return torch.cat((basis, fresh), 1)

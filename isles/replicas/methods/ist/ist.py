@@ -292,7 +292,7 @@ class IST(ReplicaSync):
         full = {}
         for name, parameter in self.subnet.parameters.items():
             axes = self.division.axes[name]
-            whole = torch.empty(self.division.shapes[name], dtype=parameter.dtype)
+            whole = torch.empty(self.division.shapes[name], dtype=parameter.dtype, device="cpu")
             for keeper in range(self.group.size):
                 units = self.division.kept_units(name, keeper)
                 part = kept[Key(name)] if keeper == self.group.rank else torch.empty_like(take(whole, axes, units))

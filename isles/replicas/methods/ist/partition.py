@@ -46,16 +46,27 @@ def partition(layer: str, units: int, workers: int, sampler: str, seed: int, rou
 def _partition(layer: str, units: int, workers: int, sampler: str, seed: int, round: int) -> tuple[Tensor, ...]:
     counts = sizes(units, workers)
     if sampler in ("rolling", "fixed"):
-        order = (torch.arange(units) + (round if sampler == "rolling" else 0)) % units
+        order = (torch.arange(units, dtype=torch.int64, device="cpu") + (round if sampler == "rolling" else 0)) % units
         return tuple(part.sort().values for part in order.split(counts))
     draw = torch.Generator().manual_seed(_seed(f"isles ist {seed} {round} {layer}"))
     if sampler == "random":
-        return tuple(part.sort().values for part in torch.randperm(units, generator=draw).split(counts))
+        return tuple(
+            part.sort().values
+            for part in torch.randperm(units, generator=draw, dtype=torch.int64, device="cpu").split(counts)
+        )
     # Deal the shuffled runs one after the other, in an order of workers whose first ones have a unit more.
     more = units % workers
-    order = torch.cat([torch.randperm(more, generator=draw), more + torch.randperm(workers - more, generator=draw)])
-    runs = [part[torch.randperm(len(part), generator=draw)] for part in torch.arange(units).split(counts)]
-    owners = order[torch.arange(units) % workers]
+    order = torch.cat(
+        [
+            torch.randperm(more, generator=draw, dtype=torch.int64, device="cpu"),
+            more + torch.randperm(workers - more, generator=draw, dtype=torch.int64, device="cpu"),
+        ]
+    )
+    runs = [
+        part[torch.randperm(len(part), generator=draw, dtype=torch.int64, device="cpu")]
+        for part in torch.arange(units, dtype=torch.int64, device="cpu").split(counts)
+    ]
+    owners = order[torch.arange(units, dtype=torch.int64, device="cpu") % workers]
     dealt = torch.cat(runs)
     return tuple(dealt[owners == worker].sort().values for worker in range(workers))
 
@@ -64,7 +75,7 @@ def kept_by(units: int, workers: int, server: str) -> list[tuple[int, int]]:
     """First and last + 1 of the units that each worker keeps between rounds. central: worker 0 all of them."""
     if server == "central":
         return [(0, units), *[(units, units)] * (workers - 1)]
-    stops = torch.tensor(sizes(units, workers)).cumsum(0).tolist()
+    stops = torch.tensor(sizes(units, workers), dtype=torch.int64, device="cpu").cumsum(0).tolist()
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
@@ -113,7 +124,11 @@ class Division:
         """The units of a parameter that `worker` keeps."""
         lead = self.lead(name)
         return tuple(
-            None if axis is None else torch.arange(*(self._kept(axis.layer, worker) if axis is lead else (axis.units,)))
+            None
+            if axis is None
+            else torch.arange(
+                *(self._kept(axis.layer, worker) if axis is lead else (axis.units,)), dtype=torch.int64, device="cpu"
+            )
             for axis in self.axes[name]
         )
 
@@ -130,7 +145,7 @@ class Division:
             first, last = self._between(axis.layer, holder, keeper, round) if axis is lead else (0, len(units))
             if first == last:
                 return None
-            held.append(torch.arange(first, last))
+            held.append(torch.arange(first, last, dtype=torch.int64, device="cpu"))
             kept.append(units[first:last] - (self._kept(axis.layer, keeper)[0] if axis is lead else 0))
         return EntryPositions(tuple(held), tuple(kept))
 
@@ -138,8 +153,10 @@ class Division:
         """How many units each worker (rows) holds of what each keeps (columns), (n, n)."""
         n, units = self.workers, self.layers[layer]
         held = torch.cat(partition(layer, units, n, self.sampler, self.seed, round))
-        holders = torch.arange(n).repeat_interleave(torch.tensor(sizes(units, n)))
-        stops = torch.tensor([stop for _, stop in kept_by(units, n, self.server)])
+        holders = torch.arange(n, dtype=torch.int64, device="cpu").repeat_interleave(
+            torch.tensor(sizes(units, n), dtype=torch.int64, device="cpu")
+        )
+        stops = torch.tensor([stop for _, stop in kept_by(units, n, self.server)], dtype=torch.int64, device="cpu")
         keepers = torch.bucketize(held, stops, right=True)
         return torch.bincount(holders * n + keepers, minlength=n * n).view(n, n)
 
@@ -174,7 +191,7 @@ class Division:
 
     def _between(self, layer: str, holder: int, keeper: int, round: int) -> tuple[int, int]:
         """Where in the holder's units the keeper's lie: a run, for both ascend."""
-        edges = torch.tensor(self._kept(layer, keeper))
+        edges = torch.tensor(self._kept(layer, keeper), dtype=torch.int64, device="cpu")
         first, last = torch.searchsorted(self.held(layer, holder, round), edges).tolist()
         return first, last
 

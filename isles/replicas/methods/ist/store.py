@@ -74,12 +74,16 @@ class Store:
     def messages(self, round: int, *, moments: bool = True) -> Tensor:
         """Bytes of the message between each holder (rows) and each keeper (columns) in `round`, either way, (n, n)."""
         division = self.division
-        total = torch.zeros(division.workers, division.workers, dtype=torch.int64)
+        total = torch.zeros(division.workers, division.workers, dtype=torch.int64, device="cpu")
         of_unit: dict[str, Tensor] = {}  # of all that lies along a layer, by holder
         for key in self.keys(moments=moments):
             lead = division.lead(key.name)
             held = [division.held_numel(key.name, worker) for worker in range(division.workers)]
-            each = torch.tensor(held) // torch.tensor(sizes(lead.units, division.workers)) * self.kept[key].itemsize
+            each = (
+                torch.tensor(held, dtype=torch.int64, device="cpu")
+                // torch.tensor(sizes(lead.units, division.workers), dtype=torch.int64, device="cpu")
+                * self.kept[key].itemsize
+            )
             of_unit[lead.layer] = of_unit.get(lead.layer, 0) + each
         for layer, each in of_unit.items():
             total += division.units_between(layer, round) * each[:, None]
@@ -94,14 +98,14 @@ class Store:
         """Bring what all workers hold in `round` to its keepers: into `kept` here. Its keys are what travels."""
         keys, lengths = list(kept), self.messages(round, moments=_has_moments(kept))
         holder, keeper = self._end(live, keys, round, held=True), self._end(kept, keys, round, held=False)
-        incoming = [torch.empty(int(nbytes), dtype=torch.uint8) for nbytes in lengths[:, self.rank]]
+        incoming = [torch.empty(int(nbytes), dtype=torch.uint8, device="cpu") for nbytes in lengths[:, self.rank]]
         yield from _exchange(call, holder, keeper, incoming)
 
     def down(self, call: Call, live: Tensors, round: int) -> Steps[None]:
         """Bring to all workers what they hold in `round`: into the tensors of `live` here."""
         keys, lengths = list(self.kept), self.messages(round)
         keeper, holder = self._end(self.kept, keys, round, held=False), self._end(live, keys, round, held=True)
-        incoming = [torch.empty(int(nbytes), dtype=torch.uint8) for nbytes in lengths[self.rank]]
+        incoming = [torch.empty(int(nbytes), dtype=torch.uint8, device="cpu") for nbytes in lengths[self.rank]]
         yield from _exchange(call, keeper, holder, incoming)
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,7 +143,7 @@ class _End:
             as_bytes(take(self.tensors[key], self.division.axes[key.name], units).contiguous().cpu())
             for key, units in self._units(other)
         ]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def unpack(self, wire: Tensor, other: int) -> None:
         """Write the message from `other` to its places."""
@@ -168,7 +172,9 @@ class _End:
         at = 0
         for key, units in self._units(other):
             out = self.tensors[key]
-            shape = take(torch.empty(out.shape, device="meta"), self.division.axes[key.name], units).shape
+            shape = take(
+                torch.empty(out.shape, device="meta", dtype=torch.float32), self.division.axes[key.name], units
+            ).shape
             end = at + shape.numel() * out.itemsize
             yield key, units, wire[at:end].clone().view(out.dtype).view(shape)  # cloned: a view wants to be aligned
             at = end

@@ -1,0 +1,93 @@
+"""Which world the environment of a process describes: torchrun's variables, or those of srun and mpirun, from which
+they are made.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+
+_ALONE = "for a process that trains alone set RANK=0 and WORLD_SIZE=1"
+
+
+def world_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them; None: a world
+    of one. ValueError for a description of several processes in which something is missing.
+    """
+    if "RANK" in environment or int(environment.get("WORLD_SIZE") or 1) > 1:
+        made = dict(environment)
+        missing = "WORLD_SIZE" if not made.get("WORLD_SIZE") else "RANK" if not made.get("RANK") else None
+        if missing is not None:
+            one = "RANK" if missing == "WORLD_SIZE" else "WORLD_SIZE"
+            raise ValueError(
+                f"{one} = {made[one]}, but {missing} is not set: start the processes with torchrun, or set RANK, "
+                f"WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each; {_ALONE}"
+            )
+    elif (several := _slurm(environment) or _open_mpi(environment) or _pmi(environment)) is not None:
+        made = {**environment, **several}
+    else:
+        return None
+    rank, size = int(made["RANK"]), int(made["WORLD_SIZE"])
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK = {rank} of WORLD_SIZE = {size}: ranks are 0 to {size - 1}")
+    absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not made.get(name)]
+    if absent and size > 1:
+        raise ValueError(
+            f"rank {rank} of {size} does not know where rank 0 listens: set {' and '.join(absent)} to the address of "
+            f"its machine and a free port, the same in all processes; {_ALONE}"
+        )
+    return None if absent else made
+
+
+def _slurm(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """A task of a step of several (srun); not the batch script around it."""
+    if "SLURM_PROCID" not in environment or not (environment.keys() & {"SLURM_STEP_ID", "SLURM_STEPID"}):
+        return None
+    size = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or "1"
+    step = environment.get("SLURM_STEP_ID") or environment.get("SLURM_STEPID")
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or ""
+    first = "127.0.0.1" if environment.get("SLURM_STEP_NUM_NODES") == "1" else _first_host(nodes)
+    port = str(_port(f"{environment.get('SLURM_JOB_ID')}.{step}"))
+    return _several(environment, environment["SLURM_PROCID"], size, environment.get("SLURM_LOCALID"), first, port)
+
+
+def _open_mpi(environment: Mapping[str, str]) -> dict[str, str] | None:
+    own = {name: environment.get(f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")}
+    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid")
+    first = "127.0.0.1" if job and own["LOCAL_SIZE"] == own["SIZE"] else None
+    return _several(environment, own["RANK"], own["SIZE"], own["LOCAL_RANK"], first, str(_port(job)) if job else None)
+
+
+def _pmi(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """MPICH's and Intel's mpirun."""
+    local = environment.get("MPI_LOCALRANKID")
+    return _several(environment, environment.get("PMI_RANK"), environment.get("PMI_SIZE"), local, None, None)
+
+
+def _several(
+    environment: Mapping[str, str],
+    rank: str | None,
+    size: str | None,
+    local_rank: str | None,
+    first: str | None,
+    port: str | None,
+) -> dict[str, str] | None:
+    """Of one of several processes; None where they are not several. first, port: of rank 0, if the user names none."""
+    if rank is None or size is None or int(size) < 2:
+        return None
+    made = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank}
+    made |= {"MASTER_ADDR": environment.get("MASTER_ADDR") or first}
+    made |= {"MASTER_PORT": environment.get("MASTER_PORT") or port}
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def _first_host(nodes: str) -> str | None:
+    """Of Slurm's `gpu[03-05,9],login`: gpu03."""
+    found = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
+    return None if found is None else found[1] + (found[2] or "")
+
+
+def _port(job: str) -> int:
+    """The same for all processes of a job; below those that systems give out by themselves."""
+    return 20_000 + zlib.crc32(job.encode()) % 10_000

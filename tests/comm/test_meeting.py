@@ -1,0 +1,269 @@
+"""How processes that somebody else has started meet: which world their environment describes, within which deadline,
+and who is named that does not come.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import isles
+from isles.comm.environment import world_variables
+from isles.comm.errors import RendezvousFailed
+from isles.comm.mesh import Mesh
+from tests.gloo import run_gloo
+
+ROOT = Path(__file__).resolve().parents[2]
+SRUN = {
+    "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "2", "SLURM_JOB_ID": "41",
+    "SLURM_STEP_NODELIST": "gpu[03-05,9],login",
+}  # fmt: skip
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "8", "PMIX_NAMESPACE": "prterun-1",
+}  # fmt: skip
+WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("told", "world"),
+    [
+        ({}, None),
+        ({"WORLD_SIZE": "1"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5"}, ["1", "2", None, "a", "5"]),
+        (SRUN, ["3", "8", "1", "gpu03", "26513"]),
+        (SRUN | {"SLURM_STEP_NODELIST": "gpu7,gpu8"}, ["3", "8", "1", "gpu7", "26513"]),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "1"}, ["3", "8", "1", "127.0.0.1", "26513"]),
+        (SRUN | {"MASTER_ADDR": "b", "MASTER_PORT": "6"}, ["3", "8", "1", "b", "6"]),
+        (SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}, None),  # a batch script
+        (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None),
+        (MPIRUN, ["3", "8", "3", "127.0.0.1", "27673"]),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5"}, ["1", "2", None, "a", "5"]),
+    ],
+)
+def test_the_world_of_an_environment(told: dict[str, str], world: list[str | None] | None) -> None:
+    found = world_variables(told)
+    assert found == world or (found is not None and [found.get(name) for name in WORLD] == world)
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        ({"WORLD_SIZE": "8"}, "WORLD_SIZE = 8, but RANK is not set"),
+        ({"RANK": "3"}, "RANK = 3, but WORLD_SIZE is not set"),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK = 8 of WORLD_SIZE = 8"),
+        ({"RANK": "1", "WORLD_SIZE": "8"}, "set MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a"}, "set MASTER_PORT"),
+        (SRUN | {"SLURM_STEP_NODELIST": ""}, "rank 3 of 8 does not know where rank 0 listens: set MASTER_ADDR to"),
+        (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "set MASTER_ADDR"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "set MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_half_a_description_is_refused(told: dict[str, str], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        world_variables(told)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """`isles.init` under an environment, in a thread of its own; nobody else comes."""
+    with ThreadPoolExecutor(1) as pool:
+
+        def init(join: float = 0.3, **variables: object) -> Any:
+            for name, value in variables.items():
+                monkeypatch.setenv(name, str(value))
+            return pool.submit(isles.init, deadlines=isles.Deadlines(join=join)).result(60)
+
+        yield init
+
+
+def test_who_does_not_come_is_named(alone: Callable[..., Any]) -> None:
+    """Within the deadline, on rank 0 and on one that does not find it."""
+    began, port = time.monotonic(), free_port()
+    with pytest.raises(RendezvousFailed, match=r"worker 1, 2 of 3 did not come to isles.init\(\) within 0.3 s"):
+        alone(RANK=0, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    port = free_port()
+    with pytest.raises(RendezvousFailed, match=f"rank 1: nobody answers at 127.0.0.1:{port} .*where rank 0 should"):
+        alone(RANK=1, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert time.monotonic() - began < 20
+
+
+def test_an_unknown_interface_is_named(alone: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME = \^lo,docker0: .*choose of .*lo"):
+        alone(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), GLOO_SOCKET_IFNAME="^lo,docker0")
+
+
+def init_in_a_thread(world: Mesh) -> Any:
+    """What another thread of this worker finds: its world, or an error."""
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append((isles.init().size, isles.init().transport is world.transport))
+        except ValueError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_thread_finds_the_world_of_its_process() -> None:
+    """Virtual workers share a process: a thread that one of them starts is told to take its `world`."""
+    assert run_gloo(init_in_a_thread) == [(2, True)] * 2
+    assert all("pass it `world`" in told for told in isles.run_virtual(init_in_a_thread, 2))
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(isles.init).result().size == 1, "and after it there is none"
+
+
+OWN = """
+import sys, time, torch, isles
+import torch.distributed as dist
+from datetime import timedelta
+from isles.comm.errors import RendezvousFailed
+from isles.comm.transport import native_collectives
+
+def sums():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return int(total)
+
+def swaps(world):
+    return int(world.outer.exchange(1 - world.rank, torch.tensor([world.rank]))) == 1 - world.rank
+
+def init():
+    return isles.init(deadlines=isles.Deadlines(join=2.0))
+
+dist.init_process_group("gloo")
+assert sums() == 2
+dist.destroy_process_group()
+world = init()  # whose keys are not those of the group that was
+assert world.size == 2
+if world.rank == 1:
+    time.sleep(3.0)  # longer than `join`: that was for meeting alone
+assert swaps(world)
+native = native_collectives(world.transport)
+assert dist.get_world_size(native.process_group((0, 1), "cpu")) == 2
+began = time.monotonic()
+if world.rank == 0:
+    try:
+        native.process_group((1, 0), "cpu")  # to which the other does not come
+    except RendezvousFailed as error:
+        assert "worker 1 of 2 did not come" in str(error) and time.monotonic() - began < 20
+        print("told", flush=True)
+assert swaps(world)
+world.close()
+again = init()
+assert again.transport is not world.transport and swaps(again)
+again.close()
+for name in ("RANK", "WORLD_SIZE"):
+    rank = int(__import__("os").environ.pop(name)) if name == "RANK" else rank
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
+beside = init()  # no variables: the world of the user's group
+assert beside.size == 2 and swaps(beside) and sums() == 2
+beside.close()
+assert sums() == 2
+"""
+
+
+def test_own_process_groups(tmp_path: Path) -> None:
+    """Before `isles.init()` and beside it, and `isles.init()` again; a native group to which nobody comes."""
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "own.py").write_text(OWN)
+    command = [sys.executable, str(tmp_path / "own.py"), f"file://{tmp_path}/store"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **pipes) for rank in range(2)]  # type: ignore[call-overload]
+    try:
+        said = [one.communicate(timeout=120) for one in both]
+    finally:
+        for one in both:
+            one.kill()
+    assert [one.returncode for one in both] == [0, 0], said
+    assert said[0][0] == "told\n"
+
+
+TRAIN = """
+import sys, torch, isles
+world = isles.init(deadlines=isles.Deadlines(join=60.0))
+ranks = [int(one) for one in world.outer.all_gather(torch.tensor([world.rank]))]
+sys.stdout.write(f"all {world.rank} {world.local_rank} {ranks}\\n")  # in one piece
+"""
+
+
+@pytest.mark.long
+def test_mpirun(tmp_path: Path) -> None:
+    """`mpirun -n 3 python train.py`, with nothing else set."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("no mpirun here")
+    (tmp_path / "train.py").write_text(TRAIN)
+    options = ["--allow-run-as-root", "--oversubscribe", "-n", "3"]
+    _three(["mpirun", *options, sys.executable, str(tmp_path / "train.py")], tmp_path)
+
+
+@pytest.mark.long
+def test_srun(tmp_path: Path) -> None:
+    """`srun -n 3 python train.py` on a cluster of this machine alone."""
+    if os.geteuid() != 0 or any(shutil.which(name) is None for name in ("srun", "slurmd", "slurmctld", "munged")):
+        pytest.skip("no Slurm here that this user may start")
+    (tmp_path / "train.py").write_text(TRAIN)
+    host, cores = socket.gethostname().split(".")[0], os.cpu_count()
+    control, daemon = free_port(), free_port()
+    (tmp_path / "slurm.conf").write_text(
+        f"ClusterName=one\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nAuthType=auth/munge\n"
+        f"AuthInfo=socket={tmp_path}/munge.socket\nCryptoType=crypto/munge\nSlurmctldPort={control}\n"
+        f"SlurmdPort={daemon}\nStateSaveLocation={tmp_path}/state\nSlurmdSpoolDir={tmp_path}/spool\n"
+        f"SlurmctldPidFile={tmp_path}/control.pid\nSlurmdPidFile={tmp_path}/daemon.pid\nProctrackType=proctrack/linuxproc\n"
+        "TaskPlugin=task/none\nMpiDefault=none\nReturnToService=2\nSelectType=select/cons_tres\n"
+        "SelectTypeParameters=CR_Core\nSwitchType=switch/none\nJobAcctGatherType=jobacct_gather/none\n"
+        f"NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} State=UNKNOWN\n"
+        f"PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES\n"
+    )
+    (tmp_path / "key").write_bytes(os.urandom(128))
+    (tmp_path / "key").chmod(0o400)
+    folder = os.environ | {"SLURM_CONF": str(tmp_path / "slurm.conf")}
+    daemons = [
+        ["munged", "-F", "--force", f"--socket={tmp_path}/munge.socket", f"--key-file={tmp_path}/key",
+         f"--pid-file={tmp_path}/munge.pid", f"--log-file={tmp_path}/munge.log", f"--seed-file={tmp_path}/seed"],
+        ["slurmctld", "-D", "-f", str(tmp_path / "slurm.conf"), "-L", str(tmp_path / "control.log")],
+        ["slurmd", "-D", "-N", host, "-f", str(tmp_path / "slurm.conf"), "-L", str(tmp_path / "daemon.log")],
+    ]  # fmt: skip
+    running = []
+    try:
+        for command in daemons:
+            running.append(subprocess.Popen(command, env=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            time.sleep(1.0)
+        command = ["srun", "-n", "3", "--overcommit", sys.executable, str(tmp_path / "train.py")]
+        _three(command, tmp_path, folder)
+    finally:
+        for process in reversed(running):
+            process.terminate()
+            process.wait(20)
+
+
+def _three(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
+    told = {**(environment or os.environ), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=told, cwd=folder, capture_output=True, text=True, timeout=180)
+    logs = {path.name: path.read_text()[-2000:] for path in folder.glob("*.log")}
+    assert done.returncode == 0, (done.stderr, logs)
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("all"))
+    assert lines == [f"all {rank} {rank} [0, 1, 2]" for rank in range(3)], done.stdout

@@ -1,0 +1,163 @@
+"""Torch's modes around a user's calls (autocast, default dtype, default device, inference mode) change no bit, and the
+user's own code within those calls (a closure, the body of `no_sync`) stays in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import isles
+from isles.comm.codecs import FORMS
+from isles.comm.mesh import Mesh
+from tests.covers import cover
+from tests.gloo import run_gloo
+from tests.replicas.workers import RUNS, Net, batch, bits, weights, wrap
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "plain": nullcontext,
+    "autocast": partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+    "bfloat16": partial(default_dtype, torch.bfloat16),
+    "float64": partial(default_dtype, torch.float64),
+    "meta": partial(torch.device, "meta"),
+    "inference": torch.inference_mode,
+    "no_grad": torch.no_grad,
+}
+ODD = [name for name in MODES if name != "plain"]
+FORM = {f"custom, {form}": ("custom", {"sync_every": 2, "codec": form, "error_feedback": "local"}) for form in FORMS}
+
+
+class Same(Net):
+    """`Net` whose own arithmetic is the same in all modes: without matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.float32, device="cpu"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().sum()
+        hidden = torch.tanh((x[:, None] * self.first).sum(-1) + self.bias)
+        return (hidden[:, None] * self.second).sum(-1)
+
+
+def inside(mode: str) -> bool:
+    """Whether this thread is in that mode."""
+    return {
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "meta": torch.get_default_device().type == "meta",
+        "inference": torch.is_inference_mode_enabled(),
+        "no_grad": not torch.is_grad_enabled(),
+    }.get(mode, True)
+
+
+def trained(world: Mesh, name: str, mode: str) -> tuple[str, float]:
+    """Eight steps, every public call in a context of its own; a new optimizer goes on half way."""
+    method, options = FORM.get(name, (name, {}))
+    within = MODES[mode]
+    passes = nullcontext if mode in ("inference", "no_grad") else within  # in these torch computes no gradients
+
+    def backward(x: Tensor, y: Tensor) -> Tensor:
+        with passes():
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+        return loss.detach()
+
+    def closure(x: Tensor, y: Tensor) -> Tensor:
+        assert mode in ("inference", "no_grad") or inside(mode), "the closure is the user's"
+        optimizer.zero_grad()
+        return backward(x, y)
+
+    model = Same()
+    with within():
+        optimizer = wrap(world, method, model, **options)
+    for step in range(1, 9):
+        x, y = batch(world.rank, step)
+        if step in (2, 6):
+            with within(), optimizer.no_sync():
+                assert inside(mode), "the body is the user's"
+                with torch.inference_mode(False), torch.enable_grad():
+                    backward(x, y)
+        if step == 3 and mode not in ("inference", "no_grad"):
+            with within():
+                optimizer.step(partial(closure, x, y))
+        else:
+            backward(x, y)
+            with within():
+                optimizer.step()
+        optimizer.zero_grad()
+        if step == 4:
+            with within():
+                state = optimizer.state_dict()
+                kept = {key: value.clone() for key, value in optimizer.weights().items()}
+            model = Same()
+            with within():
+                optimizer = wrap(world, method, model, **options)
+                optimizer.load_weights(kept)
+                optimizer.load_state_dict(state)
+        if step == 7:
+            with within(), optimizer.evaluation_weights() as judged:
+                assert inside(mode), "the body is the user's"
+                judged(x)
+    with within():
+        optimizer.settle()
+        spread = optimizer.replica_std() if not name.startswith("ist") else 0.0
+        model = optimizer.consolidate()
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    return bits(weights(model)), spread
+
+
+def run(name: str, mode: str) -> list[tuple[str, float]]:
+    return isles.run_virtual(trained, 2, args=(name, mode))
+
+
+plain = cache(partial(run, mode="plain"))
+
+
+@pytest.mark.parametrize(("name", "mode"), cover([*RUNS, *FORM], ODD, each=1))
+def test_no_mode_changes_a_bit(name: str, mode: str) -> None:
+
+    assert run(name, mode) == plain(name)
+
+
+def sums(world: Mesh, mode: str) -> list[float]:
+    """A user's own collective, whose codec multiplies matrices."""
+    from isles.comm.codecs import codec
+
+    mine = torch.linspace(world.rank, 2, 5000, dtype=torch.float32, device="cpu")
+    with MODES[mode]():
+        world.outer.mean(mine, codec("dct_topk:64"))
+        world.world.barrier()
+    return mine.tolist()
+
+
+@pytest.mark.parametrize("mode", ODD)
+def test_a_users_own_collectives(mode: str) -> None:
+    assert isles.run_virtual(sums, 2, args=(mode,)) == isles.run_virtual(sums, 2, args=("plain",))
+
+
+def in_processes(world: Mesh) -> list[tuple[str, float]]:
+    return [trained(world, name, mode) for name, mode in (("dilocox", "autocast"), ("ddp, int4", "meta"))]
+
+
+def test_modes_over_gloo() -> None:
+    """Whose threads do part of the work."""
+    each = [run("dilocox", "plain"), run("ddp, int4", "plain")]
+    assert run_gloo(in_processes) == [list(worker) for worker in zip(*each, strict=True)]
