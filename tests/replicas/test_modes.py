@@ -24,12 +24,11 @@ from tests.replicas.workers import RUNS, Net, batch, bits, weights, wrap
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(torch.float32)  # not what it was before: another virtual worker may have been within
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
