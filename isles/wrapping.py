@@ -146,12 +146,6 @@ class Wrapping(Optimizer):
         if state:
             self.inner.state = state
 
-    def __getattr__(self, name: str) -> Any:
-        """`train` and `eval` are the inner optimizer's, where it has them: those of schedule-free optimizers."""
-        if name in ("train", "eval") and hasattr(self.inner, name):
-            return getattr(self.inner, name)
-        raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's."""
         self.inner.zero_grad(set_to_none)

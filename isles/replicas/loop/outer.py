@@ -35,10 +35,8 @@ from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_o
 from isles.replicas.loop.recut import recut_states
 from isles.replicas.loop.sweep import FiniteCheck, NoCheck, Sweep
 from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unweighed, weights_of
-from isles.replicas.masters import WeightCopies
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.start import T
-from isles.wrapping import innermost
 
 
 class OuterSync(OuterForetold):
@@ -67,7 +65,6 @@ class OuterSync(OuterForetold):
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self.flights: list[Flight] = []
         self._weighed = counts_alike(self.config, parts, self.roster)
-        self.copies = WeightCopies(innermost(self.inner), self.parameters)
         self.skipped = 0
         """Rounds of a fragment that were skipped, because somebody's share was not finite."""
         self.healed = 0  # times that this worker healed itself
@@ -82,7 +79,6 @@ class OuterSync(OuterForetold):
     @torch.no_grad()
     @override
     def after_inner_step(self) -> None:
-        self.copies.look()
         sending = self.cadence.sends(self.steps)
         self.courier.stepped(self.steps, sends=bool(sending))
         self._exchange(sending)
@@ -97,10 +93,6 @@ class OuterSync(OuterForetold):
         weights are then the anchors.
         """
         self.catch_up()
-        with self.copies.landing(self.steps):
-            self._finish()
-
-    def _finish(self) -> None:
         late = self.parts.cadence.rounds_late
         if not late:
             self._drain()
@@ -221,10 +213,6 @@ class OuterSync(OuterForetold):
             return
         refuse_unweighed(self._weighed)
         self.catch_up()
-        with self.copies.landing(self.steps):
-            self._send_and_land(sending, landing, lands)
-
-    def _send_and_land(self, sending: Sequence[int], landing: list[Flight], lands: int | None) -> None:
         leaving = self._snapshots(sending)
         if not all(usable for *_, usable in leaving):
             self._heal()
