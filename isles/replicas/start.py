@@ -1,25 +1,29 @@
-"""How replicas begin as one: the same settings everywhere, worker 0's weights everywhere, then proof of it; and how far
-apart they are later.
+"""How replicas begin as one: the same settings everywhere, worker 0's weights everywhere, then proof of it; how far
+apart they are later; and proof that they end as one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
-from isles.comm.collectives.same import same_number, same_text
+from isles.comm.collectives.same import same_text
+from isles.comm.errors import DeadlinePassed, Diverged
 from isles.comm.group import Group
 from isles.comm.tags import Channel
-from isles.replicas.flat import FlatParameters
+from isles.replicas.flat import FlatParameters, digest
 
 T = TypeVar("T")
 OverThoseLeft = Callable[[Callable[[Group], Any]], Any]
+EVEN = "give all workers the same number of inner steps: drop the rest of the longer loader, skip no step on one alone"
 _ROUNDED = 1e-12  # of the sum of squares: more than what rounding a mean of equal numbers makes
 
 
@@ -28,11 +32,50 @@ def same_settings(group: Group, settings: str) -> None:
     same_text(group, settings, "its method, settings or model shapes differ; start all workers with the same ones")
 
 
-def same_weights(group: Group, weights: Sequence[Tensor]) -> None:
-    """Diverged, naming the odd worker, unless `weights` are equal to the bit on all."""
-    flat = FlatParameters(weights)
-    digest = flat.digest(flat.read(flat.new()))
-    same_number(group, digest, "its weights differ after the broadcast; check memory and versions")
+def same_weights(group: Group, tensors: Mapping[str, Tensor], step: int = 0) -> int:
+    """A hash of `tensors`, by name. Diverged, naming the odd worker and the first tensor, unless they are equal to the
+    bit on all. Bytes sent: 8 to each of the others, and 8 a tensor where they differ.
+    """
+    hashes = torch.tensor([_hash(tensor) for tensor in tensors.values()], dtype=torch.int64)
+    own = digest(list(hashes))
+    told = [int(theirs) for theirs in group.all_gather(torch.tensor([own]))]
+    usual = Counter(told).most_common(1)[0][0]  # so that all name the odd one; of two, rank 0 is right
+    if any(theirs != usual for theirs in told):
+        rows = group.all_gather(hashes)
+        odd = next(position for position, theirs in enumerate(told) if theirs != usual)
+        apart = (rows[odd] != rows[told.index(usual)]).tolist()
+        names = [name for name, differs in zip(tensors, apart, strict=True) if differs]
+        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        when = "where all must be equal" if step else "after the broadcast"
+        raise Diverged(group.ranks[odd], step, f"{names[0]}{others} differ {when}; check memory and versions")
+    return own
+
+
+def _hash(tensor: Tensor) -> int:
+    flat = FlatParameters([tensor])
+    return flat.digest(flat.read(flat.new()))
+
+
+def same_end(group: Group, steps: int, rounds: str) -> int:
+    """The most inner steps that a worker has done; all are in their last round. Diverged, naming the odd worker, unless
+    all have done the same `rounds`. Bytes sent: 8 to each of the others.
+    """
+    told = [int(theirs) for theirs in group.all_gather(torch.tensor([steps << 32 | crc32(rounds.encode())]))]
+    usual = Counter(theirs & 0xFFFFFFFF for theirs in told).most_common(1)[0][0]
+    for position, theirs in enumerate(told):
+        if theirs & 0xFFFFFFFF != usual:
+            done = f"it ends after {theirs >> 32} inner steps, this worker after {steps}, in different rounds"
+            raise Diverged(group.ranks[position], steps, f"{done}; {EVEN}")
+    return max(theirs >> 32 for theirs in told)
+
+
+@contextmanager
+def among_even() -> Iterator[None]:
+    """Around waits for what a worker that has done fewer inner steps than the others never sends."""
+    try:
+        yield
+    except DeadlinePassed as error:
+        raise DeadlinePassed(error.peer, error.channel, error.seconds, f"if it has ended, {EVEN}") from error
 
 
 def spread_from_first(group: Group, tensors: Sequence[Tensor]) -> None:

@@ -16,7 +16,8 @@ from tests.covers import share
 from tests.gloo import run_gloo
 from tests.replicas.workers import RUNS, bits, usual_inner, weights, wrap
 
-RIGHT = [name for name in RUNS if not name.startswith("ist")]  # which has no axes of this model
+# ist has no axes of this model; the matrix products of "muon" round by the memory format.
+RIGHT = [name for name in RUNS if not name.startswith("ist") and name != "demo, bits"]
 CORE = ["ddp", "localsgd", "diloco", "demo"]
 
 

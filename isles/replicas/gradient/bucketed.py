@@ -37,6 +37,7 @@ from isles.replicas.island.spreading import SpreadRows, planned_spreads, spread_
 from isles.replicas.replica import PeerQuestion, Replica
 from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import Outline, everyone, outline
+from isles.replicas.start import among_even
 from isles.replicas.sync import MethodConfig, ReplicaSync
 from isles.wrapping import Deferred, Phased, Sharing, host_work, is_within_function
 
@@ -436,7 +437,8 @@ class BucketedSync(ReplicaSync):
     def _wait(self, bucket: Bucket) -> tuple[int, ...]:
         assert bucket.transfer is not None
         try:
-            return bucket.transfer.wait()
+            with among_even():
+                return bucket.transfer.wait()
         except DeadlinePassed as error:
             if not (bucket.stale or self._passes):
                 raise

@@ -22,7 +22,7 @@ from isles.comm.roster import Roster
 from isles.network.planner.memory import Held
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
-from isles.replicas.start import T
+from isles.replicas.start import T, among_even
 
 _PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
 MISSES = 8  # deadlines in succession after which a partner counts as lost
@@ -170,7 +170,8 @@ class Courier:
 
     def _came(self, exchange: Exchange) -> bool:
         try:
-            exchange.wait()
+            with among_even():
+                exchange.wait()
         except (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refused) as error:
             if self.parts.on_peer_failure != "solo":
                 raise

@@ -86,9 +86,14 @@ class OuterSync(OuterForetold):
     def adapt(self) -> None:
         """Before a round is sent, when all that lands now has arrived: change its numbers, on all workers alike."""
 
+    @override
+    def rounds_done(self) -> str:
+        apart = self.parts.choice["mixing"] == "nobody"
+        return "" if apart else repr([fragment.rounds for fragment in self.fragments])
+
     @torch.no_grad()
     @override
-    def finish(self) -> None:
+    def land_all(self) -> None:
         """A last, shorter round where inner steps were taken since the last one, and all in flight lands; the live
         weights are then the anchors.
         """

@@ -45,6 +45,7 @@ from isles.replicas.methods.demo.wire import Sent
 from isles.replicas.replica import largest
 from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone
+from isles.replicas.start import among_even
 from isles.replicas.sync import StepsAlike
 from isles.wrapping import innermost
 
@@ -129,7 +130,9 @@ class DeMo(StepsAlike):
         own = momentum.packing.unpack(wire)
         momentum.subtract(values if momentum.packing.exact else own.values, places)
         everyone = []
-        for rank, theirs in zip(group.ranks, transfer.wait(), strict=True):
+        with among_even():
+            arrived = transfer.wait()
+        for rank, theirs in zip(group.ranks, arrived, strict=True):
             with sent_by(rank):
                 everyone.append(own if rank == group.transport.rank else momentum.packing.unpack(theirs))
         self._exchanged = True

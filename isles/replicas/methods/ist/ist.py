@@ -50,6 +50,7 @@ from isles.replicas.methods.ist.store import Key, Store
 from isles.replicas.methods.ist.subnet import Subnet
 from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone
+from isles.replicas.start import among_even
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
 _FEW = 64  # units of an MLP: below it subnets are poor; one head each will do
@@ -136,9 +137,13 @@ class IST(ReplicaSync):
         if self.steps % self.config.sync_every == 0:
             self._next_round()
 
+    @override
+    def rounds_done(self) -> str:
+        return str(self.round)
+
     @torch.no_grad()
     @override
-    def finish(self) -> None:
+    def land_all(self) -> None:
         if self.merged < self.steps:
             self._next_round()
 
@@ -150,6 +155,7 @@ class IST(ReplicaSync):
             super().consolidate()
             self.subnet.set_values(self._full("control"))
             self._consolidated = True
+            self._prove(dict(self.subnet.parameters))
         return self.model
 
     @contextmanager
@@ -249,6 +255,7 @@ class IST(ReplicaSync):
 
     # One round.
 
+    @among_even()
     def _next_round(self) -> None:
         """Merge, average, divide anew. All of it is waited for: the next step needs the other units."""
         live = self.subnet.live(self.inner, self.store.keys(moments=True))
