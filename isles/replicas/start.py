@@ -5,7 +5,7 @@ apart they are later; and proof that they end as one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from zlib import crc32
@@ -23,7 +23,14 @@ from isles.replicas.flat import FlatParameters, digest
 
 T = TypeVar("T")
 OverThoseLeft = Callable[[Callable[[Group], Any]], Any]
-EVEN = "give all workers the same number of inner steps: drop the rest of the longer loader, skip no step on one alone"
+OTHER_STATE = "it goes on from another state than this worker: load the states of one run and step on all, or none"
+OTHER_SETTINGS = (
+    "its inner optimizer has other settings (learning rate, weight decay, ...): set them alike on all workers"
+)
+EVEN = (
+    "give all workers the same number of inner steps: drop the rest of the longer loader, skip no step on one alone, "
+    "load states of one step"
+)
 _ROUNDED = 1e-12  # of the sum of squares: more than what rounding a mean of equal numbers makes
 
 
@@ -36,7 +43,7 @@ def same_weights(group: Group, tensors: Mapping[str, Tensor], step: int = 0) -> 
     """A hash of `tensors`, by name. Diverged, naming the odd worker and the first tensor, unless they are equal to the
     bit on all. Bytes sent: 8 to each of the others, and 8 a tensor where they differ.
     """
-    hashes = torch.tensor([_hash(tensor) for tensor in tensors.values()], dtype=torch.int64)
+    hashes = _hashes(tensors.values())
     own = digest(list(hashes))
     told = [int(theirs) for theirs in group.all_gather(torch.tensor([own]))]
     usual = Counter(told).most_common(1)[0][0]  # so that all name the odd one; of two, rank 0 is right
@@ -51,9 +58,14 @@ def same_weights(group: Group, tensors: Mapping[str, Tensor], step: int = 0) -> 
     return own
 
 
-def _hash(tensor: Tensor) -> int:
-    flat = FlatParameters([tensor])
-    return flat.digest(flat.read(flat.new()))
+def hash_of(tensors: Iterable[Tensor]) -> int:
+    """Of 64 bits; never 0."""
+    return digest(list(_hashes(tensors))) or 1
+
+
+def _hashes(tensors: Iterable[Tensor]) -> Tensor:
+    flats = [FlatParameters([tensor]) for tensor in tensors]
+    return torch.tensor([flat.digest(flat.read(flat.new())) for flat in flats], dtype=torch.int64)
 
 
 def same_end(group: Group, steps: int, rounds: str) -> int:
@@ -71,11 +83,11 @@ def same_end(group: Group, steps: int, rounds: str) -> int:
 
 @contextmanager
 def among_even() -> Iterator[None]:
-    """Around waits for what a worker that has done fewer inner steps than the others never sends."""
+    """Around waits for what a worker that has ended, or has loaded the state of another step, never sends."""
     try:
         yield
     except DeadlinePassed as error:
-        raise DeadlinePassed(error.peer, error.channel, error.seconds, f"if it has ended, {EVEN}") from error
+        raise DeadlinePassed(error.peer, error.channel, error.seconds, f"if it has ended or is at another step, {EVEN}") from error
 
 
 def spread_from_first(group: Group, tensors: Sequence[Tensor]) -> None:
@@ -94,6 +106,31 @@ def bytes_by_format(tensors: Sequence[Tensor]) -> list[int]:
     for tensor in tensors:
         totals[tensor.dtype] += tensor.nbytes
     return list(totals.values())
+
+
+class Settings:
+    """A hash of the hyper-parameters that are plain numbers, or on the CPU: 0 where nobody has set any."""
+
+    def __init__(self) -> None:
+        self._seen: list[float] = []
+        self._hash = 0
+
+    def of(self, groups: Sequence[dict[str, Any]]) -> int:
+        """Of those groups, each time anew; `initial_lr` is what a scheduler remembers."""
+        items = [item for group in groups for item in group.items() if item[0] not in ("params", "initial_lr")]
+        seen = [
+            float(number)
+            for _, value in items
+            for number in (value if type(value) is tuple else (value,))
+            if _plain(number)
+        ]
+        if seen != self._seen:
+            self._seen, self._hash = seen, crc32(repr(seen).encode())
+        return self._hash
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1 and value.is_cpu)
 
 
 def settings_of(inner: Optimizer) -> list[Any]:

@@ -105,6 +105,10 @@ class ReplicaSync(TakesScalers, Foretold):
         self.everything = range(len(self.shares))
         self.steps = 0
         """Inner steps done."""
+        self.run = 0
+        """What all workers of a run share: a hash of the weights that it began with."""
+        self.is_loaded = False
+        """Whether the state was loaded since the last step: the next exchange proves that it is the others' too."""
         self.batches = 1
         """Backward passes of a step, which `schedule` and `memory` count with: more where gradients accumulate."""
         self.gradient_norm: Tensor | None = None
@@ -152,6 +156,7 @@ class ReplicaSync(TakesScalers, Foretold):
         self.replica.apply(scaled)
         self.steps += 1
         self.after_inner_step()
+        self.is_loaded = False
 
     # What a method fills in.
 
@@ -315,6 +320,7 @@ class ReplicaSync(TakesScalers, Foretold):
         self.load_inner_state(state_dict["inner"])
         self.load_outer_state(state_dict["outer"])
         if "transport" in state_dict:  # else it is a `shared_state`
+            self.is_loaded = True
             self.group.traffic.load_state_dict(state_dict["traffic"])
             self.group.transport.load_state_dict(state_dict["transport"])
 
@@ -379,7 +385,7 @@ class ReplicaSync(TakesScalers, Foretold):
         start.same_settings(self.group, self._settings())
         start.spread_from_first(self.group, self._shared())
         self.replica.spread(self.everything)
-        start.same_weights(self.group, self._named_shares())
+        self.run = start.same_weights(self.group, self._named_shares())
 
     def _settings(self) -> str:
         """What must be the same on all workers, beside their weights."""

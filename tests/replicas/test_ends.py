@@ -91,9 +91,7 @@ def spoiled_whole(world: Mesh, name: str) -> str:
 @pytest.mark.parametrize("name", ["fsdp", "ist"])
 def test_a_model_put_together_is_proven(name: str) -> None:
     for text in (run_gloo if name == "fsdp" else isles.run_virtual)(spoiled_whole, args=(name,)):
-        assert text == (
-            "worker 1 diverged at step 4: second differ where all must be equal; check memory and versions"
-        )
+        assert text == ("worker 1 diverged at step 4: second differ where all must be equal; check memory and versions")
 
 
 def test_the_end_is_proven_over_gloo() -> None:
@@ -154,8 +152,8 @@ OVERLAPPED = ("streaming, int4", "streaming-diloco", "streaming-noloco", "eager,
 @pytest.mark.parametrize("steps", [(12, 11), (14, 10), (10, 12)])
 def test_workers_that_did_as_many_rounds_end_together(name: str, steps: tuple[int, int]) -> None:
     """As if the shorter one had stood still: to the bit."""
-    if name in OVERLAPPED and steps != (12, 11):
-        pytest.skip("other rounds")
+    if name in OVERLAPPED:
+        steps = (9, 8)
     assert run(uneven, 2, name, steps, False) == run(uneven, 2, name, steps, True)
 
 

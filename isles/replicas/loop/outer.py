@@ -63,6 +63,7 @@ class OuterSync(OuterForetold):
         self.courier = self.new_courier()
         self.fragments = fragments_of(parts, self.parameters, self.shares, self.vectors)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
+        self._name_run()
         self.flights: list[Flight] = []
         self._weighed = counts_alike(self.config, parts, self.roster)
         self.skipped = 0
@@ -171,6 +172,7 @@ class OuterSync(OuterForetold):
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             "flights": [flight.state_dict() for flight in self.flights],
             "roster": self.roster.state_dict(),
+            "run": self.run,
             "skipped": self.skipped,
             "healed": self.healed,
         }
@@ -189,7 +191,13 @@ class OuterSync(OuterForetold):
             self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, at_rest))
         self.roster.load_state_dict(state.get("roster", {}))  # earlier versions kept none
         self.courier = self.new_courier()
+        self.run = state.get("run", 0)  # earlier versions had none
+        self._name_run()
         self.skipped, self.healed = state["skipped"], state.get("healed", 0)  # earlier versions did not heal
+
+    def _name_run(self) -> None:
+        for fragment in self.fragments:
+            fragment.run = self.run
 
     @classmethod
     @override
