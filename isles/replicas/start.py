@@ -87,7 +87,9 @@ def among_even() -> Iterator[None]:
     try:
         yield
     except DeadlinePassed as error:
-        raise DeadlinePassed(error.peer, error.channel, error.seconds, f"if it has ended or is at another step, {EVEN}") from error
+        raise DeadlinePassed(
+            error.peer, error.channel, error.seconds, f"if it has ended or is at another step, {EVEN}"
+        ) from error
 
 
 def spread_from_first(group: Group, tensors: Sequence[Tensor]) -> None:

@@ -28,6 +28,7 @@ from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, refuse_other_run, with_options
+from isles.replicas.copies import WeightCopies
 from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker, copied
 from isles.replicas.foretold import Foretold
 from isles.replicas.replica import Replica, as_replica
@@ -100,6 +101,7 @@ class ReplicaSync(TakesScalers, Foretold):
         self.replica.refuse(self)
         super().__init__(self.replica.inner, self.replica.parameters)
         self.watch = ModelWatch(model, self.replica.parameters, self.group)
+        self.copies = WeightCopies(self.inner, self.parameters)
         self.shares = self.replica.shares
         """What all workers of the group hold copies of: the parameters, or in an island this worker's part of them."""
         self.everything = range(len(self.shares))
@@ -154,6 +156,7 @@ class ReplicaSync(TakesScalers, Foretold):
         if scaled is None or not scaled.overflowed:
             self.before_inner_step()
         self.replica.apply(scaled)
+        self.copies.stepped()
         self.steps += 1
         self.after_inner_step()
         self.is_loaded = False
@@ -189,6 +192,11 @@ class ReplicaSync(TakesScalers, Foretold):
 
         Where workers agree, proves that they do. Bytes sent for both, on "control": at most 16 to each of the others.
         """
+        if self.steps and any(group.get("train_mode") is False for group in self.param_groups):
+            raise ValueError(
+                "the inner optimizer is in eval mode, whose weights are not those that are trained: call "
+                "optimizer.train() before finish() and consolidate()"
+            )
         rounds = self.rounds_done()
         if rounds and self._is_watched:
             with start.among_even():
@@ -200,6 +208,17 @@ class ReplicaSync(TakesScalers, Foretold):
     def land_all(self) -> None:
         """`finish` without a look at the others: where all have done as many inner steps."""
         self.catch_up()
+
+    @contextmanager
+    def landing(self, places: Sequence[int]) -> Iterator[None]:
+        """Around whatever writes to the parameters of numbers `places` between two inner steps."""
+        self.copies.before_landing()
+        yield
+        self.copies.landed(places, self.landed_from(places) if self.copies.watched else {})
+
+    def landed_from(self, places: Sequence[int]) -> Mapping[int, Tensor]:
+        """Of those of the parameters what they were rounded from when they were last written to, where it is kept."""
+        return {}
 
     def rounds_done(self) -> str:
         """What must be the same on all workers where they end, "" where they need not have done anything alike."""
@@ -266,9 +285,10 @@ class ReplicaSync(TakesScalers, Foretold):
         averaged |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}
         if averaged:
             flat = FlatParameters(list(averaged.values()))
-            flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control")))
-            self._prove(averaged)
-            self.replica.spread(self.everything)
+            with self.landing(() if self.agrees else self.everything):
+                flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control")))
+                self._prove(averaged)
+                self.replica.spread(self.everything)
         return self.replica.whole()
 
     @torch.no_grad()
@@ -335,6 +355,7 @@ class ReplicaSync(TakesScalers, Foretold):
         """Restore `inner_state`."""
         self.watch.loaded()
         self.replica.load_inner_state(state)
+        self.copies = WeightCopies(self.inner, self.parameters)
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that this worker holds, by name: plain tensors, live."""

@@ -15,7 +15,7 @@ float32: rounding never looks like progress. A hash of the anchor rides in the n
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from warnings import warn
@@ -109,8 +109,9 @@ class OuterSync(OuterForetold):
                 oldest.lands = self.steps
         self._exchange(rest, None if late else self.steps)
         self._drain()
-        show(self.fragments, [fragment.anchor for fragment in self.fragments])
-        self.replica.spread(self.everything)
+        with self.landing(self.everything):
+            show(self.fragments, [fragment.anchor for fragment in self.fragments])
+            self.replica.spread(self.everything)
         for fragment in self.fragments:
             if fragment.ahead is not None:
                 self.courier.survives(fragment.ahead)  # the partner counts on this worker's half of it
@@ -268,18 +269,20 @@ class OuterSync(OuterForetold):
             self._heal()
             self._skipped(fragment, [self.group.transport.rank])
             return
-        with fragment.resting(resting):
-            fragment.digest = sweep.alone()
+        with self.landing(fragment.places):
+            with fragment.resting(resting):
+                fragment.digest = sweep.alone()
+            self.replica.spread(fragment.places)
         if resting and self.agrees:
             fragment.digest = fragment.flat.digest(fragment.anchor)
-        self.replica.spread(fragment.places)
 
     def _heal(self) -> None:
         """What came of numbers that are not finite goes: the next steps start from the anchors, with fresh moments."""
-        for fragment in self.fragments:
-            fragment.skip()
-        self.replica.spread(self.everything)
-        self.replica.forget_moments()
+        with self.landing(self.everything):
+            for fragment in self.fragments:
+                fragment.skip()
+            self.replica.spread(self.everything)
+            self.replica.forget_moments()
         self.healed += 1
 
     def _resting(self, fragment: Fragment) -> tuple[int, ...]:
@@ -323,6 +326,23 @@ class OuterSync(OuterForetold):
 
     def land(self, flight: Flight, fresh: Tensor | None) -> None:
         """What came back of a flight. fresh: see `Reading.read`."""
+        with self.landing(flight.fragment.places):
+            self._land(flight, fresh)
+
+    @override
+    def landed_from(self, places: Sequence[int]) -> Mapping[int, Tensor]:
+        """The anchors."""
+        found = {}
+        for fragment in self.fragments:
+            own = [self.shares[place] for place in fragment.places]
+            for place, share, part in zip(
+                fragment.places, own, fragment.anchor.split([one.numel() for one in own]), strict=True
+            ):
+                if share is self.parameters[place]:
+                    found[place] = part.view(share.shape)
+        return found
+
+    def _land(self, flight: Flight, fresh: Tensor | None) -> None:
         fragment = flight.fragment
         if flight in self.flights:
             self.flights.remove(flight)

@@ -178,7 +178,7 @@ class DeMo(StepsAlike):
                 parameter.grad = None
 
     def _digest(self) -> int:
-        """Hash of the settings, and of the weights where they are compared: now and then, and once a state was loaded."""
+        """Hash of the settings, and of the weights where they are compared: now and then, and after loading."""
         settings, every = self._settings_now.of(self.param_groups), self.config.check_every
         if not (self.is_loaded or (every and self.steps and self.steps % every == 0)):
             return packed(settings)

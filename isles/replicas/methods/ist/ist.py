@@ -267,7 +267,9 @@ class IST(ReplicaSync):
         up = self.store.up(self.group.call(), live, self.store.kept, self.round)
         merging = self.group.start(up, nbytes=sent_up)
         digest = packed(self.division.digest(self.round), self.run)
-        self._average("outer", Stamp(self.steps, digest, parts=(_OTHER_DIVISION, OTHER_STATE)))
+        shared = set(map(id, self.shares))
+        with self.landing([place for place, own in enumerate(self.parameters) if id(own) in shared]):
+            self._average("outer", Stamp(self.steps, digest, parts=(_OTHER_DIVISION, OTHER_STATE)))
         merging.wait()
         self.round += 1
         down = self.store.down(self.group.call(), live, self.round)
