@@ -13,7 +13,7 @@ this. Where it has none it is found out by its next step, and refused. torch's o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,6 @@ _FEWEST = 3  # inner steps of a round after which one step cannot lead as far ba
 _LOOKED_AT = 512  # entries of each parameter by which that is seen
 
 
-@runtime_checkable
-class Lands(Protocol):
-    """An inner optimizer that keeps its copy of the weights right by itself."""
-
-    def after_landing(self, parameters: Sequence[nn.Parameter]) -> None:
-        """These have been written to."""
-
-
 class WeightCopies:
     """In the state of `inner`, of `parameters`."""
 
@@ -43,9 +35,11 @@ class WeightCopies:
         own = type(self._inner).__module__.startswith("torch.optim.")
         late = isinstance(self._inner, Deferred)  # a plan of memory, which keeps the state of torch's own
         self.watched = not (own or late)
+        self._renews = getattr(self._inner, "after_landing", None)
         self._keys: set[str] = set()
-        self._before: list[Tensor] | None = None
-        self._landed: tuple[list[Tensor], list[Tensor]] | None = None  # some entries: after a landing, and its way
+        self._before: list[Tensor] | None = None  # the weights, where there are copies
+        self._start: list[Tensor] | None = None  # some of them, where there may be some out of reach
+        self._landed: tuple[list[Tensor], list[Tensor]] | None = None  # the same after a landing, and how they moved
         self._steps, self._last = 0, dict[int, int]()  # inner steps; at the last landing, by number of the parameter
         self._round = 0  # inner steps of the round that has just landed
         self._undone = 0  # landings in succession that the next inner step took back
@@ -70,11 +64,11 @@ class WeightCopies:
 
     def before_landing(self) -> None:
         """The weights are as the inner step has left them."""
-        if not self.watched or isinstance(self._inner, Lands):
+        if not self.watched or self._renews is not None:
             return
-        self._keys = {key for key in self._state_keys() if self._is_copy(key)}
-        looks = bool(self._probes) and not self._keys
-        self._landed = (self._some(), []) if looks else None
+        states = (self._inner.state.get(parameter, {}) for parameter in self._parameters)
+        self._keys = {key for key in {key for state in states for key in state} if self._is_copy(key)}
+        self._start, self._landed = self._some() if self._probes and not self._keys else None, None
         self._before = [own_rows(own.detach()).clone() for own in self._parameters] if self._keys else None
 
     def landed(self, places: Sequence[int], exact: Mapping[int, Tensor]) -> None:
@@ -83,19 +77,19 @@ class WeightCopies:
         """
         parameters = [self._parameters[place] for place in places]
         if not self.watched or not parameters:
-            self._landed = None
             return
-        if isinstance(self._inner, Lands):
-            self._inner.after_landing(parameters)
+        if self._renews is not None:
+            self._renews(parameters)
         elif self._before is not None:
             for place in places:
                 self._renew(place, exact.get(place))
             self._before = None
-        elif self._landed is not None:
-            before, now = self._landed[0], self._some()
-            moved = [after - then for after, then in zip(now, before, strict=True)]
+        elif self._start is not None:
+            now = self._some()
+            moved = [after - then for after, then in zip(now, self._start, strict=True)]
             self._round = self._steps - self._last.get(places[0], 0)
-            self._landed = (now, moved) if _product(moved, moved) > 0 and self._round >= _FEWEST else None
+            if self._round >= _FEWEST and _product(moved, moved) > 0:
+                self._landed = (now, moved)
         self._last |= dict.fromkeys(places, self._steps)
 
     def _renew(self, place: int, exact: Tensor | None) -> None:
@@ -111,10 +105,6 @@ class WeightCopies:
                 kept.copy_(full)
             else:
                 kept.add_((parameter.to(kept.dtype) - before.to(kept.dtype)).to(kept.device))
-
-    def _state_keys(self) -> list[str]:
-        states = (self._inner.state.get(parameter, {}) for parameter in self._parameters)
-        return list(dict.fromkeys(key for state in states for key in state))
 
     def _is_copy(self, key: str) -> bool:
         """Near all parameters that have it, and no zeros throughout."""

@@ -111,27 +111,24 @@ def bytes_by_format(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class Settings:
-    """A hash of the hyper-parameters that are plain numbers, or on the CPU: 0 where nobody has set any."""
+    """A hash of the hyper-parameters that are plain numbers, or on the CPU, as they are now."""
 
     def __init__(self) -> None:
-        self._seen: list[float] = []
-        self._hash = 0
+        self._seen: list[Any] = []
+        self._hash, self._may_change = 0, False
 
     def of(self, groups: Sequence[dict[str, Any]]) -> int:
-        """Of those groups, each time anew; `initial_lr` is what a scheduler remembers."""
-        items = [item for group in groups for item in group.items() if item[0] not in ("params", "initial_lr")]
-        seen = [
-            float(number)
-            for _, value in items
-            for number in (value if type(value) is tuple else (value,))
-            if _plain(number)
-        ]
-        if seen != self._seen:
-            self._seen, self._hash = seen, crc32(repr(seen).encode())
+        """Of those groups. Only looks where nothing was set since: this is done in every step."""
+        now = [value for group in groups for key, value in group.items() if key != "params"]
+        if self._may_change or now != self._seen:
+            self._seen, self._may_change = now, any(isinstance(value, Tensor) for value in now)
+            own = [value for group in groups for key, value in group.items() if key not in ("params", "initial_lr")]
+            flat = [one for value in own for one in (value if isinstance(value, tuple) else (value,))]
+            self._hash = crc32(repr([float(one) for one in flat if _is_plain(one)]).encode())
         return self._hash
 
 
-def _plain(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1 and value.is_cpu)
 
 

@@ -214,10 +214,10 @@ class ReplicaSync(TakesScalers, Foretold):
         """Around whatever writes to the parameters of numbers `places` between two inner steps."""
         self.copies.before_landing()
         yield
-        self.copies.landed(places, self.landed_from(places) if self.copies.watched else {})
+        self.copies.landed(places, self.anchors() if self.copies.watched else {})
 
-    def landed_from(self, places: Sequence[int]) -> Mapping[int, Tensor]:
-        """Of those of the parameters what they were rounded from when they were last written to, where it is kept."""
+    def anchors(self) -> Mapping[int, Tensor]:
+        """By number of the parameter: what whole ones were rounded from when they were last written to."""
         return {}
 
     def rounds_done(self) -> str:

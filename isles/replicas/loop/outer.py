@@ -330,17 +330,14 @@ class OuterSync(OuterForetold):
             self._land(flight, fresh)
 
     @override
-    def landed_from(self, places: Sequence[int]) -> Mapping[int, Tensor]:
-        """The anchors."""
-        found = {}
-        for fragment in self.fragments:
-            own = [self.shares[place] for place in fragment.places]
-            for place, share, part in zip(
-                fragment.places, own, fragment.anchor.split([one.numel() for one in own]), strict=True
-            ):
-                if share is self.parameters[place]:
-                    found[place] = part.view(share.shape)
-        return found
+    def anchors(self) -> Mapping[int, Tensor]:
+        parts = (
+            fragment.anchor.split(list(map(Tensor.numel, fragment.flat.parameters))) for fragment in self.fragments
+        )
+        places = (place for fragment in self.fragments for place in fragment.places)
+        found = zip(places, (part for own in parts for part in own), strict=True)
+        whole = ((place, part) for place, part in found if self.shares[place] is self.parameters[place])
+        return {place: part.view(self.shares[place].shape) for place, part in whole}
 
     def _land(self, flight: Flight, fresh: Tensor | None) -> None:
         fragment = flight.fragment
