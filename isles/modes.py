@@ -80,6 +80,7 @@ _CALLS = {
     "__init__",
     "take_step",
     "finish",
+    "land_all",
     "settle",
     "catch_up",
     "gradients",

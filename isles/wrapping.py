@@ -146,6 +146,12 @@ class Wrapping(Optimizer):
         if state:
             self.inner.state = state
 
+    def __getattr__(self, name: str) -> Any:
+        """`train` and `eval` of an inner optimizer that has them: schedule-free ones."""
+        if name in ("train", "eval"):
+            return getattr(self.inner, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's."""
         self.inner.zero_grad(set_to_none)

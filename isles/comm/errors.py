@@ -50,18 +50,19 @@ class PeerSilent(PeerLost):
 
 class DeadlinePassed(CommError):
     """`peer` (-1: anyone) did not answer on `channel` within `seconds`. Only this transfer ends; other pairs are
-    unharmed.
+    unharmed. detail: a usual cause, with its mend.
 
     Seen when a worker is much slower than the others or paused: raise the channel's deadline
     (`Deadlines(outer=SECONDS)`, or `--set world.outer_deadline=SECONDS`) if the peer was alive.
     """
 
-    def __init__(self, peer: int, channel: str, seconds: float) -> None:
+    def __init__(self, peer: int, channel: str, seconds: float, detail: str = "") -> None:
         who = f"worker {peer} did not answer" if peer >= 0 else "no worker was heard"
-        super().__init__(f"{who} on channel '{channel}' within {seconds:g} s")
+        super().__init__(f"{who} on channel '{channel}' within {seconds:g} s" + (f" ({detail})" if detail else ""))
         self.peer = peer
         self.channel = channel
         self.seconds = seconds
+        self.detail = detail
 
 
 class Diverged(CommError):

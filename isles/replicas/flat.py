@@ -94,10 +94,11 @@ class FlatParameters:
         return torch.empty(max(self._sizes, default=0), dtype=self.dtype, device=self.device)
 
     def blocks(self) -> list[FlatBlock]:
-        """All blocks in order. The live views are made anew each time: a user may move parameters between rounds."""
-        whole = [parameter.detach() for parameter in self.parameters]
-        lines = [tensor.view(-1).split(BLOCK) if tensor.is_contiguous() else (tensor,) for tensor in whole]
-        return [FlatBlock([lines[piece.index][piece.number] for piece in run]) for run in self._runs]
+        """All blocks in order. The live views are made anew each time: a user may move parameters between rounds, and
+        change their memory format.
+        """
+        lines = [_runs(parameter.detach()) for parameter in self.parameters]
+        return [FlatBlock([view for piece in run for view in lines[piece.index][piece.number]]) for run in self._runs]
 
     def spans(self, places: Sequence[int]) -> list[slice]:
         """Where the parameters of these numbers lie in a flat vector."""
@@ -155,16 +156,34 @@ class FlatParameters:
         room = 0
         for index, parameter in enumerate(self.parameters):
             count = parameter.numel()
-            # A strided parameter has no flat view: it travels whole, as one piece.
-            step = BLOCK if parameter.is_contiguous() else max(count, 1)
-            for number, first in enumerate(range(0, count, step)):
-                elements = min(step, count - first)
+            for number, first in enumerate(range(0, count, BLOCK)):
+                elements = min(BLOCK, count - first)
                 if elements > room:
                     runs.append([])
                     room = BLOCK
                 runs[-1].append(_Piece(index, number, elements))
                 room -= elements
         return runs
+
+
+def _runs(tensor: Tensor) -> list[Sequence[Tensor]]:
+    """Each run of BLOCK entries as views of `tensor`: one, or a few where its memory is in another order."""
+    if tensor.is_contiguous():
+        return [(part,) for part in tensor.view(-1).split(BLOCK)]
+    return [_views(tensor, first, min(first + BLOCK, tensor.numel())) for first in range(0, tensor.numel(), BLOCK)]
+
+
+def _views(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
+    """The entries [start, stop) of a strided tensor: whole rows, and parts of the rows before and behind."""
+    if stop - start == tensor.numel():
+        return [tensor]
+    row = tensor[0].numel()
+    first, last = -(-start // row), stop // row
+    if first > last:
+        return _views(tensor[last], start - last * row, stop - last * row)
+    before = _views(tensor[first - 1], start - (first - 1) * row, row) if start < first * row else []
+    behind = _views(tensor[last], 0, stop - last * row) if last * row < stop else []
+    return [*before, *([tensor[first:last]] if first < last else []), *behind]
 
 
 def copied(state: Any) -> Any:

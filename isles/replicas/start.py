@@ -1,26 +1,36 @@
-"""How replicas begin as one: the same settings everywhere, worker 0's weights everywhere, then proof of it; and how far
-apart they are later.
+"""How replicas begin as one: the same settings everywhere, worker 0's weights everywhere, then proof of it; how far
+apart they are later; and proof that they end as one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
-from isles.comm.collectives.same import hashed, same_number, same_text
-from isles.comm.errors import Diverged
+from isles.comm.collectives.same import hashed, same_text
+from isles.comm.errors import DeadlinePassed, Diverged
 from isles.comm.group import Group
 from isles.comm.tags import Channel
-from isles.replicas.flat import FlatParameters
+from isles.replicas.flat import FlatParameters, digest
 
 T = TypeVar("T")
 OverThoseLeft = Callable[[Callable[[Group], Any]], Any]
+OTHER_STATE = "it goes on from another state than this worker: load the states of one run and step on all, or none"
+OTHER_SETTINGS = (
+    "its inner optimizer has other settings (learning rate, weight decay, ...): set them alike on all workers"
+)
+EVEN = (
+    "give all workers the same number of inner steps: drop the rest of the longer loader, skip no step on one alone, "
+    "load states of one step"
+)
 _ROUNDED = 1e-12  # of the sum of squares: more than what rounding a mean of equal numbers makes
 
 
@@ -51,11 +61,57 @@ def _tell_other_names(group: Group, names: Sequence[str]) -> None:
             )
 
 
-def same_weights(group: Group, weights: Sequence[Tensor]) -> None:
-    """Diverged, naming the odd worker, unless `weights` are equal to the bit on all."""
-    flat = FlatParameters(weights)
-    digest = flat.digest(flat.read(flat.new()))
-    same_number(group, digest, "its weights differ after the broadcast; check memory and versions")
+def same_weights(group: Group, tensors: Mapping[str, Tensor], step: int = 0) -> int:
+    """A hash of `tensors`, by name. Diverged, naming the odd worker and the first tensor, unless they are equal to the
+    bit on all. Bytes sent: 8 to each of the others, and 8 a tensor where they differ.
+    """
+    hashes = _hashes(tensors.values())
+    own = digest(list(hashes))
+    told = [int(theirs) for theirs in group.all_gather(torch.tensor([own]))]
+    usual = Counter(told).most_common(1)[0][0]  # so that all name the odd one; of two, rank 0 is right
+    if any(theirs != usual for theirs in told):
+        rows = group.all_gather(hashes)
+        odd = next(position for position, theirs in enumerate(told) if theirs != usual)
+        apart = (rows[odd] != rows[told.index(usual)]).tolist()
+        names = [name for name, differs in zip(tensors, apart, strict=True) if differs]
+        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        when = "where all must be equal" if step else "after the broadcast"
+        raise Diverged(group.ranks[odd], step, f"{names[0]}{others} differ {when}; check memory and versions")
+    return own
+
+
+def hash_of(tensors: Iterable[Tensor]) -> int:
+    """Of 64 bits; never 0."""
+    return digest(list(_hashes(tensors))) or 1
+
+
+def _hashes(tensors: Iterable[Tensor]) -> Tensor:
+    flats = [FlatParameters([tensor]) for tensor in tensors]
+    return torch.tensor([flat.digest(flat.read(flat.new())) for flat in flats], dtype=torch.int64)
+
+
+def same_end(group: Group, steps: int, rounds: str) -> int:
+    """The most inner steps that a worker has done; all are in their last round. Diverged, naming the odd worker, unless
+    all have done the same `rounds`. Bytes sent: 8 to each of the others.
+    """
+    told = [int(theirs) for theirs in group.all_gather(torch.tensor([steps << 32 | crc32(rounds.encode())]))]
+    usual = Counter(theirs & 0xFFFFFFFF for theirs in told).most_common(1)[0][0]
+    for position, theirs in enumerate(told):
+        if theirs & 0xFFFFFFFF != usual:
+            done = f"it ends after {theirs >> 32} inner steps, this worker after {steps}, in different rounds"
+            raise Diverged(group.ranks[position], steps, f"{done}; {EVEN}")
+    return max(theirs >> 32 for theirs in told)
+
+
+@contextmanager
+def among_even() -> Iterator[None]:
+    """Around waits for what a worker that has ended, or has loaded the state of another step, never sends."""
+    try:
+        yield
+    except DeadlinePassed as error:
+        raise DeadlinePassed(
+            error.peer, error.channel, error.seconds, f"if it has ended or is at another step, {EVEN}"
+        ) from error
 
 
 def spread_from_first(group: Group, tensors: Sequence[Tensor]) -> None:
@@ -74,6 +130,28 @@ def bytes_by_format(tensors: Sequence[Tensor]) -> list[int]:
     for tensor in tensors:
         totals[tensor.dtype] += tensor.nbytes
     return list(totals.values())
+
+
+class Settings:
+    """A hash of the hyper-parameters that are plain numbers, or on the CPU, as they are now."""
+
+    def __init__(self) -> None:
+        self._seen: list[Any] = []
+        self._hash, self._may_change = 0, False
+
+    def of(self, groups: Sequence[dict[str, Any]]) -> int:
+        """Of those groups. Only looks where nothing was set since: this is done in every step."""
+        now = [value for group in groups for key, value in group.items() if key != "params"]
+        if self._may_change or now != self._seen:
+            self._seen, self._may_change = now, any(isinstance(value, Tensor) for value in now)
+            own = [value for group in groups for key, value in group.items() if key not in ("params", "initial_lr")]
+            flat = [one for value in own for one in (value if isinstance(value, tuple) else (value,))]
+            self._hash = crc32(repr([float(one) for one in flat if _is_plain(one)]).encode())
+        return self._hash
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1 and value.is_cpu)
 
 
 def settings_of(inner: Optimizer) -> list[Any]:

@@ -13,7 +13,7 @@ Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -28,6 +28,7 @@ from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, with_options
+from isles.replicas.copies import WeightCopies
 from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker
 from isles.replicas.guarded import Guarded
 from isles.replicas.names import all_names, warn_if_not_held
@@ -102,11 +103,16 @@ class ReplicaSync(TakesScalers, Guarded, Saved):
         self.replica.refuse(self)
         super().__init__(self.replica.inner, self.replica.parameters)
         self.watch = ModelWatch(model, self.replica.parameters, self.group)
+        self.copies = WeightCopies(self.inner, self.parameters)
         self.shares = self.replica.shares
         """What all workers of the group hold copies of: the parameters, or in an island this worker's part of them."""
         self.everything = range(len(self.shares))
         self.steps = 0
         """Inner steps done."""
+        self.run = 0
+        """What all workers of a run share: a hash of the weights that it began with."""
+        self.is_loaded = False
+        """Whether the state was loaded since the last step: the next exchange proves that it is the others' too."""
         self.batches = 1
         """Backward passes of a step, which `schedule` and `memory` count with: more where gradients accumulate."""
         self.gradient_norm: Tensor | None = None
@@ -160,8 +166,10 @@ class ReplicaSync(TakesScalers, Guarded, Saved):
         self.guards_inner = False
         self.replica.apply(scaled)
         self.guards_inner = True
+        self.copies.stepped()
         self.steps += 1
         self.after_inner_step()
+        self.is_loaded = False
 
     # What a method fills in.
 
@@ -189,8 +197,57 @@ class ReplicaSync(TakesScalers, Guarded, Saved):
         """Parameter level: exchange what is due after inner step `self.steps`."""
 
     def finish(self) -> None:
-        """Land everything that is in flight, and the inner steps since the last exchange. Call it once, at the end."""
+        """Land everything that is in flight, and the inner steps since the last exchange. Call it once, at the end, on
+        all workers. One that did fewer inner steps since as many rounds counts as having stood still.
+
+        Where workers agree, proves that they do. Bytes sent for both, on "control": at most 16 to each of the others.
+        """
+        if self.steps and any(group.get("train_mode") is False for group in self.param_groups):
+            raise ValueError(
+                "the inner optimizer is in eval mode, whose weights are not those that are trained: call "
+                "optimizer.train() before finish() and consolidate()"
+            )
+        rounds = self.rounds_done()
+        if rounds and self._is_watched:
+            with start.among_even():
+                self.steps = self.together(lambda group: start.same_end(group, self.steps, rounds))
+        self.land_all()
+        if self.agrees:
+            self._prove(self._named_shares())
+
+    def land_all(self) -> None:
+        """`finish` without a look at the others: where all have done as many inner steps."""
         self.catch_up()
+
+    @contextmanager
+    def landing(self, places: Sequence[int]) -> Iterator[None]:
+        """Around whatever writes to the parameters of numbers `places` between two inner steps."""
+        self.copies.before_landing()
+        yield
+        self.copies.landed(places, self.anchors() if self.copies.watched else {})
+
+    def anchors(self) -> Mapping[int, Tensor]:
+        """By number of the parameter: what whole ones were rounded from when they were last written to."""
+        return {}
+
+    def rounds_done(self) -> str:
+        """What must be the same on all workers where they end, "" where they need not have done anything alike."""
+        return ""
+
+    def _named_shares(self) -> dict[str, Tensor]:
+        owners = self.parameters if len(self.shares) == len(self.parameters) else self.shares
+        return {self.watch.name(owner): own for owner, own in zip(owners, self.shares, strict=True)}
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether all workers that began end together."""
+        return self.group.size > 1 and not (self.is_sketch or self.survives or self.roster.grows)
+
+    def _prove(self, tensors: Mapping[str, Tensor]) -> None:
+        """Diverged unless `tensors`, by name, are the same on all workers."""
+        if tensors and self._is_watched:
+            with start.among_even():
+                self.together(lambda group: start.same_weights(group, tensors, self.steps))
 
     def settle(self) -> None:
         """Wait for transfers under way **without** landing them: what a checkpoint calls."""
@@ -233,13 +290,15 @@ class ReplicaSync(TakesScalers, Guarded, Saved):
         already, else it is the mean of the survivors' weights. Floating-point buffers of the state are averaged.
         """
         self.finish()
-        averaged = [] if self.agrees else list(self.shares)
+        averaged = {} if self.agrees else self._named_shares()
         kept = self.model.state_dict()  # buffers outside of it are derived, and equal everywhere
-        averaged += [b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()]
+        averaged |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}
         if averaged:
-            flat = FlatParameters(averaged)
-            flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control")))
-            self.replica.spread(self.everything)
+            flat = FlatParameters(list(averaged.values()))
+            with self.landing(() if self.agrees else self.everything):
+                flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control")))
+                self._prove(averaged)
+                self.replica.spread(self.everything)
         self.guards_inner = False
         return self.replica.whole()
 
@@ -283,6 +342,7 @@ class ReplicaSync(TakesScalers, Guarded, Saved):
         self.load_inner_state(state["inner"])
         self.load_outer_state(state["outer"])
         if whole:
+            self.is_loaded = True
             self.group.traffic.load_state_dict(state["traffic"])
             self.group.transport.load_state_dict(state["transport"])
 
@@ -294,6 +354,7 @@ class ReplicaSync(TakesScalers, Guarded, Saved):
         """Restore `inner_state`."""
         self.watch.loaded()
         self.replica.load_inner_state(state)
+        self.copies = WeightCopies(self.inner, self.parameters)
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that this worker holds, by name: plain tensors, live."""
@@ -344,7 +405,7 @@ class ReplicaSync(TakesScalers, Guarded, Saved):
         start.same_settings(self.group, self._settings(), all_names(self.model))
         start.spread_from_first(self.group, self._shared())
         self.replica.spread(self.everything)
-        start.same_weights(self.group, self.shares)
+        self.run = start.same_weights(self.group, self._named_shares())
 
     def _settings(self) -> str:
         """What must be the same on all workers, beside their weights."""

@@ -60,13 +60,13 @@ class ModelWatch:
             for parameter in group["params"]:
                 if parameter.requires_grad and id(parameter) not in self._known:
                     raise ValueError(
-                        f"{self._name(parameter)} was frozen when the optimizer was made, so it would be trained and "
+                        f"{self.name(parameter)} was frozen when the optimizer was made, so it would be trained and "
                         "never exchanged: make the optimizer anew after requires_grad_(True), or freeze it again"
                     )
         for number, (parameter, dtype) in enumerate(zip(self.parameters, self._dtypes, strict=True)):
             if parameter.dtype != dtype:
                 raise ValueError(
-                    f"{self._name(parameter)} is {_short(parameter.dtype)} now and was {_short(dtype)} when the "
+                    f"{self.name(parameter)} is {_short(parameter.dtype)} now and was {_short(dtype)} when the "
                     "optimizer was made, so rounding would count as progress: convert the model before"
                 )
             if parameter.requires_grad or parameter.grad is not None:
@@ -123,7 +123,8 @@ class ModelWatch:
         flat = FlatParameters([own_rows(parameter) for parameter in self.parameters])
         return flat.digest(flat.read(flat.new()))
 
-    def _name(self, parameter: Tensor) -> str:
+    def name(self, parameter: Tensor) -> str:
+        """As the model calls it."""
         return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
 
 

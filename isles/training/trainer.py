@@ -331,7 +331,7 @@ class Trainer:
         """Finish, judge replicas and the consolidated model, save it."""
         traffic, workers = self.world.world.traffic, self.workers
         computing = self.training_seconds - traffic.total("blocked_seconds", *WAITS)
-        self.optimizer.finish()
+        self.optimizer.land_all()  # all do as many steps; `whole` proves that they end as one
         self._refuse_broken(self.optimizer.steps, {"model": self.optimizer.weights()})
         self.timeline.take(self.optimizer.steps, traffic.take_spans(), self.clock_before)
         self._report_last_spans()

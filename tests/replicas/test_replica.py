@@ -106,7 +106,7 @@ def staged(world: Mesh, name: str, inner: int = 1, clip_over: Literal["peers", "
     spread = optimizer.replica_std()
     with optimizer.evaluation_weights(), torch.no_grad():
         judged = piped(mesh, half, *batch(99, 0, 64), channel="eval")
-    optimizer.finish()
+    optimizer.land_all()  # as `isles train` does, whose bytes are planned
     sent = sum(world.world.traffic[channel].bytes_sent for channel in ("outer", "inner", "control"))
     planned = optimizer.outline(STEPS)
     optimizer.consolidate()

@@ -23,17 +23,33 @@ NOTE_BYTES = 8
 _PLAIN, _NOTED = struct.Struct("<QiIqq"), struct.Struct("<QiIqqq")
 _MAGIC, _BROKEN = 0x49534C4553, 0x49534C4573  # "ISLES", "ISLEs"
 _MAGIC_BITS = 40
+_PART = (1 << 21) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
     """Where a member is: its inner step and the 64-bit hash of its anchor, or of what else must be equal (0: not
-    compared). broken: what it sends is not to be used by anyone.
+    compared). broken: what it sends is not to be used by anyone. parts: what the digest is `packed` from, told where it
+    differs; (): an anchor's.
     """
 
     step: int
     digest: int = 0
     broken: bool = False
+    parts: tuple[str, ...] = ()
+
+    def apart(self, theirs: int) -> str:
+        """What another member's digest says of it."""
+        if not self.parts:
+            return f"anchor hash {theirs:#x} against {self.digest:#x} here; weights or states of other runs were loaded"
+        return " and ".join(
+            said for place, said in enumerate(self.parts) if (theirs ^ self.digest) >> 21 * place & _PART
+        )
+
+
+def packed(*numbers: int) -> int:
+    """A digest of 21 bits of each of up to three hashes."""
+    return sum((number & _PART) << 21 * place for place, number in enumerate(numbers))
 
 
 def form_digest(*what: object) -> int:
@@ -79,8 +95,7 @@ class Headers:
             if form != self.form:
                 raise Diverged(peer, here.step, "it exchanges something else: another length, codec or part")
             if digest != here.digest:
-                hashes = f"anchor hash {digest:#x} against {here.digest:#x} here"
-                raise Diverged(peer, here.step, f"{hashes} (of gradients: other parameters are frozen)")
+                raise Diverged(peer, here.step, here.apart(digest) or "it compares something else")
             if magic == _MAGIC:
                 usable.append(position)
         return tuple(sorted(usable))

@@ -25,11 +25,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from isles.comm.collectives.headers import packed
 from isles.comm.errors import DeadlinePassed, WorkerFailed
 from isles.comm.trust import JUMPS
 from isles.modes import own_modes
 from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Rhythm, by_size
+from isles.replicas import start
 from isles.replicas.checks import workers
 from isles.replicas.gradient.buckets import Bucket, cut_buckets
 from isles.replicas.gradient.reduction import Reduction, together
@@ -38,6 +40,7 @@ from isles.replicas.island.spreading import SpreadRows, planned_spreads, spread_
 from isles.replicas.replica import PeerQuestion, Replica
 from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import Outline, everyone, outline
+from isles.replicas.start import among_even
 from isles.replicas.sync import MethodConfig, ReplicaSync
 from isles.wrapping import Deferred, Phased, Sharing, host_work, is_within_function
 
@@ -89,6 +92,8 @@ class BucketedSync(ReplicaSync):
         self._careful = any(bucket.reduction.careful for bucket in self.buckets)
         self._scaled: Scaled | None = None  # of the last step
         self._is_scaled = False  # whether a gradient scaler takes part in this step
+        self._settings_now = start.Settings()
+        self._proof = 0  # after a state was loaded: a hash of the weights that this step begins with
         self._phased = self._early_inner()
         inner = self.replica.inner
         self._portions = inner.portions(self.group.size) if isinstance(inner, Sharing) else []
@@ -171,7 +176,7 @@ class BucketedSync(ReplicaSync):
             self._skip(self._unusable)
         for bucket in self.buckets:
             bucket.keep()
-        self._passes, self._reduced, self._unusable = 0, False, None
+        self._passes, self._reduced, self._unusable, self._proof = 0, False, None, 0
 
     def _reduce(self) -> None:
         """The gradients of this step become their means, or NaN everywhere where one of them is not finite."""
@@ -437,7 +442,9 @@ class BucketedSync(ReplicaSync):
 
     def _start(self, bucket: Bucket, again: bool = False) -> None:
         step, group = self.steps + 1, self.group
-        bucket.reduction.digest = bucket.frozen_digest
+        if self.is_loaded and not self._proof:
+            self._proof = start.hash_of(self.shares)
+        bucket.reduction.digest = packed(bucket.frozen_digest, self._settings_now.of(self.param_groups), self._proof)
         bucket.reduction.begin(bucket.flat, step)
         call = group.call(round=2 * step + (again or self._passes > 0), fragment=bucket.index, leeway=JUMPS)
         nbytes = bucket.reduction.begun_bytes(step, group.size, group.rank)
@@ -446,7 +453,8 @@ class BucketedSync(ReplicaSync):
     def _wait(self, bucket: Bucket) -> tuple[int, ...]:
         assert bucket.transfer is not None
         try:
-            return bucket.transfer.wait()
+            with among_even():
+                return bucket.transfer.wait()
         except DeadlinePassed as error:
             if not (bucket.stale or self._passes):
                 raise

@@ -27,6 +27,9 @@ from isles.network.planner.memory import Held
 from isles.network.planner.planned import MessagePattern, Ring
 from isles.replicas.flat import FlatParameters
 from isles.replicas.parts.interfaces import ErrorFeedback
+from isles.replicas.start import OTHER_SETTINGS, OTHER_STATE
+
+DIGESTED = ("other parameters are frozen", OTHER_SETTINGS, OTHER_STATE)
 
 
 class Reduction(ABC):
@@ -42,7 +45,7 @@ class Reduction(ABC):
     def __init__(self, layout: FlatParameters) -> None:
         self.layout = layout
         self.digest = 0
-        """Hash of what must be the same on all members in the next exchange, such as which parameters are frozen."""
+        """Hash of what must be the same on all members in the next exchange, `packed` as `DIGESTED` says."""
 
     @abstractmethod
     def begin(self, flat: Tensor, step: int) -> None:
@@ -155,7 +158,7 @@ class Averaged(Reduction):
     @override
     def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[tuple[int, ...]]:
         left = self._left if self.feedback is not None and self.feedback.form == "local" else None
-        stamp = Stamp(step, self.digest, broken=not self.usable)
+        stamp = Stamp(step, self.digest, not self.usable, DIGESTED)
         return (yield from self.averaging.mean(call, flat, stamp, None, left, 0))
 
     @override

@@ -26,7 +26,7 @@ from isles.comm.trust import mean_square
 from isles.network.planner.memory import Held
 from isles.network.planner.planned import MessagePattern, Ragged
 from isles.replicas.flat import FlatParameters
-from isles.replicas.gradient.reduction import Reduction, is_finite
+from isles.replicas.gradient.reduction import DIGESTED, Reduction, is_finite
 
 _PIECE = 1 << 17  # entries looked at in one go: they and what is made of them stay in the second-level cache
 _SPARSE = 1  # a kind of payloads beside those of `exact`, whose number is even
@@ -126,7 +126,7 @@ class Thresholds(Reduction):
 
     @override
     def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[tuple[int, ...]]:
-        stamp = Stamp(step, self.digest, broken=not self.usable)
+        stamp = Stamp(step, self.digest, not self.usable, DIGESTED)
         if self._whole:
             return (yield from self.exact.mean(call, flat, stamp, None, None, 0))
         wires = yield from gather_ragged(call, self._wire, stamp, self._message_bytes(self.layout.numel))

@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from isles.comm.collectives.headers import Stamp
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 from isles.comm.roster import Roster
@@ -144,7 +143,7 @@ class AgreedCourier(Courier):
             if not usable:
                 buffer.zero_()
         left = fragment.residual if parts.feedback is not None and parts.feedback.form == "local" else None
-        stamp = Stamp(flight.lands, fragment.digest, broken=not usable)
+        stamp = fragment.stamp(flight.lands, broken=not usable)
         sending = Sending(fragment, fragment.rounds, buffer, fragment.averaging, stamp, residual=left)
         answer = self._start(group, sending, attempt)
         answer.spares, answer.is_own_broken = parts.on_broken == "leave out", not usable

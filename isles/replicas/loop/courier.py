@@ -22,7 +22,7 @@ from isles.comm.roster import Roster
 from isles.network.planner.memory import Held
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
-from isles.replicas.start import T
+from isles.replicas.start import T, among_even
 
 _PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
 MISSES = 8  # deadlines in succession after which a partner counts as lost
@@ -114,7 +114,7 @@ class Courier:
             own = fragment.staging()
             fragment.averaging.share(payload, fragment.rounds, fragment.index, self.transport.rank, own)
         left = fragment.residual if parts.feedback is None or parts.feedback.form == "local" else None
-        stamp = Stamp(step, fragment.digest, broken=not usable)
+        stamp = fragment.stamp(step, broken=not usable)
         sending = Sending(fragment, fragment.rounds, payload, fragment.averaging, stamp, own=own, residual=left)
         fragment.latest = sent = self._start(self._present(sending.round), sending)
         sent.spares, sent.is_own_broken = parts.on_broken == "leave out", not usable
@@ -126,7 +126,7 @@ class Courier:
         assert form is not None and means is not None, "a rule that shares anchors needs an anchor codec"
         anchor = fragment.staging().copy_(fragment.anchor)
         own = fragment.staging() if not form.lossless or self.parts.cadence.rounds_late else None
-        stamp = Stamp(step, fragment.digest)
+        stamp = fragment.stamp(step)
         sending = Sending(fragment, round, anchor, means, stamp, part=_ANCHORS, own=own, fill=own)
         return self._start(self._present(round), sending)
 
@@ -170,7 +170,8 @@ class Courier:
 
     def _came(self, exchange: Exchange) -> bool:
         try:
-            exchange.wait()
+            with among_even():
+                exchange.wait()
         except (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refused) as error:
             if self.parts.on_peer_failure != "solo":
                 raise

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from isles.comm.collectives.factors import averaging
+from isles.comm.collectives.headers import Stamp
 from isles.comm.transport import Transfer
 from isles.replicas.flat import FlatParameters, VectorMaker
 from isles.replicas.parts.interfaces import Composition
+from isles.replicas.start import OTHER_STATE
 
 
 @dataclass(slots=True)
@@ -124,7 +126,9 @@ class Fragment:
         self.sent = 0
         """Inner step of the last round."""
         self.digest = 0
-        """Hash of the anchor, where workers agree on it."""
+        """Hash of the anchor, where workers agree on it and it has moved."""
+        self.run = 0
+        """What its workers share else, see `ReplicaSync.run`."""
         self.ahead: Exchange | None = None
         """The exchange of anchors for the next round, started before it."""
         self.latest: Exchange | None = None
@@ -180,6 +184,10 @@ class Fragment:
             live.copy_(self.anchor[span].view(live.shape))
             if self.reference is not self.anchor:
                 self.reference[span].copy_(live.reshape(-1))
+
+    def stamp(self, step: int, *, broken: bool = False) -> Stamp:
+        """What must be the same at the others, when something of it is sent."""
+        return Stamp(step, self.digest, broken) if self.digest else Stamp(step, self.run, broken, (OTHER_STATE,))
 
     def skip(self) -> None:
         """Undo the progress since the last landing: live weights and reference on the anchor."""

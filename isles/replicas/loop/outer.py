@@ -15,7 +15,7 @@ float32: rounding never looks like progress. A hash of the anchor rides in the n
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from warnings import warn
@@ -63,6 +63,7 @@ class OuterSync(OuterForetold):
         self.courier = self.new_courier()
         self.fragments = fragments_of(parts, self.parameters, self.shares, self.vectors)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
+        self._name_run()
         self.flights: list[Flight] = []
         self._weighed = counts_alike(self.config, parts, self.roster)
         self.skipped = 0
@@ -86,9 +87,14 @@ class OuterSync(OuterForetold):
     def adapt(self) -> None:
         """Before a round is sent, when all that lands now has arrived: change its numbers, on all workers alike."""
 
+    @override
+    def rounds_done(self) -> str:
+        apart = self.parts.choice["mixing"] == "nobody"
+        return "" if apart else repr([fragment.rounds for fragment in self.fragments])
+
     @torch.no_grad()
     @override
-    def finish(self) -> None:
+    def land_all(self) -> None:
         """A last, shorter round where inner steps were taken since the last one, and all in flight lands; the live
         weights are then the anchors.
         """
@@ -103,8 +109,9 @@ class OuterSync(OuterForetold):
                 oldest.lands = self.steps
         self._exchange(rest, None if late else self.steps)
         self._drain()
-        show(self.fragments, [fragment.anchor for fragment in self.fragments])
-        self.replica.spread(self.everything)
+        with self.landing(self.everything):
+            show(self.fragments, [fragment.anchor for fragment in self.fragments])
+            self.replica.spread(self.everything)
         for fragment in self.fragments:
             if fragment.ahead is not None:
                 self.courier.survives(fragment.ahead)  # the partner counts on this worker's half of it
@@ -166,6 +173,7 @@ class OuterSync(OuterForetold):
             "fragments": [fragment.state_dict() for fragment in self.fragments],
             "flights": [flight.state_dict() for flight in self.flights],
             "roster": self.roster.state_dict(),
+            "run": self.run,
             "skipped": self.skipped,
             "healed": self.healed,
         }
@@ -184,7 +192,13 @@ class OuterSync(OuterForetold):
             self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, at_rest))
         self.roster.load_state_dict(state.get("roster", {}))  # earlier versions kept none
         self.courier = self.new_courier()
+        self.run = state.get("run", 0)  # earlier versions had none
+        self._name_run()
         self.skipped, self.healed = state["skipped"], state.get("healed", 0)  # earlier versions did not heal
+
+    def _name_run(self) -> None:
+        for fragment in self.fragments:
+            fragment.run = self.run
 
     @classmethod
     @override
@@ -255,18 +269,20 @@ class OuterSync(OuterForetold):
             self._heal()
             self._skipped(fragment, [self.group.transport.rank])
             return
-        with fragment.resting(resting):
-            fragment.digest = sweep.alone()
+        with self.landing(fragment.places):
+            with fragment.resting(resting):
+                fragment.digest = sweep.alone()
+            self.replica.spread(fragment.places)
         if resting and self.agrees:
             fragment.digest = fragment.flat.digest(fragment.anchor)
-        self.replica.spread(fragment.places)
 
     def _heal(self) -> None:
         """What came of numbers that are not finite goes: the next steps start from the anchors, with fresh moments."""
-        for fragment in self.fragments:
-            fragment.skip()
-        self.replica.spread(self.everything)
-        self.replica.forget_moments()
+        with self.landing(self.everything):
+            for fragment in self.fragments:
+                fragment.skip()
+            self.replica.spread(self.everything)
+            self.replica.forget_moments()
         self.healed += 1
 
     def _resting(self, fragment: Fragment) -> tuple[int, ...]:
@@ -310,6 +326,20 @@ class OuterSync(OuterForetold):
 
     def land(self, flight: Flight, fresh: Tensor | None) -> None:
         """What came back of a flight. fresh: see `Reading.read`."""
+        with self.landing(flight.fragment.places):
+            self._land(flight, fresh)
+
+    @override
+    def anchors(self) -> Mapping[int, Tensor]:
+        parts = (
+            fragment.anchor.split(list(map(Tensor.numel, fragment.flat.parameters))) for fragment in self.fragments
+        )
+        places = (place for fragment in self.fragments for place in fragment.places)
+        found = zip(places, (part for own in parts for part in own), strict=True)
+        whole = ((place, part) for place, part in found if self.shares[place] is self.parameters[place])
+        return {place: part.view(self.shares[place].shape) for place, part in whole}
+
+    def _land(self, flight: Flight, fresh: Tensor | None) -> None:
         fragment = flight.fragment
         if flight in self.flights:
             self.flights.remove(flight)

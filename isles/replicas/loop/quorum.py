@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from typing_extensions import override
 
-from isles.comm.collectives.headers import Stamp
 from isles.comm.elastic.quorum.delivery import Deliveries, Delivery
 from isles.comm.errors import DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.roster import Roster
@@ -133,7 +132,7 @@ class QuorumCourier(Courier):
         usable = not flight.payload.is_own_broken
         if not usable:
             buffer.zero_()
-        stamp = Stamp(delivery.round, fragment.digest, broken=not usable)
+        stamp = fragment.stamp(delivery.round, broken=not usable)
         group = self._deliveries.group(word, _STEPS * self._pace)
         self._attempt = delivery.attempt
         sending = Sending(fragment, delivery.round, buffer, fragment.averaging, stamp)

@@ -129,7 +129,13 @@ class FSDP(StepsAlike):
     def consolidate(self) -> nn.Module:
         """A plain model, whole on every worker."""
         super().consolidate()
-        return gathered(self.model)
+        whole = gathered(self.model)
+        self._prove(dict(whole.named_parameters()))
+        return whole
+
+    @override
+    def rounds_done(self) -> str:
+        return str(self.steps)
 
     @override
     def replica_std(self) -> float:

@@ -347,7 +347,7 @@ def begin_alike(config: Config, world: Mesh, cut: Cut, stage: Stage, present: Se
     same_text(everyone, identity(config, cut), mend)
     with torch.no_grad():
         spread_from_first(peers, [*stage.parameters(), *stage.buffers()])
-    same_weights(peers, list(stage.parameters()))
+    same_weights(peers, dict(stage.named_parameters()))
 
 
 def stage_costs(cut: Cut) -> list[float]:

@@ -33,11 +33,12 @@ from torch import nn
 from typing_extensions import override
 
 from isles.comm.collectives.basic import all_gather
+from isles.comm.collectives.headers import Stamp, packed
 from isles.comm.errors import Diverged, WorkerFailed, sent_by
 from isles.comm.trust import JUMPS, mean_square
 from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, by_size, gathered
-from isles.replicas.flat import FlatParameters, digest
+from isles.replicas import start
 from isles.replicas.methods.demo.config import DeMoConfig
 from isles.replicas.methods.demo.momentum import Momentum
 from isles.replicas.methods.demo.update import orthogonalised
@@ -45,8 +46,14 @@ from isles.replicas.methods.demo.wire import Sent
 from isles.replicas.replica import largest
 from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone
+from isles.replicas.start import OTHER_SETTINGS, OTHER_STATE, among_even
 from isles.replicas.sync import StepsAlike
 from isles.wrapping import each_of, innermost
+
+_DIGESTED = (
+    OTHER_SETTINGS,
+    f"its weights differ (machines or versions may round differently), or {OTHER_STATE}",
+)
 
 
 class DeMo(StepsAlike):
@@ -69,6 +76,7 @@ class DeMo(StepsAlike):
         self.momentum = Momentum(shapes, self.config, self.parameters[0].device)
         self._number = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         self._exchanged = False
+        self._settings_now = start.Settings()
 
     def _refuse(self) -> None:
         if not all(isinstance(one, torch.optim.SGD) for one in each_of(innermost(self.inner))):
@@ -129,7 +137,9 @@ class DeMo(StepsAlike):
         own = momentum.packing.unpack(wire)
         momentum.subtract(values if momentum.packing.exact else own.values, places)
         everyone = []
-        for rank, theirs in zip(group.ranks, transfer.wait(), strict=True):
+        with among_even():
+            arrived = transfer.wait()
+        for rank, theirs in zip(group.ranks, arrived, strict=True):
             with sent_by(rank):
                 everyone.append(own if rank == group.transport.rank else momentum.packing.unpack(theirs))
         self._exchanged = True
@@ -168,13 +178,12 @@ class DeMo(StepsAlike):
                 parameter.grad = None
 
     def _digest(self) -> int:
-        """Hash of the weights at the steps where it is compared, else 0."""
-        if not self.config.check_every or not self.steps or self.steps % self.config.check_every:
-            return 0
+        """Hash of the settings, and of the weights where they are compared: now and then, and after loading."""
+        settings, every = self._settings_now.of(self.param_groups), self.config.check_every
+        if not (self.is_loaded or (every and self.steps and self.steps % every == 0)):
+            return packed(settings)
         self.catch_up()
-        weights = FlatParameters(self.parameters)
-        room = weights.scratch()
-        return digest([block.read(room).view(torch.int32).sum() for block in weights.blocks()])
+        return packed(settings, start.hash_of(self.parameters))
 
     def _compare_headers(self, everyone: Sequence[Sent]) -> None:
         own = everyone[self.group.rank]
@@ -182,8 +191,7 @@ class DeMo(StepsAlike):
             if sent.step != own.step:
                 raise Diverged(rank, own.step, f"it is at step {sent.step}")
             if sent.digest != own.digest:
-                hashes = f"weights hash {sent.digest:#x} against {own.digest:#x} here"
-                raise Diverged(rank, own.step, f"{hashes}: machines or versions that differ may round differently")
+                raise Diverged(rank, own.step, Stamp(own.step, own.digest, parts=_DIGESTED).apart(sent.digest))
 
     # Before a run, and around it.
 

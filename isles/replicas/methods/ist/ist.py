@@ -34,7 +34,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from isles.comm.codecs import codec
-from isles.comm.collectives.mean import Stamp, pattern, working_bytes
+from isles.comm.collectives.headers import Stamp, packed
+from isles.comm.collectives.mean import pattern, working_bytes
 from isles.comm.errors import WorkerFailed
 from isles.comm.tags import Channel
 from isles.models.decoder import Decoder
@@ -50,8 +51,10 @@ from isles.replicas.methods.ist.store import Key, Store
 from isles.replicas.methods.ist.subnet import Subnet
 from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone
+from isles.replicas.start import OTHER_STATE, among_even
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
+_OTHER_DIVISION = "its units are divided otherwise: it is in another round, or has another seed"
 _FEW = 64  # units of an MLP: below it subnets are poor; one head each will do
 
 
@@ -136,9 +139,13 @@ class IST(ReplicaSync):
         if self.steps % self.config.sync_every == 0:
             self._next_round()
 
+    @override
+    def rounds_done(self) -> str:
+        return str(self.round)
+
     @torch.no_grad()
     @override
-    def finish(self) -> None:
+    def land_all(self) -> None:
         if self.merged < self.steps:
             self._next_round()
 
@@ -150,6 +157,7 @@ class IST(ReplicaSync):
             super().consolidate()
             self.subnet.set_values(self._full("control"))
             self._consolidated = True
+            self._prove(dict(self.subnet.parameters))
         return self.model
 
     @contextmanager
@@ -231,10 +239,11 @@ class IST(ReplicaSync):
 
     @override
     def outer_state(self) -> dict[str, Any]:
-        return {"round": self.round, "merged": self.merged, "kept": self.store.state_dict()}
+        return {"run": self.run, "round": self.round, "merged": self.merged, "kept": self.store.state_dict()}
 
     @override
     def load_outer_state(self, state: dict[str, Any]) -> None:
+        self.run = state.get("run", 0)  # earlier versions had none
         self.round, self.merged = state["round"], state["merged"]
         self.store.load_state_dict(state["kept"])
 
@@ -249,6 +258,7 @@ class IST(ReplicaSync):
 
     # One round.
 
+    @among_even()
     def _next_round(self) -> None:
         """Merge, average, divide anew. All of it is waited for: the next step needs the other units."""
         live = self.subnet.live(self.inner, self.store.keys(moments=True))
@@ -256,7 +266,10 @@ class IST(ReplicaSync):
         sent_up, sent_down = (each[self.group.rank] for each in self.store.sent_bytes(self.round))
         up = self.store.up(self.group.call(), live, self.store.kept, self.round)
         merging = self.group.start(up, nbytes=sent_up)
-        self._average("outer", Stamp(self.steps, self.division.digest(self.round)))
+        digest = packed(self.division.digest(self.round), self.run)
+        shared = set(map(id, self.shares))
+        with self.landing([place for place, own in enumerate(self.parameters) if id(own) in shared]):
+            self._average("outer", Stamp(self.steps, digest, parts=(_OTHER_DIVISION, OTHER_STATE)))
         merging.wait()
         self.round += 1
         down = self.store.down(self.group.call(), live, self.round)

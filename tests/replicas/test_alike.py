@@ -1,0 +1,199 @@
+"""What comes apart in the middle of a run of one's own: states of other runs or steps that some workers load, and
+settings of inner optimizers that some workers change. Told in the header of the next exchange, without a byte more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import isles
+from isles.comm.errors import CommError
+from isles.comm.mesh import Mesh
+from tests.covers import share
+from tests.gloo import run_gloo
+from tests.replicas.workers import RUNS, Net, load, loss_of, save, sgd, train_step, wrap
+
+STATE = "it goes on from another state than this worker: load the states of one run and step on all, or none"
+SETTINGS = "its inner optimizer has other settings (learning rate, weight decay, ...): set them alike on all workers"
+SILENT = ("none",)
+
+
+def run(worker: Any, workers: int = 2, *args: Any, **options: Any) -> list[Any]:
+    return isles.run_virtual(worker, workers, args=args, **options)
+
+
+class Whole(Net):
+    """With a parameter that is not divided: IST compares what all hold."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.third = torch.nn.Parameter(self.second.detach().sum(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.third
+
+
+def made(world: Mesh, name: str, seed: int = 0) -> isles.ReplicaSync:
+    if name != "islands":
+        return wrap(world, name, (Whole if name.startswith("ist") else Net)(seed))
+    mesh, model = isles.mesh(outer=1, inner=world.size), Net(seed)
+    return isles.DiLoCo(model, isles.DDP(model, sgd(model), mesh.inner), mesh.outer, sync_every=3)
+
+
+def saved(world: Mesh, name: str, steps: int, seed: int) -> bytes:
+    optimizer = made(world, name, seed)
+    for step in range(1, steps + 1):
+        train_step(optimizer, world.rank, step)
+    return save(optimizer)
+
+
+def resumed(world: Mesh, name: str, files: list[bytes | None]) -> str:
+    """What a worker hears in the next steps after it has loaded its file, if it has one."""
+    optimizer = made(world, name)
+    file = files[world.rank]
+    if file is not None:
+        load(optimizer, file)
+    try:
+        for step in range(8):
+            train_step(optimizer, world.rank, step)
+        optimizer.consolidate()
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+def apart(name: str, steps: int = 4, runs: Callable[..., list[Any]] = run) -> list[str]:
+    """Of two workers, of which the second has the state of a run with another seed."""
+    files = [run(saved, 2, name, steps, seed)[seed] for seed in (0, 1)]
+    return runs(resumed, 2, name, files)
+
+
+ALL = [*(name for name in RUNS if name not in SILENT), "islands"]
+
+
+@pytest.mark.parametrize("name", share(ALL, 4, 9, ["ddp", "dct-dp", "demo", "noloco", "diloco", "ist", "islands"]))
+@pytest.mark.parametrize("steps", [4, 2])
+def test_states_of_two_runs_are_told(name: str, steps: int) -> None:
+    """By the first exchange after loading: amid a round, and before there was any."""
+    said = apart(name, steps)
+    told = [text for text in said if " diverged at step " in text]
+    assert told and all(text.startswith("worker ") for text in told)
+    assert any("states of other runs were loaded" in text or STATE in text for text in told), said
+
+
+@pytest.mark.parametrize("name", ["ddp", "demo", "noloco", "diloco", "sparta"])
+def test_a_worker_that_loads_nothing_is_told(name: str) -> None:
+    """And states of another step of the same run."""
+    files = run(saved, 2, name, 0, 0)
+    own = run(saved, 2, name, 0, 1)
+    assert any("diverged" in text for text in run(resumed, 2, name, [own[0], None]))
+    assert run(resumed, 2, name, files) == ["", ""]
+    early, late = run(saved, 2, name, 3, 0)[0], run(saved, 2, name, 7, 0)[1]
+    assert any(
+        "it is at step" in text or "is at another step, give all workers the same number" in text
+        for text in run(resumed, 2, name, [early, late])
+    )
+
+
+def gloo(worker: Any, workers: int, *args: Any) -> list[Any]:
+    return run_gloo(worker, workers, args=args)
+
+
+def test_states_of_two_runs_are_told_over_gloo() -> None:
+    assert any(STATE in text for text in apart("ddp", runs=gloo))
+
+
+def test_a_run_goes_on_from_states_of_before_runs_were_told_apart() -> None:
+    def worker(world: Mesh) -> str:
+        optimizer = made(world, "noloco")
+        for step in range(1, 5):
+            train_step(optimizer, world.rank, step)
+        state = optimizer.state_dict()
+        del state["outer"]["run"]
+        optimizer.load_state_dict(state)
+        for step in range(5, 9):
+            train_step(optimizer, world.rank, step)
+        return ""
+
+    assert run(worker) == ["", ""]
+
+
+# Settings.
+
+
+def changed(world: Mesh, name: str, what: str) -> str:
+    """Worker 1 does `what` after step 2."""
+    rate: Any = torch.tensor(0.02) if what == "tensor" else 0.02
+
+    def inner(model: torch.nn.Module) -> torch.optim.Optimizer:
+        if name == "demo":
+            return torch.optim.SGD(model.parameters(), lr=rate, weight_decay=0.01)
+        return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+
+    model = Net()
+    if name == "islands":
+        mesh = isles.mesh(outer=1, inner=world.size)
+        optimizer: Any = isles.DiLoCo(model, isles.DDP(model, inner(model), mesh.inner), mesh.outer, sync_every=3)
+    else:
+        optimizer = wrap(world, name, model, inner)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    try:
+        for step in range(1, 6):
+            train_step(optimizer, world.rank, step)
+            group = optimizer.param_groups[0]
+            if what == "plateau":
+                plateau.step(step if world.rank else -step)
+            elif (step, world.rank) == (2, 1):
+                match what:
+                    case "lr":
+                        group["lr"] = 0.01
+                    case "tensor":
+                        group["lr"].mul_(0.5)
+                    case "decay":
+                        group["weight_decay"] = 0.0
+                    case "betas":
+                        group["betas"] = (0.9, 0.95)
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+EQUAL = ["ddp", "ddp, int4", "dct-dp", "demo", "islands"]
+
+
+@pytest.mark.parametrize("what", ["lr", "decay", "tensor", "plateau", "betas"])
+@pytest.mark.parametrize("name", EQUAL)
+def test_settings_that_come_apart_are_told(name: str, what: str) -> None:
+    """By the next step of methods whose workers take equal steps."""
+    if (name, what) == ("demo", "betas"):
+        pytest.skip("SGD has none")
+    said = run(changed, 2, name, what)
+    assert any(SETTINGS in text and text.startswith("worker ") and "at step" in text for text in said), said
+
+
+@pytest.mark.parametrize("name", ["localsgd", "diloco", "noloco"])
+def test_workers_that_step_by_themselves_may_have_their_own_settings(name: str) -> None:
+    assert run(changed, 2, name, "lr") == ["", ""]
+
+
+def test_settings_that_come_apart_are_told_over_gloo() -> None:
+    assert any(SETTINGS in text for text in gloo(changed, 2, "ddp", "lr"))
+
+
+def test_several_causes_are_told_together() -> None:
+    def worker(world: Mesh) -> str:
+        model = Net()
+        optimizer = wrap(world, "ddp", model)
+        if world.rank:
+            model.first.requires_grad_(False)
+            optimizer.param_groups[0]["lr"] = 1.0
+        with pytest.raises(isles.Diverged) as told:
+            loss_of(model, world.rank, 1).backward()
+            optimizer.step()
+        return str(told.value)
+
+    assert f"other parameters are frozen and {SETTINGS}" in run(worker)[0]

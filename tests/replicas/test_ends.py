@@ -1,0 +1,213 @@
+"""How a run of one's own ends: what all are said to hold is proven, and workers that did other numbers of inner steps
+end together where they did as many rounds, or are told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import isles
+from isles.comm.errors import CommError
+from isles.comm.mesh import Mesh
+from tests.covers import share
+from tests.gloo import run_gloo
+from tests.replicas.workers import RUNS, Net, bits, loss_of, sgd, train_step, usual_inner, weights, wrap
+
+APART = [name for name in RUNS if RUNS[name][0] in ("none", "noloco", "streaming-noloco", "eager", "sparta")]
+ALIKE = [name for name in RUNS if name not in APART]
+
+
+def run(worker: Any, workers: int = 2, *args: Any, **options: Any) -> list[Any]:
+    return isles.run_virtual(worker, workers, args=args, **options)
+
+
+# The end is proven.
+
+
+def spoiled(world: Mesh, name: str, call: str) -> str:
+    """What a run is told in which one weight of the last worker is not what its method made it."""
+    model, last = Net(), world.rank == world.size - 1
+    optimizer = wrap(world, name, model)
+    for step in range(1, 7):
+        train_step(optimizer, world.rank, step)
+    land, together = optimizer.land_all, optimizer.together
+
+    def land_all() -> None:
+        land()
+        with torch.no_grad():
+            model.second.view(-1)[3] += 1e-3 * last
+
+    def with_another_mean(collective: Any) -> Any:
+        found = together(collective)
+        if isinstance(found, Tensor):
+            found[-1] += 1e-3 * last
+        return found
+
+    optimizer.land_all = land_all  # type: ignore[method-assign]
+    if name in APART:
+        optimizer.together = with_another_mean  # type: ignore[method-assign]
+    with pytest.raises(isles.Diverged, match="second differ where all must be equal") as told:
+        getattr(optimizer, call)()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("name", share(RUNS, 2, 9, ["ddp", "diloco", "demo", "noloco", "ist"]))
+def test_the_end_is_proven(name: str) -> None:
+    """One entry of one worker that is not the others' is told by worker and name, the same by all."""
+    if name.startswith("ist"):
+        pytest.skip("its weights are made anew where it is consolidated")
+    calls = ["consolidate"] if name in APART else ["finish", "consolidate"]
+    for workers, call in zip((3, 2), calls, strict=False):
+        told = run(spoiled, workers, name, call)
+        assert all(text.startswith(f"worker {workers - 1} diverged at step 6: ") for text in told)
+
+
+def spoiled_whole(world: Mesh, name: str) -> str:
+    """The same of a model that is put together of parts that workers hold."""
+    model = Net()
+    if name == "fsdp":
+        model = isles.shard(model, world.outer)  # type: ignore[assignment]
+    optimizer = wrap(world, name, model, sgd, **({} if name == "fsdp" else {"sync_every": 3}))
+    for step in range(1, 5):
+        train_step(optimizer, world.rank, step)
+    prove = optimizer._prove
+
+    def after_memory_failed(tensors: dict[str, Tensor]) -> None:
+        if world.rank == 1 and "second" in tensors:
+            with torch.no_grad():
+                tensors["second"].view(-1)[0] += 1
+        prove(tensors)
+
+    optimizer._prove = after_memory_failed  # type: ignore[assignment, method-assign]
+    with pytest.raises(isles.Diverged) as told:
+        optimizer.consolidate()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ist"])
+def test_a_model_put_together_is_proven(name: str) -> None:
+    for text in (run_gloo if name == "fsdp" else isles.run_virtual)(spoiled_whole, args=(name,)):
+        assert text == ("worker 1 diverged at step 4: second differ where all must be equal; check memory and versions")
+
+
+def test_the_end_is_proven_over_gloo() -> None:
+    assert run_gloo(spoiled, args=("diloco", "finish"))[0].startswith("worker 1 diverged at step 6: second differ")
+
+
+def test_islands_are_proven_inside_and_across() -> None:
+    def worker(world: Mesh, changed: int) -> str:
+        mesh, model = isles.mesh(outer=2, inner=2), Net()
+        optimizer = isles.DiLoCo(model, isles.DDP(model, sgd(model), mesh.inner), mesh.outer, sync_every=3)
+        for step in range(1, 4):
+            train_step(optimizer, world.rank, step)
+        land = optimizer.land_all
+
+        def land_all() -> None:
+            land()
+            with torch.no_grad():
+                model.second.view(-1)[0] += 1e-3 * (world.rank == changed)
+
+        optimizer.land_all = land_all  # type: ignore[method-assign]
+        try:
+            optimizer.consolidate()
+        except CommError as error:
+            return str(error)
+        return ""
+
+    differs = "diverged at step 3: second differ where all must be equal; check memory and versions"
+    told = run(worker, 4, 3)  # a row for which worker 2 answers
+    assert told[2] == told[3] == f"worker 3 {differs}" and told[:2] == ["", ""]
+    told = run(worker, 4, 2)
+    assert told[0] == told[2] == f"worker 2 {differs}"
+
+
+# Other numbers of inner steps.
+
+
+def uneven(world: Mesh, name: str, steps: tuple[int, int], still: bool) -> str:
+    """The consolidated bits of workers that do as many steps each. still: the shorter one does the others' too, on
+    gradients of zero.
+    """
+    model = Net()
+    optimizer = wrap(world, name, model, sgd, **({"sync_every": 5} if "sync_every" in RUNS[name][1] else {}))
+    for step in range(1, (max(steps) if still else steps[world.rank]) + 1):
+        (loss_of(model, world.rank, step) * (step <= steps[world.rank])).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish()
+    if name not in APART:
+        assert optimizer.steps == max(steps)
+    return bits(weights(optimizer.consolidate()))
+
+
+ROUNDS = [name for name in RUNS if "sync_every" in RUNS[name][1]]
+OVERLAPPED = ("streaming, int4", "streaming-diloco", "streaming-noloco", "eager, int8")  # which send amid a round
+
+
+@pytest.mark.parametrize("name", share(ROUNDS, 3, 7, ["localsgd", "diloco", "noloco", "ist"]))
+@pytest.mark.parametrize("steps", [(12, 11), (14, 10), (10, 12)])
+def test_workers_that_did_as_many_rounds_end_together(name: str, steps: tuple[int, int]) -> None:
+    """As if the shorter one had stood still: to the bit."""
+    if name in OVERLAPPED:
+        steps = (9, 8)
+    assert run(uneven, 2, name, steps, False) == run(uneven, 2, name, steps, True)
+
+
+def test_workers_that_did_as_many_rounds_end_together_over_gloo() -> None:
+    assert run_gloo(uneven, args=("diloco", (14, 10), False)) == run(uneven, 2, "diloco", (14, 10), True)
+
+
+def test_a_step_skipped_on_one_worker() -> None:
+    """What a loop does where a loss is not finite: the round waits for it, and so does the end."""
+
+    def worker(world: Mesh) -> str:
+        model = Net()
+        optimizer = wrap(world, "diloco", model, sync_every=5)
+        for step in range(1, 13):
+            if (world.rank, step) == (1, 4):
+                continue
+            train_step(optimizer, world.rank, step)
+        return bits(weights(optimizer.consolidate()))
+
+    first, second = run(worker)
+    assert first == second
+
+
+def told_of(world: Mesh, name: str, steps: tuple[int, ...], seed: int = 0) -> str:
+    optimizer = wrap(world, name, Net(), usual_inner(name), **({"sync_every": 5} if name in ROUNDS else {}))
+    try:
+        for step in range(1, steps[world.rank] + 1):
+            train_step(optimizer, world.rank, step)
+        optimizer.consolidate()
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+MEND = "give all workers the same number of inner steps: drop the rest of the longer loader"
+
+
+@pytest.mark.parametrize("name", ["localsgd", "noloco", "ist", "ddp", "dct-dp", "demo"])
+@pytest.mark.parametrize(
+    ("steps", "first", "deadlines"),
+    [
+        ((12, 9), "worker 1 did not answer on channel 'outer'", isles.Deadlines(outer=2.0)),
+        ((15, 10), "worker 0 did not answer on channel 'control'", isles.Deadlines(control=2.0)),
+    ],
+)
+def test_workers_in_other_rounds_are_told(name: str, steps: Any, first: str, deadlines: isles.Deadlines) -> None:
+    """Whoever gives up first says the mend, in a round or at the end; the other one hears that it is gone."""
+    said = run(told_of, 2, name, steps, deadlines=deadlines)
+    told = said["control" in first]
+    assert told.startswith(first) and MEND in told and "\n" not in told
+    assert said["control" not in first] == f"worker {int('control' in first)} is lost (it has returned)"
+
+
+def test_who_was_alone_in_the_last_round_is_told_at_the_end() -> None:
+    """Of three workers in pairs one does a round by itself, and all come to the end."""
+    for text in run(told_of, 3, "noloco", (10, 10, 15)):
+        assert text.startswith("worker 2 diverged") and "it ends after 15 inner steps" in text and MEND in text

@@ -1,0 +1,78 @@
+"""Memory formats that change after the optimizer was made: strides are a matter of the moment, bits are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import isles
+from isles.comm.mesh import Mesh
+from isles.network.planner.memory import BLOCK
+from isles.replicas.flat import FlatParameters
+from tests.covers import share
+from tests.gloo import run_gloo
+from tests.replicas.workers import RUNS, bits, usual_inner, weights, wrap
+
+# ist has no axes of this model; the matrix products of "muon" round by the memory format.
+RIGHT = [name for name in RUNS if not name.startswith("ist") and name != "demo, bits"]
+CORE = ["ddp", "localsgd", "diloco", "demo"]
+
+
+class Wide(nn.Module):
+    """A weight of more than one block of the flat vector, whose gradient is the same in any memory format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first = nn.Parameter(torch.randn(257, 60, 3, 3, generator=generator))
+        self.second = nn.Parameter(torch.randn(7, 11, generator=generator))
+        assert self.first.numel() > BLOCK
+
+
+def bits_of(world: Mesh, name: str, when: str) -> str:
+    """Of all weights after seven steps. when: the format changes, before, after wrapping, or on worker 0 alone."""
+    model = Wide()
+    if when == "before":
+        model.to(memory_format=torch.channels_last)
+    options = {"fragments": (("first",), ("second",))} if "fragments" in RUNS.get(name, ("", {}))[1] else {}
+    optimizer = wrap(world, name, model, lambda model: usual_inner(name)(model), **options)
+    for step in range(1, 8):
+        if (when, step) in (("after", 1), ("between", 5)) or (when == "alone" and step == 5 and world.rank == 0):
+            model.to(memory_format=torch.channels_last)
+        generator = torch.Generator().manual_seed(100 * world.rank + step)
+        given = [torch.randn(parameter.shape, generator=generator) for parameter in model.parameters()]
+        torch.autograd.backward(list(model.parameters()), given)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (model.first.is_contiguous()) == (when == "never" or (when == "alone" and world.rank == 1))
+    return bits(weights(optimizer.consolidate()))
+
+
+@pytest.mark.parametrize("name", share(RIGHT, 5, 12, CORE))
+def test_the_memory_format_may_change(name: str) -> None:
+    """Between rounds or before the first one, on all workers or on one: the bits of a run that never changed it."""
+    expected = isles.run_virtual(bits_of, 2, args=(name, "never"))
+    for when in ("before", "after", "between", "alone") if name in CORE else ("between",):
+        assert isles.run_virtual(bits_of, 2, args=(name, when)) == expected
+
+
+def test_the_memory_format_may_change_over_gloo() -> None:
+    assert run_gloo(bits_of, args=("diloco", "alone")) == run_gloo(bits_of, args=("diloco", "never"))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 1, 2), (3, 2, 1, 0), (1, 0, 3, 2)])
+def test_a_flat_vector_is_the_same_in_any_order_of_memory(order: tuple[int, ...]) -> None:
+    """Reading, writing and hashes do not know of strides; runs of a block begin and end anywhere in a row."""
+    logical: Any = torch.randn(5, 7, 61, 67)
+    inverse = sorted(range(4), key=lambda axis: order[axis])
+    strided = logical.permute(order).contiguous().permute(inverse)
+    assert torch.equal(strided, logical)
+    small = torch.randn(3)
+    plain, other = FlatParameters([small, logical]), FlatParameters([small, strided])
+    assert torch.equal(other.read(other.new()), plain.read(plain.new()))
+    assert other.digest(other.read(other.new())) == plain.digest(plain.read(plain.new()))
+    other.write(torch.arange(other.numel, dtype=torch.float32))
+    assert torch.equal(strided.reshape(-1), torch.arange(3, other.numel, dtype=torch.float32))
