@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.wrapping import SeveralOptimizers
+from isles.wrapping import SeveralOptimizers, fresh_state
 from tests.gloo import run_gloo
 from tests.replicas.workers import LINKS, Net, adamw, bits, loss_of, sgd, train_step, weights, wrap
 
@@ -113,14 +113,18 @@ def test_several_optimizers_share_what_they_hold() -> None:
     with pytest.raises(ValueError, match="which of the inner optimizers is it for"):
         whole.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     inner[1].add_param_group({"params": [extra := nn.Parameter(torch.ones(1))]})
-    assert len(whole.param_groups) == 3 and whole.state[extra] == {}
+    assert len(whole.param_groups) == 3 and extra not in whole.state and whole.state[extra] == {}
     del whole.state[extra]
+    with pytest.raises(KeyError):
+        whole.state[nn.Parameter(torch.ones(1))]
     assert pickle.loads(pickle.dumps(whole)).param_groups[0]["lr"] == 0.05
     copied = copy.deepcopy(whole)
     copied.state.clear()
     assert len(whole.state) == 3 and not inner[1].state.get(extra)
     whole.zero_grad()
     assert model.first.grad is None
+    fresh_state(whole)
+    assert not whole.state and not inner[1].state
     with pytest.raises(ValueError, match="stepped twice: divide them"):
         SeveralOptimizers([sgd(model), inner[1]])
 
