@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,10 +262,8 @@ class Heads(nn.Module):
     def __init__(self, names: list[str], buffers: bool = False) -> None:
         super().__init__()
         self.body = nn.Linear(5, 7)
-        kind = nn.BatchNorm1d if buffers else lambda size: nn.Linear(size, size)
+        kind = partial(nn.BatchNorm1d, affine=False) if buffers else lambda size: nn.Linear(size, size)
         self.heads = nn.ModuleDict({name: kind(7) for name in names})
-        if buffers:
-            self.heads.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         return sum(head(self.body(x)) for head in self.heads.values())  # type: ignore[return-value]
@@ -427,6 +426,7 @@ def test_distributed_checkpoint(name: str, inner: Inner) -> None:
         before = weights(model)
         fresh = get_optimizer_state_dict(model, optimizer)
         assert set(fresh) == {"state", "param_groups"} and fresh["param_groups"][0]["params"][0] == "first"
+        assert bool(fresh["state"]) == bool(optimizer.state) == (inner is not sgd)
         assert optimizer.steps == 0 and world.world.traffic["outer"].bytes_sent == sent
         assert torch.equal(before, weights(model))
         if file is not None:
