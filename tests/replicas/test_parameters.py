@@ -531,7 +531,9 @@ def test_one_state_does_for_all_workers_of_ddp() -> None:
         optimizer = wrap(world, "ddp", Net(), adamw)
         if state is not None:
             optimizer.model.load_state_dict(state[1])
+            sent = world.world.traffic.state_dict()
             optimizer.load_state_dict(copy.deepcopy(state[0]))  # as from a file each
+            assert world.world.traffic.state_dict() == sent
         for _ in range(2):
             train_step(optimizer, world.rank, optimizer.steps + 1)
         return optimizer.state_dict(), optimizer.model.state_dict(), optimizer.steps
