@@ -14,7 +14,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 
 class _Here(threading.local):
@@ -203,82 +202,68 @@ class SeveralOptimizers(Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers, self._states = list(optimizers), _States(optimizers)
         if any(isinstance(one, Deferred) for one in optimizers):
             raise ValueError("of several inner optimizers none may be a method or a memory plan: give torch's, or one")
+        self.__setstate__({"optimizers": list(optimizers), "defaults": {}})  # torch's own would begin with no groups
         held = [id(parameter) for group in self.param_groups for parameter in group["params"]]
         if len(set(held)) < len(held):
             raise ValueError("a parameter is in two of the inner optimizers and would be stepped twice: divide them")
-        super().__init__(self.param_groups, {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizers": self.optimizers, "defaults": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.optimizers: list[Optimizer] = state["optimizers"]
+        self._states = _States(self.optimizers)
+        super().__setstate__(state)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Of all, shared."""
         return [group for one in self.optimizers for group in one.param_groups]
 
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        rest = iter(groups)
-        for one in self.optimizers if groups else ():  # Optimizer.__init__ begins with none
-            one.param_groups = list(islice(rest, len(one.param_groups)))
-
     @property
     def state(self) -> Any:  # type: ignore[override]
         """Of all, shared."""
         return self._states
 
-    @state.setter
-    def state(self, state: Any) -> None:
-        if state:
-            self._states.clear()
-            self._states.update(state)
-
-    @override
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Of each."""
         loss = evaluated(closure)
         for one in self.optimizers:
             one.step()
         return loss
 
-    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of each."""
         for one in self.optimizers:
             one.zero_grad(set_to_none)
 
-    @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if not any(param_group is own for own in self.param_groups):
-            raise ValueError("which of the inner optimizers is it for? Call add_param_group of that one")
+        """ValueError."""
+        raise ValueError("which of the inner optimizers is it for? Call add_param_group of that one")
 
-    @override
     def state_dict(self) -> dict[str, Any]:
+        """Parameters are numbered through; what is not of parameters, or not torch's, is in "others"."""
         whole: dict[str, Any] = {"state": {}, "param_groups": [], "others": []}
+        first = 0
         for one in self.optimizers:
-            own, first = one.state_dict(), sum(len(group["params"]) for group in whole["param_groups"])
+            own = one.state_dict()
             state, groups = own.pop("state"), own.pop("param_groups")
-            whole["state"] |= {key + first: value for key, value in state.items() if isinstance(key, int)}
-            whole["param_groups"] += [{**group, "params": [key + first for key in group["params"]]} for group in groups]
-            whole["others"].append(own | {"state": {key: state[key] for key in state if not isinstance(key, int)}})
+            whole["state"] |= {first + key: value for key, value in state.items() if isinstance(key, int)}
+            whole["param_groups"] += [{**group, "params": [first + key for key in group["params"]]} for group in groups]
+            whole["others"].append({**own, "state": {key: state[key] for key in state if not isinstance(key, int)}})
+            first += sum(len(group["params"]) for group in groups)
         return whole
 
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups = iter(state_dict["param_groups"])
-        others = state_dict.get("others", [{"state": {}}] * len(self.optimizers))  # torch's tools drop it
+        """Each its own part; "others" may be left out."""
+        groups, state = iter(state_dict["param_groups"]), state_dict["state"]
+        others = state_dict.get("others", [{"state": {}}] * len(self.optimizers))
         for one, other in zip(self.optimizers, others, strict=True):
             own = list(islice(groups, len(one.param_groups)))
-            keys = set(chain.from_iterable(group["params"] for group in own))
-            state = {key: value for key, value in state_dict["state"].items() if key in keys}
-            one.load_state_dict({**other, "state": state | other["state"], "param_groups": own})
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {"optimizers": self.optimizers, "defaults": {}}
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._states = _States(state["optimizers"])
-        super().__setstate__(state)
+            kept = {key: state[key] for group in own for key in group["params"] if key in state}
+            one.load_state_dict({**other, "state": kept | other["state"], "param_groups": own})
 
 
 class _States(MutableMapping[torch.Tensor, Any]):
@@ -287,35 +272,29 @@ class _States(MutableMapping[torch.Tensor, Any]):
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
 
-    @override
     def __getitem__(self, key: torch.Tensor) -> Any:
         return self._of(key)[key]
 
-    @override
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
         self._of(key)[key] = value
 
-    @override
     def __delitem__(self, key: torch.Tensor) -> None:
         del self._of(key)[key]
 
-    @override
     def __iter__(self) -> Iterator[torch.Tensor]:
         return chain.from_iterable(one.state for one in self._optimizers)
 
-    @override
+    def __contains__(self, key: object) -> bool:
+        return any(key in one.state for one in self._optimizers)
+
     def __len__(self) -> int:
         return sum(len(one.state) for one in self._optimizers)
 
     def _of(self, key: torch.Tensor) -> Any:
-        """The state that has it, or else belongs to the optimizer that steps it, and makes it when it is asked for."""
-        for one in self._optimizers:
-            if key in one.state:
-                return one.state
-        for one in self._optimizers:
-            if any(key is own for group in one.param_groups for own in group["params"]):
-                return one.state
-        raise KeyError(key)
+        """The state that has it, or else is that of the optimizer that steps it."""
+        states = [one.state for one in self._optimizers if key in one.state]
+        own = (one.state for one in self._optimizers for group in one.param_groups for p in group["params"] if p is key)
+        return states[0] if states else next(own, {})
 
 
 def each_of(optimizer: Optimizer) -> list[Optimizer]:

@@ -188,19 +188,18 @@ def warn_if_averaged_by_torch(parameters: Sequence[Tensor], group: Group) -> Non
 
 def warn_if_norms_talk(model: nn.Module, group: Group) -> None:
     """A warning where layers of the model exchange with other workers of `group` in each forward pass."""
-    if group.size == 1 or not (dist.is_available() and dist.is_initialized()):
+    if group.rank > 0 or not (dist.is_available() and dist.is_initialized()):
         return
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            ranks = dist.get_process_group_ranks(module.process_group or dist.group.WORLD)  # type: ignore[arg-type]
-            if len(set(ranks) & set(group.ranks)) > 1 and group.rank == 0:
-                warnings.warn(
-                    f"{name} is a SyncBatchNorm: torch averages over these workers in every forward pass, outside of "
-                    "what is counted, and waits for all. Use BatchNorm, whose buffers consolidate() averages, or give "
-                    "it a process_group of the workers of an island",
-                    stacklevel=4,
-                )
-                return
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    for name, norm in norms[:1]:
+        ranks = dist.get_process_group_ranks(norm.process_group or dist.group.WORLD)  # type: ignore[arg-type]
+        if len(set(ranks) & set(group.ranks)) > 1:
+            warnings.warn(
+                f"{name} is a SyncBatchNorm: torch averages over these workers in every forward pass, outside of what "
+                "is counted, and waits for all. Use BatchNorm, whose buffers consolidate() averages, or give it a "
+                "process_group of the workers of an island",
+                stacklevel=4,
+            )
 
 
 def averaged_by_torch(parameters: Sequence[Tensor], group: Group) -> bool:

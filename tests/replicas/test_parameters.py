@@ -7,6 +7,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.wrapping import SeveralOptimizers
+from isles.wrapping import SeveralOptimizers, fresh_state
 from tests.gloo import run_gloo
 from tests.replicas.workers import LINKS, Net, adamw, bits, loss_of, sgd, train_step, weights, wrap
 
@@ -113,14 +114,18 @@ def test_several_optimizers_share_what_they_hold() -> None:
     with pytest.raises(ValueError, match="which of the inner optimizers is it for"):
         whole.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     inner[1].add_param_group({"params": [extra := nn.Parameter(torch.ones(1))]})
-    assert len(whole.param_groups) == 3 and whole.state[extra] == {}
+    assert len(whole.param_groups) == 3 and extra not in whole.state and whole.state[extra] == {}
     del whole.state[extra]
+    with pytest.raises(KeyError):
+        whole.state[nn.Parameter(torch.ones(1))]
     assert pickle.loads(pickle.dumps(whole)).param_groups[0]["lr"] == 0.05
     copied = copy.deepcopy(whole)
     copied.state.clear()
     assert len(whole.state) == 3 and not inner[1].state.get(extra)
     whole.zero_grad()
     assert model.first.grad is None
+    fresh_state(whole)
+    assert not whole.state and not inner[1].state
     with pytest.raises(ValueError, match="stepped twice: divide them"):
         SeveralOptimizers([sgd(model), inner[1]])
 
@@ -257,10 +262,8 @@ class Heads(nn.Module):
     def __init__(self, names: list[str], buffers: bool = False) -> None:
         super().__init__()
         self.body = nn.Linear(5, 7)
-        kind = nn.BatchNorm1d if buffers else lambda size: nn.Linear(size, size)
+        kind = partial(nn.BatchNorm1d, affine=False) if buffers else lambda size: nn.Linear(size, size)
         self.heads = nn.ModuleDict({name: kind(7) for name in names})
-        if buffers:
-            self.heads.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         return sum(head(self.body(x)) for head in self.heads.values())  # type: ignore[return-value]
@@ -423,6 +426,7 @@ def test_distributed_checkpoint(name: str, inner: Inner) -> None:
         before = weights(model)
         fresh = get_optimizer_state_dict(model, optimizer)
         assert set(fresh) == {"state", "param_groups"} and fresh["param_groups"][0]["params"][0] == "first"
+        assert bool(fresh["state"]) == bool(optimizer.state) == (inner is not sgd)
         assert optimizer.steps == 0 and world.world.traffic["outer"].bytes_sent == sent
         assert torch.equal(before, weights(model))
         if file is not None:
@@ -527,7 +531,9 @@ def test_one_state_does_for_all_workers_of_ddp() -> None:
         optimizer = wrap(world, "ddp", Net(), adamw)
         if state is not None:
             optimizer.model.load_state_dict(state[1])
+            sent = world.world.traffic.state_dict()
             optimizer.load_state_dict(copy.deepcopy(state[0]))  # as from a file each
+            assert world.world.traffic.state_dict() == sent
         for _ in range(2):
             train_step(optimizer, world.rank, optimizer.steps + 1)
         return optimizer.state_dict(), optimizer.model.state_dict(), optimizer.steps
