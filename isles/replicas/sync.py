@@ -97,7 +97,7 @@ class ReplicaSync(OwnModes, TakesScalers, Foretold):
         self.roster, self.group, self.max_norm, self.vectors = roster, roster.founders, max_norm, vectors
         self.config = own_config(type(self).__name__, self.Config, config, options)
         self.model, self.replica = model, as_replica(model, inner)
-        refuse_unfit(self.replica.parameters, self.replica.inner)
+        refuse_unfit(self.replica.parameters, self.replica.inner, model)
         self.replica.refuse(self)
         super().__init__(self.replica.inner, self.replica.parameters)
         self.watch = ModelWatch(model, self.replica.parameters, self.group)

@@ -114,8 +114,15 @@ class _Loading:
         return _Loading, ()
 
 
-def refuse_unfit(parameters: Sequence[nn.Parameter], inner: Optimizer) -> None:
+def refuse_unfit(parameters: Sequence[nn.Parameter], inner: Optimizer, model: nn.Module) -> None:
     """ValueError, with the mend, for what no method can exchange, or step."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            continue  # told of below, or never trained
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} is sparse, and is exchanged entry by entry: make it with .to_dense()")
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(f"{name} is expanded, and several of its entries are one: make it with .contiguous()")
     if any(is_lazy(parameter) for parameter in parameters):
         raise ValueError("the model has lazy parameters without a shape: run one batch through it before wrapping")
     odd = next((parameter for parameter in parameters if parameter.is_complex()), None)
