@@ -1,6 +1,6 @@
 """A plain PyTorch training loop, made decentralised by three lines (marked 1, 2, 3).
 
-    python examples/bare_loop.py                                                  one worker: training as before
+    python examples/bare_loop.py                                                  one worker, outer steps of its own
     python -m torch.distributed.run --nproc-per-node 2 examples/bare_loop.py      two, or as many machines as you like
     python examples/bare_loop.py --workers 4                                      four processes on this machine
 

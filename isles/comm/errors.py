@@ -58,7 +58,12 @@ class DeadlinePassed(CommError):
 
     def __init__(self, peer: int, channel: str, seconds: float, detail: str = "") -> None:
         who = f"worker {peer} did not answer" if peer >= 0 else "no worker was heard"
-        super().__init__(f"{who} on channel '{channel}' within {seconds:g} s" + (f" ({detail})" if detail else ""))
+        elsewhere = (
+            "; if it is alive, is it in another call? finish(), consolidate() and replica_std() are for all workers"
+        )
+        hint = elsewhere if channel in ("outer", "control", "eval") else ""
+        told = f" ({detail})" if detail else ""
+        super().__init__(f"{who} on channel '{channel}' within {seconds:g} s{told or hint}")
         self.peer = peer
         self.channel = channel
         self.seconds = seconds

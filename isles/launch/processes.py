@@ -7,13 +7,17 @@ ask which.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
+import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, current_process
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +27,7 @@ from isles.launch.beats import Silence, no_sign_of_life
 from isles.launch.by_value import ByValue
 from isles.launch.worker import WorkerSpec, serve
 
+_LONGEST_TMPDIR = 70  # characters, before those that multiprocessing adds
 WorkerMessage = tuple[int, str, Any]
 """(rank, "joined" | "beat" | "event" | "held" | "done" | "error" | "interrupt", value); the last: please stop."""
 
@@ -121,6 +126,7 @@ class WorkerProcesses:
         context.set_forkserver_preload(["isles.launch.workers", "isles.launch.preload"])
         self.handles: list[PipeHandle] = []
         _refuse_unreachable(worker)
+        _shorten_sockets()
         work = ByValue((worker, tuple(args)))
         for spec in worker_specs:
             ours, theirs = context.Pipe()
@@ -156,3 +162,11 @@ def _refuse_unreachable(worker: Callable[..., Any]) -> None:
             "`python -c` or stdin; write the function into a module and import it, or use isles.run_virtual, which "
             "trains in this process"
         )
+
+
+def _shorten_sockets() -> None:
+    """The addresses of multiprocessing's sockets are files in TMPDIR, and may have 107 characters."""
+    own: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]  # where it looks for its folder
+    if own.get("tempdir") is None and len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR:
+        own["tempdir"] = tempfile.mkdtemp(prefix="isles-", dir="/tmp")
+        atexit.register(shutil.rmtree, own["tempdir"], ignore_errors=True)

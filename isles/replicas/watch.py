@@ -150,6 +150,13 @@ def refuse_unfit(model: nn.Module, parameters: Sequence[nn.Parameter], inner: Op
             "the model is sharded by torch (fully_shard, or a tensor parallel plan), which sends what Isles does not "
             "know: shard the plain model with isles.shard(model, world.inner) instead"
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            continue  # told of below, or never trained
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{name} is sparse, and is exchanged entry by entry: make it with .to_dense()")
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(f"{name} is expanded, and several of its entries are one: make it with .contiguous()")
     if any(is_lazy(parameter) for parameter in parameters):
         raise ValueError("the model has lazy parameters without a shape: run one batch through it before wrapping")
     odd = next((parameter for parameter in parameters if parameter.is_complex()), None)

@@ -126,6 +126,17 @@ def test_a_worker_that_cannot_be_imported(how: str, text: str, tmp_path: Path) -
     assert done.returncode == 1 and text in done.stderr.splitlines()[-1], done.stderr
 
 
+@pytest.mark.long
+def test_a_long_folder_for_temporary_files(tmp_path: Path) -> None:
+    """As clusters make one for each job: longer than the address of a socket may be."""
+    folder = tmp_path / ("job-" + 100 * "x")
+    folder.mkdir()
+    code = "import isles\nfrom tests.launch import local_workers\nprint(isles.run_local(local_workers.reports, 2))"
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), TMPDIR=str(folder))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout == "['result of 0', 'result of 1']\n", done.stderr
+
+
 def test_a_run_on_one_machine_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store and gloo's own listeners: nobody else can reach them."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)

@@ -42,6 +42,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 ODD = [name for name in MODES if name != "plain"]
 FORM = {f"custom, {form}": ("custom", {"sync_every": 2, "codec": form, "error_feedback": "local"}) for form in FORMS}
+FORM["ddp, dct"] = ("ddp", {"codec": "dct_topk:64", "error_feedback": "local"})
 
 
 class Same(Net):
@@ -130,7 +131,7 @@ def run(name: str, mode: str) -> list[tuple[str, float]]:
 plain = cache(partial(run, mode="plain"))
 
 
-@pytest.mark.parametrize(("name", "mode"), cover([*RUNS, *FORM], ODD, each=1))
+@pytest.mark.parametrize(("name", "mode"), [*cover([*RUNS, *FORM], ODD, each=1), ("ddp, dct", "autocast")])
 def test_no_mode_changes_a_bit(name: str, mode: str) -> None:
 
     assert run(name, mode) == plain(name)
@@ -160,3 +161,50 @@ def test_modes_over_gloo() -> None:
     """Whose threads do part of the work."""
     each = [run("dilocox", "plain"), run("ddp, int4", "plain")]
     assert run_gloo(in_processes) == [list(worker) for worker in zip(*each, strict=True)]
+
+
+def hooked(world: Mesh) -> list[bool]:
+    """Whether autograd's hooks do their part of the exchange under the autocast that `backward` is called in."""
+    seen: list[bool] = []
+
+    class Watched(isles.DDP):
+        def reduction(self, bucket: Any) -> Any:
+            own = super().reduction(bucket)
+            begin = own.begin
+            own.begin = lambda *args: (seen.append(torch.is_autocast_enabled("cpu")), begin(*args))[1]
+            return own
+
+    model = Same()
+    optimizer = Watched(model, torch.optim.SGD(model.parameters(), lr=0.1), world.outer)
+    with MODES["autocast"]():
+        model(batch(world.rank, 1)[0]).sum().backward()
+    assert seen
+    optimizer.step()
+    return seen
+
+
+def test_hooks_leave_the_modes_of_the_backward_pass() -> None:
+    assert not any(any(seen) for seen in isles.run_virtual(hooked, 2))
+
+
+class Naive(torch.optim.SGD):
+    """Writes to the weights as a first try at an optimizer does; torch refuses that where gradients are recorded."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad
+
+
+def naive(world: Mesh) -> bool:
+    model = Same()
+    optimizer = isles.LocalSGD(model, Naive(model.parameters(), lr=0.1), world.outer, sync_every=2)
+    for step in range(1, 4):
+        F.mse_loss(model(batch(world.rank, step)[0]), batch(world.rank, step)[1]).backward()
+        optimizer.step()
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+    return optimizer.replica_std() > 0
+
+
+def test_a_step_records_no_gradients() -> None:
+    assert isles.run_virtual(naive, 2) == [True, True]

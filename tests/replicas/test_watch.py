@@ -408,3 +408,14 @@ def test_any_wrapping_loads_a_state_into_the_inner_optimizer() -> None:
     for parameter in model.parameters():
         assert torch.equal(again.state[parameter]["exp_avg"], inner.state[parameter]["exp_avg"])
     assert wrapping.state is again.state
+
+
+@pytest.mark.parametrize("kind", ["sparse", "expanded"])
+def test_a_tensor_whose_entries_cannot_be_written_is_named(kind: str) -> None:
+    """At wrapping, buffers too."""
+    model = torch.nn.Linear(3, 2)
+    model.register_buffer("mask", torch.eye(4).to_sparse() if kind == "sparse" else torch.zeros(1).expand(5))
+    with pytest.raises(ValueError, match=f"mask is {kind}"):
+        isles.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), isles.init().outer, sync_every=2)
+    model.mask = model.mask.to_dense() if kind == "sparse" else model.mask.contiguous()
+    isles.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), isles.init().outer, sync_every=2)
