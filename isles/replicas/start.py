@@ -110,7 +110,7 @@ def bytes_by_format(tensors: Sequence[Tensor]) -> list[int]:
     return list(totals.values())
 
 
-class Settings:
+class SettingsHash:
     """A hash of the hyper-parameters that are plain numbers, or on the CPU, as they are now."""
 
     def __init__(self) -> None:

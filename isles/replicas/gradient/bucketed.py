@@ -91,7 +91,7 @@ class BucketedSync(ReplicaSync):
         self._careful = any(bucket.reduction.careful for bucket in self.buckets)
         self._scaled: Scaled | None = None  # of the last step
         self._is_scaled = False  # whether a gradient scaler takes part in this step
-        self._settings_now = start.Settings()
+        self._settings_now = start.SettingsHash()
         self._proof = 0  # after a state was loaded: a hash of the weights that this step begins with
         self._phased = self._early_inner()
         inner = self.replica.inner
