@@ -34,6 +34,11 @@ EVEN = (
 _ROUNDED = 1e-12  # of the sum of squares: more than what rounding a mean of equal numbers makes
 
 
+def numbers(*values: int) -> Tensor:
+    """As int64 (n,), whatever a user's defaults are."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
 def same_settings(group: Group, settings: str, names: Sequence[str] = ()) -> None:
     """Diverged, naming the odd worker, unless `settings` is the same text on all, and `names`, of its model's tensors,
     the same in the same order.
@@ -42,13 +47,13 @@ def same_settings(group: Group, settings: str, names: Sequence[str] = ()) -> Non
         what = "its method, settings or model shapes differ; start all workers with the same ones"
         same_text(group, f"{settings} {list(names)}", what)
     except Diverged as error:  # on all workers: what follows is only asked then
-        if names and len({int(count) for count in group.all_gather(torch.tensor([len(names)]))}) == 1:
+        if names and len({int(count) for count in group.all_gather(numbers(len(names)))}) == 1:
             _tell_other_names(group, names)
         raise error
 
 
 def _tell_other_names(group: Group, names: Sequence[str]) -> None:
-    everyone = [theirs.tolist() for theirs in group.all_gather(torch.tensor([hashed(name) for name in names]))]
+    everyone = [theirs.tolist() for theirs in group.all_gather(numbers(*map(hashed, names)))]
     usual = Counter(map(tuple, everyone)).most_common(1)[0][0]
     for rank, theirs in zip(group.ranks, everyone, strict=True):
         place = next((at for at, pair in enumerate(zip(theirs, usual, strict=True)) if len(set(pair)) > 1), None)
@@ -67,7 +72,7 @@ def same_weights(group: Group, tensors: Mapping[str, Tensor], step: int = 0) -> 
     """
     hashes = _hashes(tensors.values())
     own = digest(list(hashes))
-    told = [int(theirs) for theirs in group.all_gather(torch.tensor([own]))]
+    told = [int(theirs) for theirs in group.all_gather(numbers(own))]
     usual = Counter(told).most_common(1)[0][0]  # so that all name the odd one; of two, rank 0 is right
     if any(theirs != usual for theirs in told):
         rows = group.all_gather(hashes)
@@ -87,14 +92,14 @@ def hash_of(tensors: Iterable[Tensor]) -> int:
 
 def _hashes(tensors: Iterable[Tensor]) -> Tensor:
     flats = [FlatParameters([tensor]) for tensor in tensors]
-    return torch.tensor([flat.digest(flat.read(flat.new())) for flat in flats], dtype=torch.int64)
+    return numbers(*(flat.digest(flat.read(flat.new())) for flat in flats))
 
 
 def same_end(group: Group, steps: int, rounds: str) -> int:
     """The most inner steps that a worker has done; all are in their last round. Diverged, naming the odd worker, unless
     all have done the same `rounds`. Bytes sent: 8 to each of the others.
     """
-    told = [int(theirs) for theirs in group.all_gather(torch.tensor([steps << 32 | crc32(rounds.encode())]))]
+    told = [int(theirs) for theirs in group.all_gather(numbers(steps << 32 | crc32(rounds.encode())))]
     usual = Counter(theirs & 0xFFFFFFFF for theirs in told).most_common(1)[0][0]
     for position, theirs in enumerate(told):
         if theirs & 0xFFFFFFFF != usual:
@@ -132,7 +137,7 @@ def bytes_by_format(tensors: Sequence[Tensor]) -> list[int]:
     return list(totals.values())
 
 
-class Settings:
+class SettingsHash:
     """A hash of the hyper-parameters that are plain numbers, or on the CPU, as they are now."""
 
     def __init__(self) -> None:

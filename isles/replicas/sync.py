@@ -13,7 +13,7 @@ Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -29,7 +29,8 @@ from isles.network.planner.planned import Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, with_options
 from isles.replicas.copies import WeightCopies
-from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker
+from isles.replicas.ending import EndsAsOne
+from isles.replicas.flat import FlatNames, VectorMaker
 from isles.replicas.guarded import Guarded
 from isles.replicas.names import all_names, warn_if_not_held
 from isles.replicas.replica import Replica, as_replica
@@ -51,7 +52,7 @@ class MethodConfig:
         return False
 
 
-class ReplicaSync(TakesScalers, Guarded, Saved):
+class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
     """Base of all methods. Guarantee: after construction every worker holds rank 0's weights, verified by a hash.
 
     model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them, whose state
@@ -196,59 +197,6 @@ class ReplicaSync(TakesScalers, Guarded, Saved):
     def after_inner_step(self) -> None:
         """Parameter level: exchange what is due after inner step `self.steps`."""
 
-    def finish(self) -> None:
-        """Land everything that is in flight, and the inner steps since the last exchange. Call it once, at the end, on
-        all workers. One that did fewer inner steps since as many rounds counts as having stood still.
-
-        Where workers agree, proves that they do. Bytes sent for both, on "control": at most 16 to each of the others.
-        """
-        if self.steps and any(group.get("train_mode") is False for group in self.param_groups):
-            raise ValueError(
-                "the inner optimizer is in eval mode, whose weights are not those that are trained: call "
-                "optimizer.train() before finish() and consolidate()"
-            )
-        rounds = self.rounds_done()
-        if rounds and self._is_watched:
-            with start.among_even():
-                self.steps = self.together(lambda group: start.same_end(group, self.steps, rounds))
-        self.land_all()
-        if self.agrees:
-            self._prove(self._named_shares())
-
-    def land_all(self) -> None:
-        """`finish` without a look at the others: where all have done as many inner steps."""
-        self.catch_up()
-
-    @contextmanager
-    def landing(self, places: Sequence[int]) -> Iterator[None]:
-        """Around whatever writes to the parameters of numbers `places` between two inner steps."""
-        self.copies.before_landing()
-        yield
-        self.copies.landed(places, self.anchors() if self.copies.watched else {})
-
-    def anchors(self) -> Mapping[int, Tensor]:
-        """By number of the parameter: what whole ones were rounded from when they were last written to."""
-        return {}
-
-    def rounds_done(self) -> str:
-        """What must be the same on all workers where they end, "" where they need not have done anything alike."""
-        return ""
-
-    def _named_shares(self) -> dict[str, Tensor]:
-        owners = self.parameters if len(self.shares) == len(self.parameters) else self.shares
-        return {self.watch.name(owner): own for owner, own in zip(owners, self.shares, strict=True)}
-
-    @property
-    def _is_watched(self) -> bool:
-        """Whether all workers that began end together."""
-        return self.group.size > 1 and not (self.is_sketch or self.survives or self.roster.grows)
-
-    def _prove(self, tensors: Mapping[str, Tensor]) -> None:
-        """Diverged unless `tensors`, by name, are the same on all workers."""
-        if tensors and self._is_watched:
-            with start.among_even():
-                self.together(lambda group: start.same_weights(group, tensors, self.steps))
-
     def settle(self) -> None:
         """Wait for transfers under way **without** landing them: what a checkpoint calls."""
 
@@ -283,24 +231,6 @@ class ReplicaSync(TakesScalers, Guarded, Saved):
         return collective(self.survivors())
 
     # What all methods have.
-
-    @torch.no_grad()
-    def consolidate(self) -> nn.Module:
-        """Finish, then give every worker the one model of the run and return it: where workers agree they have it
-        already, else it is the mean of the survivors' weights. Floating-point buffers of the state are averaged.
-        """
-        self.finish()
-        averaged = {} if self.agrees else self._named_shares()
-        kept = self.model.state_dict()  # buffers outside of it are derived, and equal everywhere
-        averaged |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}
-        if averaged:
-            flat = FlatParameters(list(averaged.values()))
-            with self.landing(() if self.agrees else self.everything):
-                flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control")))
-                self._prove(averaged)
-                self.replica.spread(self.everything)
-        self.guards_inner = False
-        return self.replica.whole()
 
     @torch.no_grad()
     def replica_std(self) -> float:

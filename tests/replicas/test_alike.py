@@ -15,7 +15,7 @@ from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
 from tests.covers import share
 from tests.gloo import run_gloo
-from tests.replicas.workers import RUNS, Net, load, loss_of, save, sgd, train_step, wrap
+from tests.replicas.workers import RUNS, Net, Whole, load, loss_of, save, sgd, train_step, wrap
 
 STATE = "it goes on from another state than this worker: load the states of one run and step on all, or none"
 SETTINGS = "its inner optimizer has other settings (learning rate, weight decay, ...): set them alike on all workers"
@@ -24,17 +24,6 @@ SILENT = ("none",)
 
 def run(worker: Any, workers: int = 2, *args: Any, **options: Any) -> list[Any]:
     return isles.run_virtual(worker, workers, args=args, **options)
-
-
-class Whole(Net):
-    """With a parameter that is not divided: IST compares what all hold."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.third = torch.nn.Parameter(self.second.detach().sum(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.third
 
 
 def made(world: Mesh, name: str, seed: int = 0) -> isles.ReplicaSync:

@@ -14,7 +14,7 @@ import isles
 from isles.comm.mesh import Mesh
 from tests.covers import share
 from tests.gloo import run_gloo
-from tests.replicas.workers import RUNS, Net, bits, loss_of, sgd, train_step, weights, wrap
+from tests.replicas.workers import RUNS, Net, Whole, bits, loss_of, sgd, train_step, weights, wrap
 
 RATE = 0.05
 PARTS = [name for name in RUNS if "sync_every" in RUNS[name][1]]
@@ -86,7 +86,7 @@ def run(worker: Any, workers: int = 2, *args: Any) -> list[Any]:
 
 
 def trained(world: Mesh, name: str, inner: Callable[[nn.Module], Any]) -> str:
-    model = Net()
+    model = (Whole if name.startswith("ist") else Net)(0)
     with torch.no_grad():
         model.bias.zero_()
     if name == "islands":

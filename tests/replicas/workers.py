@@ -105,6 +105,17 @@ class Net(nn.Module):
         return {"first": (unit, None), "bias": (unit,), "second": (None, replace(unit, reads=True))}
 
 
+class Whole(Net):
+    """With a parameter that is not divided: IST compares what all hold."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.third = nn.Parameter(self.second.detach().sum(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.third
+
+
 def batch(worker: int, step: int, rows: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Inputs (rows, 5) and targets (rows, 7): a function of (worker, step) alone."""
     generator = torch.Generator().manual_seed(1000 * worker + step)

@@ -16,8 +16,6 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -29,44 +27,25 @@ from isles.comm.collectives.headers import packed
 from isles.comm.errors import DeadlinePassed, WorkerFailed
 from isles.comm.trust import JUMPS
 from isles.modes import own_modes
-from isles.network.planner.memory import Held
-from isles.network.planner.planned import PlannedExchange, Rhythm, by_size
 from isles.replicas import start
 from isles.replicas.checks import workers
 from isles.replicas.gradient.buckets import Bucket, cut_buckets
-from isles.replicas.gradient.reduction import Reduction, together
+from isles.replicas.gradient.foretold import FORWARD_SHARE, BucketsForetold
+from isles.replicas.gradient.reduction import Reduction
 from isles.replicas.island.island import Copies
-from isles.replicas.island.spreading import SpreadRows, planned_spreads, spread_fragment
-from isles.replicas.replica import PeerQuestion, Replica
+from isles.replicas.island.spreading import SpreadRows, spread_fragment
+from isles.replicas.replica import Replica
 from isles.replicas.scaled import Scaled
-from isles.replicas.schedule import Outline, everyone, outline
 from isles.replicas.start import among_even
-from isles.replicas.sync import MethodConfig, ReplicaSync
 from isles.wrapping import Deferred, Phased, Sharing, host_work, is_within_function
 
-_FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a forward pass
 
-
-@dataclass(frozen=True, kw_only=True)
-class BucketsConfig(MethodConfig):
-    """Settings of all methods that send gradients bucket by bucket."""
-
-    bucket_megabytes: float = 25.0
-    """Size of a bucket in 2**20 bytes of gradient."""
-
-    def __post_init__(self) -> None:
-        if not self.bucket_megabytes > 0:
-            raise ValueError(f"bucket_megabytes = {self.bucket_megabytes}: choose a positive size, such as 25")
-
-
-class BucketedSync(ReplicaSync):
+class BucketedSync(BucketsForetold):
     """All workers hold equal weights after every step.
 
     With gradient accumulation, wrap all backward passes of a step but the last in `no_sync()`: each other one sends.
     """
 
-    Config = BucketsConfig
-    config: BucketsConfig
     level = "gradient"
     agrees = True
 
@@ -92,7 +71,7 @@ class BucketedSync(ReplicaSync):
         self._careful = any(bucket.reduction.careful for bucket in self.buckets)
         self._scaled: Scaled | None = None  # of the last step
         self._is_scaled = False  # whether a gradient scaler takes part in this step
-        self._settings_now = start.Settings()
+        self._settings_now = start.SettingsHash()
         self._proof = 0  # after a state was loaded: a hash of the weights that this step begins with
         self._phased = self._early_inner()
         inner = self.replica.inner
@@ -270,63 +249,6 @@ class BucketedSync(ReplicaSync):
         for parameter in self.parameters:
             parameter.grad = None
 
-    def phases(self, steps: int) -> list[tuple[int, int]]:
-        """The steps of a run that send differently: (the first, how many are like it), one behind the other."""
-        return [(1, steps)] if steps else []
-
-    @override
-    def schedule(self, steps: int) -> list[PlannedExchange]:
-        """A bucket leaves when the backward pass has filled it."""
-        groups, left = everyone(self.group.size), self._left()
-        plan = []
-        for first, count in self.phases(steps):
-            patterns = [by_size(groups, partial(bucket.reduction.pattern, first)) for bucket in self.buckets]
-            plan += [
-                one
-                for step in range(first, first + count)
-                for one in [
-                    *(
-                        PlannedExchange(step - behind, step, index, "gradient", groups, pattern, 2 * step)
-                        for index, (behind, pattern) in enumerate(zip(left, patterns, strict=True))
-                    ),
-                    *planned_spreads(self._portions, step, groups, 2 * step + 1),
-                ]
-            ]
-        return plan
-
-    def _left(self) -> list[float]:
-        """Of a step's computation, what is left when each bucket leaves."""
-        behind, last = [bucket.layout.numel for bucket in self.buckets], (1 - _FORWARD_SHARE) / self.batches
-        return [last * sum(behind[index + 1 :]) / sum(behind) for index in range(len(behind))]
-
-    @override
-    def rhythm(self, steps: int) -> Rhythm:
-        return Rhythm(self.phases(steps)[-1][0] - 1 if steps else 0, 1)
-
-    @property
-    @override
-    def questions(self) -> list[PeerQuestion]:
-        return [*super().questions, "largest"] if self._careful else super().questions
-
-    @override
-    def own_outline(self, steps: int) -> Outline:
-        """Steps times buckets may be millions, and most steps are alike."""
-        sent = [0] * self.group.size
-        for first, count in self.phases(steps):
-            for position in range(self.group.size):
-                each = sum(self._sent(bucket, first, position) for bucket in self.buckets)
-                shares = (self.group.size - 1) * sum(sizes[position] for sizes in self._portions)
-                sent[position] += count * (each + shares)
-        short = outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
-        return replace(short, sent=tuple(sent))
-
-    @override
-    def memory(self) -> list[Held]:
-        """With reduction = "native" the buckets lie where the gradients do."""
-        buffers = Held("gradient buckets", sum(bucket.flat.nbytes for bucket in self.buckets), "always")
-        held = [one for bucket in self.buckets for one in bucket.reduction.memory(self.group.size)]
-        return [*super().memory(), *together([buffers, *held])]
-
     @override
     def gauges(self) -> dict[str, float]:
         """The 2-norm of what error feedback holds back."""
@@ -426,8 +348,8 @@ class BucketedSync(ReplicaSync):
         if stop > 0 == self._launched and self._careful and self._scaled is not None:
             self._follow_scale(self._scaled)
         for bucket in self.buckets[self._launched : stop]:
-            share = (1 - _FORWARD_SHARE) * bucket.layout.numel / self._elements
-            self.charge((share + (_FORWARD_SHARE if bucket.index == 0 else 0.0)) / self.batches)
+            share = (1 - FORWARD_SHARE) * bucket.layout.numel / self._elements
+            self.charge((share + (FORWARD_SHARE if bucket.index == 0 else 0.0)) / self.batches)
             bucket.load()
             self._start(bucket)
         self._launched = max(self._launched, stop)
@@ -462,6 +384,3 @@ class BucketedSync(ReplicaSync):
                 f"{error}, where gradients travel again: without no_sync() all workers do as many backward passes a "
                 "step; wrap all but the last in `with optimizer.no_sync():`, then each may do its own number"
             ) from error
-
-    def _sent(self, bucket: Bucket, step: int, position: int) -> int:
-        return bucket.reduction.sent_bytes(step, self.group.size, position)

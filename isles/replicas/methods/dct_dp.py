@@ -34,8 +34,9 @@ from isles.comm.codecs.casts import Identity
 from isles.comm.collectives.factors import averaging
 from isles.comm.collectives.mean import sent_bytes
 from isles.replicas.checks import at_least, one_of
-from isles.replicas.gradient.bucketed import BucketedSync, BucketsConfig
+from isles.replicas.gradient.bucketed import BucketedSync
 from isles.replicas.gradient.buckets import Bucket
+from isles.replicas.gradient.foretold import BucketsConfig
 from isles.replicas.gradient.reduction import Averaged, Reduction
 from isles.replicas.gradient.thresholds import Rule, Thresholds
 from isles.replicas.schedule import Outline

@@ -26,8 +26,9 @@ from isles.comm.codecs import form
 from isles.comm.collectives.factors import averaging
 from isles.comm.collectives.mean import native_bytes, native_mean
 from isles.replicas.checks import idle_low_rank, one_of
-from isles.replicas.gradient.bucketed import BucketedSync, BucketsConfig
+from isles.replicas.gradient.bucketed import BucketedSync
 from isles.replicas.gradient.buckets import Bucket
+from isles.replicas.gradient.foretold import BucketsConfig
 from isles.replicas.gradient.reduction import Averaged, Native, Reduction
 from isles.replicas.parts.interfaces import Feedback, check_feedback, feedback
 

@@ -76,7 +76,7 @@ class DeMo(StepsAlike):
         self.momentum = Momentum(shapes, self.config, self.parameters[0].device)
         self._number = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         self._exchanged = False
-        self._settings_now = start.Settings()
+        self._settings_now = start.SettingsHash()
 
     def _refuse(self) -> None:
         if not all(isinstance(one, torch.optim.SGD) for one in each_of(innermost(self.inner))):
