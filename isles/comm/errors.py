@@ -63,7 +63,7 @@ class DeadlinePassed(CommError):
         )
         hint = elsewhere if channel in ("outer", "control", "eval") else ""
         told = f" ({detail})" if detail else ""
-        super().__init__(f"{who} on channel '{channel}' within {seconds:g} s{told or hint}")
+        super().__init__(f"{who} on channel '{channel}' within {seconds:g} s{hint}{told}")
         self.peer = peer
         self.channel = channel
         self.seconds = seconds

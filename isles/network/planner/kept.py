@@ -47,7 +47,8 @@ def gradients(job: Job, form: PlannedForm, lossless: bool, *, feedback: bool = F
 def largest(job: Job, form: PlannedForm, lossless: bool) -> list[Held]:
     """dct-dp: of each bucket the entries of all workers, a value and a place of 6 bytes, and as read 12."""
     pairs = form.bits / 48 * job.parameters
-    held = [Held(what, _vector(job), "always") for what in ("gradient buckets", "error feedback")]
+    vectors = ("gradient buckets", "error feedback", "error feedback of the step")
+    held = [Held(what, _vector(job), "always") for what in vectors]
     return [*held, Held(UNDER_WAY, int(job.workers * pairs * (6 + 12)), "exchange")]
 
 
