@@ -29,7 +29,7 @@ def store_of(variables: Mapping[str, str], seconds: float) -> dist.Store:
 def meet(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> None:
     """Wait until all of `ranks` have called this with a store of the same keys. RendezvousFailed after `seconds`."""
     ends_at = time.monotonic() + seconds
-    store.set(f"here/{rank}", b"")
+    store.set(f"here/{rank}", "")
     for peer in ranks:
         try:
             store.wait([f"here/{peer}"], timedelta(seconds=max(ends_at - time.monotonic(), 0.01)))
