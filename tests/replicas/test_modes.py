@@ -125,7 +125,15 @@ def trained(world: Mesh, name: str, mode: str) -> tuple[str, float]:
 
 
 def run(name: str, mode: str) -> list[tuple[str, float]]:
-    return isles.run_virtual(trained, 2, args=(name, mode))
+    return in_mode(mode, trained, name)
+
+
+def in_mode(mode: str, worker: Callable[..., Any], *args: Any) -> list[Any]:
+    """The default dtype is that of all threads: set around all workers, not by each."""
+    if mode in ("bfloat16", "float64"):
+        with MODES[mode]():
+            return isles.run_virtual(worker, 2, args=(*args, "plain"))
+    return isles.run_virtual(worker, 2, args=(*args, mode))
 
 
 plain = cache(partial(run, mode="plain"))
@@ -150,7 +158,7 @@ def sums(world: Mesh, mode: str) -> list[float]:
 
 @pytest.mark.parametrize("mode", ODD)
 def test_a_users_own_collectives(mode: str) -> None:
-    assert isles.run_virtual(sums, 2, args=(mode,)) == isles.run_virtual(sums, 2, args=("plain",))
+    assert in_mode(mode, sums) == in_mode("plain", sums)
 
 
 def in_processes(world: Mesh) -> list[tuple[str, float]]:

@@ -13,6 +13,7 @@ from functools import partial
 from threading import get_ident
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
@@ -230,11 +231,12 @@ class VirtualTransfer:
 
 @contextlib.contextmanager
 def _threads_own_modes() -> Iterator[None]:
-    """Modes that do not depend on the thread: the step runs in whatever worker's thread is at hand, perhaps amid its
+    """torch's modes as a fresh thread has them: the step runs in whatever worker's thread is at hand, perhaps amid its
     evaluation without gradients, under autocast or a meter of memory, while with real processes it runs in a thread of
     its own."""
     with contextlib.ExitStack() as modes:
         modes.enter_context(own_modes())
+        modes.enter_context(torch.enable_grad())
         if _len_torch_dispatch_stack():
             modes.enter_context(_disable_current_modes())
         yield
