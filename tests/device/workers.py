@@ -16,7 +16,8 @@ from tests.device import fake_cuda
 STEPS, SAVED_AFTER = 8, 5
 COUNTED = range(3, STEPS + 1)
 """The first steps make what later ones have: states of the inner optimizer, hooks, warnings."""
-SHAPE = Shape(d_model=128, layers=2, heads=2, ffn=384, vocab=256, context=16, tie_embeddings=False)
+# Tensors of more than a block of flat vectors, and of less.
+SHAPE = Shape(d_model=128, layers=2, heads=2, ffn=384, vocab=1100, context=16, tie_embeddings=False)
 _LINKS = isles.Links(bandwidth=1e9, latency=0.001)
 
 _EVERY_3 = {"sync_every": 3}  # steps 3 and 6
@@ -33,7 +34,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def made(
-    world: Mesh, name: str, device: torch.device, settings: dict[str, Any] | None = None, dtype: torch.dtype | None = None
+    world: Mesh,
+    name: str,
+    device: torch.device,
+    settings: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> isles.ReplicaSync:
     """The method around a decoder on `device`."""
     model: nn.Module = Decoder(SHAPE, seed=0, device=device, dtype=dtype)
@@ -41,7 +46,7 @@ def made(
     if name == "fsdp":
         model = isles.shard(model, world.outer)
     if kind.usual_inner == "sgd":
-        inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     else:
         inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return kind(model, inner, world.outer, max_norm=1.0, **(SETTINGS[name] if settings is None else settings))
@@ -53,7 +58,9 @@ def batch(rank: int, step: int, device: torch.device) -> Tensor:
     return torch.randint(0, SHAPE.vocab, (2, SHAPE.context + 1), generator=drawn).to(device)
 
 
-def train(world: Mesh, name: str, on: str, saved: list[bytes] | None = None, options: dict[str, Any] | None = None) -> dict[str, Any]:
+def train(
+    world: Mesh, name: str, on: str, saved: list[bytes] | None = None, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Losses, weights' bits and counts of a whole run. on: "cpu", or "cuda": worker r has cuda:r+1 while cuda:0 is the
     current one, which nobody should touch. saved: checkpoints by rank to go on from. options: of `made`.
     """
@@ -89,7 +96,9 @@ def train(world: Mesh, name: str, on: str, saved: list[bytes] | None = None, opt
 
 def _tensors(optimizer: isles.ReplicaSync) -> list[Tensor]:
     """What must be where the worker computes: weights, and moments of the inner optimizer."""
-    moments = [one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor) and one.dim()]
+    moments = [
+        one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor) and one.dim()
+    ]
     return [*optimizer.model.parameters(), *optimizer.model.buffers(), *moments]
 
 
@@ -105,6 +114,8 @@ def _load(optimizer: isles.ReplicaSync, file: bytes) -> None:
     optimizer.load_state_dict(state["optimizer"])
 
 
-def run(name: str, on: str, saved: list[bytes] | None = None, options: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+def run(
+    name: str, on: str, saved: list[bytes] | None = None, options: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """`train` of two virtual workers."""
     return isles.run_virtual(train, 2, links=_LINKS, args=(name, on, saved, options))
