@@ -1,4 +1,4 @@
-"""What workers do on the fake GPU and, to be compared with, on the CPU: a few steps of one method, all of it counted."""
+"""What workers do on the fake GPU, and on the CPU to compare it with: a few steps of one method, all of it counted."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _LINKS = isles.Links(bandwidth=1e9, latency=0.001)
 
 _EVERY_3 = {"sync_every": 3}  # steps 3 and 6
 SETTINGS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(isles.METHODS, _EVERY_3),
-    **dict.fromkeys(("none", "ddp", "fsdp"), {}),
+    **{name: {} if name in ("none", "ddp", "fsdp") else _EVERY_3 for name in isles.METHODS},
     "dct-dp": {"sparsity": 0.9, "exclude_below": 200},
     "demo": {"check_every": 3},
     "streaming-diloco": {**_EVERY_3, "overlap_steps": 1},
