@@ -13,7 +13,7 @@ import pytest
 import isles
 from isles.comm.codecs import FORMS
 from tests.device import build
-from tests.device.table import STREAMING, Crossing, crossing, walk
+from tests.device.table import ROOT, STREAMING, Crossing, crossing, table, walk
 
 METHODS = [name for name in isles.METHODS if name != "fsdp"]  # which needs NCCL between GPUs
 OUTER = [name for name in METHODS if name not in ("none", "ddp", "dct-dp", "demo", "ist")]
@@ -138,7 +138,8 @@ def test_weights_in_bfloat16(rows: Rows) -> None:
 def _codec_is_the_cpus(rows: Rows, name: str) -> None:
     found = _found(rows, f"codec {name}")
     assert found["untouched"] and not found["strays"]
-    assert max(found["losses"]) < 5e-3 and found["judged"] < 5e-3
+    most = 0.1 if "stochastic" in name else 5e-3  # a draw beside a bound may go the other way
+    assert max(found["losses"]) < most and found["judged"] < most
     assert all(there == here for there, here in found["bytes"])
 
 
@@ -206,6 +207,10 @@ def test_today_a_copy_is_a_wait(rows: Rows, name: str) -> None:
 def test_a_round_waits_once_a_fragment(rows: Rows, name: str) -> None:
     """What is wanted: for the snapshot, before it is encoded. What lands waits on the device."""
     assert _crossed(rows, name).waits <= (3 if name in STREAMING else 1)
+
+
+def test_the_page_has_the_table_of_now(rows: Rows) -> None:
+    assert table(rows) in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
 def test_an_island_looks_at_its_copy_with_one_wait(rows: Rows) -> None:
