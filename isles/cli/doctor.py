@@ -126,17 +126,19 @@ def _describe(target: tuple[str, int] | None) -> None:
     """Print the table [[node]] of this machine. target: whose line to it is measured; None: nobody is asked."""
     from isles.launch import probe
     from isles.launch.link import LinkLost
+    from isles.models import ModelConfig, choose_device
     from isles.network.clusters.nodes import ClusterNode
     from isles.training.clustered.describing import forward_speed, memory
 
+    device = choose_device(ModelConfig())
     try:
         found = None if target is None else probe.call(*target)
     except LinkLost as error:
         raise ValueError(f"--peer: {error}") from error
     node = ClusterNode(
         name=platform.node() or "here",
-        memory=memory(),
-        speed=forward_speed(),
+        memory=memory(device),
+        speed=forward_speed(device),
         bandwidth=1e6 if found is None else min(found.rate_out, found.rate_back),
         latency=0.0 if found is None else found.round_trip / 4,  # half of one way: the other half is the other's
     )

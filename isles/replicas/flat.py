@@ -186,6 +186,12 @@ def _views(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
     return [*before, *([tensor[first:last]] if first < last else []), *behind]
 
 
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether the sums of all of them are finite: a GPU's host waits for that once."""
+    found = [tensor.detach().sum().isfinite() for tensor in tensors]
+    return not found or bool(torch.stack([one.to(found[0].device) for one in found]).all())
+
+
 def copied(state: Any) -> Any:
     """A nested state of dicts, lists and tuples with copies of its tensors."""
     if isinstance(state, Tensor):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS, Channel
 from isles.network.planner.memory import COMPARED, Held
+from isles.replicas.flat import all_finite
 from isles.replicas.island.sharded import own_rows
 from isles.replicas.island.spreading import SpreadRows
 from isles.replicas.replica import Holder, PeerQuestion, Replica, largest, refuse_shared, refuse_survivors, summed
@@ -140,7 +141,7 @@ class Copies(Together):
 
     def is_sound(self) -> bool:
         """They are the same on all workers of the island, who so come to the same answer."""
-        return all(bool(parameter.detach().sum().isfinite()) for parameter in self.parameters)
+        return all_finite(self.parameters)
 
     def spread(self, indexes: Sequence[int], channel: Channel = "inner") -> None:
         """Everyone's shares to everyone. Bytes sent: (R - 1) times the own ones; one latency."""

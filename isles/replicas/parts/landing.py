@@ -46,5 +46,7 @@ class Carry:
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
         progress = torch._foreach_sub(reference, [x.to(r) for x, r in zip(live, reference, strict=True)])
-        torch._foreach_copy_(live, torch._foreach_sub(anchor, progress))
-        torch._foreach_copy_(reference, live)
+        landed = torch._foreach_sub(anchor, progress)
+        torch._foreach_copy_(live, landed)
+        # What the live weights are now, in their format, without reading them back from a GPU.
+        torch._foreach_copy_(reference, [new.to(x.dtype) for new, x in zip(landed, live, strict=True)])

@@ -6,17 +6,21 @@ import os
 import statistics
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _FOR = 0.5  # seconds of measuring
 _SEQUENCES = 8
 
 
-def memory() -> float:
-    """Bytes that a run can have: of the GPU where there is one, else of the RAM that nobody uses."""
+def memory(device: torch.device) -> float:
+    """Bytes that a run on `device` can have: of that GPU, or of the RAM that nobody uses."""
     import torch
 
-    if torch.cuda.is_available():
-        return float(torch.cuda.mem_get_info()[0])
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
     told = Path("/proc/meminfo")
     if told.exists():
         words = dict(line.split(":") for line in told.read_text(encoding="ascii").splitlines())
@@ -24,13 +28,12 @@ def memory() -> float:
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def forward_speed() -> float:
-    """FLOP/s that forward passes of a small decoder reach here: the median of half a second's."""
+def forward_speed(device: torch.device) -> float:
+    """FLOP/s that forward passes of a small decoder reach on `device`: the median of half a second's."""
     import torch
 
     from isles.models import Decoder, Shape, flops_per_token
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = Shape(d_model=256, layers=2, heads=4, ffn=768, vocab=256, context=128, tie_embeddings=False)
     model, times = Decoder(shape).to(device), []
     tokens = torch.zeros(_SEQUENCES, shape.context, dtype=torch.int64, device=device)

@@ -5,6 +5,7 @@ A node that comes later tells what its machine has, by which a new cluster is cu
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import ExitStack
 from typing import Any
@@ -15,6 +16,7 @@ from isles.comm.elastic.keys import STATUS
 from isles.comm.elastic.links.echo import echo_line
 from isles.comm.elastic.messages import Leave
 from isles.comm.elastic.swarm.words import Begin, Enter, SwarmNow
+from isles.models import choose_device
 from isles.network.clusters.nodes import ClusterNode
 from isles.network.clusters.telling import SILENT, told
 from isles.training.clustered.cuts import cluster_cuts
@@ -109,4 +111,7 @@ class SeatedClusterPeer(SeatedPeer):
             self.tell(f"its line could not be measured: it counts as world.slowest_link, {rate / 1e6:g} Mbit/s")
         else:
             rate, latency = 8 * min(line.up, line.down), line.round_trip / 2
-        return ClusterNode(name="here", memory=memory(), speed=forward_speed(), bandwidth=rate, latency=latency)
+        device = choose_device(self.config.model, int(os.environ.get("LOCAL_RANK", 0)))
+        return ClusterNode(
+            name="here", memory=memory(device), speed=forward_speed(device), bandwidth=rate, latency=latency
+        )

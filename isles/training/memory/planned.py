@@ -41,8 +41,16 @@ _USABLE = 0.9
 _CPU = "laptop-16"  # the machine of a run on a CPU that names none
 
 
+def _gpus(config: Config) -> list[torch.device]:
+    """Those that the workers of this machine take: all of them follow one plan, for the smallest of these."""
+    ranks = range(max(1, min(config.world.workers, torch.cuda.device_count())))
+    return sorted({choose_device(config.model, rank) for rank in ranks}, key=str)
+
+
 def machine_of(config: Config) -> Machine:
-    """The machine that the run names, or what is here. ValueError where there is a GPU of no known name."""
+    """The machine that the run names, or what is here: with GPUs of several kinds, the smallest. ValueError where there
+    is a GPU of no known name.
+    """
     if config.memory.machine:
         try:
             return machine(config.memory.machine)
@@ -50,7 +58,8 @@ def machine_of(config: Config) -> Machine:
             raise ValueError(f"memory.machine: {error}") from None
     if config.model.device == "cpu" or not torch.cuda.is_available():
         return machine(_CPU)
-    there = torch.cuda.get_device_properties(choose_device(config.model))
+    cards = [torch.cuda.get_device_properties(device) for device in _gpus(config)]
+    there = min(cards, key=lambda card: card.total_memory)
     if (known := known_gpu(there.name, there.total_memory)) is not None:
         return known
     raise ValueError(
@@ -215,11 +224,10 @@ def _check_said(memory: MemoryConfig, plan: MemoryPlan, batches: int, device: fl
 
 
 def _free_bytes(config: Config) -> float:
-    """Of this worker's GPU, less what torch's allocator rounds up to; without a GPU there is nothing to ask."""
-    device = choose_device(config.model)
-    if device.type != "cuda" or config.memory.method == "checkpoint":
+    """Of the GPU with the least, less what torch's allocator rounds up to; without a GPU there is nothing to ask."""
+    if choose_device(config.model).type != "cuda" or config.memory.method == "checkpoint":
         return math.inf
-    return _USABLE * torch.cuda.mem_get_info(device)[0]
+    return _USABLE * min(torch.cuda.mem_get_info(device)[0] for device in _gpus(config))
 
 
 def _refuse_here(config: Config) -> None:

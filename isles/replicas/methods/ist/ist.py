@@ -44,7 +44,7 @@ from isles.models.subnet import put, reads, split_axes, take
 from isles.network.planner.memory import Held
 from isles.network.planner.planned import Cross, PlannedExchange, Rhythm, by_size
 from isles.replicas.checks import at_least, one_of
-from isles.replicas.flat import FlatParameters
+from isles.replicas.flat import FlatParameters, all_finite
 from isles.replicas.methods.ist.moments import moments_of
 from isles.replicas.methods.ist.partition import SAMPLERS, SERVERS, Division
 from isles.replicas.methods.ist.store import Key, Store
@@ -280,7 +280,7 @@ class IST(ReplicaSync):
 
     def _refuse_not_finite(self) -> None:
         """Nothing is kept that a broken subnet could go back to."""
-        if not all(bool(parameter.detach().sum().isfinite()) for parameter in self.parameters):
+        if not all_finite(self.parameters):
             reason = f"its weights are not finite at inner step {self.steps}: lower the learning rate, or set max_norm"
             raise WorkerFailed(self.group.transport.rank, reason)
 

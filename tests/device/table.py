@@ -1,0 +1,92 @@
+"""What crosses between host and device, and how often the host waits, by method: the table of docs/gpu.md.
+
+python -m tests.device.table            # prints it
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isles.parsing import parse_json
+
+ROOT = Path(__file__).parents[2]
+EVERY_STEP = ("ddp", "dct-dp", "demo")
+STREAMING = ("streaming-diloco", "streaming-noloco")
+"""Methods that send a part of the model in each step."""
+_SECONDS = 400.0
+
+
+def walk(*options: str) -> dict[str, Any]:
+    """The rows of `tests.device.walk`. RuntimeError where it did not come to its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "rows.json")
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.device.walk", *options, str(out)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+        )
+        if done.returncode or not out.is_file():
+            raise RuntimeError(f"the walk ended with {done.returncode}: {done.stderr[-3000:]}")
+        return parse_json(out.read_text())
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Of one worker, the most that one has. A plain step is one in which nothing is due (None: there is no such step);
+    a round is all that is due in H steps. Sizes in bytes.
+    """
+
+    plain_waits: int | None
+    plain_bytes: int | None
+    down: int
+    up: int
+    copies: int
+    waits: int
+
+
+def crossing(name: str, row: dict[str, Any]) -> Crossing:
+    """From a row of the walk, whose methods exchange after steps 3 and 6."""
+    workers = [{int(step): counted for step, counted in counts.items()} for counts in row["counts"]]
+    plain = () if name in (*EVERY_STEP, *STREAMING) else (4, 5, 7, 8)
+    due = (8,) if name in EVERY_STEP else (6, 7, 8)
+
+    def most(steps: tuple[int, ...], *keys: str) -> int:
+        return max(sum(counts[step][key] for step in steps for key in keys) for counts in workers)
+
+    return Crossing(
+        plain_waits=max((most((step,), "waits") for step in plain), default=None),
+        plain_bytes=max((most((step,), "to_host_bytes", "to_device_bytes") for step in plain), default=None),
+        down=most(due, "to_host_bytes"),
+        up=most(due, "to_device_bytes"),
+        copies=most(due, "to_host", "to_device"),
+        waits=most(due, "waits"),
+    )
+
+
+def table(rows: dict[str, Any]) -> str:
+    """Markdown."""
+    model = rows["shape"]["bytes"]
+    lines = [
+        "| method | plain step: waits | bytes | round: down | up | copies | waits |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case, row in rows.items():
+        kind, _, name = case.partition(" ")
+        if kind != "method" or "error" in row:
+            continue
+        found = crossing(name, row)
+        plain = [("-" if number is None else str(number)) for number in (found.plain_waits, found.plain_bytes)]
+        sizes = [f"{number / model:.3g}" for number in (found.down, found.up)]
+        lines.append("| " + " | ".join([name, *plain, *sizes, str(found.copies), str(found.waits)]) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(walk()))

@@ -1,0 +1,255 @@
+"""Isles on a GPU that is not there (`fake_cuda`): tensors stay on their devices, results are the CPU's, and the host
+waits and copies as often as is written here. All rows come of one process, `walk.py`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from typing import Any
+
+import pytest
+
+import isles
+from isles.comm.codecs import FORMS
+from tests.device import build
+from tests.device.table import ROOT, STREAMING, Crossing, crossing, table, walk
+
+METHODS = [name for name in isles.METHODS if name != "fsdp"]  # which needs NCCL between GPUs
+OUTER = [name for name in METHODS if name not in ("none", "ddp", "dct-dp", "demo", "ist")]
+CHOOSING = ("dct-dp", "dilocox", "demo")
+"""They choose entries by size or take signs: a last bit that is rounded otherwise may choose another entry."""
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
+Rows = dict[str, Any]
+
+
+def _walked(factory: pytest.TempPathFactory, worker: str, *options: str) -> Rows:
+    """Once for all processes of the tests."""
+    folder = factory.getbasetemp()
+    folder = folder if worker == "master" else folder.parent
+    kept = folder / f"device{''.join(options)}.json"
+    with open(kept.with_suffix(".lock"), "w", encoding="ascii") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.is_file():
+            kept.write_text(json.dumps(walk(*options)))
+    return json.loads(kept.read_text())
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Rows:
+    return _walked(tmp_path_factory, _worker(request))
+
+
+@pytest.fixture(scope="module")
+def long_rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Rows:
+    return _walked(tmp_path_factory, _worker(request), "--long")
+
+
+def _worker(request: pytest.FixtureRequest) -> str:
+    return getattr(request.config, "workerinput", {}).get("workerid", "master")
+
+
+def _found(rows: Rows, case: str) -> Any:
+    found = rows[case]
+    assert not (isinstance(found, dict) and "error" in found), found["error"]
+    return found
+
+
+def _bad(*names: str, of: list[str], reason: str) -> list[Any]:
+    """All of them as parameters; `names` fail today."""
+    mark = pytest.mark.xfail(strict=True, reason=reason)
+    return [pytest.param(name, marks=mark if name in names else ()) for name in of]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The fake GPU itself
+
+
+def test_what_cuda_refuses_is_refused(rows: Rows) -> None:
+    found = _found(rows, "refusals")
+    assert all(found.values()), found
+    mixed = "Expected all tensors to be on the same device, but found at least two devices, cuda:1 and "
+    assert found["sum"].startswith(mixed + "cpu!") and found["two devices"].startswith(mixed + "cuda:2!")
+
+
+def test_copies_and_waits_are_counted_as_torch_does_them(rows: Rows) -> None:
+    """(copies up, bytes, copies down, bytes, waits), by torch's aten/src/ATen/native/cuda/Copy.cu: blocking copies
+    convert on the host, others on the device, and the host goes on at once only beside pinned memory.
+    """
+    assert _found(rows, "counted") == {
+        "kernel": [0, 0, 0, 0, 0],
+        "up": [1, 64, 0, 0, 1],
+        "up, pinned": [1, 64, 0, 0, 1],
+        "up, at once": [1, 64, 0, 0, 0],
+        "up, at once, pageable": [1, 64, 0, 0, 1],
+        "up, converted": [1, 64, 0, 0, 1],
+        "up, converted there": [1, 32, 0, 0, 0],
+        "down": [0, 0, 1, 64, 1],
+        "down, a list": [0, 0, 2, 128, 2],
+        "number": [0, 0, 0, 0, 1],
+        "mask": [0, 0, 0, 0, 1],
+        "places of the host": [1, 16, 0, 0, 1],
+        "synchronize": [0, 0, 0, 0, 1],
+    }
+
+
+def test_a_device_has_a_state_of_its_own(rows: Rows) -> None:
+    found = _found(rows, "own state")
+    assert all(found.values()), found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Methods and codecs
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_trains_as_on_the_cpu(rows: Rows, name: str) -> None:
+    """Two workers with a GPU each: nothing strays to the other one's, or to the current device, which is a third one.
+    Losses of each step, of the weights to be judged and of the consolidated model are the CPU's, bytes too. From a
+    checkpoint it goes on there to the bit.
+    """
+    found = _found(rows, f"method {name}")
+    assert found["untouched"] and not found["strays"]
+    assert found["same_bits"]
+    assert max(found["losses"][:2]) < 1e-4
+    assert max(found["losses"]) < (0.1 if name in CHOOSING else 1e-3)
+    assert found["judged"] < (0.1 if name in CHOOSING else 1e-3)
+    if name != "dct-dp":  # whose messages are as long as what is above a threshold
+        assert all(there == here for there, here in found["bytes"])
+
+
+@pytest.mark.parametrize("name", ["diloco", "ddp"])
+def test_real_workers_too(rows: Rows, name: str) -> None:
+    """Two processes over gloo. They count what virtual workers do."""
+    found, virtual = _found(rows, f"world {name}"), _found(rows, f"method {name}")
+    assert not found["strays"] and max(found["losses"]) < 1e-3 and found["judged"] < 1e-3
+    assert crossing(name, found) == crossing(name, virtual)
+
+
+def test_weights_in_bfloat16(rows: Rows) -> None:
+    """Both ways cross in the device's format."""
+    found = _found(rows, "bfloat16")
+    assert found["untouched"] and not found["strays"] and max(found["losses"]) < 0.02
+    crossed, model = crossing("streaming-diloco", found), rows["shape"]["bytes"]
+    assert (crossed.down, crossed.up) == (model // 2, model // 2)
+
+
+def _codec_is_the_cpus(rows: Rows, name: str) -> None:
+    found = _found(rows, f"codec {name}")
+    assert found["untouched"] and not found["strays"]
+    most = 0.1 if "stochastic" in name else 5e-3  # a draw beside a bound may go the other way
+    assert max(found["losses"]) < most and found["judged"] < most
+    assert all(there == here for there, here in found["bytes"])
+
+
+@pytest.mark.parametrize("name", ["bf16", "int4", "topk:64", "powersgd:16"])
+def test_a_codec(rows: Rows, name: str) -> None:
+    _codec_is_the_cpus(rows, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in ("bf16", "int4", "topk:64", "powersgd:16")])
+def test_other_codecs(long_rows: Rows, name: str) -> None:
+    _codec_is_the_cpus(long_rows, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What crosses, and how often the host waits
+
+
+def _crossed(rows: Rows, name: str) -> Crossing:
+    return crossing(name, _found(rows, f"method {name}"))
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("ddp", "dct-dp", "demo", *STREAMING)])
+def test_a_plain_step_waits_for_nothing(rows: Rows, name: str) -> None:
+    """Backward pass, clipping and inner step: the host only calls kernels."""
+    found = _crossed(rows, name)
+    assert (found.plain_waits, found.plain_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "name", _bad("dilocox", of=[*OUTER, "ddp", "dct-dp"], reason="A8: landing by carry reads the weights once more")
+)
+def test_a_round_copies_each_byte_once_each_way(rows: Rows, name: str) -> None:
+    found, model = _crossed(rows, name), rows["shape"]["bytes"]
+    assert (found.down, found.up) == (model, model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    _bad(
+        "demo",
+        "ist",
+        of=["demo", "ist"],
+        reason="A8: demo brings its own share back twice; ist packs what stays here too",
+    ),
+)
+def test_what_is_sent_in_parts_crosses_once(rows: Rows, name: str) -> None:
+    """Up what came of both workers (two shares of what went down), or in turn."""
+    found = _crossed(rows, name)
+    assert found.up == found.down
+
+
+@pytest.mark.parametrize("name", [*OUTER, "ddp", "dct-dp"])
+def test_today_a_copy_is_a_wait(rows: Rows, name: str) -> None:
+    """The closed form of today: a copy for each tensor's part of a block, each way, and the host waits for each. A
+    tensor has ceil(entries / BLOCK) such parts; in a bucket it has one.
+    """
+    found, shape = _crossed(rows, name), _found(rows, "shape")
+    parts = len(shape["sizes"]) if name in ("ddp", "dct-dp") else sum(-(-n // shape["block"]) for n in shape["sizes"])
+    ways = 3 if name == "dilocox" else 2
+    assert (found.copies, found.waits) == (ways * parts, ways * parts)
+
+
+@pytest.mark.parametrize("name", _bad(*OUTER, of=OUTER, reason="A8: one blocking copy for each block"))
+def test_a_round_waits_once_a_fragment(rows: Rows, name: str) -> None:
+    """What is wanted: for the snapshot, before it is encoded. What lands waits on the device."""
+    assert _crossed(rows, name).waits <= (3 if name in STREAMING else 1)
+
+
+def test_the_page_has_the_table_of_now(rows: Rows) -> None:
+    assert table(rows) in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+
+
+def test_an_island_looks_at_its_copy_with_one_wait(rows: Rows) -> None:
+    assert _found(rows, "islands")["is_sound"] == 1
+
+
+def test_what_is_said_of_a_gpu_is_said_of_the_own_one(rows: Rows) -> None:
+    """Of cuda:1 and not of cuda:0: a node's memory and speed; a plan of memory is for the smallest of its workers'."""
+    found = _found(rows, "machines")
+    assert found["node"] == 0.9 * 40 * 2**30 and found["node's kernels"] > 0
+    assert found["plan of one"] == found["plan"] == "A100-40"
+    assert found["free"] < 40 * 2**30
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command
+
+
+@pytest.mark.parametrize("name", ["stages", "islands"])
+def test_a_run_on_gpus_is_the_cpus(rows: Rows, name: str) -> None:
+    found = _found(rows, f"train {name}")
+    assert abs(found["cuda"] - found["cpu"]) < 1e-3
+
+
+def test_half_precision_with_a_scaler(rows: Rows) -> None:
+    assert 0 < _found(rows, "train fp16")["cuda"] < 8
+
+
+def test_a_run_goes_on_and_is_judged_on_the_gpu_that_was_asked_for(rows: Rows) -> None:
+    """On the same kind of device to the bit; `eval`, `generate` and `export` with --device cuda:2 use that one."""
+    found = _found(rows, "run")
+    assert found["resumed"]["cuda"]
+    assert found["kernels"][0] > 0 and found["kernels"][1] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["bf16", "swarm", "checkpoint", "demo", "ist", "sparseloco", "dct-dp", "memory"])
+def test_other_runs(long_rows: Rows, name: str) -> None:
+    found = _found(long_rows, f"train {name}")
+    assert 0 < found["cuda"] < 8
+    if "cpu" in found:
+        assert abs(found["cuda"] - found["cpu"]) < (0.02 if name == "bf16" else 1e-3)

@@ -1,0 +1,368 @@
+"""Walks Isles on the fake GPU, in a process of its own, for torch must not have been imported before it is installed:
+
+    python -m tests.device.walk [--long] OUT
+
+writes a row a case to OUT, as JSON by the case's name: what was found, or {"error": the end of the traceback}.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tests.device import fake_cuda
+
+DEVICES = 3  # two workers have one each, and cuda:0, which is the current one everywhere, nobody should touch
+fake_cuda.install(DEVICES)
+
+import torch  # noqa: E402
+
+import isles  # noqa: E402
+from isles.comm import mesh  # noqa: E402
+from isles.comm.codecs import FORMS, form  # noqa: E402
+from isles.network.planner.memory import BLOCK  # noqa: E402
+from tests.device import workers  # noqa: E402
+
+Case = Callable[[Path], Any]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the fake GPU refuses, and counts
+
+
+def _refusals(_: Path) -> dict[str, str]:
+    """What CUDA refuses, and how it was refused here; "" where it was not."""
+    here, there = torch.ones(4, 4), torch.ones(4, 4, device="cuda:1")
+    embedding = torch.nn.functional.embedding
+    tried: dict[str, Callable[[], object]] = {
+        "sum": lambda: there + here,
+        "two devices": lambda: there + there.to("cuda:2"),
+        "numpy": there.numpy,
+        "cat": lambda: torch.cat([there, here]),
+        "equal": lambda: torch.equal(there, here),
+        "foreach": lambda: torch._foreach_lerp_([there], [here], 0.5),
+        "foreach, the host first": lambda: torch._foreach_sub([here], [there]),
+        "generator": lambda: there.normal_(generator=torch.Generator()),
+        "embedding": lambda: embedding(torch.zeros(2, dtype=torch.int64), there),
+        "index": lambda: here[there[0].long()],
+        "no such device": lambda: torch.empty(1, device=f"cuda:{DEVICES}"),
+        "pinned there": lambda: torch.empty(1, device="cuda:1", pin_memory=True),
+    }
+    found = {}
+    for name, attempt in tried.items():
+        try:
+            attempt()
+            found[name] = ""
+        except (RuntimeError, TypeError) as error:
+            found[name] = str(error)
+    return found
+
+
+def _counted(_: Path) -> dict[str, Any]:
+    """(copies up, bytes, copies down, bytes, waits) of single lines."""
+    there, pinned = torch.ones(4, 4, device="cuda:1"), torch.ones(4, 4).pin_memory()
+    half, mask = torch.ones(4, 4).bfloat16(), there > 0
+    lines: dict[str, Callable[[], object]] = {
+        "kernel": lambda: there * 2,
+        "up": lambda: there.copy_(torch.ones(4, 4)),
+        "up, pinned": lambda: there.copy_(pinned),
+        "up, at once": lambda: there.copy_(pinned, non_blocking=True),
+        "up, at once, pageable": lambda: there.copy_(torch.ones(4, 4), non_blocking=True),
+        "up, converted": lambda: there.copy_(half),
+        "up, converted there": lambda: there.copy_(half.pin_memory(), non_blocking=True),
+        "down": there.cpu,
+        "down, a list": lambda: torch._foreach_copy_([pinned, half], [there, there]),
+        "number": there.sum().item,
+        "mask": lambda: there[mask],
+        "places of the host": lambda: there[torch.tensor([0, 2])],
+        "synchronize": lambda: torch.cuda.synchronize("cuda:1"),
+    }
+    found = {}
+    for name, line in lines.items():
+        before = fake_cuda.counts(1)
+        line()
+        told = fake_cuda.since(before, 1)
+        found[name] = [told[key] for key in ("to_device", "to_device_bytes", "to_host", "to_host_bytes", "waits")]
+    return found
+
+
+def _own_state(_: Path) -> dict[str, bool]:
+    """Generators, new memory, autograd, autocast, a scaler."""
+    torch.manual_seed(3)
+    host, first = torch.get_rng_state(), torch.rand(2, device="cuda:1")
+    is_left = torch.equal(host, torch.get_rng_state())
+    kept = torch.cuda.get_rng_state("cuda:1")
+    second = torch.rand(2, device="cuda:1")
+    torch.cuda.set_rng_state(kept, "cuda:1")
+    again = torch.rand(2, device="cuda:1")
+    layer = torch.nn.Linear(4, 4).to("cuda:1")
+    inner, scaler = torch.optim.AdamW(layer.parameters(), fused=True), torch.amp.GradScaler("cuda")
+    with torch.autocast("cuda", dtype=torch.float16):
+        out = layer(torch.ones(2, 4, device="cuda:1"))
+    scaler.scale(out.float().sum()).backward()
+    scaler.step(inner)
+    scaler.update()
+    return {
+        "a device draws for itself": torch.equal(first.cpu(), torch.rand(2, device="cuda:2").cpu()),
+        "the host's generator is left": is_left,
+        "a state is restored": torch.equal(second, again) and not torch.equal(first, second),
+        "dropout draws there": torch.nn.functional.dropout(again).device == again.device,
+        "new memory is NaN": bool(torch.empty(100, device="cuda:1").isnan().all()),
+        "autocast": out.dtype == torch.float16,
+        "gradients are there": str(layer.weight.grad.device) == "cuda:1",
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Methods and codecs
+
+
+def _compared(name: str, options: dict[str, Any], goes_on: bool, _: Path) -> dict[str, Any]:
+    """A method on the GPU, going on from its checkpoint there, and on the CPU."""
+    idle = fake_cuda.counts(0)
+    on_gpu = workers.run(name, "cuda", options=options)
+    found: dict[str, Any] = {"untouched": not any(fake_cuda.since(idle, 0).values())}
+    if goes_on:
+        again = workers.run(name, "cuda", [one["file"] for one in on_gpu], options)
+        found["same_bits"] = all(torch.equal(a["weights"], b["weights"]) for a, b in zip(on_gpu, again, strict=True))
+    on_cpu = workers.run(name, "cpu", options=options)
+    return found | _differences(on_gpu, on_cpu)
+
+
+def _differences(on_gpu: list[dict[str, Any]], on_cpu: list[dict[str, Any]]) -> dict[str, Any]:
+    pairs = list(zip(on_gpu, on_cpu, strict=True))
+    return {
+        "strays": [stray for one in on_gpu for stray in one["strays"]],
+        "losses": [max(abs(a["losses"][step] - b["losses"][step]) for a, b in pairs) for step in on_cpu[0]["losses"]],
+        "judged": max(abs(a[key] - b[key]) for a, b in pairs for key in ("judged", "consolidated")),
+        "bytes": [[a["bytes"], b["bytes"]] for a, b in pairs],
+        "counts": [one["counts"] for one in on_gpu],
+    }
+
+
+def _shape(_: Path) -> dict[str, Any]:
+    """Of the model that is trained: what copies are counted against."""
+    model = workers.Decoder(workers.SHAPE)
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    return {"bytes": 4 * sum(sizes), "sizes": sizes, "block": BLOCK}
+
+
+def _islands(_: Path) -> dict[str, int]:
+    """Waits of a worker of an island that looks whether its copy is finite."""
+
+    def waits(world: isles.Mesh) -> int:
+        optimizer = workers.made(world, "ddp", torch.device("cuda", world.rank + 1))
+        replica, before = optimizer.as_replica(), fake_cuda.counts(world.rank + 1)
+        assert replica.is_sound()
+        return fake_cuda.since(before, world.rank + 1)["waits"]
+
+    return {"is_sound": max(isles.run_virtual(waits, 2))}
+
+
+def _machines(_: Path) -> dict[str, Any]:
+    """What is said of cuda:1, which is half as large as cuda:0 is."""
+    from isles.training.clustered import describing, peering
+    from isles.training.config.reading import read_config
+    from isles.training.memory.planned import _free_bytes, machine_of
+
+    describing._FOR = 0.0
+    one, both = (read_config(None, {}, [f"model.device={device}", "world.workers=2"]) for device in ("cuda:1", "cuda"))
+    peer = object.__new__(peering.SeatedClusterPeer)
+    peer.config, peer.tell, peer._session = one, lambda line: None, None
+    peering.echo_line = lambda session: None
+    kernels = fake_cuda.counts(1)["kernels"]
+    node = peer._measured()
+    return {
+        "node": node.memory,
+        "node's kernels": fake_cuda.counts(1)["kernels"] - kernels,
+        "plan": machine_of(both).name,
+        "plan of one": machine_of(one).name,
+        "free": _free_bytes(both),
+    }
+
+
+def _of_codec(name: str) -> dict[str, Any]:
+    """Options of DiLoCo with it."""
+    is_biased = form(name).biased if hasattr(form(name), "biased") else True
+    return {"settings": {"sync_every": 3, "codec": name, **({"error_feedback": "local"} if is_biased else {})}}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Real worlds
+
+
+def _world(name: str, _: Path) -> dict[str, Any]:
+    """Two processes over gloo, each with a GPU of its own. Forked: the fake GPU is installed in them already."""
+    isles.run_virtual(_stepped, 1, args=(name,))
+    found = {}
+    for on in ("cuda", "cpu"):
+        context, port = multiprocessing.get_context("fork"), _free_port()
+        pipes, processes = zip(*(_started(context, name, on, rank, port) for rank in range(2)), strict=True)
+        found[on] = [pipe.recv() if pipe.poll(60) else {"error": "no answer within 60 s"} for pipe in pipes]
+        for process in processes:
+            process.join(10)
+            process.kill()
+        if errors := [one["error"] for one in found[on] if "error" in one]:
+            raise RuntimeError(errors[0])
+    return _differences(found["cuda"], found["cpu"])
+
+
+def _stepped(world: isles.Mesh, name: str) -> None:
+    """A step without a backward pass, after which autograd's threads would forbid forks: loads what four processes
+    would load each.
+    """
+    optimizer = workers.made(world, name, torch.device("cuda", 1))
+    for parameter in optimizer.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+def _free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def _started(context: Any, name: str, on: str, rank: int, port: str) -> tuple[Any, Any]:
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_live, args=(theirs, name, on, rank, port), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def _live(pipe: Any, name: str, on: str, rank: int, port: str) -> None:
+    """A worker as torchrun starts it."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    torch.set_num_threads(1)  # makes the pool anew, which autograd's threads would do all at once
+    try:
+        found = workers.train(isles.init(), name, on)
+        mesh.leave()
+        del found["weights"], found["file"]  # a tensor would be fetched from this process, which ends
+    except BaseException:
+        found = {"error": traceback.format_exc()}
+    pipe.send(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command, in this process
+
+TINY = [
+    *("model.d_model=16", "model.layers=2", "model.heads=2", "model.ffn=24", "model.context=16", "data.batch_size=2"),
+    *("data.validation_sequences=4", "inner.warmup_steps=2", "run.validate_every=0", "run.log_every=2"),
+    *("world.backend=virtual", "model.device=cuda"),
+]
+
+
+def _isles(*words: str) -> None:
+    from isles.cli import app
+
+    app(list(words), standalone_mode=False)
+
+
+def _train(out: Path, method: str, *settings: str, workers: int = 2, device: str = "cuda") -> float:
+    """The run's validation loss."""
+    words = [word for pair in (*TINY, *settings, f"model.device={device}") for word in ("--set", pair)]
+    _isles("train", "--method", method, "--workers", str(workers), "--steps", "6", *words, "--out", str(out))
+    return json.loads((out / "summary.json").read_text())["val_loss"]
+
+
+def _trained(method: str, *settings: str, workers: int = 2, on_cpu: bool = True) -> Case:
+    """A run on GPUs, and the same on the CPU."""
+
+    def case(folder: Path) -> dict[str, Any]:
+        found = {"cuda": _train(folder / "cuda", method, *settings, workers=workers)}
+        if on_cpu:
+            found["cpu"] = _train(folder / "cpu", method, *settings, workers=workers, device="cpu")
+        return found
+
+    return case
+
+
+def _from_run_to_export(folder: Path) -> dict[str, Any]:
+    """A run that stops and goes on, here and on the other kind of device; eval, generate, export."""
+    run, settings = folder / "run", ("replicas.sync_every=2", "run.checkpoint_every=3")
+    _train(run, "noloco", *settings)
+    found: dict[str, Any] = {"resumed": {}}
+    for device in ("cuda", "cpu"):
+        copy = folder / device
+        shutil.copytree(run, copy)
+        for result in ("model.safetensors", "summary.json"):
+            (copy / result).unlink()
+        _isles("resume", str(copy), "--step", "3", "--device", device)
+        found["resumed"][device] = (copy / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
+    kernels = [fake_cuda.counts(2)["kernels"]]
+    for words in (["eval"], ["generate", "--prompt", "a", "--tokens", "4"], ["export", "--format", "safetensors"]):
+        _isles(words[0], str(run), *words[1:], "--device", "cuda:2")
+        kernels.append(fake_cuda.counts(2)["kernels"])
+    return found | {"kernels": [after - before for before, after in pairwise(kernels)]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+_SOME_CODECS = ("bf16", "int4", "topk:64", "powersgd:16")
+_H2 = "replicas.sync_every=2"
+_STAGES = ("pipeline.stages=2", "pipeline.microbatches=2", "model.tie_embeddings=false")
+METHODS = [name for name in isles.METHODS if name != "fsdp"]
+
+CASES: dict[str, Case] = {  # worlds first: a process that has run a backward pass cannot be forked any more
+    "world diloco": partial(_world, "diloco"),
+    "world ddp": partial(_world, "ddp"),
+    "refusals": _refusals,
+    "counted": _counted,
+    "own state": _own_state,
+    "shape": _shape,
+    "islands": _islands,
+    "machines": _machines,
+    **{f"method {name}": partial(_compared, name, {}, True) for name in METHODS},
+    "bfloat16": partial(_compared, "streaming-diloco", {"dtype": torch.bfloat16}, False),
+    **{f"codec {name}": partial(_compared, "diloco", _of_codec(name), False) for name in _SOME_CODECS},
+    "run": _from_run_to_export,
+    "train fp16": _trained("diloco", _H2, "model.autocast=fp16", on_cpu=False),
+    "train stages": _trained("noloco", _H2, *_STAGES, workers=4),
+    "train islands": _trained("diloco", _H2, "world.inner=2", workers=4),
+}
+LONG: dict[str, Case] = {
+    "shape": _shape,
+    **{
+        f"codec {name}": partial(_compared, "diloco", _of_codec(name), False)
+        for name in FORMS
+        if name not in _SOME_CODECS
+    },
+    "train bf16": _trained("ddp", "model.autocast=bf16"),
+    "train swarm": _trained("none", *_STAGES, "pipeline.routing=swarm", workers=4),
+    "train checkpoint": _trained("diloco", _H2, "memory.method=checkpoint"),
+    "train memory": _trained("diloco", _H2, "memory.method=auto", "memory.machine=H100", on_cpu=False),
+    **{f"train {name}": _trained(name) for name in ("demo", "dct-dp")},
+    **{f"train {name}": _trained(name, _H2) for name in ("ist", "sparseloco")},
+}
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    cases = LONG if "--long" in sys.argv else CASES
+    rows: dict[str, Any] = {}
+    for name, case in cases.items():
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                rows[name] = case(Path(folder))
+            except Exception:
+                rows[name] = {"error": traceback.format_exc()[-3000:]}
+    Path(sys.argv[-1]).write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
