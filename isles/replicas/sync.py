@@ -169,6 +169,11 @@ class ReplicaSync(Foretold):
         """Land everything that is in flight, and the inner steps since the last exchange. Call it once, at the end."""
         self.catch_up()
 
+    def drop_outer(self, share: float, seed: int) -> None:
+        """Drop a worker's outer gradient of a round with probability `share`. ValueError: there is none to drop."""
+        name = type(self).__name__
+        raise ValueError(f"world.drop_outer = {share}: {name} sends no outer gradients; take an outer method, or 0")
+
     def settle(self) -> None:
         """Wait for transfers under way **without** landing them: what a checkpoint calls."""
 
