@@ -1,5 +1,5 @@
-"""`world.drop_outer`, DiLoCo's ablation of bad lines: an outer gradient that is dropped is in no mean, and its worker goes
-on from its own weights.
+"""`world.drop_outer`, DiLoCo's ablation of bad lines: an outer gradient that is dropped is in no mean, and its worker goes on
+from its own weights.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unwe
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.start import T
 
-
 _DROPPING = 0x64726F70  # keeps these draws apart from others of the same seed
 
 
