@@ -1,6 +1,4 @@
-"""`world.drop_outer`, DiLoCo's ablation of bad lines: an outer gradient that is dropped is in no mean, and its worker goes on
-from its own weights.
-"""
+"""`world.drop_outer`, DiLoCo's ablation of bad lines: what is dropped is in no mean, and its worker goes on alone."""
 
 from __future__ import annotations
 
