@@ -32,6 +32,7 @@ from isles.replicas.flat import FlatNames, FlatParameters, VectorMaker, copied
 from isles.replicas.foretold import Foretold
 from isles.replicas.replica import Replica, as_replica
 from isles.replicas.schedule import Outline, outline
+from isles.replicas.space import Dimension, usual_space
 from isles.replicas.start import T
 from isles.replicas.watch import ModelWatch, refuse_unfit
 from isles.wrapping import evaluated
@@ -45,6 +46,10 @@ class MethodConfig:
     def survives(self) -> bool:
         """True if the workers that are left go on to the end of the run when others fail."""
         return False
+
+    def space(self, steps: int, *, timed: bool) -> list[Dimension]:
+        """What `isles tune` tries of a method beside the inner optimizer's; arguments as of `usual_space`."""
+        return usual_space(self, steps, timed=timed)
 
 
 class ReplicaSync(Foretold):

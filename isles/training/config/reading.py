@@ -96,7 +96,7 @@ def words(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]
         key, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"--set {assignment}: write --set section.key=value")
-        _assign(given, key.strip(), _parse_value(text.strip()))
+        _assign(given, key.strip(), parse_value(text.strip()))
     said = [key for key, value in flags.items() if value is not None]
     said += [assignment.partition("=")[0].strip() for assignment in assignments]
     tokens = given.get("run", {}).get("tokens")
@@ -210,7 +210,7 @@ def _parse_file(path: str) -> Tables:
     return tables
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """A TOML value; anything that is none is taken as a string, so that paths and names need no quotes."""
     try:
         return parse_toml(f"value = {text}")["value"]
