@@ -28,7 +28,8 @@ from benchmarks.comparison.page import Asked, page
 from benchmarks.comparison.pictures import bytes_picture, gap_picture
 from benchmarks.comparison.planned import print_plans
 from benchmarks.comparison.runs import run_missing
-from isles.cli.several import names, seeds_of
+from isles.cli.runs.rows import names
+from isles.cli.runs.several import seeds_of
 
 PARTS = ("methods", "scaling")
 

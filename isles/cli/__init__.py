@@ -32,6 +32,7 @@ from isles.cli import (
     token,
     torchrun,
     train,
+    tune,
 )
 from isles.cli.elastic import join, lighthouse, swarm
 from isles.cli.experts import commands
@@ -48,6 +49,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("compare")(compare.compare)
+app.command("tune")(tune.tune)
 app.command("resume")(resume.resume)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)

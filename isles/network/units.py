@@ -12,7 +12,7 @@ _AMOUNT = re.compile(r"([0-9.eE+-]+|inf)\s*([a-zA-Z/]*)")
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _RATES = {f"{prefix}{form}": size for prefix, size in _PREFIXES.items() for form in ("bit/s", "bps", "bits/s")}
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
 _BYTES = {f"{prefix}b": size for prefix, size in _PREFIXES.items()} | {
     f"{prefix}ib": 1024.0**power for power, prefix in enumerate("kmgt", start=1)
 }

@@ -37,6 +37,7 @@ from isles.replicas.replica import Replica, as_replica
 from isles.replicas.saved import Saved
 from isles.replicas.scaled import Scaled, TakesScalers
 from isles.replicas.schedule import Outline, outline
+from isles.replicas.space import Dimension, usual_space
 from isles.replicas.start import T
 from isles.replicas.watch import ModelWatch, refuse_unfit
 from isles.wrapping import evaluated
@@ -50,6 +51,10 @@ class MethodConfig:
     def survives(self) -> bool:
         """True if the workers that are left go on to the end of the run when others fail."""
         return False
+
+    def space(self, steps: int, *, timed: bool) -> list[Dimension]:
+        """What `isles tune` tries of a method beside the inner optimizer's; arguments as of `usual_space`."""
+        return usual_space(self, steps, timed=timed)
 
 
 class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
@@ -196,6 +201,11 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
 
     def after_inner_step(self) -> None:
         """Parameter level: exchange what is due after inner step `self.steps`."""
+
+    def drop_outer(self, share: float, seed: int) -> None:
+        """Drop a worker's outer gradient of a round with probability `share`. ValueError: there is none to drop."""
+        name = type(self).__name__
+        raise ValueError(f"world.drop_outer = {share}: {name} sends no outer gradients; take an outer method, or 0")
 
     def settle(self) -> None:
         """Wait for transfers under way **without** landing them: what a checkpoint calls."""

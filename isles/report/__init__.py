@@ -15,6 +15,7 @@ from isles.report.experts import RESULTS, read_results
 from isles.report.experts import render as render_experts
 from isles.report.page import render_page
 from isles.report.rundir import read_run
+from isles.report.tuning import TUNED, read_tuning, render_tuning
 
 __all__ = ["write_picture", "write_report"]
 
@@ -30,6 +31,8 @@ def write_report(folder: str | Path) -> Path:
     folder = Path(folder)
     if (folder / INDEX).is_file():
         text = render_comparison(read_comparison(folder))
+    elif (folder / TUNED).is_file():
+        text = render_tuning(read_tuning(folder))
     elif (folder / RESULTS).is_file():
         text = render_experts(read_results(folder), folder.resolve().name)
     else:
@@ -41,11 +44,13 @@ def write_picture(folder: str | Path) -> Path:
     """Write `report.png` beside the page: its pictures, and for a comparison its table, for mails and slides. Loads
     matplotlib. ValueError as in `write_report`.
     """
-    from isles.report.draw.png import comparison_picture, experts_picture, run_picture
+    from isles.report.draw.png import comparison_picture, experts_picture, run_picture, tuning_picture
 
     folder = Path(folder)
     if (folder / INDEX).is_file():
         data = comparison_picture(read_comparison(folder))
+    elif (folder / TUNED).is_file():
+        data = tuning_picture(read_tuning(folder))
     elif (folder / RESULTS).is_file():
         data = experts_picture(read_results(folder))
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from isles.parsing import parse_json
 from isles.report.charts import MEAN_POINTS, CostAxis, by_bytes, by_clock, loss_against, short
 from isles.report.draw.style import SERIES
 from isles.report.page import document, section, wide_table
+from isles.report.paired import CLAIMS, claims_table, never_talks
 from isles.report.panels import Chart, Panel, Polyline, Table, plain
 from isles.report.rundir import Run, read_run
 from isles.report.series import Point, average
@@ -21,7 +23,9 @@ from isles.report.units import format_bytes, format_number, format_percent, form
 LANES = 4
 """Workers of each method whose time is drawn."""
 INDEX = "compare.json"
-"""In the folder of a comparison: {method: [summary of each seed]}."""
+"""In the folder of a comparison: {row: [summary of each seed]}; folder: of a run that lies elsewhere, from there."""
+NEVER, ALONE = "none", "one-worker"
+"""The rows that all are held against: workers that never talk, and one worker that reads all the tokens."""
 
 # Key of summary.json, head of the column, form.
 COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -40,24 +44,28 @@ Runs = dict[str, list[Run]]
 
 def run_folder(method: str, seed: int) -> str:
     """The folder of one run inside that of its comparison."""
-    return f"{method.replace(':', '.')}-{seed}"
+    label = re.sub(r"[^\w.+=@-]", ".", method)
+    return f"{label}-{seed}"
 
 
 def read_comparison(folder: Path) -> Runs:
     """The runs of each method in the folder that `isles compare` wrote. ValueError where one is missing."""
     try:
         index = parse_json((folder / INDEX).read_text(encoding="utf-8"))
-        seeds = {method: [summary["seed"] for summary in group] for method, group in index.items()}
+        places = {
+            label: [folder / summary.get("folder", run_folder(label, summary["seed"])) for summary in group]
+            for label, group in index.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / INDEX} is damaged ({error}); run isles compare again") from error
-    return {name: [read_run(folder / run_folder(name, seed)) for seed in group] for name, group in seeds.items()}
+    return {label: [read_run(place) for place in group] for label, group in places.items()}
 
 
 def comparison_rows(summaries: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list[list[str]]]:
     """Heads and rows of the table: means over each label's runs, losses with their standard deviation over seeds."""
     present = [c for c in COLUMNS if any(s.get(c[0]) is not None for group in summaries.values() for s in group)]
     rows = []
-    for label, group in summaries.items():
+    for label, group in _named(summaries):
         cells = [label]
         for key, _, form in present:
             values = [float(summary[key]) for summary in group if summary.get(key) is not None]
@@ -67,6 +75,17 @@ def comparison_rows(summaries: dict[str, list[dict[str, Any]]]) -> tuple[list[st
             cells.append(text)
         rows.append(cells)
     return ["method", *(head for _, head, _ in present)], rows
+
+
+def _named(summaries: dict[str, list[dict[str, Any]]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Rows as a table has them: workers that never talk are judged each by itself, and by the mean of their weights."""
+    for label, group in summaries.items():
+        if group and never_talks(group[0]):
+            each = [{**summary, "val_loss": summary.get("val_loss_replicas")} for summary in group]
+            yield f"{label} (each worker)", each
+            yield f"{label} (mean of their weights)", group
+        else:
+            yield label + " (all tokens)" * (label == ALONE), group
 
 
 def table_of(runs: Runs) -> tuple[Table, str]:
@@ -80,13 +99,17 @@ def table_of(runs: Runs) -> tuple[Table, str]:
 
 def title(runs: Runs) -> str:
     """The heading of the page."""
-    return f"{len(runs)} methods compared" if len(runs) != 1 else "1 method"
+    rows = [label for label in runs if label not in (NEVER, ALONE)]
+    return f"{len(rows)} methods compared" if len(rows) > 1 else f"{rows[0]} compared" if rows else "1 method"
 
 
 def render_comparison(runs: Runs) -> str:
     """The whole page as text."""
     table, what = table_of(runs)
     summary = wide_table("Summary", what, table)
+    table = claims_table({label: [run.summary or {} for run in group] for label, group in runs.items()})
+    if table.rows:
+        summary += wide_table("Who is ahead", CLAIMS, table)
     return document(title(runs), ", ".join(runs), summary + "".join(map(section, comparison_panels(runs))))
 
 

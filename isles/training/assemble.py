@@ -72,6 +72,8 @@ def wrapped(
         weighs_samples(config)  # or refuses
         vectors = disk_vectors(config.memory.disk) if config.memory.vectors == "disk" else None
         optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm, vectors=vectors)
+        if config.world.drop_outer:
+            optimizer.drop_outer(config.world.drop_outer, config.run.seed)
         optimizer.batches = config.inner.accumulation
         notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
         if config.pipeline.lossy:

@@ -58,7 +58,12 @@ def test_the_configuration_names_method_and_seed(tmp_path: Path, monkeypatch: py
     done = CliRunner().invoke(app, ["simulate", str(path), *flags])
     assert done.exit_code == 0, done.output
     assert (out / "none-5" / "summary.json").exists()
-    assert [row.split()[0] for row in done.stdout.splitlines()] == ["method", "none", "report"]
+    assert [row.split()[0] for row in done.stdout.splitlines()] == [
+        "method",
+        "none",
+        "none",
+        "report",
+    ]  # each worker, their mean
 
 
 @pytest.mark.parametrize(

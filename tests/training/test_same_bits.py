@@ -37,6 +37,7 @@ WORLDS: dict[str, tuple[int, list[str]]] = {
     "three": (3, ["model.layers=2", "inner.accumulation=2"]),
     "unclipped": (2, ["model.layers=2", "inner.max_norm=0"]),
     "islands": (4, ["model.layers=2", "world.inner=2"]),
+    "dropped": (4, ["model.layers=2", "world.inner=2", "world.drop_outer=0.5"]),
     "shards": (4, ["model.layers=2", "world.inner=2", "world.inside=fsdp"]),
     "stages": (4, [*STAGES, *UNTIED]),
     "random": (4, [*STAGES, "model.layers=2", "pipeline.routing=random"]),
@@ -87,6 +88,7 @@ def fits(row: Row) -> bool:
     plans = memory in ("plan", "shared", "early")
     methods = {  # of worlds that not all methods know
         "islands": OUTER - {"sparta", "dilocox", "custom"},
+        "dropped": {"diloco", "noloco", "localsgd"},
         "shards": OUTER - {"sparta", "dilocox", "custom"},
         "stages": {"ddp", *OUTER},
         "random": {"ddp", *OUTER},

@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from warnings import warn
 
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from isles.comm.group import Group
+from isles.comm.roster import FixedRoster
+from isles.network.noise import uniform
 from isles.replicas.checks import not_finite
 from isles.replicas.flat import FlatNames
 from isles.replicas.loop.config import OuterConfig
@@ -37,6 +40,8 @@ from isles.replicas.loop.sweep import FiniteCheck, NoCheck, Sweep
 from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unweighed, weights_of
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.start import T
+
+_DROPPING = 0x64726F70  # keeps these draws apart from others of the same seed
 
 
 class OuterSync(OuterForetold):
@@ -66,6 +71,7 @@ class OuterSync(OuterForetold):
         self._name_run()
         self.flights: list[Flight] = []
         self._weighed = counts_alike(self.config, parts, self.roster)
+        self._dropping = 0.0, 0  # probability, seed
         self.skipped = 0
         """Rounds of a fragment that were skipped, because somebody's share was not finite."""
         self.healed = 0  # times that this worker healed itself
@@ -127,6 +133,26 @@ class OuterSync(OuterForetold):
         for fragment in self.fragments:
             fragment.weight = factor
         self._weighed = True
+
+    @override
+    def drop_outer(self, share: float, seed: int) -> None:
+        """Lose each worker's outer gradient of a round with probability `share` (0 to 1), as DiLoCo's ablation of bad
+        lines does: the mean is of what came, every anchor moves by it, and a worker whose share was dropped goes on
+        from its own weights. Draws depend on `seed`, round, fragment and worker alone. Call it alike on all workers,
+        before the first round. ValueError for a method with which this is not defined.
+        """
+        parts, why = self.parts, self.parts.cannot_leave_out
+        if parts.cadence.lands(0) > 0:
+            why = "answers that land later would be added to other weights than those that were sent"
+        elif parts.feedback is not None:
+            why = "error feedback would count what was dropped a second time"
+        elif parts.on_peer_failure == "solo" or not isinstance(self.roster, FixedRoster):
+            why = "workers that are lost or change are left out by other rules"
+        if why is not None:
+            raise ValueError(f"world.drop_outer = {share}: {why}; choose 0, or a method such as diloco")
+        self.parts = replace(parts, on_broken="leave out")  # so that a mean is of what came
+        self._weighed = counts_alike(self.config, self.parts, self.roster)
+        self._dropping, self.courier = (share, seed), self.new_courier()
 
     @override
     def settle(self) -> None:
@@ -264,6 +290,8 @@ class OuterSync(OuterForetold):
         """A round without anybody else, in one sweep."""
         resting = self._resting(fragment)
         fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
+        if self._drops(fragment, self.group.rank):
+            return
         sweep = Sweep(fragment, self.parts, self.agrees)
         if not self.courier.is_only_one and not (sweep.check().is_usable and self.replica.is_sound()):
             self._heal()
@@ -284,6 +312,11 @@ class OuterSync(OuterForetold):
             self.replica.spread(self.everything)
             self.replica.forget_moments()
         self.healed += 1
+
+    def _drops(self, fragment: Fragment, position: int) -> bool:
+        """Whether what `position` sent in the fragment's last round is dropped: all know it without a message."""
+        share, seed = self._dropping
+        return uniform(seed, _DROPPING, fragment.rounds, fragment.index, position) < share
 
     def _resting(self, fragment: Fragment) -> tuple[int, ...]:
         """Places in the fragment of what is frozen since before its last round."""
@@ -321,6 +354,7 @@ class OuterSync(OuterForetold):
         anchors, fragment.ahead = fragment.ahead, None
         if anchors is None and self.parts.rule.shares_anchors:
             anchors = self.courier.send_anchor(fragment, fragment.rounds, self.steps)
+        usable = usable and not self._drops(fragment, self.group.rank)
         sent = self.courier.send(fragment, payload, self.steps, lands, usable)
         return Flight(fragment, lands, sent, anchors, resting)
 
@@ -344,23 +378,30 @@ class OuterSync(OuterForetold):
         if flight in self.flights:
             self.flights.remove(flight)
         fragment.kept = flight.payload.buffer.clone() if fragment.rounds <= fragment.keep_until else None
+        live = fragment.flat.read(fragment.flat.new()) if self._drops(fragment, self.group.rank) else None
+        seats = enumerate(self.group.ranks) if self._dropping[0] else ()
+        dropped = {seat for position, seat in seats if self._drops(fragment, position)}
+        broken = [seat for seat in flight.payload.broken if seat not in dropped]
+        if not flight.payload.whole and (broken or not dropped):
+            self._skipped(fragment, broken)
         if not flight.payload.whole:
-            self._skipped(fragment, flight.payload.broken)
             if not self.parts.reading.needs_own:
                 fragment.skip()
-                self._landed(flight)
+                self._landed(flight, live)
                 return
             flight.payload.buffer.zero_()  # nothing for all: the own share, which counted as fresh, is taken back
-        elif flight.payload.broken:
-            self._warn(flight.payload.broken, "the mean is that of the others")
+        elif broken:
+            self._warn(broken, "the mean is that of the others")
         with fragment.resting(flight.at_rest):
             fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
         if flight.at_rest and self.agrees:
             fragment.digest = fragment.flat.digest(fragment.anchor)
-        self._landed(flight)
+        self._landed(flight, live)
 
-    def _landed(self, flight: Flight) -> None:
+    def _landed(self, flight: Flight, live: Tensor | None) -> None:
         fragment = flight.fragment
+        if live is not None:  # dropped: the worker goes on from its own weights
+            fragment.flat.write(live)
         if flight.payload.since is not None:
             fragment.flat.write(fragment.flat.read(fragment.flat.new()).add_(flight.payload.since))
         self.replica.spread(fragment.places)

@@ -206,7 +206,7 @@ class Composition:
     def __post_init__(self) -> None:
         refuse(self.choice)
         one_of("on_broken", self.on_broken, get_args(OnBroken))
-        why = self._cannot_leave_out
+        why = self.cannot_leave_out
         if self.on_broken == "leave out" and why is not None:
             raise ValueError(f'on_broken = "leave out": {why}; choose "skip"')
         for name in self.rule.start:
@@ -220,7 +220,8 @@ class Composition:
             )
 
     @property
-    def _cannot_leave_out(self) -> str | None:
+    def cannot_leave_out(self) -> str | None:
+        """Why a mean of what only some workers send would not do; None if it would."""
         if self.reading.needs_own:
             return (
                 "an own share counts at once as a part of a mean of all, and could not be taken back from a smaller one"

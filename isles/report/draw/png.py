@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from isles.report import experts
+from isles.report import experts, tuning
 from isles.report.comparison import Runs, comparison_panels, table_of
 from isles.report.comparison import title as comparison_title
 from isles.report.draw.axes import ChartAxis
@@ -45,6 +45,11 @@ def experts_picture(results: dict[str, Any]) -> bytes:
     """The PNG of `isles experts`: the first table, and the pictures."""
     heading, what, table = experts.tables(results)[0]
     return picture(f"{experts.title(results)}: {heading}", what, experts.pictures(results), table)
+
+
+def tuning_picture(study: dict[str, Any]) -> bytes:
+    """The PNG of `isles tune`: the table, the history and the slices."""
+    return picture(tuning.title(study), tuning.subtitle(study), tuning.pictures(study), tuning.table_of(study))
 
 
 def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | None = None) -> bytes:

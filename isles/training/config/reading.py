@@ -39,24 +39,26 @@ def read_config(
     assignments: Sequence[str],
     *,
     shared: bool = False,
+    beside: Sequence[str] = (),
     trust: bool = False,
 ) -> Config:
     """The run that a user asked for. flags: {"section.key": value}, None for not given; assignments:
     "section.key=value".
 
     shared: the words are for several methods, as in a comparison: settings of [replicas] that this one does not have,
-    but another one does, are left to the others. trust: as in `gather`.
+    but another one does, are left to the others. beside: methods from outside that are compared with it. trust: as in
+    `gather`.
 
     ValueError: anything that is not as it should be.
     """
     tables = gather(path, flags, assignments, trust=trust)
-    return resolve(_own(tables) if shared else tables)
+    return resolve(_own(tables, beside) if shared else tables)
 
 
-def _own(tables: Tables) -> Tables:
+def _own(tables: Tables, beside: Sequence[str]) -> Tables:
     """Without the settings of other methods."""
     known = {field.name for field in fields(method(_method_of(tables)).Config)}
-    others = {field.name for other in METHODS for field in fields(method(other).Config)} - known
+    others = {field.name for other in (*METHODS, *beside) for field in fields(method(other).Config)} - known
     kept = {key: value for key, value in tables.get("replicas", {}).items() if key not in others}
     return {**tables, "replicas": kept}
 
@@ -81,6 +83,10 @@ def words(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]
     `read_config`.
     """
     given = _parse_file(path) if path is not None else {}
+    rows = given.pop("methods", {})
+    name = flags.get("replicas.method") or given.get("replicas", {}).get("method", DEFAULT_METHOD)
+    if rows and name in _checked(rows):
+        given, flags = over(given, _sectioned(name, rows[name])), {**flags, "replicas.method": None}
     if path is not None:
         beside(given, Path(path).parent)
     for key, value in flags.items():
@@ -90,13 +96,34 @@ def words(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]
         key, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"--set {assignment}: write --set section.key=value")
-        _assign(given, key.strip(), _parse_value(text.strip()))
+        _assign(given, key.strip(), parse_value(text.strip()))
     said = [key for key, value in flags.items() if value is not None]
     said += [assignment.partition("=")[0].strip() for assignment in assignments]
     tokens = given.get("run", {}).get("tokens")
     if "run.steps" in said and tokens:
         raise ValueError(f"run.tokens = {tokens} and run.steps both say when the run ends: leave one out")
     return given
+
+
+def method_tables(path: str | None) -> list[str]:
+    """Names of the tables [methods.NAME] of a CONFIG.toml: methods, or rows of a comparison that say `method`."""
+    return [] if path is None else list(_checked(_parse_file(path).get("methods", {})))
+
+
+def _checked(rows: dict[str, Any]) -> dict[str, Any]:
+    for name, table in rows.items():
+        if not isinstance(table, dict):
+            raise ValueError(f"methods.{name} = {table!r}: write a table, [methods.{name}]")
+        _method_of({"replicas": {"method": table.get("method", name)}})  # refuses a slip
+    return rows
+
+
+def _sectioned(name: str, table: Mapping[str, Any]) -> Tables:
+    """The sections that a table [methods.NAME] sets: its own keys are those of [replicas], [methods.NAME.inner] is laid
+    over [inner], and so on.
+    """
+    own = {section: dict(table[section]) for section in ORDER if isinstance(table.get(section), dict)}
+    return own | {"replicas": {"method": name, **{key: value for key, value in table.items() if key not in own}}}
 
 
 def over(below: Tables, above: Tables) -> Tables:
@@ -183,7 +210,7 @@ def _parse_file(path: str) -> Tables:
     return tables
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """A TOML value; anything that is none is taken as a string, so that paths and names need no quotes."""
     try:
         return parse_toml(f"value = {text}")["value"]
@@ -218,7 +245,15 @@ def _method_of(tables: Tables) -> str:
 def _embedded(name: str) -> Tables:
     """The built-in small run, with its table for the method, and what that says of the inner optimizer."""
     tables = parse_toml(files("isles.training.config").joinpath("embedded.toml").read_text(encoding="utf-8"))
-    own = tables.pop("methods").get(name, {})
-    tables["inner"] |= own.pop("inner", {})
-    tables["replicas"] = {"method": name, **own}
-    return tables
+    own = tables.pop("methods")
+    return over(tables, _sectioned(name, own.get(name) or _inherited(name, own)))
+
+
+def _inherited(name: str, tables: Tables) -> dict[str, Any]:
+    """Of a method from outside: what the nearest method that its class derives from wants at this size."""
+    if name in METHODS:
+        return {}
+    kind, named = method(name), {method(one): one for one in METHODS}
+    keys = [field.name for field in fields(kind.Config)]
+    found = next((tables[named[base]] for base in kind.__mro__ if named.get(base) in tables), {})
+    return {key: value for key, value in found.items() if key in (*keys, *ORDER)}

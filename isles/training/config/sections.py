@@ -77,6 +77,10 @@ class WorldConfig:
     """Virtual only: mean length of a pause, exponential; NoLoCo with on_peer_failure = "solo" goes on without a paused
     partner after outer_deadline, all other methods wait.
     """
+    drop_outer: float = 0.0
+    """Probability that a worker's outer gradient of a round is dropped, drawn from run.seed: the mean is of those that
+    came (also where one is not finite), the worker goes on from its own weights. 1: nothing is ever exchanged.
+    """
     outer_deadline: float = 60.0
     """Longest wait for a peer's part of a round, seconds; raise it if workers differ much in speed."""
     pipeline_deadline: float = 75.0
@@ -135,9 +139,7 @@ class WorldConfig:
         if not 0 <= self.step_seconds < math.inf:
             raise ValueError(f"step_seconds = {self.step_seconds}: choose 0 or more seconds")
         if not 0 < self.slowest_link < math.inf:
-            raise ValueError(
-                f"slowest_link = {self.slowest_link}: choose a positive rate in bits per second, such as 10e6"
-            )
+            raise ValueError(f"slowest_link = {self.slowest_link}: choose a positive rate in bits/s, such as 10e6")
         for key in ("outer_deadline", "pipeline_deadline", "eval_deadline", "join_deadline"):
             if not 0 < getattr(self, key) < math.inf:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose a positive number of seconds")
@@ -159,9 +161,9 @@ class WorldConfig:
         if self.pause_every and not self.pause_seconds:
             raise ValueError("pause_seconds = 0.0: choose how long a pause is, or pause_every = 0 for none")
         if self.pause_seconds != _PAUSE and not self.pause_every:
-            raise ValueError(
-                f"pause_seconds = {self.pause_seconds}: nobody pauses; choose pause_every too, such as 600"
-            )
+            raise ValueError(f"pause_seconds = {self.pause_seconds}: nobody pauses; choose pause_every, such as 600")
+        if not 0 <= self.drop_outer <= 1:
+            raise ValueError(f"drop_outer = {self.drop_outer}: choose a probability, 0 to 1")
         uneven = [key for key in ("step_factors", "step_jitter", "pause_every") if getattr(self, key)]
         if uneven and not self.is_simulated:
             raise ValueError(
@@ -321,6 +323,7 @@ class Config:
     def _check_clusters(self) -> None:
         unset = {
             "world.inner": (self.world.inner, 1),
+            "world.drop_outer": (self.world.drop_outer, 0.0),
             "inner.accumulation": (self.inner.accumulation, 1),
             "pipeline.stage_loss": (self.pipeline.stage_loss, 0.0),
             "replicas.on_broken": (getattr(self.replicas, "on_broken", "skip"), "skip"),
@@ -334,6 +337,7 @@ class Config:
     def _check_swarm(self) -> None:
         unset = {
             "world.inner": (self.world.inner, 1),
+            "world.drop_outer": (self.world.drop_outer, 0.0),
             "memory.method": (self.memory.method, "none"),
             "run.start": (self.run.start, ""),
             "data.split": (self.data.split, "iid"),

@@ -69,6 +69,10 @@ def refuse_state(config: Config, rank: int, step: int, state: Mapping[str, Any],
         raise _diverged(config, rank, f"its weights are not finite after inner step {step} ({broken})")
 
 
-def _diverged(config: Config, rank: int, what: str) -> WorkerFailed:
+class NotFinite(WorkerFailed):
+    """Numbers of the run left the range of floats: its rates are too high."""
+
+
+def _diverged(config: Config, rank: int, what: str) -> NotFinite:
     mend = f"lower inner.lr (now {config.inner.lr:g}), or replicas.outer_lr where the method has one"
-    return WorkerFailed(rank, f"{what}: {mend}")
+    return NotFinite(rank, f"{what}: {mend}")

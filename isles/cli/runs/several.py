@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from isles.cli.runs.rows import names
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
@@ -21,40 +24,22 @@ OnLine, OnNotice = Callable[[dict[str, Any]], None], Callable[[str], None]
 Start = Callable[["Config", Path, OnLine, OnNotice], "SummaryTable"]
 """As `isles.training.running.run.launch`."""
 Configs = dict[tuple[str, int], "Config"]
-"""By method and seed."""
-
-
-def read_all(
-    config: str | None,
-    methods: Sequence[str],
-    seeds: Sequence[int],
-    flags: Mapping[str, Any],
-    assignments: Sequence[str],
-) -> Configs:
-    """All configurations, before the first is run: a slip in the last should not cost the hours of the others."""
-    from isles.training.config.reading import read_config
-
-    return {
-        (name, seed): read_config(
-            config, {**flags, "replicas.method": name, "run.seed": seed}, assignments, shared=True
-        )
-        for name in methods
-        for seed in seeds
-    }
+"""By row and seed."""
 
 
 def run_all(
     configs: Configs, out: Path | None, verb: str, start: Start | None = None
 ) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
     """Train them into `out` (runs/VERB-DATE-TIME where that is None) and write the page and the picture; the folder,
-    and the summaries by method. typer.Exit(130) where that is interrupted. ValueError: `out` is in use.
+    and the summaries by row. typer.Exit(130) where that is interrupted. ValueError: `out` is in use.
     start: in the place of `launch`.
     """
     from isles.cli.progress import Progress
     from isles.cli.train import tell_device
     from isles.launch.room import refuse_too_many
-    from isles.report import write_picture, write_report
-    from isles.report.comparison import INDEX, run_folder
+    from isles.report import write_report
+    from isles.report.comparison import run_folder
+    from isles.report.units import format_seconds
     from isles.training.dry_run import refuse
     from isles.training.running.interrupts import Interrupts
     from isles.training.running.run import Interrupted, launch
@@ -67,18 +52,21 @@ def run_all(
     for one in {name: one for (name, _), one in configs.items()}.values():  # seeds change nothing of it
         refuse(one, joined=start is not None)
     begin = start or launch
-    out = out or Path("runs") / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}"
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"--out {out}: is not empty; name another directory")
-    tell_device(one)  # as all others
+    out = new_folder(out, verb)
+    tell_device(next(iter(configs.values())))  # as all others
     summaries: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in configs}
-    folder = out
+    labels, folder, begun = list(summaries), out, time.monotonic()
+    work = {place: one.run.steps * one.world.workers for place, one in configs.items()}  # about as long each
+    done = 0
     try:
         with Interrupts() as interrupts:
-            for number, ((name, seed), one) in enumerate(configs.items(), start=1):
+            for (name, seed), one in configs.items():
                 interrupts.check()
                 folder = out / run_folder(name, seed)
-                title = f"{number} of {len(configs)}: {name}, seed {seed}:"
+                left = (time.monotonic() - begun) * (sum(work.values()) / done - 1) if done else None
+                about = "" if left is None else f", {format_seconds(left)} left"
+                title = f"{name} ({labels.index(name) + 1} of {len(labels)}), seed {seed}{about}:"
+                done += work[name, seed]
                 with Progress(title, one.world.workers, one.run.steps, plain=f"{title} ") as progress:
                     summaries[name].append(begin(one, folder, progress.line, progress.notice))
                 write_report(folder)  # its picture, a second each, by `isles report` where it is wanted
@@ -86,10 +74,27 @@ def run_all(
         what = str(stop) if isinstance(stop, Interrupted) else f"stopped after {folder}"
         print(f"isles: {what}; the runs after it were not begun", file=sys.stderr)
         raise typer.Exit(130) from None
+    write_pages(out, summaries)
+    return out, summaries
+
+
+def new_folder(out: Path | None, verb: str) -> Path:
+    """`out`, or runs/VERB-DATE-TIME. ValueError where it holds something."""
+    out = out or Path("runs") / f"{verb}-{datetime.now():%Y%m%d-%H%M%S}"
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out {out}: is not empty; name another directory")
+    return out
+
+
+def write_pages(out: Path, summaries: dict[str, list[dict[str, Any]]]) -> None:
+    """The index of a comparison, its page and its picture."""
+    from isles.report import write_picture, write_report
+    from isles.report.comparison import INDEX
+
+    out.mkdir(parents=True, exist_ok=True)
     (out / INDEX).write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
     write_report(out)
     write_picture(out)
-    return out, summaries
 
 
 def show(out: Path, summaries: dict[str, list[dict[str, Any]]]) -> None:
@@ -101,14 +106,6 @@ def show(out: Path, summaries: dict[str, list[dict[str, Any]]]) -> None:
     heads, rows = comparison_rows(summaries)
     print_table(Table(heads=heads, rows=rows))
     print(f"report  {out / 'report.html'}")
-
-
-def names(text: str, option: str) -> list[str]:
-    """What stands between the commas; ValueError for nothing, or for one twice."""
-    found = [name.strip() for name in text.split(",") if name.strip()]
-    if not found or len(set(found)) < len(found):
-        raise ValueError(f"{option} {text}: name each one once, separated by commas")
-    return found
 
 
 def seeds_of(text: str) -> list[int]:

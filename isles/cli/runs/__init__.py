@@ -1,0 +1,1 @@
+"""Several runs under one command: `isles compare`, `isles simulate`, `isles tune`."""

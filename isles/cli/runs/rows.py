@@ -1,0 +1,205 @@
+"""The rows of a comparison: methods, each with settings of its own, at equal terms.
+
+    none                                             a method
+    diloco@replicas.outer_lr=0.4@inner.lr=0.01       the same with settings over those of all
+    package.module:Class                             one of your own
+    fast                                             a table [methods.fast] of CONFIG.toml, which says method = "diloco"
+
+Two rows are always there: workers that never talk (`none`), and one worker that reads all the tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from isles.training.config.sections import Config
+
+    Configs = dict[tuple[str, int], Config]
+
+USUAL = "none,ddp,localsgd,diloco,noloco"
+QUICK: dict[str, Any] = {
+    "model.d_model": 16,
+    "model.layers": 1,
+    "model.heads": 2,
+    "model.ffn": 24,
+    "model.context": 16,
+    "data.batch_size": 2,
+    "data.validation_sequences": 8,
+    "inner.warmup_steps": 2,
+    "inner.lr": 0.01,
+    "replicas.sync_every": 2,
+    "run.validate_every": 0,
+    "world.workers": 2,
+    "world.backend": "virtual",
+    "run.steps": 12,
+}
+"""--quick, under the other options: a model of no use, in seconds."""
+_SEEDED = ("run.seed", "replicas.seed")
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """name: a method, or a table of CONFIG.toml. settings: "section.key=value", over those of all rows."""
+
+    name: str
+    settings: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """As the user writes it."""
+        return "@".join((self.name, *self.settings))
+
+
+def names(text: str, option: str) -> list[str]:
+    """What stands between the commas outside of brackets; ValueError for nothing, or for one twice."""
+    found = [name.strip() for name in re.split(r",(?![^\[{]*[\]}])", text) if name.strip()]
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"{option} {text}: name each one once, separated by commas")
+    return found
+
+
+def rows_of(methods: str) -> list[ComparisonRow]:
+    """The rows that --methods names."""
+    return [ComparisonRow(name, tuple(settings)) for name, *settings in (word.split("@") for word in names(methods, "--methods"))]
+
+
+def read_all(
+    config: str | None,
+    rows: Sequence[ComparisonRow],
+    seeds: Sequence[int],
+    flags: Mapping[str, Any],
+    assignments: Sequence[str],
+) -> Configs:
+    """All configurations, before the first is run: a slip in the last should not cost the hours of the others."""
+    from isles.training.config.reading import read_config
+
+    outside = [row.name for row in rows if ":" in row.name]
+    return {
+        (row.label, seed): read_config(
+            config,
+            {**flags, "replicas.method": row.name, "run.seed": seed},
+            [*assignments, *row.settings],
+            shared=True,
+            beside=outside,
+        )
+        for row in rows
+        for seed in seeds
+    }
+
+
+def swept(
+    config: str | None, rows: Sequence[ComparisonRow], sweep: str, flags: Mapping[str, Any], assignments: Sequence[str]
+) -> list[ComparisonRow]:
+    """Each row once for every value of --sweep KEY=A,B,C; one whose method does not have the key stays as it is."""
+    key, equals, text = sweep.partition("=")
+    if not equals or "." not in key:
+        raise ValueError(f"--sweep {sweep}: write --sweep section.key=A,B,C")
+    values, found, name = names(text, f"--sweep {key}"), list[ComparisonRow](), key.partition(".")[2]
+    read = read_all(config, rows, [0], flags, assignments)
+    for row in rows:
+        one = read[row.label, 0]
+        has = not key.startswith("replicas.") or hasattr(one.replicas, name)
+        talks = one.method != "none" or not key.startswith(("replicas.", "world."))
+        found += [ComparisonRow(row.name, (*row.settings, f"{key}={value}")) for value in values] if has and talks else [row]
+    if found == list(rows):
+        raise ValueError(f"--sweep {key}: no method of --methods has it")
+    return found
+
+
+def with_references(
+    config: str | None, configs: Configs, flags: Mapping[str, Any], assignments: Sequence[str]
+) -> Configs:
+    """Beside the rows those that all are held against, from the same words; a note where one cannot be."""
+    from isles.report.comparison import ALONE, NEVER
+
+    seeds = list(dict.fromkeys(seed for _, seed in configs))
+    calm = [*assignments, "world.drop_outer=0"]  # nothing is exchanged that could be dropped
+    try:
+        never = read_all(config, [ComparisonRow(NEVER)], seeds, flags, calm)
+        return {**configs, **never, **{(ALONE, seed): one_worker(one) for (_, seed), one in never.items()}}
+    except ValueError as error:
+        print(f"note: no rows of workers that never talk, and of one worker: {error}", file=sys.stderr)
+        return configs
+
+
+def one_worker(config: Config) -> Config:
+    """`config`, in which nobody talks, with one worker that reads the tokens of all: as many steps more."""
+    from isles.pipeline.config import PipelineConfig
+    from isles.training.config.tokens import ending
+
+    times, run, world = config.replicas_in_all * config.world.inner, config.run, config.world
+    steps = {key: getattr(run, key) * times for key in ("steps", "log_every", "validate_every", "checkpoint_every")}
+    rows = config.data.batch_size_per_worker(times)
+    made = replace(
+        config,
+        data=replace(config.data, batch_size=rows),
+        pipeline=PipelineConfig(),
+        world=replace(world, workers=1, inner=1, inside="ddp", inner_links="lan"),
+        run=replace(run, **steps),
+    )
+    return ending(made)
+
+
+def of_runs(folders: Sequence[Path], out: Path) -> dict[str, list[dict[str, Any]]]:
+    """Finished runs by label, as compare.json in `out` holds them: runs that differ in the seed alone are one row. A
+    note where they are not at equal terms.
+    """
+    from isles.report.rundir import read_run
+
+    rows: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for folder in folders:
+        run = read_run(folder)
+        if run.summary is None:
+            raise ValueError(f"{folder}: this run has not ended; isles resume {folder} goes on with it")
+        flat = {f"{name}.{key}": value for name, table in run.config.items() for key, value in table.items()}
+        terms = {key: value for key, value in flat.items() if key not in _SEEDED}
+        summary = {**run.summary, "folder": os.path.relpath(folder, out)}
+        rows.setdefault(repr(sorted(terms.items())), []).append((summary, terms))
+    groups = list(rows.values())
+    found: dict[str, list[dict[str, Any]]] = {}
+    for group in groups:
+        summaries, terms = [summary for summary, _ in group], group[0][1]
+        others = [other[0][1] for other in groups if other[0][0]["method"] == summaries[0]["method"]]
+        keys = [key for key in terms if any(other.get(key) != terms[key] for other in others)]
+        label = "@".join([summaries[0]["method"], *(f"{key}={terms[key]}" for key in keys)])
+        seeds = [summary["seed"] for summary in summaries]
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"{label}: two runs of the same settings and seed; give one of them")
+        found[label] = summaries
+    for key in ("tokens", "parameters", "corpus_sha256"):
+        values = {summary.get(key) for group in found.values() for summary in group}
+        if len(values) > 1:
+            print(f"note: not at equal terms: {key} differs between these runs", file=sys.stderr)
+    return found
+
+
+def estimate(configs: Configs) -> list[list[str]]:
+    """What is to be run, a line a row: seeds, workers, steps, tokens, about how long here. Measures a step."""
+    from isles.models.factory import limits
+    from isles.report.units import format_seconds
+    from isles.training.config.tokens import tokens_a_step
+    from isles.training.dry_run import measured_step
+
+    measured, lines, total = dict[object, float](), [], 0.0
+    for label in dict.fromkeys(label for label, _ in configs):
+        group = [one for (name, _), one in configs.items() if name == label]
+        one, workers = group[0], group[0].world.workers
+        readers = one.replicas_in_all * one.world.inner
+        sequences = one.data.batch_size_per_worker(readers) * one.inner.accumulation
+        key = (one.model, one.inner, sequences)
+        if key not in measured:
+            measured[key] = measured_step(one, sequences, limits(one.model).context)
+        at_once = min(workers, os.cpu_count() or 1) if one.world.has_processes else 1
+        seconds = len(group) * one.run.steps * measured[key] * readers / at_once
+        total += seconds
+        tokens = one.run.steps * tokens_a_step(one, one.replicas_in_all)
+        about = format_seconds(seconds)
+        lines.append([label, str(len(group)), str(workers), f"{one.run.steps:,}", f"{tokens:,}", about])
+    return [*lines, ["in all", str(len(configs)), "", "", "", format_seconds(total)]]

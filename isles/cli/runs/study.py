@@ -1,0 +1,316 @@
+"""A search for settings by Optuna, in a directory that several processes may work on, and that goes on after any end.
+
+    RUN/study.log        Optuna's journal
+    RUN/tune.json        terms and trials; report.html, best.toml: see `isles.report.tuning`
+    RUN/trials/N/        the run directory of trial N
+    RUN/owners/          a locked file for each process at work
+
+Trial N draws from (seed, N) and from the trials before, so a study that was stopped goes on as if it had not been. A
+trial whose process is gone is told failed, and its number is given again. Everything that chooses is done in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isles.durable import write_text
+from isles.network.noise import hash64
+from isles.replicas.space import Dimension, settings_of
+from isles.report.paired import judged
+from isles.report.tuning import TUNED, complete
+from isles.training.config.reading import to_toml
+from isles.training.config.sections import Config
+from isles.training.config.tokens import tokens_a_step
+from isles.training.records.finite import NotFinite
+from isles.training.records.rundir import as_json
+
+if TYPE_CHECKING:
+    import optuna
+
+_WIDE, _NEAR = 4.0, 2.0  # factors around the inner rate: alone, and beside the method's own settings
+_PARTS, _RUNGS, _FACTOR = 9, (1, 3), 3  # judged after each ninth; after the first and the third, a third goes on
+_LEAST = 4  # trials before the sampler learns from them
+
+
+class _Pruned(Exception):
+    """This trial is not worth its other steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What is searched: `config` has the settings that are not, at equal tokens, steps or seconds. over: dimensions in
+    the place of the usual ones.
+    """
+
+    config: Config
+    at: str
+    seed: int
+    trials: int
+    over: Sequence[Dimension] = ()
+
+    @property
+    def inner(self) -> list[Dimension]:
+        """What is searched first: the inner rate and the batch."""
+        if self.over:
+            return list(self.over)
+        batch = self.config.data.batch_size
+        found = [Dimension.around("inner.lr", self.config.inner.lr, _WIDE)]
+        if self.at != "steps":  # there a larger one is better and costs nothing
+            choices = [size for size in (batch // 2, batch, 2 * batch) if size and self._is_legal(size)]
+            found.append(Dimension(name="data.batch_size", start=batch, choices=choices))
+        return found
+
+    @property
+    def own(self) -> list[Dimension]:
+        """What is searched then, at the best of that: the method's own settings; none where there are none."""
+        return [] if self.over else self.config.replicas.space(self.config.run.steps, timed=self.at == "seconds")
+
+    @property
+    def first(self) -> int:
+        """Trials of the first part."""
+        return -(-self.trials // 2) if self.own else self.trials
+
+    def _is_legal(self, size: int) -> bool:
+        with contextlib.suppress(ValueError):
+            applied(self.config, {"data.batch_size": size}).data.batch_size_per_worker(self.config.replicas_in_all)
+            return True
+        return False
+
+    def run(self, settings: dict[str, Any]) -> Config:
+        """The run of a trial. A batch takes time by its size; the warm-up is the same share of the run."""
+        made, base = applied(self.config, settings), self.config
+        ratio = tokens_a_step(made, made.replicas_in_all) / tokens_a_step(base, base.replicas_in_all)
+        made = applied(made, {"world.step_seconds": base.world.step_seconds * ratio})
+        share = {"tokens": 1 / ratio, "steps": 1.0}.get(self.at) or _pace(base) / _pace(made)
+        steps = max(round(base.run.steps * share), 1)
+        return applied(
+            made,
+            {
+                "inner.warmup_steps": round(base.inner.warmup_steps * steps / base.run.steps),
+                "run.steps": steps,
+                "run.tokens": 0,
+                "run.seed": self.seed,
+                "run.validate_every": -(-steps // _PARTS),
+                "run.checkpoint_every": 0,
+            },
+        )
+
+
+def applied(config: Config, settings: dict[str, Any]) -> Config:
+    """`config` with other settings. ValueError where they are refused."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return replace(config, **{name: replace(getattr(config, name), **own) for name, own in sections.items()})
+
+
+def _pace(config: Config) -> float:
+    """Virtual seconds of an inner step, waiting included, by the plan of the run."""
+    from isles.training.dry_run import dry_run
+
+    plan = dry_run(config)
+    share = None if plan.transfers is None else plan.transfers.utilisation
+    return (plan.step_seconds or config.world.step_seconds) / (share or 1.0)
+
+
+class Study:
+    """One process's hold on the search in `out`. ValueError where that directory holds another search."""
+
+    def __init__(self, terms: Terms, out: Path) -> None:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        self.terms, self.out, self._optuna = terms, out, optuna
+        (out / "owners").mkdir(parents=True, exist_ok=True)
+        self._terms = {"method": terms.config.method, "at": terms.at, "seed": terms.seed}
+        self._terms |= {"over": repr(terms.over), "config": to_toml(terms.config)}
+        with self._turn():
+            self._refuse_other()
+            self.study = optuna.create_study(
+                storage=JournalStorage(JournalFileBackend(str(out / "study.log"))),
+                study_name="isles",
+                load_if_exists=True,
+            )
+            self._write()
+
+    def _refuse_other(self) -> None:
+        from isles.report.tuning import read_tuning
+
+        if (self.out / TUNED).exists():
+            found = read_tuning(self.out)
+            for key, value in self._terms.items():
+                if found.get(key) != value:
+                    raise ValueError(f"--out {self.out}: holds a search with another {key}; name another directory")
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        with (self.out / "owners" / "turn").open("a") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    def work(self, is_over: Callable[[], bool], train: Callable[[int, Config, Path, Any], dict[str, Any]]) -> None:
+        """Trials until all are there, or `is_over`. train: (number, config, folder, on_line) -> the run's summary."""
+        own = self.out / "owners" / f"{os.uname().nodename}-{os.getpid()}"
+        with own.open("a") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            try:
+                while not is_over() and (asked := self._ask(own.name)) is not None:
+                    self._try(*asked, train)
+            finally:
+                own.unlink(missing_ok=True)
+
+    def _ask(self, owner: str) -> tuple[optuna.Trial, Config] | None:
+        """The next trial; None where all are there."""
+        failed = self._optuna.trial.TrialState.FAIL
+        with self._turn():
+            for trial in self.study.trials:
+                if not trial.state.is_finished() and not self._lives(trial.user_attrs.get("owner", "")):
+                    self.study.tell(trial.number, state=failed)
+            there = [trial for trial in self.study.trials if trial.state != failed]
+            taken = {trial.user_attrs["index"] for trial in there}
+            index = next(number for number in range(len(taken) + 1) if number not in taken)
+            if index >= self.terms.trials:
+                return None
+            if index == 0:
+                self.study.enqueue_trial({one.name: one.start for one in self.terms.inner})
+            self.study.sampler = self._optuna.samplers.TPESampler(
+                seed=hash64(self.terms.seed, index) % 2**32, n_startup_trials=_LEAST
+            )
+            trial = self.study.ask()
+            trial.set_user_attr("owner", owner)
+            trial.set_user_attr("index", index)
+            settings = self._settings(trial, index)
+            config = self.terms.run(settings)
+            trial.set_user_attr("settings", settings)
+            trial.set_user_attr("of", config.run.steps)
+            shutil.rmtree(self._folder(index), ignore_errors=True)
+            return trial, config
+
+    def _settings(self, trial: optuna.Trial, index: int) -> dict[str, Any]:
+        if index < self.terms.first:
+            return settings_of({one.name: _suggested(trial, one) for one in self.terms.inner})
+        before = [one for one in complete(self.told()) if one["index"] < self.terms.first]
+        inner = before[0]["settings"] if before else settings_of({one.name: one.start for one in self.terms.inner})
+        near = Dimension.around("inner.lr / best", 1.0, _NEAR)  # a method's own rates move the best inner one
+        own = settings_of({one.name: _suggested(trial, one) for one in self.terms.own})
+        return inner | settings_of({"inner.lr": inner["inner.lr"] * _suggested(trial, near)}) | own
+
+    def _lives(self, owner: str) -> bool:
+        file = self.out / "owners" / owner
+        if not owner or not file.is_file():
+            return False
+        with file.open("a") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
+
+    def _folder(self, index: int) -> Path:
+        return self.out / "trials" / str(index)
+
+    def _try(self, trial: optuna.Trial, config: Config, train: Callable[..., dict[str, Any]]) -> None:
+        state, index = self._optuna.trial.TrialState, trial.user_attrs["index"]
+        workers, steps, seen = config.world.workers, 0, dict[int, list[float | None]]()
+
+        def look(line: dict[str, Any]) -> None:
+            nonlocal steps
+            steps, every = line["step"], config.run.validate_every
+            at = seen.setdefault(steps, [])
+            at.append(line.get("val_loss"))
+            if len(at) < workers or steps % every or steps >= config.run.steps:
+                return
+            losses = [loss for loss in at if loss is not None]
+            if losses:
+                loss = math.fsum(losses) / len(losses)
+                trial.report(loss, steps // every)
+                if not math.isfinite(loss) or self._is_behind(loss, steps // every):
+                    raise _Pruned
+
+        final: float | None = None
+        try:
+            final = judged(train(index, config, self._folder(index), look))
+            if final is None:
+                raise ValueError("data.validation_fraction = 0: there is no validation loss to tune by")
+        except (_Pruned, NotFinite):
+            pass
+        except BaseException:
+            self.study.tell(trial, state=state.FAIL)
+            raise
+        trial.set_user_attr("steps", config.run.steps if final is not None else steps)
+        if final is not None and math.isfinite(final):
+            self.study.tell(trial, final)
+        else:
+            self.study.tell(trial, state=state.PRUNED)
+        with self._turn():
+            self._write()
+
+    def _is_behind(self, loss: float, rung: int) -> bool:
+        """Whether a trial is not among the best third of those that came so far, or the best of fewer than six. Optuna's
+        own rule counts failed trials too, so a search that was stopped would go on otherwise.
+        """
+        failed = self._optuna.trial.TrialState.FAIL
+        there = [one.intermediate_values for one in self.study.trials if one.state != failed]
+        losses = sorted(values[rung] for values in there if rung in values)
+        return rung in _RUNGS and loss > losses[max(len(losses) // _FACTOR, 1) - 1]
+
+    def told(self) -> dict[str, Any]:
+        """Terms and trials as tune.json has them."""
+        states = {"COMPLETE": "complete", "PRUNED": "pruned", "RUNNING": "running"}
+        trials = [
+            {
+                "index": one.user_attrs["index"],
+                "state": states[one.state.name],
+                "loss": one.value if one.state.name == "COMPLETE" else None,
+                "steps": one.user_attrs.get("steps", 0),
+                "of": one.user_attrs.get("of", 0),
+                "settings": one.user_attrs.get("settings", {}),
+                "params": one.params,
+            }
+            for one in self.study.trials
+            if one.state.name in states and "index" in one.user_attrs
+        ]
+        trials.sort(key=lambda one: one["index"])
+        return {**self._terms, "trials": trials, "importances": self._importances()}
+
+    def _importances(self) -> dict[str, float]:
+        from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+
+        found: dict[str, float] = {}
+        ended = [one for one in self.study.trials if one.state.name == "COMPLETE"]
+        for names in dict.fromkeys(tuple(one.params) for one in ended):
+            if sum(tuple(one.params) == names for one in ended) > _LEAST:
+                evaluator = PedAnovaImportanceEvaluator()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that few trials say little
+                    found |= get_param_importances(self.study, evaluator=evaluator, params=list(names))
+        return found
+
+    def _write(self) -> None:
+        told = self.told()
+        write_text(self.out / TUNED, as_json(told, indent=1) + "\n")
+        if best := complete(told):
+            run, base = self.terms.run(best[0]["settings"]), self.terms.config.run
+            run = replace(run, run=replace(base, steps=run.run.steps, tokens=0))
+            head = f"# The best of isles tune --method {run.method} --at {self.terms.at}: trial {best[0]['index']}\n"
+            write_text(self.out / "best.toml", head + to_toml(run))
+
+
+def _suggested(trial: optuna.Trial, one: Dimension) -> Any:
+    if one.choices:
+        return trial.suggest_categorical(one.name, list(one.choices))
+    if one.whole:
+        return trial.suggest_int(one.name, int(one.low), int(one.high), log=one.log)
+    return trial.suggest_float(one.name, one.low, one.high, log=one.log)

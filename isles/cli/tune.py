@@ -1,0 +1,135 @@
+"""`isles tune`: settings of a method by a search on the virtual clock."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from isles.cli.signals import end_in_order
+
+if TYPE_CHECKING:
+    from isles.replicas.space import Dimension
+    from isles.training.config.sections import Config
+
+_AT = ("tokens", "steps", "seconds")
+
+
+def tune(
+    config: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the embedded small run.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="The method. Default: the configuration's.")] = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SECTION.KEY=LOW..HIGH|A,B,C",
+            help="Search these settings alone (LOW..HIGH: on a logarithmic scale where LOW > 0); repeatable.",
+        ),
+    ] = None,
+    trials: Annotated[int, typer.Option(help="Trials in all.")] = 30,
+    budget: Annotated[str | None, typer.Option(help="Begin no trial after this time, such as 20min.")] = None,
+    at: Annotated[str, typer.Option(help="What all trials have alike: tokens, steps or seconds.")] = "tokens",
+    seed: Annotated[int, typer.Option(help="Seed of the search and its runs; judge by others.")] = 1000,
+    workers: Annotated[int | None, typer.Option(help="Workers of every run.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Inner steps a worker, of the configuration's own batch.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few steps: see what comes out.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="New directory, or one to go on with. Default: runs/tune-METHOD-DATE-TIME.")
+    ] = None,
+) -> None:
+    """Search for a method's settings by Optuna: inner rate and batch first, then its own.
+
+    The same command with the same --out goes on where it stopped; two of them at once share the trials.
+    """
+    end_in_order()
+    if at not in _AT:
+        raise ValueError(f"--at {at}: choose one of {', '.join(_AT)}")
+    if trials < 1:
+        raise ValueError(f"--trials {trials}: choose 1 or more")
+    try:
+        import optuna  # noqa: F401
+    except ImportError as error:
+        raise ValueError('isles tune needs optuna: pip install ".[tune]"') from error
+    from isles.cli.progress import Progress
+    from isles.cli.runs.rows import QUICK
+    from isles.cli.runs.study import Study, Terms
+    from isles.cli.table import print_table
+    from isles.network.units import parse_seconds
+    from isles.report import write_picture, write_report
+    from isles.report.tuning import complete, read_tuning, subtitle, table_of
+    from isles.report.units import format_seconds
+    from isles.training.config.reading import read_config
+    from isles.training.dry_run import refuse
+    from isles.training.running.run import Interrupted, launch
+
+    ends = time.monotonic() + parse_seconds("--budget", budget) if budget else None
+    flags = {**(QUICK if quick else {}), "world.backend": "virtual"}
+    given = {"replicas.method": method, "world.workers": workers, "run.steps": steps}
+    flags |= {key: value for key, value in given.items() if value is not None}
+    resolved = read_config(config, flags, set_ or [], shared=quick)
+    if resolved.world.backend != "virtual":
+        raise ValueError("isles tune is always on the virtual clock: take world.backend out")
+    refuse(resolved)
+    terms = Terms(
+        config=resolved, at=at, seed=seed, trials=trials, over=[_dimension(one, resolved) for one in over or []]
+    )
+    out = out or Path("runs") / f"tune-{resolved.method.replace(':', '.')}-{datetime.now():%Y%m%d-%H%M%S}"
+    begun, done = time.monotonic(), 0
+
+    def train(number: int, one: Config, folder: Path, on_line: Any) -> dict[str, Any]:
+        nonlocal done
+        left = f", {format_seconds((time.monotonic() - begun) / done * (trials - number))} left" if done else ""
+        done += 1
+        title = f"trial {number + 1} of {trials}{left}:"
+        with Progress(title, one.world.workers, one.run.steps, plain=f"{title} ") as progress:
+
+            def line(values: dict[str, Any]) -> None:
+                progress.line(values)
+                on_line(values)
+
+            return launch(one, folder, line, lambda text: None)
+
+    try:
+        Study(terms, out).work(lambda: ends is not None and time.monotonic() > ends, train)
+    except KeyboardInterrupt as stop:
+        what = "" if isinstance(stop, Interrupted) else " at once"
+        print(f"isles: stopped{what}; the same command with --out {out} goes on", file=sys.stderr)
+        raise typer.Exit(130) from None
+    study = read_tuning(out)
+    print_table(table_of(study))
+    print(subtitle(study))
+    if not complete(study):
+        raise ValueError("no trial came to its end: the inner rate may be too high; lower inner.lr")
+    print(f"best    {out / 'best.toml'}", f"report  {write_report(out)}", sep="\n")
+    write_picture(out)
+
+
+def _dimension(text: str, config: Config) -> Dimension:
+    """Of --over."""
+    from isles.cli.runs.rows import names
+    from isles.replicas.space import Dimension
+    from isles.training.config.reading import parse_value
+
+    key, equals, values = text.partition("=")
+    section, _, name = key.partition(".")
+    if not equals or not hasattr(getattr(config, section, None), name):
+        raise ValueError(f"--over {text}: write SECTION.KEY=LOW..HIGH or SECTION.KEY=A,B,C, of settings of this run")
+    start = getattr(getattr(config, section), name)
+    low, dots, high = values.partition("..")
+    if not dots:
+        choices = [parse_value(word) for word in names(values, f"--over {key}")]
+        return Dimension(name=key, start=start if start in choices else choices[0], choices=choices)
+    least, most = parse_value(low), parse_value(high)
+    if not (isinstance(least, (int, float)) and isinstance(most, (int, float)) and least < most):
+        raise ValueError(f"--over {text}: write two numbers, the lower one first, as in {key}=0.1..2")
+    first = min(max(start, least), most)
+    whole = isinstance(start, int)
+    return Dimension(name=key, start=first, low=least, high=most, log=least > 0, whole=whole)

@@ -1,0 +1,210 @@
+"""`isles tune`: one search however often it is stopped, whoever works on it; what trials have alike; the pages."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from isles.cli import app
+from isles.cli.progress import Progress
+from isles.cli.runs.rows import QUICK
+from isles.cli.runs.study import Study, Terms, applied
+from isles.replicas.methods.diloco import DiLoCoConfig
+from isles.replicas.space import MOMENTUM, STEP, Dimension, settings_of
+from isles.report.tuning import complete, read_tuning, saved
+from isles.training.config.reading import read_config
+from isles.training.config.sections import Config
+from isles.training.config.tokens import tokens_a_step
+from tests.training.runs import write_text
+
+pytest.importorskip("optuna", reason="needs the extra isles[tune]")
+TRIALS = 5
+
+
+def command(folder: Path, out: str, *more: str) -> Any:
+    text = folder / "text.txt"
+    if not text.exists():
+        write_text(text)
+    words = ["--set", f"data.path={text}", "--out", str(folder / out), *more]
+    return CliRunner().invoke(app, ["tune", "--quick", "--method", "diloco", "--trials", str(TRIALS), *words])
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("tuned")
+    done = command(folder, "out")
+    assert done.exit_code == 0, done.output
+    return folder / "out", done
+
+
+def trials(out: Path) -> list[tuple[Any, ...]]:
+    return [tuple(map(repr, one.values())) for one in read_tuning(out)["trials"]]
+
+
+def test_what_it_leaves(tuned: tuple[Path, Any]) -> None:
+    """The best as TOML that trains, a page, a table; trial 0 has the configuration's own settings."""
+    out, done = tuned
+    study = read_tuning(out)
+    own = read_config(None, {**QUICK, "replicas.method": "diloco"}, [])
+    first, best = study["trials"][0], complete(study)[0]
+    assert first["settings"] == {"inner.lr": own.inner.lr, "data.batch_size": own.data.batch_size}
+    assert {one["index"] for one in study["trials"]} == set(range(TRIALS))
+    config = read_config(str(out / "best.toml"), {}, [])
+    assert config.inner.lr == best["settings"]["inner.lr"] and config.run.seed == own.run.seed
+    kept = read_config(str(out / "trials" / str(best["index"]) / "config.toml"), {}, [])
+    assert (kept.inner, kept.replicas, kept.data) == (config.inner, config.replicas, config.data)
+    assert kept.run.seed == 1000  # not a seed that is judged by
+    row = next(line.split() for line in done.stdout.splitlines() if line.split()[0] == str(best["index"]))
+    assert row[1] == f"{best['loss']:.4f}"
+    page = (out / "report.html").read_text()
+    assert "History" in page and "Trials" in page and (out / "report.png").exists()
+    assert CliRunner().invoke(app, ["report", str(out)]).exit_code == 0 and (out / "report.html").read_text() == page
+
+
+def test_stopped_and_resumed_it_is_the_same(tuned: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of trial 2, then the same command: the same settings, losses and steps."""
+    line = Progress.line
+
+    def pressed(self: Progress, values: dict[str, Any]) -> None:
+        line(self, values)
+        if "trial 3 of" in self.plain and values["step"] in (1, 2, 3):  # a ninth of the run
+            os.kill(os.getpid(), signal.SIGINT)
+
+    folder = tuned[0].parent
+    with monkeypatch.context() as patched:
+        patched.setattr(Progress, "line", pressed)
+        stopped = command(folder, "again")
+    assert stopped.exit_code == 130 and "goes on" in stopped.stderr, stopped.output
+    assert len(trials(folder / "again")) == 2
+    assert command(folder, "again").exit_code == 0
+    assert trials(folder / "again") == trials(tuned[0])
+    assert command(folder, "again", "--budget", "1ms").exit_code == 0  # nothing is left to do
+    other = command(folder, "again", "--at", "steps")
+    assert isinstance(other.exception, ValueError) and "holds a search with another at" in str(other.exception)
+
+
+def terms(count: int, at: str = "tokens", method: str = "diloco", **settings: Any) -> Terms:
+    config = read_config(None, {**QUICK, "replicas.method": method, "run.steps": 64}, [], shared=True)
+    return Terms(config=applied(config, settings), at=at, seed=7, trials=count)
+
+
+def pretended(number: int, config: Config, folder: Path, look: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """A run that learns the better the nearer its inner rate is to 0.02."""
+    end = 1 + abs(config.inner.lr - 0.02) * 20 + abs(config.replicas.outer_momentum - 0.3)  # type: ignore[attr-defined]
+    for step in range(1, config.run.steps + 1):
+        judged = step % config.run.validate_every == 0
+        for worker in range(config.world.workers):
+            look(
+                {"step": step, "worker": worker, "val_loss": end + 2 - 2 * step / config.run.steps if judged else None}
+            )
+    return {"method": "diloco", "workers": 2, "seed": 7, "val_loss": end}
+
+
+def test_a_trial_of_a_dead_process_is_run_again(tmp_path: Path) -> None:
+    """It is told failed; its number, and with it its settings, are given again."""
+    whole, dead = Study(terms(4), tmp_path / "whole"), Study(terms(4), tmp_path / "dead")
+    whole.work(lambda: False, pretended)
+    for _ in range(2):
+        asked = dead._ask("host-1")  # and is never heard of again
+    assert asked is not None and asked[0].user_attrs["index"] == 0
+    dead.work(lambda: False, pretended)
+    assert [one.state.name for one in dead.study.trials] == ["FAIL"] * 2 + ["COMPLETE"] * 1 + [
+        one.state.name for one in whole.study.trials[1:]
+    ]
+    assert dead.told() == whole.told()
+
+
+def test_pruning_saves_steps(tmp_path: Path) -> None:
+    """At least 40 % of 30 trials', and the best is found nevertheless."""
+    study = Study(terms(30), tmp_path)
+    study.work(lambda: False, pretended)
+    told = study.told()
+    assert saved(told) >= 0.4
+    assert {one["state"] for one in told["trials"]} == {"complete", "pruned"} and len(told["trials"]) == 30
+    best = complete(told)[0]
+    assert best["loss"] < told["trials"][0]["loss"] - 0.1 and abs(best["settings"]["inner.lr"] - 0.02) < 0.01
+    assert set(told["importances"]) and best["steps"] == best["of"]
+
+
+def work_alone(folder: Path) -> None:
+    Study(terms(12), folder).work(lambda: False, pretended)
+
+
+def test_two_processes_share_the_trials(tmp_path: Path) -> None:
+    """None is tried twice, and none is left out."""
+    Study(terms(12), tmp_path)
+    context = multiprocessing.get_context("fork")
+    both = [context.Process(target=work_alone, args=(tmp_path,)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]
+    study = read_tuning(tmp_path)
+    assert [one["index"] for one in study["trials"]] == list(range(12))
+    assert all(one["state"] != "running" for one in study["trials"])
+    assert len({json.dumps(one["settings"]) for one in study["trials"]}) == 12
+
+
+def test_what_trials_have_alike() -> None:
+    """Twice the batch: half the steps at equal tokens, as many at equal steps; and each step takes twice as long."""
+    for at, steps in (("tokens", 32), ("steps", 64), ("seconds", 32)):
+        made = terms(2, at).run({"data.batch_size": 4})
+        assert abs(made.run.steps - steps) <= (4 if at == "seconds" else 0), at
+        assert (made.run.seed, made.world.step_seconds) == (7, pytest.approx(0.2))
+        assert made.inner.warmup_steps == 2 * made.run.steps // 64 or at == "seconds"
+    one = terms(2, **{"run.tokens": 64 * 64}).run({"data.batch_size": 1})
+    assert (one.run.tokens, one.run.steps * tokens_a_step(one, 2)) == (0, 64 * 64)
+    rare, often = (terms(2, "seconds").run({"replicas.sync_every": every}).run.steps for every in (8, 1))
+    assert rare > 64 > often  # of rounds of 2
+    assert [one.name for one in terms(2, "steps").inner] == ["inner.lr"]  # a larger batch would be free
+    assert "replicas.sync_every" in [one.name for one in terms(2, "seconds").own]
+    assert (terms(30).first, terms(30, method="ddp").first) == (15, 30)
+
+
+def test_a_method_s_own_space() -> None:
+    """outer_lr / (1 - momentum) and momentum; a configuration's own values lie within."""
+    step, momentum = DiLoCoConfig(outer_lr=0.7, outer_momentum=0.9).space(100, timed=False)
+    assert step.start == pytest.approx(7) and step.low <= 7 <= step.high and momentum.high == 0.9
+    found = settings_of({STEP: 2.0, MOMENTUM: 0.75})
+    assert found == {"replicas.outer_lr": 0.5, "replicas.outer_momentum": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--at", "bytes"], "choose one of tokens, steps, seconds"),
+        (["--over", "replicas.outer_rate=0.1..1"], "write SECTION.KEY"),
+        (["--over", "replicas.outer_lr=1..0.1"], "the lower one first"),
+        (["--set", "world.backend=distributed"], "always on the virtual clock"),
+        (["--trials", "0"], "choose 1 or more"),
+        (["--budget", "20 parsecs"], "write a number and a unit"),
+    ],
+)
+def test_a_slip_costs_nothing(tmp_path: Path, more: list[str], said: str) -> None:
+    done = command(tmp_path, "out", *more)
+    assert isinstance(done.exception, ValueError) and said in str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_over() -> None:
+    """Ranges on a logarithmic scale, from 0 on a plain one; whole numbers; choices."""
+    from isles.cli.tune import _dimension
+
+    config = terms(1).config
+    assert _dimension("replicas.outer_lr=0.1..2", config) == Dimension(
+        name="replicas.outer_lr", start=0.7, low=0.1, high=2.0
+    )
+    assert _dimension("replicas.outer_momentum=0..0.9", config).log is False
+    assert _dimension("replicas.sync_every=1..8", config).whole
+    assert _dimension("replicas.codec=none,int8", config).choices == ["none", "int8"]
+    over = Terms(config=config, at="steps", seed=0, trials=9, over=[_dimension("inner.lr=0.01..0.1", config)])
+    assert (over.first, over.own) == (9, [])
