@@ -28,8 +28,8 @@ from benchmarks.comparison.page import Asked, page
 from benchmarks.comparison.pictures import bytes_picture, gap_picture
 from benchmarks.comparison.planned import print_plans
 from benchmarks.comparison.runs import run_missing
-from isles.cli.runs.rows import names
-from isles.cli.runs.several import seeds_of
+from isles.cli.several.rows import names
+from isles.cli.several.running import seeds_of
 
 PARTS = ("methods", "scaling")
 

@@ -12,7 +12,7 @@ import typer
 from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
-    from isles.cli.runs.several import Configs, OnLine, OnNotice
+    from isles.cli.several.running import Configs, OnLine, OnNotice
     from isles.training.config.sections import Config
     from isles.training.records.summary import SummaryTable
 
@@ -48,8 +48,8 @@ def simulate(
     out: Annotated[Path | None, typer.Option(help="New directory. Default: runs/simulate-DATE-TIME.")] = None,
 ) -> None:
     """Train many workers in this process on a virtual clock: messages, slow workers and pauses take their time."""
-    from isles.cli.runs.rows import ComparisonRow, read_all, rows_of
-    from isles.cli.runs.several import run_all, seeds_of, show
+    from isles.cli.several.rows import ComparisonRow, read_all, rows_of
+    from isles.cli.several.running import run_all, seeds_of, show
     from isles.training.config.reading import read_config
 
     end_in_order()
@@ -103,7 +103,7 @@ def _replay(run: str | None, out: Path | None, *, as_json: bool) -> None:
 
 def _churned(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
     """The same where workers come and go; all that can be refused is, before the first begins."""
-    from isles.cli.runs.several import run_all
+    from isles.cli.several.running import run_all
     from isles.training.churn import trace_of
     from isles.training.elastic.churn.churned import ChurnedRun
     from isles.training.elastic.terms import going_on
@@ -122,7 +122,7 @@ def _churned(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[
 
 def _without_lighthouse(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
     """The same with swarms, or clusters, all of them."""
-    from isles.cli.runs.several import run_all
+    from isles.cli.several.running import run_all
     from isles.training.churn import trace_of
     from isles.training.clustered.churned import ChurnedClusters
     from isles.training.swarmed.churned import ChurnedSwarm

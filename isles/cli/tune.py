@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from datetime import datetime
@@ -35,8 +36,6 @@ def tune(
     budget: Annotated[str | None, typer.Option(help="Begin no trial after this time, such as 20min.")] = None,
     at: Annotated[str, typer.Option(help="What all trials have alike: tokens, steps or seconds.")] = "tokens",
     seed: Annotated[int, typer.Option(help="Seed of the search and its runs; judge by others.")] = 1000,
-    workers: Annotated[int | None, typer.Option(help="Workers of every run.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Inner steps a worker, of the configuration's own batch.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
     ] = None,
@@ -50,17 +49,11 @@ def tune(
     The same command with the same --out goes on where it stopped; two of them at once share the trials.
     """
     end_in_order()
-    if at not in _AT:
-        raise ValueError(f"--at {at}: choose one of {', '.join(_AT)}")
-    if trials < 1:
-        raise ValueError(f"--trials {trials}: choose 1 or more")
-    try:
-        import optuna  # noqa: F401
-    except ImportError as error:
-        raise ValueError('isles tune needs optuna: pip install ".[tune]"') from error
+    if at not in _AT or trials < 1:
+        raise ValueError(f"--at {at} --trials {trials}: choose one of {', '.join(_AT)}, and 1 trial or more")
     from isles.cli.progress import Progress
-    from isles.cli.runs.rows import QUICK
-    from isles.cli.runs.study import Study, Terms
+    from isles.cli.several.rows import quick as quick_terms
+    from isles.cli.several.study import Study, Terms
     from isles.cli.table import print_table
     from isles.network.units import parse_seconds
     from isles.report import write_picture, write_report
@@ -68,19 +61,17 @@ def tune(
     from isles.report.units import format_seconds
     from isles.training.config.reading import read_config
     from isles.training.dry_run import refuse
-    from isles.training.running.run import Interrupted, launch
+    from isles.training.running.interrupts import Interrupts
+    from isles.training.running.run import launch
 
-    ends = time.monotonic() + parse_seconds("--budget", budget) if budget else None
-    flags = {**(QUICK if quick else {}), "world.backend": "virtual"}
-    given = {"replicas.method": method, "world.workers": workers, "run.steps": steps}
-    flags |= {key: value for key, value in given.items() if value is not None}
+    ends = time.monotonic() + (parse_seconds("--budget", budget) if budget else math.inf)
+    flags = {**(quick_terms() if quick else {}), "world.backend": "virtual", "replicas.method": method}
     resolved = read_config(config, flags, set_ or [], shared=quick)
     if resolved.world.backend != "virtual":
         raise ValueError("isles tune is always on the virtual clock: take world.backend out")
     refuse(resolved)
-    terms = Terms(
-        config=resolved, at=at, seed=seed, trials=trials, over=[_dimension(one, resolved) for one in over or []]
-    )
+    dimensions = [_dimension(one, resolved) for one in over or []]
+    terms = Terms(config=resolved, at=at, seed=seed, trials=trials, over=dimensions)
     out = out or Path("runs") / f"tune-{resolved.method.replace(':', '.')}-{datetime.now():%Y%m%d-%H%M%S}"
     begun, done = time.monotonic(), 0
 
@@ -98,23 +89,23 @@ def tune(
             return launch(one, folder, line, lambda text: None)
 
     try:
-        Study(terms, out).work(lambda: ends is not None and time.monotonic() > ends, train)
-    except KeyboardInterrupt as stop:
-        what = "" if isinstance(stop, Interrupted) else " at once"
-        print(f"isles: stopped{what}; the same command with --out {out} goes on", file=sys.stderr)
+        with Interrupts() as interrupts:
+            Study(terms, out).work(lambda: interrupts.check() or time.monotonic() > ends, train)
+    except KeyboardInterrupt:
+        print(f"isles: stopped; the same command with --out {out} goes on", file=sys.stderr)
         raise typer.Exit(130) from None
     study = read_tuning(out)
     print_table(table_of(study))
     print(subtitle(study))
     if not complete(study):
-        raise ValueError("no trial came to its end: the inner rate may be too high; lower inner.lr")
+        raise ValueError("no trial has come to its end: give a larger --budget, or a lower inner.lr")
     print(f"best    {out / 'best.toml'}", f"report  {write_report(out)}", sep="\n")
     write_picture(out)
 
 
 def _dimension(text: str, config: Config) -> Dimension:
     """Of --over."""
-    from isles.cli.runs.rows import names
+    from isles.cli.several.rows import names
     from isles.replicas.space import Dimension
     from isles.training.config.reading import parse_value
 

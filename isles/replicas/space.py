@@ -8,7 +8,6 @@ sync_every      where time counts; at equal tokens or steps fewer inner steps a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,15 +58,8 @@ def usual_space(config: Any, steps: int, *, timed: bool) -> list[Dimension]:
 
 
 def settings_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """{"section.key": value} of a point in such a space."""
+    """{"section.key": value} of a point in such a space; four digits, which can be typed."""
     found = {key: value for key, value in values.items() if key != STEP}
     if STEP in values:
         found[_RATE] = values[STEP] * (1 - values[MOMENTUM])
-    return {key: _rounded(value) for key, value in found.items()}
-
-
-def _rounded(value: Any) -> Any:
-    """Four digits, which can be typed."""
-    if not isinstance(value, float) or not value or not math.isfinite(value):
-        return value
-    return float(f"{value:.4g}")
+    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in found.items()}

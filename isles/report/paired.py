@@ -12,23 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 from isles.report.panels import Table
 
 CLAIMS = (
-    "Validation loss of the second less that of the first, seed by seed: above 0, the first is ahead. 95 % intervals "
-    "(Student's t, each by itself); p after Holm's correction over all lines, ahead below 0.05. Workers that never "
-    "talk are judged by their own losses."
+    "Validation loss of the second less the first's, seed by seed (never talk: the workers' own losses): above 0, the "
+    "first is ahead. 95 % intervals (Student's t); p after Holm's correction over all lines, ahead below 0.05."
 )
 _LEVEL = 0.05
 Summaries = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
-@dataclass(frozen=True)
-class Paired:
+class Paired(NamedTuple):
     """Differences of two rows: their mean, half the width of its 95 % interval, p of no difference."""
 
     mean: float
@@ -73,12 +70,9 @@ def claims_table(summaries: Summaries) -> Table:
         label: {one["seed"]: loss for one in group if (loss := judged(one)) is not None}
         for label, group in summaries.items()
     }
-    pairs, found = [], []
-    for first, second in combinations(losses, 2):
-        seeds = sorted(losses[first].keys() & losses[second].keys())
-        if len(seeds) > 1:
-            pairs.append((first, second))
-            found.append(paired([losses[second][seed] - losses[first][seed] for seed in seeds]))
+    seeds = {(a, b): sorted(losses[a].keys() & losses[b].keys()) for a, b in combinations(losses, 2)}
+    pairs = [pair for pair, common in seeds.items() if len(common) > 1]
+    found = [paired([losses[b][seed] - losses[a][seed] for seed in seeds[a, b]]) for a, b in pairs]
     rows = []
     for (first, second), one, p in zip(pairs, found, holm([one.p for one in found]), strict=True):
         verdict = "open" if p >= _LEVEL else first if one.mean > 0 else second

@@ -17,69 +17,61 @@ from typing import Any
 from isles.parsing import parse_json
 from isles.report.page import document, section, wide_table
 from isles.report.panels import Chart, Panel, Polyline, Table
-from isles.report.units import format_number, format_percent
+from isles.report.units import format_percent
 
 TUNED = "tune.json"
-Study = Mapping[str, Any]
+TuningStudy = Mapping[str, Any]
 _SHOWN = 20  # trials of the table
 
 
 def read_tuning(folder: Path) -> dict[str, Any]:
-    """OUT/tune.json. ValueError where it cannot be read."""
-    try:
-        return parse_json((folder / TUNED).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / TUNED}: cannot be read ({error}); give the same isles tune again") from error
+    """OUT/tune.json."""
+    return parse_json((folder / TUNED).read_text(encoding="utf-8"))
 
 
-def complete(study: Study) -> list[dict[str, Any]]:
+def complete(study: TuningStudy) -> list[dict[str, Any]]:
     """Trials that came to their end, the best first."""
     return sorted((one for one in study["trials"] if one["state"] == "complete"), key=lambda one: one["loss"])
 
 
-def saved(study: Study) -> float:
+def saved(study: TuningStudy) -> float:
     """Share of all trials' steps that pruning saved."""
     ended = [one for one in study["trials"] if one["state"] != "running"]
     return 1 - sum(one["steps"] for one in ended) / max(sum(one["of"] for one in ended), 1)
 
 
-def title(study: Study) -> str:
+def title(study: TuningStudy) -> str:
     """The heading of the page."""
     return f"{study['method']}: settings by {len(study['trials'])} trials"
 
 
-def subtitle(study: Study) -> str:
+def subtitle(study: TuningStudy) -> str:
     """What was searched for, and what it took."""
     share = format_percent(saved(study))
     return f"validation loss at equal {study['at']}, seed {study['seed']}; pruning saved {share} of the steps"
 
 
-def table_of(study: Study) -> Table:
+def table_of(study: TuningStudy) -> Table:
     """The best trials, the configuration's own settings (trial 0) too."""
     ranked = complete(study)
     shown = [one for place, one in enumerate(ranked) if place < _SHOWN or one["index"] == 0]
     keys = list(dict.fromkeys(key for one in study["trials"] for key in one["settings"]))
     rows = [
-        [str(one["index"]), f"{one['loss']:.4f}", f"{one['of']:,}", *(_cell(one["settings"].get(key)) for key in keys)]
+        [str(one["index"]), f"{one['loss']:.4f}", f"{one['of']:,}", *(str(one["settings"].get(k, "-")) for k in keys)]
         for one in shown
     ]
     return Table(heads=["trial", "validation loss", "steps", *keys], rows=rows)
 
 
-def pictures(study: Study) -> list[Panel]:
+def pictures(study: TuningStudy) -> list[Panel]:
     """The history, and a slice for each parameter."""
     ended = complete(study)
     if not ended:
         return []
     history = sorted((one["index"], one["loss"]) for one in ended)
     best = [(index, min(loss for _, loss in history[: place + 1])) for place, (index, loss) in enumerate(history)]
-    chart = Chart(
-        title="Loss by trial",
-        x_label="trial",
-        lines=[Polyline(points=best, css="mean", name="the best so far")],
-        dots=history,
-        whole_x=True,
-    )
+    lines = [Polyline(points=best, css="mean", name="the best so far")]
+    chart = Chart(title="Loss by trial", x_label="trial", lines=lines, dots=history, whole_x=True)
     panels = [Panel(heading="History", picture=chart, notes=["Trials that were pruned have no final loss."])]
     for name in dict.fromkeys(key for one in ended for key in one["params"]):
         values = [(one["params"][name], one["loss"]) for one in ended if name in one["params"]]
@@ -91,7 +83,7 @@ def pictures(study: Study) -> list[Panel]:
     return panels
 
 
-def render_tuning(study: Study) -> str:
+def render_tuning(study: TuningStudy) -> str:
     """The whole page as text."""
     body = wide_table("Trials", "The best first; trial 0 has the configuration's own settings.", table_of(study))
     if study["importances"]:
@@ -99,9 +91,3 @@ def render_tuning(study: Study) -> str:
         what = "Share of the loss's variation near the best that a setting explains (PED-ANOVA), of complete trials."
         body += wide_table("What mattered", what, Table(heads=["setting", "share"], rows=rows))
     return document(title(study), subtitle(study), body + "".join(map(section, pictures(study))))
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return format_number(value) if isinstance(value, float) else str(value)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from isles.cli import app
 from isles.cli.progress import Progress
-from isles.cli.runs.rows import ComparisonRow, of_runs, one_worker, read_all, rows_of, swept, with_references
+from isles.cli.several.rows import ComparisonRow, of_runs, one_worker, read_all, rows_of, swept, with_references
 from isles.replicas.methods.diloco import DiLoCo
 from isles.training.config.reading import read_config
 from tests.training.runs import TINY, write_text
@@ -168,7 +168,7 @@ def test_a_dry_run_says_what_and_how_long(tmp_path: Path) -> None:
     [
         (["--methods", "ddp"], "leave all options but --out away"),
         (["--quick"], "leave all options but --out away"),
-        (["my.toml"], "no directory of a run"),
+        (["my.toml"], "but not both"),
     ],
 )
 def test_finished_runs_are_as_they_are(compared: tuple[Path, Any], more: list[str], said: str) -> None:

@@ -136,10 +136,9 @@ class OuterSync(OuterForetold):
 
     @override
     def drop_outer(self, share: float, seed: int) -> None:
-        """Lose each worker's outer gradient of a round with probability `share` (0 to 1), as DiLoCo's ablation of bad
-        lines does: the mean is of what came, every anchor moves by it, and a worker whose share was dropped goes on
-        from its own weights. Draws depend on `seed`, round, fragment and worker alone. Call it alike on all workers,
-        before the first round. ValueError for a method with which this is not defined.
+        """Lose each worker's outer gradient of a round with probability `share` (0 to 1): the mean is of what came, and
+        who lost its own goes on from its own weights. Draws depend on `seed`, round, fragment and worker alone. All
+        workers call it alike, before the first round. ValueError where this is not defined.
         """
         parts, why = self.parts, self.parts.cannot_leave_out
         if parts.cadence.lands(0) > 0:
@@ -379,10 +378,9 @@ class OuterSync(OuterForetold):
             self.flights.remove(flight)
         fragment.kept = flight.payload.buffer.clone() if fragment.rounds <= fragment.keep_until else None
         live = fragment.flat.read(fragment.flat.new()) if self._drops(fragment, self.group.rank) else None
-        seats = enumerate(self.group.ranks) if self._dropping[0] else ()
-        dropped = {seat for position, seat in seats if self._drops(fragment, position)}
-        broken = [seat for seat in flight.payload.broken if seat not in dropped]
-        if not flight.payload.whole and (broken or not dropped):
+        places = {seat: position for position, seat in enumerate(self.group.ranks)}
+        broken = [seat for seat in flight.payload.broken if not self._drops(fragment, places.get(seat, -1))]
+        if not flight.payload.whole and (broken or not flight.payload.broken):
             self._skipped(fragment, broken)
         if not flight.payload.whole:
             if not self.parts.reading.needs_own:

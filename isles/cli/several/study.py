@@ -26,7 +26,7 @@ from isles.durable import write_text
 from isles.network.noise import hash64
 from isles.replicas.space import Dimension, settings_of
 from isles.report.paired import judged
-from isles.report.tuning import TUNED, complete
+from isles.report.tuning import TUNED, complete, read_tuning
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.config.tokens import tokens_a_step
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _WIDE, _NEAR = 4.0, 2.0  # factors around the inner rate: alone, and beside the method's own settings
 _PARTS, _RUNGS, _FACTOR = 9, (1, 3), 3  # judged after each ninth; after the first and the third, a third goes on
 _LEAST = 4  # trials before the sampler learns from them
+Train = Callable[[int, Config, Path, Callable[[dict[str, Any]], None]], dict[str, Any]]
+"""(number, config, folder, on_line) -> the summary of the run."""
 
 
 class _Pruned(Exception):
@@ -65,7 +67,7 @@ class Terms:
         batch = self.config.data.batch_size
         found = [Dimension.around("inner.lr", self.config.inner.lr, _WIDE)]
         if self.at != "steps":  # there a larger one is better and costs nothing
-            choices = [size for size in (batch // 2, batch, 2 * batch) if size and self._is_legal(size)]
+            choices = [size for size in (batch // 2, batch, 2 * batch) if size]
             found.append(Dimension(name="data.batch_size", start=batch, choices=choices))
         return found
 
@@ -79,12 +81,6 @@ class Terms:
         """Trials of the first part."""
         return -(-self.trials // 2) if self.own else self.trials
 
-    def _is_legal(self, size: int) -> bool:
-        with contextlib.suppress(ValueError):
-            applied(self.config, {"data.batch_size": size}).data.batch_size_per_worker(self.config.replicas_in_all)
-            return True
-        return False
-
     def run(self, settings: dict[str, Any]) -> Config:
         """The run of a trial. A batch takes time by its size; the warm-up is the same share of the run."""
         made, base = applied(self.config, settings), self.config
@@ -92,16 +88,11 @@ class Terms:
         made = applied(made, {"world.step_seconds": base.world.step_seconds * ratio})
         share = {"tokens": 1 / ratio, "steps": 1.0}.get(self.at) or _pace(base) / _pace(made)
         steps = max(round(base.run.steps * share), 1)
-        return applied(
+        shown = {"validate_every": -(-steps // _PARTS), "checkpoint_every": 0}
+        return replace(
             made,
-            {
-                "inner.warmup_steps": round(base.inner.warmup_steps * steps / base.run.steps),
-                "run.steps": steps,
-                "run.tokens": 0,
-                "run.seed": self.seed,
-                "run.validate_every": -(-steps // _PARTS),
-                "run.checkpoint_every": 0,
-            },
+            inner=replace(made.inner, warmup_steps=round(base.inner.warmup_steps * steps / base.run.steps)),
+            run=replace(made.run, steps=steps, tokens=0, seed=self.seed, **shown),
         )
 
 
@@ -127,32 +118,25 @@ class Study:
     """One process's hold on the search in `out`. ValueError where that directory holds another search."""
 
     def __init__(self, terms: Terms, out: Path) -> None:
-        import optuna
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
+        try:
+            import optuna
+            from optuna.storages import JournalStorage
+            from optuna.storages.journal import JournalFileBackend
+        except ImportError as error:
+            raise ValueError('isles tune needs optuna: pip install ".[tune]"') from error
 
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        self.terms, self.out, self._optuna = terms, out, optuna
+        self.terms, self.out, self._optuna, self._states = terms, out, optuna, optuna.trial.TrialState
         (out / "owners").mkdir(parents=True, exist_ok=True)
         self._terms = {"method": terms.config.method, "at": terms.at, "seed": terms.seed}
         self._terms |= {"over": repr(terms.over), "config": to_toml(terms.config)}
+        before = read_tuning(out) if (out / TUNED).exists() else {}
+        for key, value in self._terms.items():
+            if before.get(key, value) != value:
+                raise ValueError(f"--out {out}: holds a search with another {key}; name another directory")
         with self._turn():
-            self._refuse_other()
-            self.study = optuna.create_study(
-                storage=JournalStorage(JournalFileBackend(str(out / "study.log"))),
-                study_name="isles",
-                load_if_exists=True,
-            )
-            self._write()
-
-    def _refuse_other(self) -> None:
-        from isles.report.tuning import read_tuning
-
-        if (self.out / TUNED).exists():
-            found = read_tuning(self.out)
-            for key, value in self._terms.items():
-                if found.get(key) != value:
-                    raise ValueError(f"--out {self.out}: holds a search with another {key}; name another directory")
+            storage = JournalStorage(JournalFileBackend(str(out / "study.log")))
+            self.study = optuna.create_study(storage=storage, study_name="isles", load_if_exists=True)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -160,43 +144,40 @@ class Study:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
 
-    def work(self, is_over: Callable[[], bool], train: Callable[[int, Config, Path, Any], dict[str, Any]]) -> None:
-        """Trials until all are there, or `is_over`. train: (number, config, folder, on_line) -> the run's summary."""
+    def work(self, is_over: Callable[[], bool], train: Train) -> None:
+        """Trials until all are there, or `is_over`."""
         own = self.out / "owners" / f"{os.uname().nodename}-{os.getpid()}"
         with own.open("a") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             try:
-                while not is_over() and (asked := self._ask(own.name)) is not None:
-                    self._try(*asked, train)
+                while not is_over() and (trial := self._ask(own.name)) is not None:
+                    self._try(trial, train)
             finally:
                 own.unlink(missing_ok=True)
 
-    def _ask(self, owner: str) -> tuple[optuna.Trial, Config] | None:
+    def _ask(self, owner: str) -> optuna.Trial | None:
         """The next trial; None where all are there."""
-        failed = self._optuna.trial.TrialState.FAIL
         with self._turn():
             for trial in self.study.trials:
                 if not trial.state.is_finished() and not self._lives(trial.user_attrs.get("owner", "")):
-                    self.study.tell(trial.number, state=failed)
-            there = [trial for trial in self.study.trials if trial.state != failed]
-            taken = {trial.user_attrs["index"] for trial in there}
-            index = next(number for number in range(len(taken) + 1) if number not in taken)
+                    self.study.tell(trial.number, state=self._states.FAIL)
+            taken = {trial.user_attrs["index"] for trial in self._there()}
+            index = min(set(range(len(taken) + 1)) - taken)
             if index >= self.terms.trials:
                 return None
             if index == 0:
                 self.study.enqueue_trial({one.name: one.start for one in self.terms.inner})
-            self.study.sampler = self._optuna.samplers.TPESampler(
-                seed=hash64(self.terms.seed, index) % 2**32, n_startup_trials=_LEAST
-            )
+            seed = hash64(self.terms.seed, index) % 2**32
+            self.study.sampler = self._optuna.samplers.TPESampler(seed=seed, n_startup_trials=_LEAST)
             trial = self.study.ask()
             trial.set_user_attr("owner", owner)
             trial.set_user_attr("index", index)
-            settings = self._settings(trial, index)
-            config = self.terms.run(settings)
-            trial.set_user_attr("settings", settings)
-            trial.set_user_attr("of", config.run.steps)
-            shutil.rmtree(self._folder(index), ignore_errors=True)
-            return trial, config
+            trial.set_user_attr("settings", self._settings(trial, index))
+            return trial
+
+    def _there(self) -> list[optuna.trial.FrozenTrial]:
+        """All trials but those that failed, which are made again."""
+        return [trial for trial in self.study.trials if trial.state != self._states.FAIL]
 
     def _settings(self, trial: optuna.Trial, index: int) -> dict[str, Any]:
         if index < self.terms.first:
@@ -208,94 +189,79 @@ class Study:
         return inner | settings_of({"inner.lr": inner["inner.lr"] * _suggested(trial, near)}) | own
 
     def _lives(self, owner: str) -> bool:
-        file = self.out / "owners" / owner
-        if not owner or not file.is_file():
-            return False
-        with file.open("a") as handle:
-            try:
+        try:
+            with (self.out / "owners" / owner).open() as handle:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return True
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass  # it has given its file up
         return False
 
-    def _folder(self, index: int) -> Path:
-        return self.out / "trials" / str(index)
-
-    def _try(self, trial: optuna.Trial, config: Config, train: Callable[..., dict[str, Any]]) -> None:
-        state, index = self._optuna.trial.TrialState, trial.user_attrs["index"]
-        workers, steps, seen = config.world.workers, 0, dict[int, list[float | None]]()
+    def _try(self, trial: optuna.Trial, train: Train) -> None:
+        index, folder = trial.user_attrs["index"], self.out / "trials" / str(trial.user_attrs["index"])
+        steps, final, seen = 0, None, dict[int, list[float | None]]()
 
         def look(line: dict[str, Any]) -> None:
             nonlocal steps
             steps, every = line["step"], config.run.validate_every
             at = seen.setdefault(steps, [])
             at.append(line.get("val_loss"))
-            if len(at) < workers or steps % every or steps >= config.run.steps:
+            if len(at) < config.world.workers or steps % every or steps >= config.run.steps:
                 return
-            losses = [loss for loss in at if loss is not None]
-            if losses:
+            if losses := [loss for loss in at if loss is not None]:
                 loss = math.fsum(losses) / len(losses)
                 trial.report(loss, steps // every)
                 if not math.isfinite(loss) or self._is_behind(loss, steps // every):
                     raise _Pruned
 
-        final: float | None = None
         try:
-            final = judged(train(index, config, self._folder(index), look))
+            config = self.terms.run(trial.user_attrs["settings"])
+            trial.set_user_attr("of", config.run.steps)
+            shutil.rmtree(folder, ignore_errors=True)
+            final = judged(train(index, config, folder, look))
+            steps = config.run.steps
             if final is None:
                 raise ValueError("data.validation_fraction = 0: there is no validation loss to tune by")
         except (_Pruned, NotFinite):
             pass
-        except BaseException:
-            self.study.tell(trial, state=state.FAIL)
-            raise
-        trial.set_user_attr("steps", config.run.steps if final is not None else steps)
+        except BaseException as error:
+            if index == 0 or not isinstance(error, ValueError):  # else these settings alone are refused
+                self.study.tell(trial, state=self._states.FAIL)
+                raise
+        trial.set_user_attr("steps", steps)
         if final is not None and math.isfinite(final):
             self.study.tell(trial, final)
         else:
-            self.study.tell(trial, state=state.PRUNED)
+            self.study.tell(trial, state=self._states.PRUNED)
         with self._turn():
             self._write()
 
     def _is_behind(self, loss: float, rung: int) -> bool:
-        """Whether a trial is not among the best third of those that came so far, or the best of fewer than six. Optuna's
-        own rule counts failed trials too, so a search that was stopped would go on otherwise.
-        """
-        failed = self._optuna.trial.TrialState.FAIL
-        there = [one.intermediate_values for one in self.study.trials if one.state != failed]
-        losses = sorted(values[rung] for values in there if rung in values)
+        """Whether a trial is not among the best third so far. Optuna's own rule counts failed trials too, see above."""
+        came = [one.intermediate_values for one in self._there()]
+        losses = sorted(values[rung] for values in came if rung in values)
         return rung in _RUNGS and loss > losses[max(len(losses) // _FACTOR, 1) - 1]
 
     def told(self) -> dict[str, Any]:
         """Terms and trials as tune.json has them."""
-        states = {"COMPLETE": "complete", "PRUNED": "pruned", "RUNNING": "running"}
         trials = [
-            {
-                "index": one.user_attrs["index"],
-                "state": states[one.state.name],
-                "loss": one.value if one.state.name == "COMPLETE" else None,
-                "steps": one.user_attrs.get("steps", 0),
-                "of": one.user_attrs.get("of", 0),
-                "settings": one.user_attrs.get("settings", {}),
-                "params": one.params,
-            }
-            for one in self.study.trials
-            if one.state.name in states and "index" in one.user_attrs
+            {"steps": 0, "of": 0, "settings": {}, **one.user_attrs, "loss": one.value, "params": one.params}
+            | {"state": one.state.name.lower()}
+            for one in sorted(self._there(), key=lambda one: one.user_attrs.get("index", -1))
+            if "index" in one.user_attrs
         ]
-        trials.sort(key=lambda one: one["index"])
         return {**self._terms, "trials": trials, "importances": self._importances()}
 
     def _importances(self) -> dict[str, float]:
         from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
         found: dict[str, float] = {}
-        ended = [one for one in self.study.trials if one.state.name == "COMPLETE"]
-        for names in dict.fromkeys(tuple(one.params) for one in ended):
-            if sum(tuple(one.params) == names for one in ended) > _LEAST:
-                evaluator = PedAnovaImportanceEvaluator()
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that few trials say little
-                    found |= get_param_importances(self.study, evaluator=evaluator, params=list(names))
+        ended = [tuple(one.params) for one in self.study.trials if one.state.name == "COMPLETE"]
+        for names in (names for names in dict.fromkeys(ended) if ended.count(names) > _LEAST):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that few trials say little
+                found |= get_param_importances(self.study, evaluator=PedAnovaImportanceEvaluator(), params=list(names))
         return found
 
     def _write(self) -> None:

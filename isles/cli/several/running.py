@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from isles.cli.runs.rows import names
+from isles.cli.several.rows import names
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config

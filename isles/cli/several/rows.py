@@ -18,29 +18,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isles.report.comparison import ALONE, NEVER
+
 if TYPE_CHECKING:
+    from isles.report.panels import Table
     from isles.training.config.sections import Config
 
     Configs = dict[tuple[str, int], Config]
 
 USUAL = "none,ddp,localsgd,diloco,noloco"
-QUICK: dict[str, Any] = {
-    "model.d_model": 16,
-    "model.layers": 1,
-    "model.heads": 2,
-    "model.ffn": 24,
-    "model.context": 16,
-    "data.batch_size": 2,
-    "data.validation_sequences": 8,
-    "inner.warmup_steps": 2,
-    "inner.lr": 0.01,
-    "replicas.sync_every": 2,
-    "run.validate_every": 0,
-    "world.workers": 2,
-    "world.backend": "virtual",
-    "run.steps": 12,
-}
-"""--quick, under the other options: a model of no use, in seconds."""
+_QUICK = (
+    "model.d_model=16 model.layers=1 model.heads=2 model.ffn=24 model.context=16 data.batch_size=2 inner.lr=0.01 "
+    "data.validation_sequences=8 inner.warmup_steps=2 replicas.sync_every=2 run.validate_every=0 run.steps=12 "
+    "world.workers=2 world.backend=virtual"
+)
 _SEEDED = ("run.seed", "replicas.seed")
 
 
@@ -57,6 +48,13 @@ class ComparisonRow:
         return "@".join((self.name, *self.settings))
 
 
+def quick() -> dict[str, Any]:
+    """--quick, under the other options: a model of no use, in seconds."""
+    from isles.training.config.reading import parse_value
+
+    return {key: parse_value(value) for key, value in (word.split("=") for word in _QUICK.split())}
+
+
 def names(text: str, option: str) -> list[str]:
     """What stands between the commas outside of brackets; ValueError for nothing, or for one twice."""
     found = [name.strip() for name in re.split(r",(?![^\[{]*[\]}])", text) if name.strip()]
@@ -67,7 +65,8 @@ def names(text: str, option: str) -> list[str]:
 
 def rows_of(methods: str) -> list[ComparisonRow]:
     """The rows that --methods names."""
-    return [ComparisonRow(name, tuple(settings)) for name, *settings in (word.split("@") for word in names(methods, "--methods"))]
+    words = [word.split("@") for word in names(methods, "--methods")]
+    return [ComparisonRow(name, tuple(settings)) for name, *settings in words]
 
 
 def read_all(
@@ -81,17 +80,12 @@ def read_all(
     from isles.training.config.reading import read_config
 
     outside = [row.name for row in rows if ":" in row.name]
-    return {
-        (row.label, seed): read_config(
-            config,
-            {**flags, "replicas.method": row.name, "run.seed": seed},
-            [*assignments, *row.settings],
-            shared=True,
-            beside=outside,
-        )
-        for row in rows
-        for seed in seeds
-    }
+
+    def read(row: ComparisonRow, seed: int) -> Config:
+        own = {**flags, "replicas.method": row.name, "run.seed": seed}
+        return read_config(config, own, [*assignments, *row.settings], shared=True, beside=outside)
+
+    return {(row.label, seed): read(row, seed) for row in rows for seed in seeds}
 
 
 def swept(
@@ -106,8 +100,10 @@ def swept(
     for row in rows:
         one = read[row.label, 0]
         has = not key.startswith("replicas.") or hasattr(one.replicas, name)
-        talks = one.method != "none" or not key.startswith(("replicas.", "world."))
-        found += [ComparisonRow(row.name, (*row.settings, f"{key}={value}")) for value in values] if has and talks else [row]
+        if has and (one.method != "none" or not key.startswith("world.")):  # nobody talks over a world there
+            found += [ComparisonRow(row.name, (*row.settings, f"{key}={value}")) for value in values]
+        else:
+            found.append(row)
     if found == list(rows):
         raise ValueError(f"--sweep {key}: no method of --methods has it")
     return found
@@ -117,8 +113,6 @@ def with_references(
     config: str | None, configs: Configs, flags: Mapping[str, Any], assignments: Sequence[str]
 ) -> Configs:
     """Beside the rows those that all are held against, from the same words; a note where one cannot be."""
-    from isles.report.comparison import ALONE, NEVER
-
     seeds = list(dict.fromkeys(seed for _, seed in configs))
     calm = [*assignments, "world.drop_outer=0"]  # nothing is exchanged that could be dropped
     try:
@@ -136,15 +130,9 @@ def one_worker(config: Config) -> Config:
 
     times, run, world = config.replicas_in_all * config.world.inner, config.run, config.world
     steps = {key: getattr(run, key) * times for key in ("steps", "log_every", "validate_every", "checkpoint_every")}
-    rows = config.data.batch_size_per_worker(times)
-    made = replace(
-        config,
-        data=replace(config.data, batch_size=rows),
-        pipeline=PipelineConfig(),
-        world=replace(world, workers=1, inner=1, inside="ddp", inner_links="lan"),
-        run=replace(run, **steps),
-    )
-    return ending(made)
+    world = replace(world, workers=1, inner=1, inside="ddp", inner_links="lan")
+    data = replace(config.data, batch_size=config.data.batch_size_per_worker(times))
+    return ending(replace(config, data=data, pipeline=PipelineConfig(), world=world, run=replace(run, **steps)))
 
 
 def of_runs(folders: Sequence[Path], out: Path) -> dict[str, list[dict[str, Any]]]:
@@ -162,27 +150,26 @@ def of_runs(folders: Sequence[Path], out: Path) -> dict[str, list[dict[str, Any]
         terms = {key: value for key, value in flat.items() if key not in _SEEDED}
         summary = {**run.summary, "folder": os.path.relpath(folder, out)}
         rows.setdefault(repr(sorted(terms.items())), []).append((summary, terms))
-    groups = list(rows.values())
     found: dict[str, list[dict[str, Any]]] = {}
-    for group in groups:
+    for group in rows.values():
         summaries, terms = [summary for summary, _ in group], group[0][1]
-        others = [other[0][1] for other in groups if other[0][0]["method"] == summaries[0]["method"]]
+        method = summaries[0]["method"]
+        others = [other for (summary, other), *_ in rows.values() if summary["method"] == method]
         keys = [key for key in terms if any(other.get(key) != terms[key] for other in others)]
-        label = "@".join([summaries[0]["method"], *(f"{key}={terms[key]}" for key in keys)])
-        seeds = [summary["seed"] for summary in summaries]
-        if len(set(seeds)) < len(seeds):
+        label = "@".join([method, *(f"{key}={terms[key]}" for key in keys)])
+        if len({summary["seed"] for summary in summaries}) < len(summaries):
             raise ValueError(f"{label}: two runs of the same settings and seed; give one of them")
         found[label] = summaries
     for key in ("tokens", "parameters", "corpus_sha256"):
-        values = {summary.get(key) for group in found.values() for summary in group}
-        if len(values) > 1:
+        if len({summary.get(key) for group in found.values() for summary in group}) > 1:
             print(f"note: not at equal terms: {key} differs between these runs", file=sys.stderr)
     return found
 
 
-def estimate(configs: Configs) -> list[list[str]]:
-    """What is to be run, a line a row: seeds, workers, steps, tokens, about how long here. Measures a step."""
+def estimate(configs: Configs) -> Table:
+    """What is to be run, a line a row, and about how long it takes here. Measures a step."""
     from isles.models.factory import limits
+    from isles.report.panels import Table
     from isles.report.units import format_seconds
     from isles.training.config.tokens import tokens_a_step
     from isles.training.dry_run import measured_step
@@ -190,16 +177,16 @@ def estimate(configs: Configs) -> list[list[str]]:
     measured, lines, total = dict[object, float](), [], 0.0
     for label in dict.fromkeys(label for label, _ in configs):
         group = [one for (name, _), one in configs.items() if name == label]
-        one, workers = group[0], group[0].world.workers
+        one = group[0]
         readers = one.replicas_in_all * one.world.inner
         sequences = one.data.batch_size_per_worker(readers) * one.inner.accumulation
         key = (one.model, one.inner, sequences)
         if key not in measured:
             measured[key] = measured_step(one, sequences, limits(one.model).context)
-        at_once = min(workers, os.cpu_count() or 1) if one.world.has_processes else 1
+        at_once = min(readers, os.cpu_count() or 1) if one.world.has_processes else 1
         seconds = len(group) * one.run.steps * measured[key] * readers / at_once
         total += seconds
-        tokens = one.run.steps * tokens_a_step(one, one.replicas_in_all)
-        about = format_seconds(seconds)
-        lines.append([label, str(len(group)), str(workers), f"{one.run.steps:,}", f"{tokens:,}", about])
-    return [*lines, ["in all", str(len(configs)), "", "", "", format_seconds(total)]]
+        counts = (len(group), one.world.workers, one.run.steps, one.run.steps * tokens_a_step(one, one.replicas_in_all))
+        lines.append([label, *(f"{count:,}" for count in counts), format_seconds(seconds)])
+    lines.append(["in all", str(len(configs)), "", "", "", format_seconds(total)])
+    return Table(heads=["row", "seeds", "workers", "steps", "tokens", "about"], rows=lines)
