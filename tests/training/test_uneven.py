@@ -72,7 +72,9 @@ def test_no_such_world(setting: str, said: str) -> None:
 
 
 def test_a_pause_that_nobody_makes() -> None:
-    with pytest.raises(ValueError, match=r"world\.pause_seconds = 5\.0: nobody pauses; choose pause_every, such as 600"):
+    with pytest.raises(
+        ValueError, match=r"world\.pause_seconds = 5\.0: nobody pauses; choose pause_every, such as 600"
+    ):
         read_config(None, {}, ["world.backend=virtual", "world.pause_seconds=5"])
 
 

@@ -18,7 +18,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 from warnings import warn
 
 import torch
@@ -29,13 +28,11 @@ from isles.comm.group import Group
 from isles.comm.roster import FixedRoster
 from isles.network.noise import uniform
 from isles.replicas.checks import not_finite
-from isles.replicas.flat import FlatNames
 from isles.replicas.loop.config import OuterConfig
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.couriers import courier_of
-from isles.replicas.loop.foretold import OuterForetold
-from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, on_anchors, show, without_partners
-from isles.replicas.loop.recut import recut_states
+from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, on_anchors, show
+from isles.replicas.loop.saved import OuterSaved
 from isles.replicas.loop.sweep import FiniteCheck, NoCheck, Sweep
 from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unweighed, weights_of
 from isles.replicas.parts.interfaces import Composition
@@ -44,7 +41,7 @@ from isles.replicas.start import T
 _DROPPING = 0x64726F70  # keeps these draws apart from others of the same seed
 
 
-class OuterSync(OuterForetold):
+class OuterSync(OuterSaved):
     """An outer method: a `Composition` run by the one loop.
 
     A worker whose share is not finite heals itself: its weights become the anchors, the inner optimizer's moments and
@@ -191,55 +188,6 @@ class OuterSync(OuterForetold):
         shown = on_anchors(self.fragments, lambda: self.replica.spread(self.everything, "eval"))
         with shown, super().evaluation_weights() as model:
             yield model
-
-    @override
-    def outer_state(self) -> dict[str, Any]:
-        return {
-            "fragments": [fragment.state_dict() for fragment in self.fragments],
-            "flights": [flight.state_dict() for flight in self.flights],
-            "roster": self.roster.state_dict(),
-            "run": self.run,
-            "skipped": self.skipped,
-            "healed": self.healed,
-        }
-
-    @override
-    def load_outer_state(self, state: dict[str, Any]) -> None:
-        self.watch.loaded()
-        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
-            fragment.load_state_dict(saved)
-        self.flights = []
-        for saved in state["flights"]:
-            fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
-            held = None if anchors is None else fragment.restored(anchors)
-            fragment.latest = fragment.restored(saved["payload"])
-            at_rest = tuple(saved.get("at_rest", ()))
-            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, at_rest))
-        self.roster.load_state_dict(state.get("roster", {}))  # earlier versions kept none
-        self.courier = self.new_courier()
-        self.run = state.get("run", 0)  # earlier versions had none
-        self._name_run()
-        self.skipped, self.healed = state["skipped"], state.get("healed", 0)  # earlier versions did not heal
-
-    def _name_run(self) -> None:
-        for fragment in self.fragments:
-            fragment.run = self.run
-
-    @classmethod
-    @override
-    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
-        """Anchors, momenta, what is under way as they are, the mean of linear rules' states
-        being the state of their mean: a round that has been sent lands with the new workers.
-        """
-        return {**outer, "fragments": [without_partners(fragment) for fragment in outer["fragments"]], "roster": {}}
-
-    @classmethod
-    @override
-    def recut(
-        cls, outers: Sequence[dict[str, Any]], before: Sequence[FlatNames], after: Sequence[FlatNames]
-    ) -> list[dict[str, Any]]:
-        """All flat vectors by name, those under way too."""
-        return recut_states(outers, before, after)
 
     # One step of the loop.
 
