@@ -15,7 +15,7 @@ def world_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
     """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them; None: a world
     of one. ValueError for a description of several processes in which something is missing.
     """
-    if "RANK" in environment or int(environment.get("WORLD_SIZE") or 1) > 1:
+    if "RANK" in environment or _whole(environment, "WORLD_SIZE") > 1:
         made = dict(environment)
         missing = "WORLD_SIZE" if not made.get("WORLD_SIZE") else "RANK" if not made.get("RANK") else None
         if missing is not None:
@@ -28,7 +28,7 @@ def world_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
         made = {**environment, **several}
     else:
         return None
-    rank, size = int(made["RANK"]), int(made["WORLD_SIZE"])
+    rank, size = _whole(made, "RANK"), _whole(made, "WORLD_SIZE")
     if not 0 <= rank < size:
         raise ValueError(f"RANK = {rank} of WORLD_SIZE = {size}: ranks are 0 to {size - 1}")
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not made.get(name)]
@@ -37,7 +37,17 @@ def world_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
             f"rank {rank} of {size} does not know where rank 0 listens: set {' and '.join(absent)} to the address of "
             f"its machine and a free port, the same in all processes; {_ALONE}"
         )
-    return None if absent else made
+    if absent:
+        return None
+    _whole(made, "MASTER_PORT")
+    return made
+
+
+def _whole(variables: Mapping[str, str], name: str) -> int:
+    text = variables.get(name) or "1"
+    if not text.isdecimal():
+        raise ValueError(f"{name} = {text}: set a whole number; {_ALONE}")
+    return int(text)
 
 
 def _slurm(environment: Mapping[str, str]) -> dict[str, str] | None:

@@ -142,10 +142,10 @@ def refuse_other_run(
     if state["method"] != method:
         raise ValueError(f"the state is of {state['method']}, this is {method}: use the method it was saved with")
     for field in fields(config):
-        here, saved = getattr(config, field.name), state["config"].get(field.name, field.default)  # older: without it
+        here, saved = getattr(config, field.name), state["config"].get(field.name)
         if here != saved:
             raise ValueError(f"{field.name} = {here!r}, but the state was saved with {saved!r}: set it back")
-    saved = state.get("names", names)  # older: without
+    saved = state.get("names", names)  # not in what an island keeps of the method inside
     moved = next((number for number, pair in enumerate(zip(saved, names, strict=False)) if len(set(pair)) > 1), None)
     if moved is not None and (state["shapes"] == shapes or sorted(saved) == sorted(names)):
         raise ValueError(

@@ -9,16 +9,13 @@ from itertools import chain
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-_PREFIXES = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def clean_names(model: nn.Module, tensors: Sequence[Tensor]) -> list[str]:
     """Of parameters and buffers of `model`, without what wrappers such as torch.compile put before them."""
     names = {id(tensor): name for name, tensor in chain(model.named_buffers(), model.named_parameters())}
-    found = [names[id(tensor)] for tensor in tensors]
-    for prefix in _PREFIXES:
-        found = [name.replace(prefix, "") for name in found]
-    return found
+    return [".".join(part for part in names[id(tensor)].split(".") if part not in _WRAPPERS) for tensor in tensors]
 
 
 def all_names(model: nn.Module) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from isles.comm.collectives.same import numbers
 from isles.comm.group import Group
 from isles.comm.roster import Roster
 from isles.comm.tags import Channel
@@ -372,4 +373,4 @@ def summed(group: Group, own: Tensor, channel: Channel) -> Tensor:
 
 def largest(group: Group, number: int) -> int:
     """Largest of the group's numbers."""
-    return max(int(theirs) for theirs in group.all_gather(torch.tensor([number], dtype=torch.int64, device="cpu")))
+    return max(int(theirs) for theirs in group.all_gather(numbers(number)))

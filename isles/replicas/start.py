@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
-from isles.comm.collectives.same import hashed, same_text
+from isles.comm.collectives.same import hashed, numbers, odd_one, same_text
 from isles.comm.errors import DeadlinePassed, Diverged
 from isles.comm.group import Group
 from isles.comm.tags import Channel
@@ -34,11 +34,6 @@ EVEN = (
 _ROUNDED = 1e-12  # of the sum of squares: more than what rounding a mean of equal numbers makes
 
 
-def numbers(*values: int) -> Tensor:
-    """As int64 (n,), whatever a user's defaults are."""
-    return torch.tensor(values, dtype=torch.int64, device="cpu")
-
-
 def same_settings(group: Group, settings: str, names: Sequence[str] = ()) -> None:
     """Diverged, naming the odd worker, unless `settings` is the same text on all, and `names`, of its model's tensors,
     the same in the same order.
@@ -53,17 +48,22 @@ def same_settings(group: Group, settings: str, names: Sequence[str] = ()) -> Non
 
 
 def _tell_other_names(group: Group, names: Sequence[str]) -> None:
-    everyone = [theirs.tolist() for theirs in group.all_gather(numbers(*map(hashed, names)))]
-    usual = Counter(map(tuple, everyone)).most_common(1)[0][0]
-    for rank, theirs in zip(group.ranks, everyone, strict=True):
-        place = next((at for at, pair in enumerate(zip(theirs, usual, strict=True)) if len(set(pair)) > 1), None)
-        if place is not None:
-            raise Diverged(
-                rank,
-                0,
-                f"from number {place + 1} on ({names[place]} on this worker) its model's parameters or buffers have "
-                "other names, or another order; build the same layers in the same order on all (sorted, of no set)",
-            )
+    everyone = [tuple(theirs.tolist()) for theirs in group.all_gather(numbers(*map(hashed, names)))]
+    odd, usual = odd_one(everyone)
+    if odd is not None:
+        place, _ = _differing(everyone[odd], everyone[usual], names)[0]
+        raise Diverged(
+            group.ranks[odd],
+            0,
+            f"from number {place + 1} on ({names[place]} on this worker) its model's parameters or buffers have other "
+            "names, or another order; build the same layers in the same order on all (sorted, of no set)",
+        )
+
+
+def _differing(one: Sequence[int], other: Sequence[int], names: Iterable[str]) -> list[tuple[int, str]]:
+    """Places and names at which two workers' hashes differ."""
+    rows = enumerate(zip(one, other, names, strict=True))
+    return [(place, name) for place, (mine, theirs, name) in rows if mine != theirs]
 
 
 def same_weights(group: Group, tensors: Mapping[str, Tensor], step: int = 0) -> int:
@@ -73,12 +73,10 @@ def same_weights(group: Group, tensors: Mapping[str, Tensor], step: int = 0) -> 
     hashes = _hashes(tensors.values())
     own = digest(list(hashes))
     told = [int(theirs) for theirs in group.all_gather(numbers(own))]
-    usual = Counter(told).most_common(1)[0][0]  # so that all name the odd one; of two, rank 0 is right
-    if any(theirs != usual for theirs in told):
-        rows = group.all_gather(hashes)
-        odd = next(position for position, theirs in enumerate(told) if theirs != usual)
-        apart = (rows[odd] != rows[told.index(usual)]).tolist()
-        names = [name for name, differs in zip(tensors, apart, strict=True) if differs]
+    odd, usual = odd_one(told)
+    if odd is not None:
+        rows = [theirs.tolist() for theirs in group.all_gather(hashes)]
+        names = [name for _, name in _differing(rows[odd], rows[usual], tensors)]
         others = f" and {len(names) - 1} others" if len(names) > 1 else ""
         when = "where all must be equal" if step else "after the broadcast"
         raise Diverged(group.ranks[odd], step, f"{names[0]}{others} differ {when}; check memory and versions")
@@ -100,11 +98,10 @@ def same_end(group: Group, steps: int, rounds: str) -> int:
     all have done the same `rounds`. Bytes sent: 8 to each of the others.
     """
     told = [int(theirs) for theirs in group.all_gather(numbers(steps << 32 | crc32(rounds.encode())))]
-    usual = Counter(theirs & 0xFFFFFFFF for theirs in told).most_common(1)[0][0]
-    for position, theirs in enumerate(told):
-        if theirs & 0xFFFFFFFF != usual:
-            done = f"it ends after {theirs >> 32} inner steps, this worker after {steps}, in different rounds"
-            raise Diverged(group.ranks[position], steps, f"{done}; {EVEN}")
+    odd, _ = odd_one([theirs & 0xFFFFFFFF for theirs in told])
+    if odd is not None:
+        done = f"it ends after {told[odd] >> 32} inner steps, this worker after {steps}, in different rounds"
+        raise Diverged(group.ranks[odd], steps, f"{done}; {EVEN}")
     return max(theirs >> 32 for theirs in told)
 
 

@@ -278,7 +278,7 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
     def load_own_state(self, state: dict[str, Any], *, whole: bool) -> None:
         self.settle()
         self.steps = state["steps"]
-        self.watch.load_state_dict(state.get("frozen", {}))  # earlier versions kept none
+        self.watch.load_state_dict(state["frozen"])
         self.load_inner_state(state["inner"])
         self.load_outer_state(state["outer"])
         if whole:

@@ -113,9 +113,8 @@ def hold_against_whole(config: Config, cut: Cut) -> str | None:
         whole = on_host(config.model, config.run.seed)
         if config.model.factory is not None:
             check_contract(whole, config.model.factory, context)
-    tokens = torch.arange(context, device=next(whole.parameters()).device, dtype=torch.int64).remainder(vocab or 2)[
-        None
-    ]
+    where = next(whole.parameters()).device
+    tokens = torch.arange(context, device=where, dtype=torch.int64).remainder(vocab or 2)[None]
     check_stages(whole, [piece.blocks.start for piece in cut.pieces[1:]], tokens)
     scheme = run_scheme(config, cut)
     scheme.fit(whole)

@@ -220,7 +220,7 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         if self.recovery is not None:
             self.recovery.load_state_dict(state["recovery"])
-        self.model_step.load_state_dict(state.get("step"))  # earlier versions kept none
+        self.model_step.load_state_dict(state["step"])
         if self.text is not None:
             self.text.load_state_dict(state["loader"])
         self.tokens = state["tokens"]

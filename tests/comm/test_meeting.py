@@ -67,6 +67,8 @@ def test_the_world_of_an_environment(told: dict[str, str], world: list[str | Non
 @pytest.mark.parametrize(
     ("told", "text"),
     [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE = two: set a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "tcp"}, "MASTER_PORT = tcp: set a whole"),
         ({"WORLD_SIZE": "8"}, "WORLD_SIZE = 8, but RANK is not set"),
         ({"RANK": "3"}, "RANK = 3, but WORLD_SIZE is not set"),
         ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK = 8 of WORLD_SIZE = 8"),

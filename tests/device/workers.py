@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import isles
 from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape
 from tests.device import fake_cuda
+from tests.replicas.workers import load, save
 
 STEPS, SAVED_AFTER = 8, 5
 COUNTED = range(3, STEPS + 1)
@@ -67,7 +67,7 @@ def train(
     optimizer = made(world, name, device, **(options or {}))
     found: dict[str, Any] = {"losses": {}, "counts": {}, "file": b""}
     if saved is not None:
-        _load(optimizer, saved[world.rank])
+        load(optimizer, saved[world.rank])
     while optimizer.steps < STEPS:
         step = optimizer.steps + 1
         loss = optimizer.model(batch(world.rank, step, device)).loss
@@ -79,7 +79,7 @@ def train(
         optimizer.zero_grad()
         found["losses"][step] = float(loss)
         if step == SAVED_AFTER and saved is None:
-            found["file"] = _saved(optimizer)
+            found["file"] = save(optimizer)
     found["strays"] = [str(tensor.device) for tensor in _tensors(optimizer) if tensor.device != device]
     with optimizer.evaluation_weights() as model, torch.no_grad():
         found["judged"] = float(model(batch(99, 0, device)).loss)
@@ -99,18 +99,6 @@ def _tensors(optimizer: isles.ReplicaSync) -> list[Tensor]:
         one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor) and one.dim()
     ]
     return [*optimizer.model.parameters(), *optimizer.model.buffers(), *moments]
-
-
-def _saved(optimizer: isles.ReplicaSync) -> bytes:
-    file = io.BytesIO()
-    torch.save({"optimizer": optimizer.state_dict(), "model": optimizer.model.state_dict()}, file)
-    return file.getvalue()
-
-
-def _load(optimizer: isles.ReplicaSync, file: bytes) -> None:
-    state = torch.load(io.BytesIO(file), weights_only=True)
-    optimizer.model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
 
 
 def run(

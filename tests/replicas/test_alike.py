@@ -96,21 +96,6 @@ def test_states_of_two_runs_are_told_over_gloo() -> None:
     assert any(STATE in text for text in apart("ddp", runs=gloo))
 
 
-def test_a_run_goes_on_from_states_of_before_runs_were_told_apart() -> None:
-    def worker(world: Mesh) -> str:
-        optimizer = made(world, "noloco")
-        for step in range(1, 5):
-            train_step(optimizer, world.rank, step)
-        state = optimizer.state_dict()
-        del state["outer"]["run"]
-        optimizer.load_state_dict(state)
-        for step in range(5, 9):
-            train_step(optimizer, world.rank, step)
-        return ""
-
-    assert run(worker) == ["", ""]
-
-
 # Settings.
 
 

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import isles
 from isles.comm.mesh import Mesh
+from isles.replicas.names import all_names
 from isles.wrapping import SeveralOptimizers, fresh_state
 from tests.gloo import run_gloo
 from tests.replicas.workers import LINKS, Net, adamw, bits, loss_of, sgd, train_step, weights, wrap
@@ -296,6 +297,13 @@ def test_wrappers_do_not_change_names() -> None:
         return str(optimizer.state_dict()["names"])
 
     assert set(run(worker, 3)) == {"['first', 'bias', 'second']"}
+
+
+def test_names_keep_parts_that_look_like_wrappers() -> None:
+    """Only a whole part of a name is a wrapper's: `submodule` is the user's own."""
+    model = nn.Module()
+    model.submodule, model.module = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert all_names(model) == ["submodule.weight", "submodule.bias", "weight", "bias"]
 
 
 @pytest.mark.parametrize("name", ["ddp", "diloco"])

@@ -106,10 +106,8 @@ class DCTTopK(TopK):
 
 def dct_basis(n: int) -> Tensor:
     """C (n, n), C[m, q] = sqrt(2/n) cos(pi (2 m + 1) q / 2 n), the first column over sqrt 2: C C^T = 1."""
-    m, q = (
-        torch.arange(n, dtype=torch.float64, device="cpu")[:, None],
-        torch.arange(n, dtype=torch.float64, device="cpu"),
-    )
+    q = torch.arange(n, dtype=torch.float64, device="cpu")
+    m = q[:, None]
     basis = math.sqrt(2 / n) * torch.cos(math.pi * (2 * m + 1) * q / (2 * n))
     basis[:, 0] /= math.sqrt(2)
     return basis.to(torch.float32)

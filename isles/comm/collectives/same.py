@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from isles.comm.errors import Diverged
 from isles.comm.group import Group
+
+_H = TypeVar("_H", bound=Hashable)
 
 
 def same_text(group: Group, text: str, detail: str) -> None:
@@ -23,8 +28,19 @@ def hashed(text: str) -> int:
 
 def same_number(group: Group, value: int, detail: str) -> None:
     """Diverged with `detail`, naming the odd worker, unless `value`, of 64 bits, is the same on all."""
-    values = [int(theirs) for theirs in group.all_gather(torch.tensor([value], dtype=torch.int64, device="cpu"))]
-    usual = Counter(values).most_common(1)[0][0]  # so that all name the odd one; of two, rank 0 is right
-    for position, theirs in enumerate(values):
-        if theirs != usual:
-            raise Diverged(group.ranks[position], 0, detail)
+    odd, _ = odd_one([int(theirs) for theirs in group.all_gather(numbers(value))])
+    if odd is not None:
+        raise Diverged(group.ranks[odd], 0, detail)
+
+
+def odd_one(told: Sequence[_H]) -> tuple[int | None, int]:
+    """Of what all members have told: the first position that differs from the usual, None if none does, and the first
+    that is usual. So all name the same one; of two, the first is right.
+    """
+    usual = Counter(told).most_common(1)[0][0]
+    return next((position for position, theirs in enumerate(told) if theirs != usual), None), told.index(usual)
+
+
+def numbers(*values: int) -> Tensor:
+    """As int64 (n,), whatever a user's defaults are."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu")

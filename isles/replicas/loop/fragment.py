@@ -227,7 +227,7 @@ class Fragment:
         if self.reference is not self.anchor:
             self.reference.copy_(state["reference"])
         self.rounds = state["rounds"]
-        self.landed = state.get("landed", self.rounds)  # earlier versions did not count
+        self.landed = state["landed"]
         self.sent, self.digest = state["sent"], state["digest"]
         self.progress, self.left_ratio = state["progress"], state["left_ratio"]
         self.averaging.load_state_dict(state["averaging"])
@@ -245,8 +245,8 @@ class Fragment:
             state["failed"],
             state["whole"],
             state["balanced"],
-            broken=tuple(state.get("broken", ())),  # earlier versions did not tell who
-            is_own_broken=state.get("is_own_broken", False),
+            broken=tuple(state["broken"]),
+            is_own_broken=state["is_own_broken"],
         )
 
 

@@ -237,7 +237,7 @@ class OuterSync(OuterSaved):
         """A round without anybody else, in one sweep."""
         resting = self._resting(fragment)
         fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
-        if self._drops(fragment, self.group.rank):
+        if self.group.transport.rank in self._dropped(fragment):
             return
         sweep = Sweep(fragment, self.parts, self.agrees)
         if not self.courier.is_only_one and not (sweep.check().is_usable and self.replica.is_sound()):
@@ -260,10 +260,11 @@ class OuterSync(OuterSaved):
             self.replica.forget_moments()
         self.healed += 1
 
-    def _drops(self, fragment: Fragment, position: int) -> bool:
-        """Whether what `position` sent in the fragment's last round is dropped: all know it without a message."""
+    def _dropped(self, fragment: Fragment) -> set[int]:
+        """The seats whose share of the fragment's last round is dropped: all know it without a message."""
         share, seed = self._dropping
-        return uniform(seed, _DROPPING, fragment.rounds, fragment.index, position) < share
+        seats = enumerate(self.group.ranks) if share else ()
+        return {seat for at, seat in seats if uniform(seed, _DROPPING, fragment.rounds, fragment.index, at) < share}
 
     def _resting(self, fragment: Fragment) -> tuple[int, ...]:
         """Places in the fragment of what is frozen since before its last round."""
@@ -301,7 +302,7 @@ class OuterSync(OuterSaved):
         anchors, fragment.ahead = fragment.ahead, None
         if anchors is None and self.parts.rule.shares_anchors:
             anchors = self.courier.send_anchor(fragment, fragment.rounds, self.steps)
-        usable = usable and not self._drops(fragment, self.group.rank)
+        usable = usable and self.group.transport.rank not in self._dropped(fragment)
         sent = self.courier.send(fragment, payload, self.steps, lands, usable)
         return Flight(fragment, lands, sent, anchors, resting)
 
@@ -325,9 +326,9 @@ class OuterSync(OuterSaved):
         if flight in self.flights:
             self.flights.remove(flight)
         fragment.kept = flight.payload.buffer.clone() if fragment.rounds <= fragment.keep_until else None
-        live = fragment.flat.read(fragment.flat.new()) if self._drops(fragment, self.group.rank) else None
-        places = {seat: position for position, seat in enumerate(self.group.ranks)}
-        broken = [seat for seat in flight.payload.broken if not self._drops(fragment, places.get(seat, -1))]
+        dropped = self._dropped(fragment)
+        live = fragment.flat.read(fragment.flat.new()) if self.group.transport.rank in dropped else None
+        broken = [seat for seat in flight.payload.broken if seat not in dropped]
         if not flight.payload.whole and (broken or not flight.payload.broken):
             self._skipped(fragment, broken)
         if not flight.payload.whole:

@@ -47,13 +47,13 @@ class OuterSaved(OuterForetold):
             fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
             held = None if anchors is None else fragment.restored(anchors)
             fragment.latest = fragment.restored(saved["payload"])
-            at_rest = tuple(saved.get("at_rest", ()))
+            at_rest = tuple(saved["at_rest"])
             self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, at_rest))
-        self.roster.load_state_dict(state.get("roster", {}))  # earlier versions kept none
+        self.roster.load_state_dict(state["roster"])
         self.courier = self.new_courier()
-        self.run = state.get("run", 0)  # earlier versions had none
+        self.run = state["run"]
         self._name_run()
-        self.skipped, self.healed = state["skipped"], state.get("healed", 0)  # earlier versions did not heal
+        self.skipped, self.healed = state["skipped"], state["healed"]
 
     def _name_run(self) -> None:
         for fragment in self.fragments:

@@ -55,10 +55,8 @@ class Momentum:
 
     def extract(self) -> tuple[Tensor, Tensor]:
         """Values (pairs,), float32, and places (pairs,), int64, of the largest coefficients, on the CPU."""
-        values, places = (
-            [torch.empty(0, dtype=torch.float32, device="cpu")],
-            [torch.empty(0, dtype=torch.int64, device="cpu")],
-        )
+        values = [torch.empty(0, dtype=torch.float32, device="cpu")]
+        places = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for piece in self.blocks.pieces(self.device):
             group, kept = self.blocks.groups[piece.group], self.packing.kept[piece.group]
             coefficients = self.transform.forward(self.vector[piece.first : piece.last].view(-1, *group.edges))

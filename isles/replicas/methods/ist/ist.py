@@ -243,7 +243,7 @@ class IST(ReplicaSync):
 
     @override
     def load_outer_state(self, state: dict[str, Any]) -> None:
-        self.run = state.get("run", 0)  # earlier versions had none
+        self.run = state["run"]
         self.round, self.merged = state["round"], state["merged"]
         self.store.load_state_dict(state["kept"])
 
