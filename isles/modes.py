@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -21,12 +21,16 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
-@contextmanager
-def own_modes() -> Iterator[None]:
+def own_modes() -> AbstractContextManager[None]:
     """No autocast, no inference mode, no gradients, and new tensors on the CPU."""
-    if _HERE.within:
-        yield
-        return
+    return _WITHIN if _HERE.within else _own_modes()
+
+
+_WITHIN = nullcontext()
+
+
+@contextmanager
+def _own_modes() -> Iterator[None]:
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))
