@@ -128,6 +128,8 @@ def _entries(axis: Axis, places: Tensor, size: int) -> Tensor:
 
 
 def _axes(model: nn.Module) -> dict[str, Axes]:
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("torch.compile(model) hides the layers to divide: give the model itself, then model.compile()")
     if hasattr(model, "split_axes"):
         return dict(model.split_axes())  # type: ignore[operator]
     if isinstance(model, Decoder):

@@ -15,7 +15,12 @@ _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped
 def clean_names(model: nn.Module, tensors: Sequence[Tensor]) -> list[str]:
     """Of parameters and buffers of `model`, without what wrappers such as torch.compile put before them."""
     names = {id(tensor): name for name, tensor in chain(model.named_buffers(), model.named_parameters())}
-    return [".".join(part for part in names[id(tensor)].split(".") if part not in _WRAPPERS) for tensor in tensors]
+    return [clean_name(names[id(tensor)]) for tensor in tensors]
+
+
+def clean_name(name: str) -> str:
+    """One of them, or the beginning of one."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def all_names(model: nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import isles
 from isles.comm.mesh import Mesh
 from tests.replicas.workers import Net, batch, bits, loss_of, weights, wrap
 
@@ -108,6 +110,49 @@ def lightning(world: Mesh, name: str) -> Result:
     )
     trainer.fit(module, data)
     return bits(weights(module.method.consolidate())), own.get_scale()
+
+
+def transformed(world: Mesh, name: str) -> str:
+    """transformers' Trainer, which is to find no other process: else it makes the model a DistributedDataParallel."""
+    from transformers import Trainer, TrainingArguments
+
+    class Judged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": nn.functional.mse_loss(self.net(x), labels)}
+
+    model = Judged()
+    method = wrap(world, name, model)
+    rows = [dict(zip(("x", "labels"), batch(world.rank, step), strict=True)) for step in range(1, STEPS + 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"max_steps": STEPS, "per_device_train_batch_size": 1, "max_grad_norm": 0.1, "use_cpu": True}
+        quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "train_sampling_strategy": "sequential"}
+        rate = torch.optim.lr_scheduler.ConstantLR(method, 1.0)
+        trainer = Trainer(
+            model,
+            TrainingArguments(folder, **options, **quiet),
+            data_collator=lambda one: one[0],
+            train_dataset=rows,  # type: ignore[arg-type]
+            optimizers=(method, rate),
+        )
+        trainer.train()
+    assert trainer.model_wrapped is model
+    return bits(weights(isles.unwrap(trainer.optimizer).consolidate()))
+
+
+def bare(world: Mesh, name: str) -> str:
+    """The same steps in a loop."""
+    model = Net()
+    method = wrap(world, name, model)
+    for step in range(1, STEPS + 1):
+        loss_of(model, world.rank, step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        method.step()
+        method.zero_grad()
+    return bits(weights(method.consolidate()))
 
 
 TRAINERS: dict[str, Callable[[Mesh, str], Result]] = {

@@ -20,6 +20,7 @@ from torch import nn
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.models.blocks import blocks_of
 from isles.replicas.checks import at_least, one_of
+from isles.replicas.names import clean_name
 
 Fragments = str | tuple[tuple[str, ...], ...]
 FirstSync = Literal["full_window", "offset"]
@@ -49,13 +50,13 @@ def check_fragments(
 
 def cut(model: nn.Module, fragments: Fragments, layers_per_fragment: int | None = None) -> list[list[nn.Parameter]]:
     """The parameters of each fragment, in the model's order. ValueError for what does not fit the model."""
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = {clean_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if fragments == "whole":
         return [list(named.values())]
     if isinstance(fragments, str):
         own = _by_blocks(model, fragments, layers_per_fragment)
     else:
-        own = [list(prefixes) for prefixes in fragments]
+        own = [[clean_name(prefix) for prefix in prefixes] for prefixes in fragments]
     owners = {name: _owner(name, own) for name in named}
     lost = [name for name, owner in owners.items() if owner is None]
     if lost and not isinstance(fragments, str):
@@ -89,7 +90,7 @@ def _by_blocks(model: nn.Module, pattern: str, layers: int | None) -> list[list[
         if pattern == "sequential"
         else [numbers[q::count] for q in range(count)]
     )
-    return [[f"{name}.{number}" if name else str(number) for number in group] for group in groups]
+    return [[clean_name(f"{name}.{number}") if name else str(number) for number in group] for group in groups]
 
 
 def _owner(name: str, own: Sequence[Sequence[str]]) -> int | None:
