@@ -2,7 +2,8 @@
 #
 #   make demo         train a small model with four workers, into runs/demo
 #   make test         ruff, the type checker and the tests (minutes)
-#   make test-long    only the tests marked "long" (most of an hour)
+#   make test-long    only the tests marked "long", of each at most six cases (most of an hour)
+#   make test-every   all cases of these (hours)
 #   make soak         processes of an elastic run killed, frozen and joined a thousand times (most of an hour)
 #   make lint         ruff and the type checker alone; `make format` mends the layout
 #   make bench        every benchmark
@@ -28,7 +29,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long soak lint format bench comparison clean distclean
+.PHONY: help setup demo test test-long test-every soak lint format bench comparison clean distclean
 
 help:
 	@sed -n '1,/^$$/{s/^# \{0,1\}//;p;}' Makefile
@@ -69,6 +70,9 @@ test: lint
 # pytest answers 5 when no test carries the mark; that is no failure.
 test-long: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long || [ $$? -eq 5 ]
+
+test-every: $(STAMP)
+	ISLES_EVERY_CASE=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long
 
 soak: $(STAMP)
 	ISLES_SOAK=1000 $(BIN)/python -m pytest -m long -p no:xdist tests/training/elastic/test_soak.py -k outlives

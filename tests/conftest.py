@@ -1,6 +1,7 @@
 """For all tests: what collecting them made stays to the end, so the garbage collector need not walk it; they keep
 nothing in the home of whoever runs them, compute on one thread as a worker does, whichever test ran before, and hear
-Ctrl-C, as do the commands that they start: a shell has its background jobs ignore it.
+Ctrl-C, as do the commands that they start: a shell has its background jobs ignore it. Of the long cases of one test six
+are run, spread over them; all where ISLES_EVERY_CASE is set.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Generator
 
 import pytest
@@ -39,3 +41,20 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.set_threshold(10_000, 10, 50)  # what tests leave in caches is walked again less often
         gc.enable()
+
+
+_LONG_CASES = 6  # of a test: `make test-long` ends within an hour
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "ISLES_EVERY_CASE" in os.environ:
+        return
+    grids = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("long"):
+            grids[item.nodeid.split("[")[0]].append(item)
+    chosen = {cases[place * len(cases) // _LONG_CASES] for cases in grids.values() for place in range(_LONG_CASES)}
+    dropped = [item for item in items if item.get_closest_marker("long") and item not in chosen]
+    config.hook.pytest_deselected(items=dropped)
+    kept = set(items) - set(dropped)
+    items[:] = [item for item in items if item in kept]

@@ -29,14 +29,15 @@ def test_methods_in_stages_are_compared(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*flags, *words(tmp_path, "replicas.sync_every=3")])
     assert done.exit_code == 0, done.output
     summaries = {name: group[0] for name, group in json.loads((out / "compare.json").read_text()).items()}
-    assert list(summaries) == ["ddp", "noloco"]
+    assert list(summaries) == ["ddp", "noloco", "none", "one-worker"]
+    assert all(summaries.pop(name)["tokens"] == 6 * 2 * 2 * 16 for name in ("none", "one-worker"))  # not in stages
     for summary in summaries.values():
         assert (summary["stages"], summary["replicas"], summary["tokens"]) == (2, 2, 6 * 2 * 2 * 16)
         assert 0 < summary["pipeline_bubble"] < 1
         sent = {name: counts["bytes_sent"] for name, counts in summary["channels"].items()}
         assert sum(sent.values()) == summary["bytes_sent_per_worker"] and sent["pipeline"] > 0
-    between = [summary["channels"]["outer"]["bytes_sent"] for summary in summaries.values()]
-    assert between[0] > between[1] > 0
+    ddp, noloco = (summary["channels"]["outer"]["bytes_sent"] for summary in summaries.values())
+    assert ddp > noloco > 0
     assert "by channel" in (out / "ddp-0" / "report.html").read_text()
     assert (out / "report.html").exists()
 
