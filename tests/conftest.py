@@ -43,7 +43,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-_LONG_CASES = 6  # of a test: `make test-long` ends within an hour
+_LONG_CASES = 6  # of a test, if its mark says no other number: `make test-long` ends within an hour
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -53,8 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("long"):
             grids[item.nodeid.split("[")[0]].append(item)
-    chosen = {cases[place * len(cases) // _LONG_CASES] for cases in grids.values() for place in range(_LONG_CASES)}
-    dropped = [item for item in items if item.get_closest_marker("long") and item not in chosen]
-    config.hook.pytest_deselected(items=dropped)
-    kept = set(items) - set(dropped)
-    items[:] = [item for item in items if item in kept]
+    dropped = set[pytest.Item]()
+    for cases in grids.values():
+        most = cases[0].get_closest_marker("long").kwargs.get("cases", _LONG_CASES)  # type: ignore[union-attr]
+        dropped |= {*cases} - {cases[place * len(cases) // most] for place in range(most)}
+    config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+    items[:] = [item for item in items if item not in dropped]
