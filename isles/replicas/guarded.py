@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,8 +26,9 @@ class Guarded(Wrapping):
         """Called when it is made."""
         for parameter in self.parameters:
             before = _LATEST.get(parameter, lambda: None)()
-            if before is not None and before is not self.inner:
+            while isinstance(before, Guarded) and before is not self.inner:  # an island's method, then the one inside
                 before.replace(type(self).__name__)
+                before = before.inner
             _LATEST[parameter] = weakref.ref(self)
         for one in each_of(self.inner):
             if hasattr(one, "_optimizer_step_pre_hooks"):  # an optimizer of the user's own may lack what torch's have
@@ -54,11 +57,19 @@ class Guarded(Wrapping):
         while frame is not None and frame.f_code is not code:
             frame = frame.f_back
         if frame is not None:
-            self.guards_inner = False
-            self.inner.step()
-            self.catch_up()
-            self.guards_inner = True
+            with self._own_step():
+                self.inner.step()
+                self.catch_up()
         return frame is not None
+
+    @contextmanager
+    def _own_step(self) -> Iterator[None]:
+        """Around steps of the inner optimizer that the method takes, and that may fail."""
+        self.guards_inner = False
+        try:
+            yield
+        finally:
+            self.guards_inner = True
 
 
 class _Guard:

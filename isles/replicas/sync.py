@@ -169,9 +169,8 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
             self.replica.clip(self.max_norm, self.gradient_norm)
         if scaled is None or not scaled.overflowed:
             self.before_inner_step()
-        self.guards_inner = False
-        self.replica.apply(scaled)
-        self.guards_inner = True
+        with self._own_step():
+            self.replica.apply(scaled)
         self.copies.stepped()
         self.steps += 1
         self.after_inner_step()

@@ -156,7 +156,16 @@ def test_what_the_optimizer_does_not_hold_is_told_of() -> None:
 # Two methods around one parameter.
 
 
-@pytest.mark.parametrize(("older", "newer"), [("ddp", "diloco"), ("noloco", "ddp"), ("diloco", "diloco")])
+def around(world: Mesh, name: str, model: nn.Module, inner: Any) -> isles.ReplicaSync:
+    if name != "islands":
+        return wrap(world, name, model, lambda _: inner)
+    mesh = isles.mesh(outer=1, inner=world.size)
+    return isles.DiLoCo(model, isles.DDP(model, inner, mesh.inner), mesh.outer, sync_every=3)
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"), [("ddp", "diloco"), ("noloco", "ddp"), ("diloco", "diloco"), ("islands", "ddp")]
+)
 def test_of_two_methods_around_a_parameter_the_newer_steps(older: str, newer: str) -> None:
     """The older one's step is refused; made anew with the same inner optimizer a method trains on, and what was there
     before sends nothing.
@@ -165,10 +174,10 @@ def test_of_two_methods_around_a_parameter_the_newer_steps(older: str, newer: st
     def worker(world: Mesh) -> tuple[str, int]:
         model = Net()
         inner = sgd(model)
-        before = wrap(world, older, model, lambda _: inner)
+        before = around(world, older, model, inner)
         train_step(before, world.rank, 1)
         now = wrap(world, newer, model, lambda _: inner)
-        sent = world.world.traffic["outer"].bytes_sent
+        sent = sent_by(world)
         loss_of(model, world.rank, 2).backward()
         with pytest.raises(
             ValueError, match=rf"made around the same parameters after this .*isles\.{type(before).__name__}"
@@ -177,11 +186,15 @@ def test_of_two_methods_around_a_parameter_the_newer_steps(older: str, newer: st
         for step in range(3, 6):
             train_step(now, world.rank, step)
         now.finish()
-        return bits(weights(now.consolidate())), world.world.traffic["outer"].bytes_sent - sent
+        return bits(weights(now.consolidate())), sent_by(world) - sent
 
     (first, sent), (second, _) = run(worker)
     assert first == second
     assert sent == run(once, 2, newer)[0]
+
+
+def sent_by(world: Mesh) -> int:
+    return sum(world.world.traffic[channel].bytes_sent for channel in ("outer", "inner"))
 
 
 def once(world: Mesh, name: str) -> int:
@@ -370,6 +383,31 @@ def test_inside_an_island_nobody_steps_by_hand() -> None:
     run(worker, 4, inner=2)
 
 
+class Fails(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise RuntimeError("the user's own")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("name", ["ddp", "diloco", "islands"])
+def test_after_a_step_that_failed_nobody_steps_by_hand(name: str) -> None:
+    def worker(world: Mesh) -> None:
+        model = Net()
+        inner = Fails(model.parameters(), lr=0.1)
+        optimizer = around(world, name, model, inner)
+        inner.fails = True
+        with pytest.raises(RuntimeError, match="the user's own"):
+            train_step(optimizer, world.rank, 1)
+        inner.fails = False
+        with pytest.raises(ValueError, match="of the inner optimizer"):
+            inner.step()
+
+    run(worker, 2)
+
+
 # What talks by itself.
 
 
@@ -508,6 +546,25 @@ def test_hooks_run_once(name: str) -> None:
     step = ["method before", "inner before", "inner after", "method after"]
     state = ["method saves", "inner saves", "method 1", "inner 1", "inner loaded", "method loaded"]
     assert run(worker, 1) == [[*step, *state]]
+
+
+def test_hooks_of_the_method_inside_an_island_run() -> None:
+    """Once, with and without a gradient scaler in torch's order."""
+
+    def worker(world: Mesh, scaled: bool) -> list[str]:
+        model, calls = Net(), []
+        inner = adamw(model)
+        optimizer = around(world, "islands", model, inner)
+        for one, who in ((optimizer, "across"), (optimizer.inner, "inside"), (inner, "inner")):
+            one.register_step_pre_hook(lambda *_, who=who: calls.append(who))
+            one.register_step_post_hook(lambda *_, who=who: calls.append(f"after {who}"))
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        scaler.scale(loss_of(model, world.rank, 1)).backward()
+        scaler.step(optimizer)
+        return calls
+
+    for scaled in (False, True):
+        assert run(worker, 2, scaled)[0] == ["across", "inside", "inner", "after inner", "after inside", "after across"]
 
 
 # States of other worlds.
