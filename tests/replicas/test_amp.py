@@ -285,6 +285,26 @@ def checkpointed(world: Mesh, inside: str, reentrant: bool) -> tuple[str, int]:
 def test_checkpointing_costs_no_byte(inside: str, reentrant: bool) -> None:
     """Backward passes within a backward pass end nothing: gradients travel once, and to the same bits."""
     with warnings.catch_warnings():
+@pytest.mark.filterwarnings("ignore:a second backward pass")
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
+@pytest.mark.parametrize("name", ["ddp, int4", "ddp, low rank", "dct-dp"])
+def test_a_batch_thrown_away_counts_for_nothing(name: str, whose: str) -> None:
+    """Its gradients set to zero and not to None: what a codec lost of them is in no residual."""
+
+    def worker(world: Mesh, thrown: bool) -> str:
+        optimizer = wrap(world, name, Net())
+        for step in range(1, 6):
+            if thrown and step > 2:
+                loss_of(optimizer.model, world.rank, 50 + step).backward()
+                (optimizer if whose == "optimizer" else optimizer.model).zero_grad(set_to_none=False)
+            loss_of(optimizer.model, world.rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return bits(weights(optimizer.model))
+
+    assert run(worker, 2, True) == run(worker, 2, False)
+
+
         warnings.simplefilter("error")
         assert run(checkpointed, 2, inside, reentrant) == run(checkpointed, 2, "nothing", reentrant)
 

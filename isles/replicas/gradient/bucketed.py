@@ -93,7 +93,7 @@ class BucketedSync(BucketsForetold):
         self._told = False
         self._worker_thread = get_ident()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket))
+            parameter.register_post_accumulate_grad_hook(lambda one, bucket=bucket: self._ready(bucket, one))
             for bucket in self.buckets
             for parameter in bucket.parameters
         ]
@@ -290,7 +290,7 @@ class BucketedSync(BucketsForetold):
         """
         return outer
 
-    def _ready(self, bucket: Bucket) -> None:
+    def _ready(self, bucket: Bucket, parameter: Tensor) -> None:
         if self._quiet:
             self._reduced = False
             return
@@ -298,7 +298,7 @@ class BucketedSync(BucketsForetold):
             bucket.waiting -= 1
             return  # autograd's thread of a GPU serves all virtual workers, and none may wait in it: `step` sends
         if not self._in_step:
-            self._await_end()
+            self._await_end(parameter)
             self._launch_ready()  # one gradient later: hooks of the user's on the last one have run
         bucket.waiting -= 1
         if bucket.waiting < 0 and bucket.transfer is not None:
@@ -312,7 +312,7 @@ class BucketedSync(BucketsForetold):
         if self._in_step:
             self._launch_ready()
 
-    def _await_end(self) -> None:
+    def _await_end(self, first: Tensor) -> None:
         """Have autograd call `_end_of_pass`. Not in a pass within a pass (torch.utils.checkpoint, use_reentrant=True),
         of whose end nothing follows; if all gradients are made in such ones, `step` reduces them.
         """
@@ -323,6 +323,10 @@ class BucketedSync(BucketsForetold):
         if self._passes:
             self._tell_twice()
         self._reduced = False
+            before = [own.grad for own in self.parameters if own is not first and own.grad is not None]
+            if self._careful and before and not any(bool(gradient.any()) for gradient in before):
+                for bucket in self.buckets:  # zero_grad(set_to_none=False): what was told of a batch thrown away
+                    bucket.means = []
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
 
     def _tell_twice(self) -> None:
