@@ -7,10 +7,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from isles.comm.collectives.same import same_text
 from isles.comm.group import Group
 from isles.comm.roster import Roster
 from isles.modes import OwnModes
@@ -32,6 +34,7 @@ class EndsAsOne(OwnModes, Foretold):
     steps: int
     agrees: bool
     guards_inner: bool
+    level: ClassVar[Any]
 
     @property
     @abstractmethod
@@ -63,6 +66,10 @@ class EndsAsOne(OwnModes, Foretold):
             with start.among_even():
                 self.steps = self.together(lambda group: start.same_end(group, self.steps, rounds))
         self.land_all()
+        if self.level != "parameter" and self._is_watched:
+            told = repr(start.settings_of(self.param_groups, everywhere=True))
+            with start.among_even():
+                self.together(lambda group: same_text(group, told, start.OTHER_SETTINGS, self.steps))
         if self.agrees:
             self._prove(self._named_shares())
 

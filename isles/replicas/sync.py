@@ -348,7 +348,8 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
 
     def _settings(self) -> str:
         """What must be the same on all workers, beside their weights."""
-        inner = start.settings_of(self.inner) if self.level != "parameter" else []  # equal gradients want equal steps
+        # Equal gradients want equal steps.
+        inner = [type(self.inner).__name__, start.settings_of(self.param_groups)] if self.level != "parameter" else []
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in self._shared()]
         return f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"
 

@@ -70,6 +70,7 @@ class BucketedSync(BucketsForetold):
         """Steps that all skipped, because some worker's gradients were not finite."""
         self._careful = any(bucket.reduction.careful for bucket in self.buckets)
         self._scaled: Scaled | None = None  # of the last step
+        self._scale = 0.0  # in the last step
         self._is_scaled = False  # whether a gradient scaler takes part in this step
         self._settings_now = start.SettingsHash()
         self._proof = 0  # after a state was loaded: a hash of the weights that this step begins with
@@ -144,7 +145,7 @@ class BucketedSync(BucketsForetold):
             )
         self._is_scaled = scaled is not None
         super().take_step(scaled)
-        self._scaled = scaled
+        self._scaled, self._scale = scaled, 0.0 if scaled is None else scaled.scale
 
     @torch.no_grad()
     @override
@@ -322,11 +323,11 @@ class BucketedSync(BucketsForetold):
         self._pass = number
         if self._passes:
             self._tell_twice()
-        self._reduced = False
             before = [own.grad for own in self.parameters if own is not first and own.grad is not None]
             if self._careful and before and not any(bool(gradient.any()) for gradient in before):
                 for bucket in self.buckets:  # zero_grad(set_to_none=False): what was told of a batch thrown away
                     bucket.means = []
+        self._reduced = False
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
 
     def _tell_twice(self) -> None:
@@ -370,7 +371,9 @@ class BucketedSync(BucketsForetold):
         step, group = self.steps + 1, self.group
         if self.is_loaded and not self._proof:
             self._proof = start.hash_of(self.shares)
-        bucket.reduction.digest = packed(bucket.frozen_digest, self._settings_now.of(self.param_groups), self._proof)
+        bucket.reduction.digest = packed(
+            bucket.frozen_digest, self._settings_now.of(self.param_groups, self._scale), self._proof
+        )
         bucket.reduction.begin(bucket.flat, step)
         call = group.call(round=2 * step + (again or self._passes > 0), fragment=bucket.index, leeway=JUMPS)
         nbytes = bucket.reduction.begun_bytes(step, group.size, group.rank)
