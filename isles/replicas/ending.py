@@ -29,7 +29,7 @@ class EndsAsOne(OwnModes, Foretold):
 
     roster: Roster
     watch: ModelWatch
-    copies: WeightCopies
+    copies: list[WeightCopies]
     everything: Sequence[int]
     steps: int
     agrees: bool
@@ -80,9 +80,12 @@ class EndsAsOne(OwnModes, Foretold):
     @contextmanager
     def landing(self, places: Sequence[int]) -> Iterator[None]:
         """Around whatever writes to the parameters of numbers `places` between two inner steps."""
-        self.copies.before_landing()
+        for copies in self.copies:
+            copies.before_landing()
         yield
-        self.copies.landed(places, self.anchors() if self.copies.watched else {})
+        exact = self.anchors() if self.copies else {}
+        for copies in self.copies:
+            copies.landed(places, exact)
 
     def anchors(self) -> Mapping[int, Tensor]:
         """By number of the parameter: what whole ones were rounded from when they were last written to."""
@@ -116,11 +119,15 @@ class EndsAsOne(OwnModes, Foretold):
         averaged = {} if self.agrees else self._named_shares()
         kept = self.model.state_dict()  # buffers outside of it are derived, and equal everywhere
         averaged |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}
-        if averaged:
-            flat = FlatParameters(list(averaged.values()))
-            with self.landing(() if self.agrees else self.everything):
-                flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control")))
-                self._prove(averaged)
-                self.replica.spread(self.everything)
+        own = [copies.averages() for copies in self.copies] if self.level == "parameter" else []
+        for tensors, places in [(averaged, () if self.agrees else self.everything), *((one, ()) for one in own)]:
+            if tensors:
+                flat = FlatParameters(list(tensors.values()))
+                with self.landing(places):
+                    flat.write(
+                        self.together(lambda group, of=flat: start.mean_over(group, of.read(of.new()), "control"))
+                    )
+                    self._prove(tensors)
+                    self.replica.spread(self.everything)
         self.guards_inner = False
         return self.replica.whole()

@@ -28,7 +28,7 @@ from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, with_options
-from isles.replicas.copies import WeightCopies
+from isles.replicas.copies import copies_of
 from isles.replicas.ending import EndsAsOne
 from isles.replicas.flat import FlatNames, VectorMaker
 from isles.replicas.guarded import Guarded
@@ -109,7 +109,7 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
         self.replica.refuse(self)
         super().__init__(self.replica.inner, self.replica.parameters)
         self.watch = ModelWatch(model, self.replica.parameters, self.group)
-        self.copies = WeightCopies(self.inner, self.parameters)
+        self.copies = copies_of(self.inner, self.parameters)
         self.shares = self.replica.shares
         """What all workers of the group hold copies of: the parameters, or in an island this worker's part of them."""
         self.everything = range(len(self.shares))
@@ -169,9 +169,13 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
             self.replica.clip(self.max_norm, self.gradient_norm)
         if scaled is None or not scaled.overflowed:
             self.before_inner_step()
-        with self._own_step():
+        self.guards_inner = False
+        try:
             self.replica.apply(scaled)
-        self.copies.stepped()
+        finally:
+            self.guards_inner = True
+        for copies in self.copies:
+            copies.stepped()
         self.steps += 1
         self.after_inner_step()
         self.is_loaded = False
@@ -293,7 +297,7 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
         """Restore `inner_state`."""
         self.watch.loaded()
         self.replica.load_inner_state(state)
-        self.copies = WeightCopies(self.inner, self.parameters)
+        self.copies = copies_of(self.inner, self.parameters)
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that this worker holds, by name: plain tensors, live."""
