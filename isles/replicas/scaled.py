@@ -40,9 +40,6 @@ class Scaled:
         """Whether a gradient is not finite, so that the step is left out and the scale lowered."""
         return self._overflowed or any(bool(found) for found in self._found().values())
 
-    def update(self) -> None:
-        """Of a step inside another one, which is followed by the scaler's own."""
-
     def overflow(self) -> None:
         """Another worker's gradient is not finite."""
         self._overflowed = True
@@ -73,7 +70,5 @@ class TakesScalers:
     def scaled(self, scaler: Any) -> Scaled | None:
         """Of this step, None without a scaler that is enabled. scaler: what `step` was given, if anything."""
         scaler, self._asking = scaler or self._asking, None
-        if isinstance(scaler, Scaled):  # of the method around this one
-            return scaler
         assert isinstance(self, Optimizer)
         return Scaled(self, scaler) if scaler is not None and scaler.is_enabled() else None

@@ -148,8 +148,9 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
         if self._makes_state():
             return None
         loss = evaluated(closure)
-        self.take_step(self.scaled(scaler))
-        if scaler is not None:
+        scaled = scaler if isinstance(scaler, Scaled) else self.scaled(scaler)  # or that of the method around this one
+        self.take_step(scaled)
+        if scaler not in (None, scaled):
             scaler.update()
         return loss
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-import weakref
 from collections.abc import Collection, Sequence
 from itertools import chain
 from operator import is_, methodcaller
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 
 from isles.comm.group import Group
 from isles.replicas.flat import FlatParameters
+from isles.replicas.guarded import WeakHook
 from isles.replicas.island.sharded import is_sharded, own_rows
 from isles.wrapping import each_of, innermost
 
@@ -41,7 +41,7 @@ class ModelWatch:
         self._is_restored = False  # the optimizer's state was loaded since the last step
         self._model = model
         self._take_places()
-        hook = _Loading(weakref.ref(self))
+        hook = WeakHook(self, "loading")
         for module in model.modules():
             module.register_load_state_dict_pre_hook(hook)
 
@@ -126,21 +126,6 @@ class ModelWatch:
     def name(self, parameter: Tensor) -> str:
         """As the model calls it."""
         return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
-
-
-class _Loading:
-    """What torch calls before a module's weights are loaded. A copy of the model, saved or deep, tells nobody."""
-
-    def __init__(self, watch: weakref.ref[ModelWatch] | None = None) -> None:
-        self._watch = watch
-
-    def __call__(self, *_: object) -> None:
-        watch = None if self._watch is None else self._watch()
-        if watch is not None:
-            watch.loading()
-
-    def __reduce__(self) -> tuple[type[_Loading], tuple[()]]:
-        return _Loading, ()
 
 
 def refuse_unfit(model: nn.Module, parameters: Sequence[nn.Parameter], inner: Optimizer) -> None:
