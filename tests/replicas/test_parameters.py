@@ -248,11 +248,18 @@ def replaced(model: Head) -> None:
     model.head = nn.Linear(6, 7)
 
 
+def frozen(model: Head) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone(), requires_grad=False)
+
+
 def normed(model: Head) -> None:
     nn.utils.parametrizations.weight_norm(model.body)
 
 
-@pytest.mark.parametrize(("change", "name"), [(assigned, "body.weight"), (replaced, "head.weight"), (normed, "body.p")])
+CHANGES = [(assigned, "body.weight"), (replaced, "head.weight"), (normed, "body.p"), (frozen, "head.weight")]
+
+
+@pytest.mark.parametrize(("change", "name"), CHANGES)
 @pytest.mark.parametrize("method", ["ddp", "noloco"])
 def test_parameters_in_place_of_others_are_refused(method: str, change: Callable[[Head], None], name: str) -> None:
     def worker(world: Mesh) -> None:
@@ -433,15 +440,27 @@ class ZeroRedundancyOptimizer(torch.optim.SGD):
     """torch's, which needs processes, is found by its name."""
 
 
+class PostLocalSGDOptimizer(torch.optim.SGD):
+    """The same."""
+
+
+class FullyShardedDataParallel(nn.Sequential):
+    """Torch's first one, whose parameters are plain ones."""
+
+
 def test_what_sends_by_itself_is_refused() -> None:
     def worker(world: Mesh) -> None:
         model = Net()
         for inner in (
             ZeroRedundancyOptimizer(model.parameters(), lr=0.1),
             [ZeroRedundancyOptimizer(model.parameters())],
+            PostLocalSGDOptimizer(model.parameters()),
         ):
             with pytest.raises(ValueError, match=r"sends weights to all workers.*isles\.shard\(model, world\.inner\)"):
                 isles.DDP(model, inner, world.outer)
+        whole = FullyShardedDataParallel(model)
+        with pytest.raises(ValueError, match=r"sharded by torch.*isles\.shard\(model, world\.inner\)"):
+            isles.DiLoCo(whole, sgd(whole), world.outer)
 
     run(worker, 2)
 
