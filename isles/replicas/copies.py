@@ -68,8 +68,7 @@ class WeightCopies:
 
     def before_landing(self) -> None:
         """The weights are as the inner step has left them."""
-        held = {id(parameter) for group in self._inner.param_groups for parameter in group["params"]}
-        self._parameters = {place: own for place, own in enumerate(self._all) if id(own) in held}
+        self._parameters = self._held()
         if self._renews is not None:
             return
         states = (self._inner.state.get(parameter, {}) for parameter in self._parameters.values())
@@ -102,10 +101,13 @@ class WeightCopies:
 
     def averages(self) -> dict[str, Tensor]:
         """Of a schedule-free optimizer what its average is made from, live, by number of the parameter."""
-        held = self._parameters.items() if "train_mode" in self._inner.param_groups[0] else ()
-        return {
-            f"z {place}": own_rows(self._inner.state[own]["z"]) for place, own in held if "z" in self._inner.state[own]
-        }
+        held = self._held().items() if "train_mode" in self._inner.param_groups[0] else ()
+        states = ((place, own, self._inner.state.get(own, {})) for place, own in held)
+        return {f"z {place}": own_rows(state.get("z", own.detach().clone())) for place, own, state in states}
+
+    def _held(self) -> dict[int, nn.Parameter]:
+        held = {id(parameter) for group in self._inner.param_groups for parameter in group["params"]}
+        return {place: own for place, own in enumerate(self._all) if id(own) in held}
 
     def _renew(self, place: int, exact: Tensor | None) -> None:
         assert self._before is not None

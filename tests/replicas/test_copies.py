@@ -250,7 +250,7 @@ def test_near_copies_move_with_the_weights(inner: Any, key: str) -> None:
     torch.testing.assert_close(torch.stack(run(worker)), by_hand(inner, key, 7, 19), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["localsgd", "diloco", "noloco", "ddp"])
+@pytest.mark.parametrize("name", ["localsgd", "diloco", "noloco", "none", "ddp"])
 def test_schedule_free_is_used_as_its_documentation_says(name: str) -> None:
     """`train` and `eval` of the wrapper are those of the inner optimizer; replicas meet; the loss falls."""
 
@@ -275,13 +275,13 @@ def test_schedule_free_is_used_as_its_documentation_says(name: str) -> None:
         own = torch.cat([optimizer.state[p]["z"].reshape(-1) for p in model.parameters()])
         optimizer.consolidate()
         met = torch.cat([optimizer.state[p]["z"].reshape(-1) for p in model.parameters()])
-        own += weights(model) - landed if name == "noloco" else 0.0
+        own += weights(model) - landed if name in ("noloco", "none") else 0.0
         optimizer.eval()
         return before, judged, spread, own, met, bits(weights(model))
 
     results = run(worker)
     for before, judged, spread, _, met, ends in results:
-        assert judged < 0.8 * before and spread < 0.02
+        assert judged < 0.8 * before and (spread < 0.02 or name == "none")
         torch.testing.assert_close(met, (results[0][3] + results[1][3]) / 2)
         assert ends == results[0][5], "the averages of all workers are one"
 
