@@ -26,12 +26,12 @@ class _Pickler(ForkingPickler):
             for kind, reduce in self.dispatch_table.items()
             if getattr(reduce, "__module__", "") != reductions.__name__
         }
-        self._storages: dict[tuple[int, torch.dtype], Any] = {}
+        self._storages: dict[int, Any] = {}
 
     def reducer_override(self, thing: Any) -> Any:
         if isinstance(thing, torch.storage.TypedStorage):  # made anew for each tensor that looks at the same memory
-            first = self._storages.setdefault((thing._untyped_storage._cdata, thing.dtype), thing)
-            return NotImplemented if first is thing else (_same, (first,))
+            first = self._storages.setdefault(thing._untyped_storage._cdata, thing)
+            return NotImplemented if first is thing else (_same, (first, thing.dtype))
         return NotImplemented
 
 
@@ -68,5 +68,5 @@ def dumps(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _same(storage: Any) -> Any:
-    return storage
+def _same(storage: Any, dtype: torch.dtype) -> Any:
+    return torch.storage.TypedStorage(wrap_storage=storage._untyped_storage, dtype=dtype, _internal=True)

@@ -3,7 +3,7 @@ landed. Found in its state by value, before the weights are landed on:
 
     master      equals its parameter, rounded to the parameter's format, wherever there is one (and is not all zero):
                 it becomes what has landed
-    near copy   within half of the weights' norm of them, as Lookahead's slow weights and schedule-free's z: it moves by
+    near copy   within half of the weights' norm of them, as Lookahead's slow weights, or schedule-free's z: it moves by
                 as much as the weights
 
 An optimizer that keeps its copy elsewhere is given `after_landing(parameters)`, a method that is called instead of all
@@ -20,24 +20,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isles.replicas.island.sharded import own_rows
-from isles.wrapping import Deferred, innermost
+from isles.wrapping import Deferred, each_of, innermost
 
 _NEAR = 0.25  # of the weights' square: how far a copy of them may be
 _FEWEST = 3  # inner steps of a round after which one step cannot lead as far back as a landing has led
 _LOOKED_AT = 512  # entries of each parameter by which that is seen
 
 
+def copies_of(inner: Optimizer, parameters: Sequence[nn.Parameter]) -> list[WeightCopies]:
+    """Of each optimizer below `inner` that may keep some. A plan of memory keeps what torch's own do."""
+    each = [one for one in each_of(innermost(inner)) if not isinstance(one, Deferred)]
+    return [WeightCopies(one, parameters) for one in each if not type(one).__module__.startswith("torch.optim.")]
+
+
 class WeightCopies:
-    """In the state of `inner`, of `parameters`."""
+    """In the state of `inner`, of those of `parameters` that it steps."""
 
     def __init__(self, inner: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        self._inner, self._parameters = innermost(inner), list(parameters)
-        own = type(self._inner).__module__.startswith("torch.optim.")
-        late = isinstance(self._inner, Deferred)  # a plan of memory, which keeps the state of torch's own
-        self.watched = not (own or late)
-        self._renews = getattr(self._inner, "after_landing", None)
+        self._inner, self._all = inner, list(parameters)
+        self._parameters: dict[int, nn.Parameter] = {}  # its own, by number
+        self._renews = getattr(inner, "after_landing", None)
         self._keys: set[str] = set()
-        self._before: list[Tensor] | None = None  # the weights, where there are copies
+        self._before: dict[int, Tensor] | None = None  # the weights, where there are copies
         self._start: list[Tensor] | None = None  # some of them, where there may be some out of reach
         self._landed: tuple[list[Tensor], list[Tensor]] | None = None  # the same after a landing, and how they moved
         self._steps, self._last = 0, dict[int, int]()  # inner steps; at the last landing, by number of the parameter
@@ -64,22 +68,25 @@ class WeightCopies:
 
     def before_landing(self) -> None:
         """The weights are as the inner step has left them."""
-        if not self.watched or self._renews is not None:
+        self._parameters = self._held()
+        if self._renews is not None:
             return
-        states = (self._inner.state.get(parameter, {}) for parameter in self._parameters)
-        self._keys = {key for key in {key for state in states for key in state} if self._is_copy(key)}
+        states = (self._inner.state.get(parameter, {}) for parameter in self._parameters.values())
+        known = {"z"} if "train_mode" in self._inner.param_groups[0] else set()  # schedule-free's, how far it may be
+        self._keys = {key for key in {key for state in states for key in state} if key in known or self._is_copy(key)}
         self._start, self._landed = self._some() if self._probes and not self._keys else None, None
-        self._before = [own_rows(own.detach()).clone() for own in self._parameters] if self._keys else None
+        own = {place: own_rows(parameter.detach()) for place, parameter in self._parameters.items()}
+        self._before = {place: weights.clone() for place, weights in own.items()} if self._keys else None
 
     def landed(self, places: Sequence[int], exact: Mapping[int, Tensor]) -> None:
         """The parameters of numbers `places` have been written to. exact: what they were rounded from, by number, where
         that is known.
         """
-        parameters = [self._parameters[place] for place in places]
-        if not self.watched or not parameters:
+        places = [place for place in places if place in self._parameters]
+        if not places:
             return
         if self._renews is not None:
-            self._renews(parameters)
+            self._renews([self._parameters[place] for place in places])
         elif self._before is not None:
             for place in places:
                 self._renew(place, exact.get(place))
@@ -91,6 +98,16 @@ class WeightCopies:
             if self._round >= _FEWEST and _product(moved, moved) > 0:
                 self._landed = (now, moved)
         self._last |= dict.fromkeys(places, self._steps)
+
+    def averages(self) -> dict[str, Tensor]:
+        """Of a schedule-free optimizer what its average is made from, live, by number of the parameter."""
+        held = self._held().items() if "train_mode" in self._inner.param_groups[0] else ()
+        states = ((place, own, self._inner.state.get(own, {})) for place, own in held)
+        return {f"z {place}": own_rows(state.get("z", own.detach().clone())) for place, own, state in states}
+
+    def _held(self) -> dict[int, nn.Parameter]:
+        held = {id(parameter) for group in self._inner.param_groups for parameter in group["params"]}
+        return {place: own for place, own in enumerate(self._all) if id(own) in held}
 
     def _renew(self, place: int, exact: Tensor | None) -> None:
         assert self._before is not None
@@ -109,7 +126,7 @@ class WeightCopies:
     def _is_copy(self, key: str) -> bool:
         """Near all parameters that have it, and no zeros throughout."""
         apart, size, found = 0.0, 0.0, False
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             own: Any = self._inner.state.get(parameter, {}).get(key)
             if own is None:
                 continue
@@ -122,7 +139,7 @@ class WeightCopies:
         return found and size > 0 and apart <= _NEAR * size
 
     def _some(self) -> list[Tensor]:
-        return [_first(own_rows(parameter.detach())).double() for parameter in self._parameters]
+        return [_first(own_rows(parameter.detach())).double() for parameter in self._parameters.values()]
 
 
 def _first(tensor: Tensor) -> Tensor:

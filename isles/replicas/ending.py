@@ -7,10 +7,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from isles.comm.collectives.same import same_text
 from isles.comm.group import Group
 from isles.comm.roster import Roster
 from isles.modes import OwnModes
@@ -27,11 +29,12 @@ class EndsAsOne(OwnModes, Foretold):
 
     roster: Roster
     watch: ModelWatch
-    copies: WeightCopies
+    copies: list[WeightCopies]
     everything: Sequence[int]
     steps: int
     agrees: bool
     guards_inner: bool
+    level: ClassVar[Any]
 
     @property
     @abstractmethod
@@ -63,6 +66,10 @@ class EndsAsOne(OwnModes, Foretold):
             with start.among_even():
                 self.steps = self.together(lambda group: start.same_end(group, self.steps, rounds))
         self.land_all()
+        if self.level != "parameter" and self._is_watched:
+            told = repr(start.settings_of(self.param_groups, everywhere=True))
+            with start.among_even():
+                self.together(lambda group: same_text(group, told, start.OTHER_SETTINGS, self.steps))
         if self.agrees:
             self._prove(self._named_shares())
 
@@ -73,9 +80,12 @@ class EndsAsOne(OwnModes, Foretold):
     @contextmanager
     def landing(self, places: Sequence[int]) -> Iterator[None]:
         """Around whatever writes to the parameters of numbers `places` between two inner steps."""
-        self.copies.before_landing()
+        for copies in self.copies:
+            copies.before_landing()
         yield
-        self.copies.landed(places, self.anchors() if self.copies.watched else {})
+        exact = self.anchors() if self.copies else {}
+        for copies in self.copies:
+            copies.landed(places, exact)
 
     def anchors(self) -> Mapping[int, Tensor]:
         """By number of the parameter: what whole ones were rounded from when they were last written to."""
@@ -109,11 +119,15 @@ class EndsAsOne(OwnModes, Foretold):
         averaged = {} if self.agrees else self._named_shares()
         kept = self.model.state_dict()  # buffers outside of it are derived, and equal everywhere
         averaged |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}
-        if averaged:
-            flat = FlatParameters(list(averaged.values()))
-            with self.landing(() if self.agrees else self.everything):
-                flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control")))
-                self._prove(averaged)
-                self.replica.spread(self.everything)
+        own = [copies.averages() for copies in self.copies] if self.level == "parameter" else []
+        for tensors, places in [(averaged, () if self.agrees else self.everything), *((one, ()) for one in own)]:
+            if tensors:
+                flat = FlatParameters(list(tensors.values()))
+                with self.landing(places):
+                    flat.write(
+                        self.together(lambda group, of=flat: start.mean_over(group, of.read(of.new()), "control"))
+                    )
+                    self._prove(tensors)
+                    self.replica.spread(self.everything)
         self.guards_inner = False
         return self.replica.whole()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any
+from inspect import unwrap
+from types import FrameType
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -24,17 +25,27 @@ class Guarded(Wrapping):
         """Called when it is made."""
         for parameter in self.parameters:
             before = _LATEST.get(parameter, lambda: None)()
-            if before is not None and before is not self.inner:
+            while isinstance(before, Guarded) and before is not self.inner:  # an island's method, then the one inside
                 before.replace(type(self).__name__)
+                before = before.inner
             _LATEST[parameter] = weakref.ref(self)
         for one in each_of(self.inner):
             if hasattr(one, "_optimizer_step_pre_hooks"):  # an optimizer of the user's own may lack what torch's have
-                one.register_step_pre_hook(_Guard(weakref.ref(self)))
+                one.register_step_pre_hook(WeakHook(self, "refuse_other_steps"))
         self.guards_inner = True
 
     def replace(self, by: str) -> None:
         """A method was made around the same parameters, of kind `by`: this one's next step is refused."""
         self._replaced_by, self.guards_inner = by, False
+
+    def refuse_other_steps(self) -> None:
+        """Called before each step of the inner optimizer. ValueError for one that somebody else takes."""
+        if self.guards_inner:
+            name = type(self).__name__
+            raise ValueError(
+                f"step() of the inner optimizer, which has {name} around it: {name} would not know what was learned; "
+                f"call step() of what isles.{name}(...) returned, or consolidate() it before"
+            )
 
     def _refuse_replaced(self) -> None:
         if self._replaced_by:
@@ -48,33 +59,35 @@ class Guarded(Wrapping):
         """True after a step that torch.distributed.checkpoint takes, with rates of 0, to have an optimizer make its
         state: the inner one has made it, and no step was done.
         """
-        asking = None if self.state else sys.modules.get("torch.distributed.checkpoint.state_dict")
-        code = None if asking is None else asking._init_optim_state.__code__
-        frame = None if code is None else sys._getframe()
-        while frame is not None and frame.f_code is not code:
-            frame = frame.f_back
-        if frame is not None:
+        is_asked = not self.state and asked_by_torch("_init_optim_state") is not None
+        if is_asked:
             self.guards_inner = False
             self.inner.step()
             self.catch_up()
             self.guards_inner = True
-        return frame is not None
+        return is_asked
 
 
-class _Guard:
-    """What torch calls before a step of an inner optimizer. In a copy of that it guards nothing."""
+class WeakHook:
+    """Calls a method of `owner` when torch calls it, and does not keep it alive. A copy of it calls nothing."""
 
-    def __init__(self, method: weakref.ref[Guarded] | None = None) -> None:
-        self._method = method
+    def __init__(self, owner: object = None, method: str = "") -> None:
+        self._owner, self._method = None if owner is None else weakref.ref(owner), method
 
     def __call__(self, *_: object) -> None:
-        method = None if self._method is None else self._method()
-        if method is not None and method.guards_inner:
-            name = type(method).__name__
-            raise ValueError(
-                f"step() of the inner optimizer, which has {name} around it: {name} would not know what was learned; "
-                f"call step() of what isles.{name}(...) returned, or consolidate() it before"
-            )
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            getattr(owner, self._method)()
 
-    def __reduce__(self) -> tuple[type[Any], tuple[()]]:
-        return _Guard, ()
+    def __reduce__(self) -> tuple[type[WeakHook], tuple[()]]:
+        return WeakHook, ()
+
+
+def asked_by_torch(function: str) -> FrameType | None:
+    """The call of that function of torch.distributed.checkpoint.state_dict that goes on, if one does."""
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = None if module is None else unwrap(getattr(module, function)).__code__
+    frame = None if code is None else sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from io import BytesIO
 from typing import Any, ClassVar
 
+import torch
 from typing_extensions import override
 
 from isles.modes import OwnModes
 from isles.replicas.checks import refuse_other_run
 from isles.replicas.flat import copied
 from isles.replicas.foretold import Foretold
+from isles.replicas.guarded import asked_by_torch
 from isles.replicas.names import clean_names
 
-_OWN = "isles"  # in the first group: what torch's tools would leave behind
+_OWN = "isles"  # in a group, as bytes, which torch leaves as they are: what its tools would leave behind
 
 
 class Saved(OwnModes, Foretold):
@@ -50,7 +53,13 @@ class Saved(OwnModes, Foretold):
             inner = inner["inner"]
         if {"state", "param_groups"} <= inner.keys():
             groups = [dict(group) for group in inner["param_groups"]]
-            groups[0][_OWN] = (_with_inner(state, None),)  # torch.distributed.checkpoint saves a tuple as one
+            if (asking := asked_by_torch("_get_optim_state_dict")) is not None:
+                file = BytesIO()
+                torch.save(_with_inner(state, None), file)
+                own = groups[0]
+                if asking.f_locals["info"].flatten_optimizer_state_dict:  # there each parameter has its group's values
+                    groups.append(own := {"params": own["params"][:1]})
+                own[_OWN] = file.getvalue()
             state |= {"state": dict(inner["state"]), "param_groups": groups}
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
@@ -88,12 +97,14 @@ def _from_torch(state: dict[str, Any], method: str) -> dict[str, Any]:
         return state
     groups = [dict(group) for group in state.get("param_groups", [{}])]
     own = groups[0].pop(_OWN, None)
+    if own is None and (asking := asked_by_torch("_load_optim_state_dict")) is not None:
+        flat, first = asking.f_locals["state_dict"], next(iter(groups[0].get("params", ())), None)
+        own = flat.get(f"param_groups.{first}.{_OWN}")
     if own is None:
         raise ValueError(
-            f"the state is a plain optimizer's, without what {method} keeps: load one that its state_dict() gave, from "
-            "torch.distributed.checkpoint with flatten_optimizer_state_dict=False"
+            f"the state is a plain optimizer's, without what {method} keeps: load one that its state_dict() gave"
         )
-    return _with_inner(own[0], {**state, "param_groups": groups})
+    return _with_inner(torch.load(BytesIO(own), weights_only=True), {**state, "param_groups": groups})
 
 
 def _with_inner(state: dict[str, Any], innermost: Any) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
 from isles.comm.collectives.same import hashed, numbers, odd_one, same_text
@@ -25,7 +25,8 @@ T = TypeVar("T")
 OverThoseLeft = Callable[[Callable[[Group], Any]], Any]
 OTHER_STATE = "it goes on from another state than this worker: load the states of one run and step on all, or none"
 OTHER_SETTINGS = (
-    "its inner optimizer has other settings (learning rate, weight decay, ...): set them alike on all workers"
+    "its inner optimizer has other settings (learning rate, weight decay, scale of the loss, ...): set them alike on "
+    "all workers"
 )
 EVEN = (
     "give all workers the same number of inner steps: drop the rest of the longer loader, skip no step on one alone, "
@@ -141,26 +142,29 @@ class SettingsHash:
         self._seen: list[Any] = []
         self._hash, self._may_change = 0, False
 
-    def of(self, groups: Sequence[dict[str, Any]]) -> int:
-        """Of those groups. Only looks where nothing was set since: this is done in every step."""
-        now = [value for group in groups for key, value in group.items() if key != "params"]
+    def of(self, groups: Sequence[dict[str, Any]], scale: float = 0.0) -> int:
+        """Of those groups, and of the loss. Only looks where nothing was set since: this is done in every step."""
+        now = [len(value) if key == "params" else value for group in groups for key, value in group.items()] + [scale]
         if self._may_change or now != self._seen:
-            self._seen, self._may_change = now, any(isinstance(value, Tensor) for value in now)
-            own = [value for group in groups for key, value in group.items() if key not in ("params", "initial_lr")]
-            flat = [one for value in own for one in (value if isinstance(value, tuple) else (value,))]
-            self._hash = crc32(repr([float(one) for one in flat if _is_plain(one)]).encode())
+            self._seen, self._may_change = now, any(isinstance(value, Tensor | list) for value in now)
+            self._hash = crc32(repr([scale, settings_of(groups)]).encode())
         return self._hash
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1 and value.is_cpu)
+def settings_of(groups: Sequence[dict[str, Any]], *, everywhere: bool = False) -> list[Any]:
+    """Sizes of each group's parameters, and its settings that are numbers: on the CPU alone, or `everywhere`."""
+    told: list[Any] = []
+    for group in groups:
+        told.append(sorted(parameter.numel() for parameter in group["params"]))
+        for key in sorted(group.keys() - {"params", "initial_lr"}):
+            values = group[key] if isinstance(group[key], tuple | list) else (group[key],)
+            told += [(key, float(one)) for one in values if _is_number(one, everywhere)]
+    return told
 
 
-def settings_of(inner: Optimizer) -> list[Any]:
-    """The hyper-parameters that are plain numbers: objects may print differently on every worker."""
-    items = [item for group in inner.param_groups for item in group.items() if item[0] != "params"]
-    plain = [(key, float(value) if isinstance(value, Tensor) else value) for key, value in items]
-    return [type(inner).__name__, [item for item in plain if isinstance(item[1], int | float | tuple)]]
+def _is_number(value: Any, everywhere: bool) -> bool:
+    is_one = isinstance(value, Tensor) and value.numel() == 1
+    return isinstance(value, Real) or (is_one and (everywhere or value.is_cpu))
 
 
 def replica_std(shares: Sequence[Tensor], together: OverThoseLeft, total: Callable[[Tensor], Tensor]) -> float:

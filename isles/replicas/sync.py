@@ -28,7 +28,7 @@ from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, with_options
-from isles.replicas.copies import WeightCopies
+from isles.replicas.copies import copies_of
 from isles.replicas.ending import EndsAsOne
 from isles.replicas.flat import FlatNames, VectorMaker
 from isles.replicas.guarded import Guarded
@@ -109,7 +109,7 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
         self.replica.refuse(self)
         super().__init__(self.replica.inner, self.replica.parameters)
         self.watch = ModelWatch(model, self.replica.parameters, self.group)
-        self.copies = WeightCopies(self.inner, self.parameters)
+        self.copies = copies_of(self.inner, self.parameters)
         self.shares = self.replica.shares
         """What all workers of the group hold copies of: the parameters, or in an island this worker's part of them."""
         self.everything = range(len(self.shares))
@@ -148,8 +148,9 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
         if self._makes_state():
             return None
         loss = evaluated(closure)
-        self.take_step(self.scaled(scaler))
-        if scaler is not None:
+        scaled = scaler if isinstance(scaler, Scaled) else self.scaled(scaler)  # or that of the method around this one
+        self.take_step(scaled)
+        if scaler not in (None, scaled):
             scaler.update()
         return loss
 
@@ -170,9 +171,12 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
         if scaled is None or not scaled.overflowed:
             self.before_inner_step()
         self.guards_inner = False
-        self.replica.apply(scaled)
-        self.guards_inner = True
-        self.copies.stepped()
+        try:
+            self.replica.apply(scaled)
+        finally:
+            self.guards_inner = True
+        for copies in self.copies:
+            copies.stepped()
         self.steps += 1
         self.after_inner_step()
         self.is_loaded = False
@@ -294,7 +298,7 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
         """Restore `inner_state`."""
         self.watch.loaded()
         self.replica.load_inner_state(state)
-        self.copies = WeightCopies(self.inner, self.parameters)
+        self.copies = copies_of(self.inner, self.parameters)
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that this worker holds, by name: plain tensors, live."""
@@ -349,7 +353,8 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
 
     def _settings(self) -> str:
         """What must be the same on all workers, beside their weights."""
-        inner = start.settings_of(self.inner) if self.level != "parameter" else []  # equal gradients want equal steps
+        # Equal gradients want equal steps.
+        inner = [type(self.inner).__name__, start.settings_of(self.param_groups)] if self.level != "parameter" else []
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in self._shared()]
         return f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"
 

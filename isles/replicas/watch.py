@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-import weakref
 from collections.abc import Collection, Sequence
 from itertools import chain
 from operator import is_, methodcaller
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 
 from isles.comm.group import Group
 from isles.replicas.flat import FlatParameters
+from isles.replicas.guarded import WeakHook
 from isles.replicas.island.sharded import is_sharded, own_rows
 from isles.wrapping import each_of, innermost
 
@@ -41,7 +41,7 @@ class ModelWatch:
         self._is_restored = False  # the optimizer's state was loaded since the last step
         self._model = model
         self._take_places()
-        hook = _Loading(weakref.ref(self))
+        hook = WeakHook(self, "loading")
         for module in model.modules():
             module.register_load_state_dict_pre_hook(hook)
 
@@ -89,9 +89,10 @@ class ModelWatch:
         self._placed = [*chain.from_iterable(map(_VALUES, self._places))]
 
     def _refuse_new(self) -> None:
-        """Something was put in another's place, or taken away."""
+        """Something was put in another's place, or taken away. What is frozen may come, but not for what is trained."""
+        trained = {self.name(parameter) for parameter in self.parameters}
         for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._names:
+            if (parameter.requires_grad or name in trained) and id(parameter) not in self._names:
                 raise ValueError(
                     f"{name} is another parameter than when the optimizer was made (a new layer, or load_state_dict("
                     "assign=True)), so it would never be exchanged: make the optimizers anew, or load without assign"
@@ -128,24 +129,10 @@ class ModelWatch:
         return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
 
 
-class _Loading:
-    """What torch calls before a module's weights are loaded. A copy of the model, saved or deep, tells nobody."""
-
-    def __init__(self, watch: weakref.ref[ModelWatch] | None = None) -> None:
-        self._watch = watch
-
-    def __call__(self, *_: object) -> None:
-        watch = None if self._watch is None else self._watch()
-        if watch is not None:
-            watch.loading()
-
-    def __reduce__(self) -> tuple[type[_Loading], tuple[()]]:
-        return _Loading, ()
-
-
 def refuse_unfit(model: nn.Module, parameters: Sequence[nn.Parameter], inner: Optimizer) -> None:
     """ValueError, with the mend, for what no method can exchange, or step."""
-    if any(hasattr(parameter, "to_local") for parameter in parameters) and not is_sharded(model):
+    sharded = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())  # FSDP1
+    if sharded or (any(hasattr(parameter, "to_local") for parameter in parameters) and not is_sharded(model)):
         raise ValueError(
             "the model is sharded by torch (fully_shard, or a tensor parallel plan), which sends what Isles does not "
             "know: shard the plain model with isles.shard(model, world.inner) instead"
@@ -166,10 +153,11 @@ def refuse_unfit(model: nn.Module, parameters: Sequence[nn.Parameter], inner: Op
             "numbers an entry (torch.view_as_real), and see them as complex in forward"
         )
     kinds = [kind.__name__ for one in each_of(innermost(inner)) for kind in type(one).__mro__]
-    if "ZeroRedundancyOptimizer" in kinds:
+    talks = next((kind for kind in kinds if kind in ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")), None)
+    if talks is not None:
         raise ValueError(
-            "ZeroRedundancyOptimizer sends weights to all workers in each of its steps: give the optimizer inside it; "
-            "to divide its state, isles.shard(model, world.inner)"
+            f"{talks} sends weights to all workers in its steps: give the optimizer inside it; to divide its state, "
+            "isles.shard(model, world.inner)"
         )
     if "LBFGS" in kinds:
         raise ValueError(

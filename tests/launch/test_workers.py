@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import psutil
@@ -96,6 +97,10 @@ def test_tensors_come_and_go_by_value() -> None:
 def test_one_memory_goes_once() -> None:
     """However many tensors look at it; a weight of a model that is tied, or one flat buffer behind all weights."""
     flat = torch.zeros(100_000)
+    same, integers = ForkingPickler.loads(dumps([flat, flat.view(torch.int32)]))
+    same[0] = 1.0
+    assert integers[0] == 0x3F800000, "two looks at one memory, in two formats"
+    assert len(dumps([flat, flat.view(torch.int32)])) < 1.1 * 4 * flat.numel()
     assert len(dumps([flat[start : start + 10] for start in range(0, 1000, 10)])) < 1.1 * 4 * flat.numel()
 
 

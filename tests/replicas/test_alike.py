@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,9 @@ from tests.gloo import run_gloo
 from tests.replicas.workers import RUNS, Net, Whole, load, loss_of, save, sgd, train_step, wrap
 
 STATE = "it goes on from another state than this worker: load the states of one run and step on all, or none"
-SETTINGS = "its inner optimizer has other settings (learning rate, weight decay, ...): set them alike on all workers"
+SETTINGS = (
+    "its inner optimizer has other settings (learning rate, weight decay, scale of the loss, ...): set them alike on"
+)
 SILENT = ("none",)
 
 
@@ -109,6 +112,8 @@ def changed(world: Mesh, name: str, what: str) -> str:
         return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
 
     model = Net()
+    if name == "fsdp":
+        model = isles.shard(model, world.outer)  # type: ignore[assignment]
     if name == "islands":
         mesh = isles.mesh(outer=1, inner=world.size)
         optimizer: Any = isles.DiLoCo(model, isles.DDP(model, inner(model), mesh.inner), mesh.outer, sync_every=3)
@@ -121,8 +126,12 @@ def changed(world: Mesh, name: str, what: str) -> str:
             group = optimizer.param_groups[0]
             if what == "plateau":
                 plateau.step(step if world.rank else -step)
+            elif step == 2 and what in ("numpy", "list"):
+                group["lr" if what == "numpy" else "own"] = np.float32(world.rank) if what == "numpy" else [world.rank]
             elif (step, world.rank) == (2, 1):
                 match what:
+                    case "groups":
+                        optimizer.add_param_group({"params": [group["params"].pop()]})
                     case "lr":
                         group["lr"] = 0.01
                     case "tensor":
@@ -131,6 +140,7 @@ def changed(world: Mesh, name: str, what: str) -> str:
                         group["weight_decay"] = 0.0
                     case "betas":
                         group["betas"] = (0.9, 0.95)
+        optimizer.finish()
     except CommError as error:
         return str(error)
     return ""
@@ -139,7 +149,7 @@ def changed(world: Mesh, name: str, what: str) -> str:
 EQUAL = ["ddp", "ddp, int4", "dct-dp", "demo", "islands"]
 
 
-@pytest.mark.parametrize("what", ["lr", "decay", "tensor", "plateau", "betas"])
+@pytest.mark.parametrize("what", ["lr", "decay", "tensor", "plateau", "betas", "numpy", "list", "groups"])
 @pytest.mark.parametrize("name", EQUAL)
 def test_settings_that_come_apart_are_told(name: str, what: str) -> None:
     """By the next step of methods whose workers take equal steps."""
@@ -156,6 +166,49 @@ def test_workers_that_step_by_themselves_may_have_their_own_settings(name: str) 
 
 def test_settings_that_come_apart_are_told_over_gloo() -> None:
     assert any(SETTINGS in text for text in gloo(changed, 2, "ddp", "lr"))
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ddp, native"])
+def test_where_steps_do_not_compare_settings_the_end_does(name: str) -> None:
+    for text in gloo(changed, 2, name, "lr"):
+        assert text.startswith("worker 1 diverged at step 5: ") and SETTINGS in text
+
+
+def test_other_groups_are_told_at_wrapping() -> None:
+    """The same settings, of other parameters: a list of what decays that differs by worker."""
+
+    def worker(world: Mesh) -> None:
+        first, *rest = Net().parameters()
+        own, others = ([first], rest) if world.rank else ([first, rest.pop()], rest)
+        groups = [{"params": own, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        wrap(world, "ddp", holder(first, *rest, *own[1:]), lambda _: torch.optim.AdamW(groups))
+
+    def holder(*parameters: torch.nn.Parameter) -> torch.nn.Module:
+        return torch.nn.ParameterList(sorted(parameters, key=lambda one: one.numel()))
+
+    for error in run(worker, 2, return_errors=True):
+        assert isinstance(error, isles.Diverged) and "its method, settings or model shapes differ" in str(error)
+
+
+@pytest.mark.parametrize("name", ["ddp", "dct-dp", "islands"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_scales_that_come_apart_are_told(name: str, enabled: bool) -> None:
+    """A scaler whose state only one worker has loaded, or one that only one worker has."""
+
+    def worker(world: Mesh) -> str:
+        optimizer = made(world, name)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**world.rank, enabled=enabled or world.rank == 1)
+        try:
+            for step in range(1, 4):
+                scaler.scale(loss_of(optimizer.model, world.rank, step)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        except CommError as error:
+            return str(error)
+        return ""
+
+    assert any(SETTINGS in text and "at step 2" in text for text in run(worker))
 
 
 def test_several_causes_are_told_together() -> None:

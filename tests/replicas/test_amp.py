@@ -19,6 +19,7 @@ import isles
 from isles.comm.mesh import Mesh
 from tests.covers import share
 from tests.gloo import run_gloo
+from tests.replicas.test_parameters import one_of_two_kinds, two_of_a_kind
 from tests.replicas.trainers import TRAINERS, plain
 from tests.replicas.workers import Net, bits, loss_of, sgd, usual_inner, weights, wrap
 
@@ -125,13 +126,33 @@ def test_two_optimizers_on_one_scaler(name: str) -> None:
     assert (first[0] == whole[0], first[1] == whole[1]) == (True, False)
 
 
+@pytest.mark.parametrize("name", ["ddp", "diloco"])
+def test_a_list_of_optimizers_takes_a_scaler(name: str) -> None:
+    """As one optimizer with groups does, an overflow on worker 1 included."""
+
+    def worker(world: Mesh, inner: Any) -> tuple[str, float]:
+        optimizer = wrap(world, name, Net(), inner)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(1, 6):
+            factor = torch.inf if (step, world.rank) == (2, 1) else 1.0
+            scaler.scale(loss_of(optimizer.model, world.rank, step) * factor).backward()
+            scaler.unscale_(optimizer)
+            _clip(optimizer.model)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return bits(weights(optimizer.consolidate())), scaler.get_scale()
+
+    assert run(worker, 2, two_of_a_kind) == run(worker, 2, one_of_two_kinds)
+
+
 def test_in_processes() -> None:
     """The same over gloo, an overflow on worker 1."""
     for name in ("ddp", "demo"):
         assert run_gloo(trained, 2, args=(name, "torch, clip", (1,))) == run(trained, 2, name, "own", (1,))
 
 
-def _clip(model: Net) -> None:
+def _clip(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
@@ -184,6 +205,26 @@ def test_edits_between_backward_and_step_are_edits_of_the_mean(edit: str, megaby
         inner.zero_grad()
     for found in run(edited, 2, edit, megabytes):
         torch.testing.assert_close(found, weights(model), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp, int4", "demo"])
+def test_gradients_may_be_set_by_hand(name: str) -> None:
+    """From `torch.autograd.grad`, which calls no hook: as `backward` makes them."""
+
+    def worker(world: Mesh, by_hand: bool) -> str:
+        optimizer = wrap(world, name, Net())
+        for step in range(1, 5):
+            loss, parameters = loss_of(optimizer.model, world.rank, step), optimizer.parameters
+            if by_hand:
+                for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                    parameter.grad = gradient
+            else:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return bits(weights(optimizer.model))
+
+    assert run(worker, 2, True) == run(worker, 2, False)
 
 
 def _quarter(parameter: Tensor) -> None:
@@ -242,6 +283,26 @@ def test_no_backward_pass_of_a_step_is_lost(name: str, order: str) -> None:
     put_in, held = (sum(result[i] for result in results) for i in (0, 1))
     torch.testing.assert_close(held + 3 * results[0][2], put_in, rtol=0, atol=2e-4)
     assert len({bits(result[2]) for result in results}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:a second backward pass")
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
+@pytest.mark.parametrize("name", ["ddp, int4", "ddp, low rank", "dct-dp"])
+def test_a_batch_thrown_away_counts_for_nothing(name: str, whose: str) -> None:
+    """Its gradients set to zero and not to None: what a codec lost of them is in no residual."""
+
+    def worker(world: Mesh, thrown: bool) -> str:
+        optimizer = wrap(world, name, Net())
+        for step in range(1, 6):
+            if thrown and step > 2:
+                loss_of(optimizer.model, world.rank, 50 + step).backward()
+                (optimizer if whose == "optimizer" else optimizer.model).zero_grad(set_to_none=False)
+            loss_of(optimizer.model, world.rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return bits(weights(optimizer.model))
+
+    assert run(worker, 2, True) == run(worker, 2, False)
 
 
 def growing(world: Mesh, name: str, scaled: bool) -> str:

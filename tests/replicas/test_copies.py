@@ -117,6 +117,22 @@ def test_an_optimizer_may_renew_its_copies_itself(name: str) -> None:
     assert run(trained, 2, name, Renewed) == run(trained, 2, name, of_sgd)
 
 
+def of_two(matrices: Any, rest: Any) -> Callable[[nn.Module], Any]:
+    """A list: one optimizer for matrices, one for what is left."""
+
+    def inner(model: nn.Module) -> list[torch.optim.Optimizer]:
+        parts = [[p for p in model.parameters() if (p.dim() == 2) == flat] for flat in (True, False)]
+        return [kind(nn.ParameterList(part)) for kind, part in zip((matrices, rest), parts, strict=True)]
+
+    return inner
+
+
+@pytest.mark.parametrize(("matrices", "rest"), [(Masters, of_sgd), (Renewed, Masters), (of_sgd, Renewed)])
+def test_each_of_several_optimizers_has_its_own_copies(matrices: Any, rest: Any) -> None:
+    for name in ("localsgd", "noloco"):
+        assert run(trained, 2, name, of_two(matrices, rest)) == run(trained, 2, name, of_sgd)
+
+
 def test_one_worker_alone_lands_too() -> None:
     assert run(trained, 1, "diloco", Masters) == run(trained, 1, "diloco", of_sgd)
 
@@ -163,8 +179,8 @@ def test_a_resumed_run_finds_its_masters_again() -> None:
 def test_copies_out_of_reach_are_refused(name: str) -> None:
     """At the second landing that an inner step takes back, in one line with the mend."""
 
-    def worker(world: Mesh) -> str:
-        optimizer = wrap(world, name, Net(), Elsewhere)
+    def worker(world: Mesh, inner: Any) -> str:
+        optimizer = wrap(world, name, Net(), inner)
         try:
             for step in range(1, 12):
                 train_step(optimizer, world.rank, step)
@@ -172,8 +188,11 @@ def test_copies_out_of_reach_are_refused(name: str) -> None:
             return str(error)
         return ""
 
-    told = [text for text in run(worker) if "is lost" not in text]
-    assert told and all(text.startswith("Elsewhere takes back what rounds have landed, for it keeps") for text in told)
+    told = [text for inner in (Elsewhere, of_two(Elsewhere, Masters)) for text in run(worker, 2, inner)]
+    told = [text for text in told if "is lost" not in text]
+    assert len(told) >= 2 and all(
+        text.startswith("Elsewhere takes back what rounds have landed, for it keeps") for text in told
+    )
     assert all("after_landing(parameters)" in text and "\n" not in text for text in told)
 
 
@@ -231,11 +250,11 @@ def test_near_copies_move_with_the_weights(inner: Any, key: str) -> None:
     torch.testing.assert_close(torch.stack(run(worker)), by_hand(inner, key, 7, 19), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["localsgd", "diloco", "noloco", "ddp"])
+@pytest.mark.parametrize("name", ["localsgd", "diloco", "noloco", "none", "ddp"])
 def test_schedule_free_is_used_as_its_documentation_says(name: str) -> None:
     """`train` and `eval` of the wrapper are those of the inner optimizer; replicas meet; the loss falls."""
 
-    def worker(world: Mesh) -> tuple[float, float, float]:
+    def worker(world: Mesh) -> tuple[Any, ...]:
         model = Net()
         optimizer: Any = wrap(world, name, model, lambda model: AdamWScheduleFree(model.parameters(), lr=0.05))
         optimizer.train()
@@ -251,11 +270,20 @@ def test_schedule_free_is_used_as_its_documentation_says(name: str) -> None:
         optimizer.train()
         torch.testing.assert_close(weights(model), trained)
         spread = optimizer.replica_std()
+        optimizer.finish()
+        landed = weights(model)
+        own = torch.cat([optimizer.state[p]["z"].reshape(-1) for p in model.parameters()])
         optimizer.consolidate()
-        return before, judged, spread
+        met = torch.cat([optimizer.state[p]["z"].reshape(-1) for p in model.parameters()])
+        own += weights(model) - landed if name in ("noloco", "none") else 0.0
+        optimizer.eval()
+        return before, judged, spread, own, met, bits(weights(model))
 
-    for before, judged, spread in run(worker):
-        assert judged < 0.8 * before and spread < 0.02
+    results = run(worker)
+    for before, judged, spread, _, met, ends in results:
+        assert judged < 0.8 * before and (spread < 0.02 or name == "none")
+        torch.testing.assert_close(met, (results[0][3] + results[1][3]) / 2)
+        assert ends == results[0][5], "the averages of all workers are one"
 
 
 def test_an_optimizer_without_them_has_no_train_and_eval() -> None:

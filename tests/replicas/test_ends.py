@@ -157,6 +157,26 @@ def test_workers_that_did_as_many_rounds_end_together(name: str, steps: tuple[in
     assert run(uneven, 2, name, steps, False) == run(uneven, 2, name, steps, True)
 
 
+@pytest.mark.parametrize("name", ["localsgd", "noloco"])
+def test_a_worker_without_any_step_ends_with_the_others(name: str) -> None:
+    assert run(uneven, 2, name, (4, 0), False) == run(uneven, 2, name, (4, 0), True)
+
+
+@pytest.mark.parametrize("name", ["ddp", "demo", "localsgd", "diloco", "sparseloco"])
+def test_a_run_goes_on_after_its_end(name: str) -> None:
+    """Finished, or consolidated, after a round: as if nobody had looked."""
+
+    def worker(world: Mesh, call: str) -> str:
+        optimizer = wrap(world, name, Net())
+        for step in range(1, 9):
+            train_step(optimizer, world.rank, step)
+            if step == 3 and call:
+                getattr(optimizer, call)()
+        return bits(weights(optimizer.consolidate()))
+
+    assert run(worker, 2, "finish") == run(worker, 2, "consolidate") == run(worker, 2, "")
+
+
 def test_workers_that_did_as_many_rounds_end_together_over_gloo() -> None:
     assert run_gloo(uneven, args=("diloco", (14, 10), False)) == run(uneven, 2, "diloco", (14, 10), True)
 

@@ -45,9 +45,13 @@ def bits_of(world: Mesh, name: str, when: str) -> str:
         generator = torch.Generator().manual_seed(100 * world.rank + step)
         given = [torch.randn(parameter.shape, generator=generator) for parameter in model.parameters()]
         torch.autograd.backward(list(model.parameters()), given)
+        if when == "gradients":
+            model.first.grad = given[0].to(memory_format=torch.channels_last)
+        if when == "data" and step == 5:
+            model.first.data = model.first.data.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0)
         optimizer.step()
         optimizer.zero_grad()
-    assert (model.first.is_contiguous()) == (when == "never" or (when == "alone" and world.rank == 1))
+    assert (model.first.is_contiguous()) == (when in ("never", "gradients") or (when == "alone" and world.rank == 1))
     return bits(weights(optimizer.consolidate()))
 
 
@@ -55,7 +59,7 @@ def bits_of(world: Mesh, name: str, when: str) -> str:
 def test_the_memory_format_may_change(name: str) -> None:
     """Between rounds or before the first one, on all workers or on one: the bits of a run that never changed it."""
     expected = isles.run_virtual(bits_of, 2, args=(name, "never"))
-    for when in ("before", "after", "between", "alone") if name in CORE else ("between",):
+    for when in ("before", "after", "between", "alone", "gradients", "data") if name in CORE else ("between",):
         assert isles.run_virtual(bits_of, 2, args=(name, when)) == expected
 
 

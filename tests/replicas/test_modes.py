@@ -31,6 +31,16 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)  # not what it was before: another virtual worker may have been within
 
 
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Which fills what `torch.empty` makes with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "plain": nullcontext,
     "autocast": partial(torch.autocast, "cpu", dtype=torch.bfloat16),
@@ -39,6 +49,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "meta": partial(torch.device, "meta"),
     "inference": torch.inference_mode,
     "no_grad": torch.no_grad,
+    "deterministic": deterministic,
 }
 ODD = [name for name in MODES if name != "plain"]
 FORM = {f"custom, {form}": ("custom", {"sync_every": 2, "codec": form, "error_feedback": "local"}) for form in FORMS}
@@ -66,6 +77,12 @@ def inside(mode: str) -> bool:
         "inference": torch.is_inference_mode_enabled(),
         "no_grad": not torch.is_grad_enabled(),
     }.get(mode, True)
+
+
+def outside(call: Callable[..., Any], *args: Any) -> Any:
+    """What a method does within is in no mode of the user's, whichever call it was."""
+    assert not any(map(inside, ("autocast", "meta", "inference"))) and inside("no_grad")
+    return call(*args)
 
 
 def trained(world: Mesh, name: str, mode: str) -> tuple[str, float]:
@@ -118,6 +135,7 @@ def trained(world: Mesh, name: str, mode: str) -> tuple[str, float]:
                 judged(x)
     with within():
         optimizer.settle()
+        optimizer.together = partial(outside, optimizer.together)  # type: ignore[method-assign]
         spread = optimizer.replica_std() if not name.startswith("ist") else 0.0
         model = optimizer.consolidate()
     assert not any(parameter.is_inference() for parameter in model.parameters())
@@ -129,8 +147,8 @@ def run(name: str, mode: str) -> list[tuple[str, float]]:
 
 
 def in_mode(mode: str, worker: Callable[..., Any], *args: Any) -> list[Any]:
-    """The default dtype is that of all threads: set around all workers, not by each."""
-    if mode in ("bfloat16", "float64"):
+    """These are of all threads: set around all workers, not by each."""
+    if mode in ("bfloat16", "float64", "deterministic"):
         with MODES[mode]():
             return isles.run_virtual(worker, 2, args=(*args, "plain"))
     return isles.run_virtual(worker, 2, args=(*args, mode))
@@ -183,10 +201,11 @@ def hooked(world: Mesh) -> list[bool]:
             return own
 
     model = Same()
-    optimizer = Watched(model, torch.optim.SGD(model.parameters(), lr=0.1), world.outer)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Watched(model, inner, world.outer, bucket_megabytes=1e-5)  # most leave amid the pass
     with MODES["autocast"]():
         model(batch(world.rank, 1)[0]).sum().backward()
-    assert seen
+    assert len(seen) == 3
     optimizer.step()
     return seen
 

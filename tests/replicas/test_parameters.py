@@ -156,7 +156,16 @@ def test_what_the_optimizer_does_not_hold_is_told_of() -> None:
 # Two methods around one parameter.
 
 
-@pytest.mark.parametrize(("older", "newer"), [("ddp", "diloco"), ("noloco", "ddp"), ("diloco", "diloco")])
+def around(world: Mesh, name: str, model: nn.Module, inner: Any) -> isles.ReplicaSync:
+    if name != "islands":
+        return wrap(world, name, model, lambda _: inner)
+    mesh = isles.mesh(outer=1, inner=world.size)
+    return isles.DiLoCo(model, isles.DDP(model, inner, mesh.inner), mesh.outer, sync_every=3)
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"), [("ddp", "diloco"), ("noloco", "ddp"), ("diloco", "diloco"), ("islands", "ddp")]
+)
 def test_of_two_methods_around_a_parameter_the_newer_steps(older: str, newer: str) -> None:
     """The older one's step is refused; made anew with the same inner optimizer a method trains on, and what was there
     before sends nothing.
@@ -165,10 +174,10 @@ def test_of_two_methods_around_a_parameter_the_newer_steps(older: str, newer: st
     def worker(world: Mesh) -> tuple[str, int]:
         model = Net()
         inner = sgd(model)
-        before = wrap(world, older, model, lambda _: inner)
+        before = around(world, older, model, inner)
         train_step(before, world.rank, 1)
         now = wrap(world, newer, model, lambda _: inner)
-        sent = world.world.traffic["outer"].bytes_sent
+        sent = sent_by(world)
         loss_of(model, world.rank, 2).backward()
         with pytest.raises(
             ValueError, match=rf"made around the same parameters after this .*isles\.{type(before).__name__}"
@@ -177,11 +186,15 @@ def test_of_two_methods_around_a_parameter_the_newer_steps(older: str, newer: st
         for step in range(3, 6):
             train_step(now, world.rank, step)
         now.finish()
-        return bits(weights(now.consolidate())), world.world.traffic["outer"].bytes_sent - sent
+        return bits(weights(now.consolidate())), sent_by(world) - sent
 
     (first, sent), (second, _) = run(worker)
     assert first == second
     assert sent == run(once, 2, newer)[0]
+
+
+def sent_by(world: Mesh) -> int:
+    return sum(world.world.traffic[channel].bytes_sent for channel in ("outer", "inner"))
 
 
 def once(world: Mesh, name: str) -> int:
@@ -195,6 +208,24 @@ def once(world: Mesh, name: str) -> int:
     now.finish()
     now.consolidate()
     return world.world.traffic["outer"].bytes_sent - sent
+
+
+@pytest.mark.parametrize("name", ["streaming, int4", "noloco", "dct-dp"])
+def test_two_models_are_exchanged_side_by_side(name: str) -> None:
+    """As a GAN's are: each ends as it does alone, though messages of both are under way at once."""
+
+    def worker(world: Mesh, seeds: tuple[int, ...]) -> list[str]:
+        optimizers = [wrap(world, name, Net(seed)) for seed in seeds]
+        for step in range(1, 9):
+            for optimizer in optimizers:
+                loss_of(optimizer.model, world.rank, step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [bits(weights(optimizer.consolidate())) for optimizer in optimizers]
+
+    first, second = (run(worker, 2, (seed,)) for seed in (1, 2))
+    assert run(worker, 2, (1, 2)) == [one + other for one, other in zip(first, second, strict=True)]
 
 
 # Parameters that take others' places.
@@ -217,11 +248,18 @@ def replaced(model: Head) -> None:
     model.head = nn.Linear(6, 7)
 
 
+def frozen(model: Head) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone(), requires_grad=False)
+
+
 def normed(model: Head) -> None:
     nn.utils.parametrizations.weight_norm(model.body)
 
 
-@pytest.mark.parametrize(("change", "name"), [(assigned, "body.weight"), (replaced, "head.weight"), (normed, "body.p")])
+CHANGES = [(assigned, "body.weight"), (replaced, "head.weight"), (normed, "body.p"), (frozen, "head.weight")]
+
+
+@pytest.mark.parametrize(("change", "name"), CHANGES)
 @pytest.mark.parametrize("method", ["ddp", "noloco"])
 def test_parameters_in_place_of_others_are_refused(method: str, change: Callable[[Head], None], name: str) -> None:
     def worker(world: Mesh) -> None:
@@ -370,11 +408,44 @@ def test_inside_an_island_nobody_steps_by_hand() -> None:
     run(worker, 4, inner=2)
 
 
+class Fails(torch.optim.SGD):
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise RuntimeError("the user's own")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("name", ["ddp", "diloco", "islands"])
+def test_after_a_step_that_failed_nobody_steps_by_hand(name: str) -> None:
+    def worker(world: Mesh) -> None:
+        model = Net()
+        inner = Fails(model.parameters(), lr=0.1)
+        optimizer = around(world, name, model, inner)
+        inner.fails = True
+        with pytest.raises(RuntimeError, match="the user's own"):
+            train_step(optimizer, world.rank, 1)
+        inner.fails = False
+        with pytest.raises(ValueError, match="of the inner optimizer"):
+            inner.step()
+
+    run(worker, 2)
+
+
 # What talks by itself.
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):
     """torch's, which needs processes, is found by its name."""
+
+
+class PostLocalSGDOptimizer(torch.optim.SGD):
+    """The same."""
+
+
+class FullyShardedDataParallel(nn.Sequential):
+    """Torch's first one, whose parameters are plain ones."""
 
 
 def test_what_sends_by_itself_is_refused() -> None:
@@ -383,9 +454,13 @@ def test_what_sends_by_itself_is_refused() -> None:
         for inner in (
             ZeroRedundancyOptimizer(model.parameters(), lr=0.1),
             [ZeroRedundancyOptimizer(model.parameters())],
+            PostLocalSGDOptimizer(model.parameters()),
         ):
             with pytest.raises(ValueError, match=r"sends weights to all workers.*isles\.shard\(model, world\.inner\)"):
                 isles.DDP(model, inner, world.outer)
+        whole = FullyShardedDataParallel(model)
+        with pytest.raises(ValueError, match=r"sharded by torch.*isles\.shard\(model, world\.inner\)"):
+            isles.DiLoCo(whole, sgd(whole), world.outer)
 
     run(worker, 2)
 
@@ -453,10 +528,41 @@ def test_distributed_checkpoint(name: str, inner: Inner) -> None:
     assert [again for again, _ in run(lambda world: worker(world, first[world.rank][1]))] == [own for own, _ in first]
 
 
-def test_distributed_checkpoint_of_an_island_and_flat() -> None:
-    """The states of all methods one in another come along; without them, as in the flat form, a load is refused."""
+FORMS = {"flat": {"flatten_optimizer_state_dict": True}, "full": {"full_state_dict": True, "cpu_offload": True}}
 
-    def worker(world: Mesh) -> tuple[str, str]:
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "inner"), [("ddp", adamw), ("streaming, int4", two), ("noloco", adamw)])
+def test_distributed_checkpoint_in_other_forms(name: str, inner: Inner, form: str) -> None:
+    """Flat for pipelines, and full; what a method keeps is there once, whatever torch does to empty containers."""
+    options = StateDictOptions(**FORMS[form])
+
+    def worker(world: Mesh, file: bytes | None) -> tuple[str, bytes]:
+        model = Net(seed=world.rank if file is None else 9)
+        optimizer = wrap(world, name, model, inner)
+        if file is not None:
+            state = torch.load(io.BytesIO(file), weights_only=True)
+            parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+            set_state_dict(model, optimizer, **parts, options=options)
+        kept = io.BytesIO()
+        while optimizer.steps < 8:
+            train_step(optimizer, world.rank, optimizer.steps + 1)
+            if optimizer.steps == 4:
+                parts = dict(
+                    zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True)
+                )
+                assert form != "flat" or sum(key.endswith(".isles") for key in parts["optimizer"]) == 1
+                torch.save(parts, kept)
+        return bits(weights(optimizer.consolidate())), kept.getvalue()
+
+    first = run(worker, 2, None)
+    assert [again for again, _ in run(lambda world: worker(world, first[world.rank][1]))] == [own for own, _ in first]
+
+
+def test_distributed_checkpoint_of_an_island() -> None:
+    """The states of all methods one in another come along, in the flat form too; a plain optimizer's is refused."""
+
+    def worker(world: Mesh) -> list[str]:
         def made(seed: int) -> isles.ReplicaSync:
             model = Net(seed)
             return isles.DiLoCo(model, isles.DDP(model, adamw(model), world.inner), world.outer, sync_every=3)
@@ -467,19 +573,23 @@ def test_distributed_checkpoint_of_an_island_and_flat() -> None:
         model_state, state = get_state_dict(optimizer.model, optimizer)
         model_state, state = copy.deepcopy(model_state), copy.deepcopy(state)
         flat = StateDictOptions(flatten_optimizer_state_dict=True)
-        flattened = get_optimizer_state_dict(optimizer.model, optimizer, options=flat)
+        flattened = copy.deepcopy(get_optimizer_state_dict(optimizer.model, optimizer, options=flat))
         for step in range(6, 9):
             train_step(optimizer, world.rank, step)
-        again = made(1)
-        with pytest.raises(ValueError, match=r"without what DiLoCo keeps.*flatten_optimizer_state_dict=False"):
-            set_optimizer_state_dict(again.model, again, flattened, options=flat)
-        set_state_dict(again.model, again, model_state_dict=model_state, optim_state_dict=state)
-        for step in range(6, 9):
-            train_step(again, world.rank, step)
-        return bits(weights(optimizer.model)), bits(weights(again.model))
+        results = [bits(weights(optimizer.model))]
+        for form, options in ((state, None), (flattened, flat)):
+            again = made(1)
+            with pytest.raises(ValueError, match="a plain optimizer's, without what DiLoCo keeps"):
+                again.load_state_dict(adamw(Net()).state_dict())
+            set_optimizer_state_dict(again.model, again, form, options=options)
+            again.model.load_state_dict(model_state)
+            for step in range(6, 9):
+                train_step(again, world.rank, step)
+            results.append(bits(weights(again.model)))
+        return results
 
-    for straight, resumed in run(worker, 4, inner=2):
-        assert straight == resumed
+    for results in run(worker, 4, inner=2):
+        assert len(set(results)) == 1
 
 
 @pytest.mark.parametrize("name", ["ddp", "noloco"])
@@ -508,6 +618,25 @@ def test_hooks_run_once(name: str) -> None:
     step = ["method before", "inner before", "inner after", "method after"]
     state = ["method saves", "inner saves", "method 1", "inner 1", "inner loaded", "method loaded"]
     assert run(worker, 1) == [[*step, *state]]
+
+
+def test_hooks_of_the_method_inside_an_island_run() -> None:
+    """Once, with and without a gradient scaler in torch's order."""
+
+    def worker(world: Mesh, scaled: bool) -> list[str]:
+        model, calls = Net(), []
+        inner = adamw(model)
+        optimizer = around(world, "islands", model, inner)
+        for one, who in ((optimizer, "across"), (optimizer.inner, "inside"), (inner, "inner")):
+            one.register_step_pre_hook(lambda *_, who=who: calls.append(who))
+            one.register_step_post_hook(lambda *_, who=who: calls.append(f"after {who}"))
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        scaler.scale(loss_of(model, world.rank, 1)).backward()
+        scaler.step(optimizer)
+        return calls
+
+    for scaled in (False, True):
+        assert run(worker, 2, scaled)[0] == ["across", "inside", "inner", "after inner", "after inside", "after across"]
 
 
 # States of other worlds.

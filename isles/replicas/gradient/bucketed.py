@@ -70,6 +70,7 @@ class BucketedSync(BucketsForetold):
         """Steps that all skipped, because some worker's gradients were not finite."""
         self._careful = any(bucket.reduction.careful for bucket in self.buckets)
         self._scaled: Scaled | None = None  # of the last step
+        self._scale = 0.0  # in the last step
         self._is_scaled = False  # whether a gradient scaler takes part in this step
         self._settings_now = start.SettingsHash()
         self._proof = 0  # after a state was loaded: a hash of the weights that this step begins with
@@ -93,7 +94,7 @@ class BucketedSync(BucketsForetold):
         self._told = False
         self._worker_thread = get_ident()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket))
+            parameter.register_post_accumulate_grad_hook(lambda one, bucket=bucket: self._ready(bucket, one))
             for bucket in self.buckets
             for parameter in bucket.parameters
         ]
@@ -144,7 +145,7 @@ class BucketedSync(BucketsForetold):
             )
         self._is_scaled = scaled is not None
         super().take_step(scaled)
-        self._scaled = scaled
+        self._scaled, self._scale = scaled, 0.0 if scaled is None else scaled.scale
 
     @torch.no_grad()
     @override
@@ -290,7 +291,7 @@ class BucketedSync(BucketsForetold):
         """
         return outer
 
-    def _ready(self, bucket: Bucket) -> None:
+    def _ready(self, bucket: Bucket, parameter: Tensor) -> None:
         if self._quiet:
             self._reduced = False
             return
@@ -298,7 +299,7 @@ class BucketedSync(BucketsForetold):
             bucket.waiting -= 1
             return  # autograd's thread of a GPU serves all virtual workers, and none may wait in it: `step` sends
         if not self._in_step:
-            self._await_end()
+            self._await_end(parameter)
             self._launch_ready()  # one gradient later: hooks of the user's on the last one have run
         bucket.waiting -= 1
         if bucket.waiting < 0 and bucket.transfer is not None:
@@ -312,7 +313,7 @@ class BucketedSync(BucketsForetold):
         if self._in_step:
             self._launch_ready()
 
-    def _await_end(self) -> None:
+    def _await_end(self, first: Tensor) -> None:
         """Have autograd call `_end_of_pass`. Not in a pass within a pass (torch.utils.checkpoint, use_reentrant=True),
         of whose end nothing follows; if all gradients are made in such ones, `step` reduces them.
         """
@@ -322,6 +323,10 @@ class BucketedSync(BucketsForetold):
         self._pass = number
         if self._passes:
             self._tell_twice()
+            before = [own.grad for own in self.parameters if own is not first and own.grad is not None]
+            if self._careful and before and not any(bool(gradient.any()) for gradient in before):
+                for bucket in self.buckets:  # zero_grad(set_to_none=False): what was told of a batch thrown away
+                    bucket.means = []
         self._reduced = False
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
 
@@ -366,7 +371,9 @@ class BucketedSync(BucketsForetold):
         step, group = self.steps + 1, self.group
         if self.is_loaded and not self._proof:
             self._proof = start.hash_of(self.shares)
-        bucket.reduction.digest = packed(bucket.frozen_digest, self._settings_now.of(self.param_groups), self._proof)
+        bucket.reduction.digest = packed(
+            bucket.frozen_digest, self._settings_now.of(self.param_groups, self._scale), self._proof
+        )
         bucket.reduction.begin(bucket.flat, step)
         call = group.call(round=2 * step + (again or self._passes > 0), fragment=bucket.index, leeway=JUMPS)
         nbytes = bucket.reduction.begun_bytes(step, group.size, group.rank)

@@ -36,7 +36,8 @@ class Bucket:
         """True if a backward pass changed a gradient after the bucket had left."""
         self._loaded: list[tuple[Tensor | None, int]] = []
         self._given = False
-        self._means: list[Tensor] = []  # the gradients, while they are means that no step has used
+        self.means: list[Tensor] = []
+        """The gradients, while they are means that no step has used."""
         self._filled = [place for place, parameter in enumerate(parameters) if parameter.numel()]
         self._firsts = [self.views[place].view(-1)[:1] for place in self._filled]
 
@@ -50,9 +51,9 @@ class Bucket:
         """
         if any(p.grad is not None and p.grad.layout != torch.strided for p in self.parameters):
             raise ValueError("a gradient is sparse, buckets hold dense ones: make its layer with sparse=False")
-        if {id(mean) for mean in self._means} & {id(p.grad) for p in self.parameters}:
+        if {id(mean) for mean in self.means} & {id(p.grad) for p in self.parameters}:
             self.keep()  # this pass adds to what was told of the earlier ones
-        self._means = []
+        self.means = []
         self.flat.zero_() if any(p.grad is None for p in self.parameters) else None
         pairs = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
         if pairs:
@@ -107,13 +108,13 @@ class Bucket:
         if pairs:
             torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
 
-        self._means = [grad for grad, _ in pairs]
+        self.means = [grad for grad, _ in pairs]
 
     def keep(self) -> None:
         """The means are used, if there are any."""
-        if self._means:
+        if self.means:
             self.reduction.keep(self.flat)
-        self._means = []
+        self.means = []
 
     def rest(self) -> None:
         """Ready for the next backward pass."""

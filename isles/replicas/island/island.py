@@ -75,7 +75,7 @@ class Together(Replica):
         raise AssertionError("an island's gradient is clipped inside")
 
     def apply(self, scaled: Scaled | None) -> None:
-        self.inside.take_step(scaled)
+        self.inside.step(scaler=scaled)  # with its hooks
 
     def catch_up(self) -> None:
         self.inside.catch_up()
