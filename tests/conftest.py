@@ -1,7 +1,7 @@
 """For all tests: what collecting them made stays to the end, so the garbage collector need not walk it; they keep
 nothing in the home of whoever runs them, compute on one thread as a worker does, whichever test ran before, and hear
-Ctrl-C, as do the commands that they start: a shell has its background jobs ignore it. Of the long cases of one test four
-are run, spread over them; all where ISLES_EVERY_CASE is set.
+Ctrl-C, as do the commands that they start: a shell has its background jobs ignore it. Of a test's long cases four are
+run, spread over them; all where ISLES_EVERY_CASE is set.
 """
 
 from __future__ import annotations

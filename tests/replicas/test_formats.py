@@ -46,7 +46,7 @@ def bits_of(world: Mesh, name: str, when: str) -> str:
         given = [torch.randn(parameter.shape, generator=generator) for parameter in model.parameters()]
         torch.autograd.backward(list(model.parameters()), given)
         if when == "gradients":
-            model.first.grad = given[0].to(memory_format=torch.channels_last)
+            model.first.grad = model.first.grad.to(memory_format=torch.channels_last)  # type: ignore[union-attr]
         if when == "data" and step == 5:
             model.first.data = model.first.data.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0)
         optimizer.step()
