@@ -225,6 +225,22 @@ def test_what_is_said_of_a_gpu_is_said_of_the_own_one(rows: Rows) -> None:
     assert found["free"] < 40 * 2**30
 
 
+def test_seconds_are_those_of_the_gpu(rows: Rows) -> None:
+    """Between events each kernel takes a millisecond there. Of six steps, two of which are told at a time."""
+    found = _found(rows, "measured")
+    kernels = found["kernels"]
+    assert max(found["waits"]) <= 1  # for the batch; the clock needs none
+    assert found["seconds"] == pytest.approx(sum(kernels) / 1000)
+    assert found["stretches"] == pytest.approx([number / 1000 for number in kernels])
+    for number, line in enumerate(found["lines"], 1):
+        seconds = sum(kernels[2 * number - 2 : 2 * number]) / 1000
+        assert line["compute_seconds"] == pytest.approx(sum(kernels[: 2 * number]) / 1000)
+        assert line["tokens_per_second"] == pytest.approx(2 * 2 * 16 / seconds)
+        assert line["mfu"] == pytest.approx(6 * found["parameters"] * 2 * 2 * 16 / seconds / 312e12)
+        assert 0 < line["memory_bytes"] < line["memory_peak_bytes"] and line["memory_reserved_bytes"] > 0
+    assert len(found["lines"]) == 3
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 

@@ -17,6 +17,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -199,6 +200,37 @@ def _of_codec(name: str) -> dict[str, Any]:
     return {"settings": {"sync_every": 3, "codec": name, **({"error_feedback": "local"} if is_biased else {})}}
 
 
+def _measured(_: Path) -> dict[str, Any]:
+    """A run of one worker on cuda:1, on the host's clock: what its steps called there, and what it tells of that."""
+    from isles.training.config.reading import read_config
+    from isles.training.trainer import Trainer
+
+    on = [*TINY[:-2], "model.device=cuda:1"]
+    lines: list[dict[str, Any]] = []
+    world = replace(isles.init(), report=lines.append)
+    trainer = Trainer(read_config(None, {"replicas.method": "none", "world.workers": 1, "run.steps": 6}, on), world)
+    steps: list[dict[str, int]] = []
+    stretches: list[float] = []
+    step, trainer.timeline.step = trainer.step, lambda start, end: stretches.append(end - start)
+
+    def counted() -> None:
+        before = fake_cuda.counts(1)
+        step()
+        steps.append(fake_cuda.since(before, 1))
+
+    trainer.step = counted
+    result = trainer.run(None)
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    return {
+        "kernels": [one["kernels"] for one in steps],
+        "waits": [one["waits"] for one in steps],
+        "stretches": stretches,
+        "lines": [line for line in lines if "loss" in line],
+        "seconds": result["compute_seconds"],
+        "parameters": parameters,
+    }
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Real worlds
 
@@ -326,6 +358,7 @@ CASES: dict[str, Case] = {  # worlds first: a process that has run a backward pa
     "shape": _shape,
     "islands": _islands,
     "machines": _machines,
+    "measured": _measured,
     **{f"method {name}": partial(_compared, name, {}, True) for name in METHODS},
     "bfloat16": partial(_compared, "streaming-diloco", {"dtype": torch.bfloat16}, False),
     **{f"codec {name}": partial(_compared, "diloco", _of_codec(name), False) for name in _SOME_CODECS},
