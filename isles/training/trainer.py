@@ -40,6 +40,7 @@ from isles.training.assemble import weighs_samples, wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
+from isles.training.cores import take_cores
 from isles.training.draws import draws_state, restore_draws
 from isles.training.evaluation import validation_loss
 from isles.training.expected import expectation
@@ -80,6 +81,7 @@ class Trainer:
         cut = planned_cut(config) if config.pipeline.stages > 1 else None
         scheme = None if cut is None else run_scheme(config, cut)
         self.memory = PlannedMemory(config, take_device(config.model, world.local_rank), world.place.stage)
+        take_cores(config, self.memory.computes)
         model = self._whole_model() if cut is None or scheme is None else self._stage(cut, scheme)
         self.optimizer, notices = self._wrapped(model, roster, self.memory.manage)
         self.model = self.optimizer.model
