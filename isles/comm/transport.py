@@ -17,7 +17,7 @@ Nothing above a transport may assume that `size` is constant: divide by an answe
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -208,6 +208,12 @@ class NativeCollectives(Protocol):
     def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> Work:
         """Start adding up `buffer` (CPU or CUDA, any float dtype) over `ranks`, in place, by the backend's own
         collective: NCCL for CUDA buffers. The order of the sums is the backend's.
+        """
+        ...
+
+    def followed(self, start: Callable[[], Any], ranks: tuple[int, ...]) -> Any:
+        """What `start` posts of torch's own collectives on the GPUs of `ranks`. PeerLost where one of them was lost
+        meanwhile, or before.
         """
         ...
 

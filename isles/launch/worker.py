@@ -59,8 +59,8 @@ class WorkerSpec:
     """What a worker needs to know to join.
 
     local_rank: its number on this machine; local_size: of how many. host, port: of the store where the workers meet.
-    interface: the network interface that gloo uses; None leaves the choice to gloo. log: the file for what it prints; None leaves it on the
-    terminal.
+    interface: the network interface that gloo uses; None leaves the choice to gloo. log: the file for what it
+    prints; None leaves it on the terminal.
     """
 
     rank: int

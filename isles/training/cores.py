@@ -17,16 +17,24 @@ def take_cores(config: Config, device: torch.device) -> None:
     """Where `world.threads` is automatic and each worker of this machine has a GPU of its own, as many torch threads
     as this one's share of the cores near its GPU, on those cores; else nothing.
     """
-    world, gpus = config.world, torch.cuda.device_count()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    own = here <= gpus and (here == 1 or ":" not in config.model.device)
-    if world.threads or world.is_simulated or device.type != "cuda" or not own:
+    if config.world.threads or not has_own_gpu(config, device):
         return
-    may = os.sched_getaffinity(0)
+    here, gpus, may = _here(), torch.cuda.device_count(), os.sched_getaffinity(0)
     near = [(near_cores(torch.cuda.get_device_properties(index)) & may) or may for index in range(gpus)]
     cores = near[device.index]
     os.sched_setaffinity(0, cores)  # of this thread, and of those that it starts
     torch.set_num_threads(max(1, len(cores) // max(1, near[:here].count(cores))))
+
+
+def has_own_gpu(config: Config, device: torch.device) -> bool:
+    """Whether each worker of this machine has a GPU to itself, where this one has `device`."""
+    shared = _here() > (1 if ":" in config.model.device else torch.cuda.device_count())
+    return device.type == "cuda" and config.world.has_processes and not shared
+
+
+def _here() -> int:
+    """Workers of this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def near_cores(gpu: Any) -> set[int]:

@@ -127,6 +127,14 @@ def test_real_workers_too(rows: Rows, name: str) -> None:
     assert crossing(name, found) == crossing(name, virtual)
 
 
+def test_a_worker_that_is_killed_in_a_sum_of_gpus_is_missed(rows: Rows) -> None:
+    """With a stand-in for NCCL, whose messages never end then. Before, sums are the CPU's."""
+    found = _found(rows, "native")
+    there, here = found["losses"]
+    assert max(abs(there[step] - here[step]) for step in ("1", "2", "3")) < 1e-3
+    assert (found["lost"], found["aborted"]) == (1, 1) and found["seconds"] < 30
+
+
 def test_weights_in_bfloat16(rows: Rows) -> None:
     """Both ways cross in the device's format."""
     found = _found(rows, "bfloat16")

@@ -7,13 +7,17 @@ writes a row a case to OUT, as JSON by the case's name: what was found, or {"err
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -21,6 +25,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.device import fake_cuda
@@ -29,6 +34,7 @@ DEVICES = 3  # two workers have one each, and cuda:0, which is the current one e
 fake_cuda.install(DEVICES)
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 import isles  # noqa: E402
 from isles.comm import mesh  # noqa: E402
@@ -261,14 +267,81 @@ def _stepped(world: isles.Mesh, name: str) -> None:
     optimizer.step()
 
 
+class StandIn:
+    """In NCCL's place: sums over gloo, behind a message that never ends where a member is lost."""
+
+    def __init__(self, processes: Any) -> None:
+        self.processes, self.aborted = processes, 0
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        (tensor,), over = tensors, threading.Event()
+
+        def add_up() -> None:
+            host = tensor.cpu()
+            with contextlib.suppress(RuntimeError):
+                dist.all_reduce(host, group=self.processes)
+                tensor.copy_(host)
+                over.set()
+
+        threading.Thread(target=add_up, daemon=True).start()
+        return SimpleNamespace(is_completed=over.is_set)
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+def _native(_: Path) -> dict[str, Any]:
+    """Two processes with native sums, of which worker 1 is killed after three steps."""
+    context, port = multiprocessing.get_context("fork"), _free_port()
+    pipes, processes = zip(*(_started(context, "", "", rank, port, _summing) for rank in range(2)), strict=True)
+    found = pipes[0].recv() if pipes[0].poll(60) else {"error": "no answer within 60 s"}
+    for process in processes:
+        process.join(10)
+        process.kill()
+    if "error" in found:
+        raise RuntimeError(found["error"])
+    return found | {"losses": [found["losses"], workers.run("ddp", "cpu")[0]["losses"]]}
+
+
+def _summing(pipe: Any, _: str, on: str, rank: int, port: str) -> None:
+    from isles.comm.errors import PeerLost
+    from isles.comm.gloo import transport
+
+    new_group, groups = transport._new_group, []
+
+    def made(join: float, **how: Any) -> Any:
+        groups.append(StandIn(new_group(join, **{**how, "backend": "gloo"})))
+        return groups[-1]
+
+    transport._new_group = made
+    _environment(rank, port)
+    device, losses = torch.device("cuda", rank + 1), {}
+    try:
+        optimizer = workers.made(isles.init(), "ddp", device, {"reduction": "native"})
+        for step in range(1, 5):
+            if step == 4 and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = optimizer.model(workers.batch(rank, step, device)).loss
+            loss.backward()
+            losses[step], began = float(loss), time.monotonic()
+            optimizer.step()
+            optimizer.zero_grad()
+    except PeerLost as lost:
+        seconds = time.monotonic() - began
+        pipe.send({"losses": losses, "lost": lost.rank, "seconds": seconds, "aborted": groups[0].aborted})
+    except BaseException:
+        pipe.send({"error": traceback.format_exc()})
+    os._exit(0)  # threads of the stand-in may wait for ever
+
+
 def _free_port() -> str:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return str(server.getsockname()[1])
 
 
-def _started(context: Any, name: str, on: str, rank: int, port: str) -> tuple[Any, Any]:
+def _started(context: Any, name: str, on: str, rank: int, port: str, live: Any = None) -> tuple[Any, Any]:
     ours, theirs = context.Pipe()
-    process = context.Process(target=_live, args=(theirs, name, on, rank, port), daemon=True)
+    process = context.Process(target=live or _live, args=(theirs, name, on, rank, port), daemon=True)
     process.start()
     theirs.close()
     return ours, process
@@ -276,9 +349,7 @@ def _started(context: Any, name: str, on: str, rank: int, port: str) -> tuple[An
 
 def _live(pipe: Any, name: str, on: str, rank: int, port: str) -> None:
     """A worker as torchrun starts it."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    torch.set_num_threads(1)  # makes the pool anew, which autograd's threads would do all at once
+    _environment(rank, port)
     try:
         found = workers.train(isles.init(), name, on)
         mesh.leave()
@@ -286,6 +357,12 @@ def _live(pipe: Any, name: str, on: str, rank: int, port: str) -> None:
     except BaseException:
         found = {"error": traceback.format_exc()}
     pipe.send(found)
+
+
+def _environment(rank: int, port: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    torch.set_num_threads(1)  # makes the pool anew, which autograd's threads would do all at once
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,6 +429,7 @@ METHODS = [name for name in isles.METHODS if name != "fsdp"]
 CASES: dict[str, Case] = {  # worlds first: a process that has run a backward pass cannot be forked any more
     "world diloco": partial(_world, "diloco"),
     "world ddp": partial(_world, "ddp"),
+    "native": _native,
     "refusals": _refusals,
     "counted": _counted,
     "own state": _own_state,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from isles.training import cores
+from isles.training import assemble, cores
 from isles.training.config.reading import read_config
 
 _NEAR = ("0-3,8", "4-7", "4-7", "")
@@ -47,6 +47,31 @@ def test_a_worker_takes_its_share_of_the_cores_near_its_gpu(
 ) -> None:
     cores.take_cores(read_config(None, {}, []), torch.device("cuda", gpu))
     assert taken == {"cores": own, "threads": threads}
+
+
+@pytest.mark.parametrize(
+    ("said", "here", "device", "settings"),
+    [
+        ([], "4", "cuda:1", {"reduction": "native"}),
+        (["world.inside=fsdp"], "4", "cuda:1", {}),
+        (["memory.method=auto"], "4", "cuda:1", {}),
+        ([], "5", "cuda:1", {}),  # two workers share a GPU, which NCCL refuses
+        ([], "4", "cpu", {}),
+        (["world.backend=virtual"], "4", "cuda:1", {}),
+    ],
+)
+def test_islands_of_gpus_sum_by_torchs_own_collectives(
+    taken: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    said: list[str],
+    here: str,
+    device: str,
+    settings: dict[str, str],
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    config = read_config(None, {}, ["world.workers=4", "world.inner=2", *said])
+    model: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device(device))]))
+    assert assemble._native(config, model) == settings
 
 
 @pytest.mark.parametrize(
