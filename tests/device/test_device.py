@@ -267,13 +267,20 @@ def test_a_run_goes_on_and_is_judged_on_the_gpu_that_was_asked_for(rows: Rows) -
     """On the same kind of device to the bit; `eval`, `generate` and `export` with --device cuda:2 use that one."""
     found = _found(rows, "run")
     assert found["resumed"]["cuda"]
+    assert abs(found["losses"]["cpu"] - found["losses"][""]) < 1e-3  # and on the other kind of device
     assert found["kernels"][0] > 0 and found["kernels"][1] > 0
 
 
+_ROOMS = ("clusters", "plan", "experts", "elastic")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["bf16", "swarm", "checkpoint", "demo", "ist", "sparseloco", "dct-dp", "memory"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "swarm", "checkpoint", "demo", "ist", "sparseloco", "dct-dp", "memory", *_ROOMS]
+)
 def test_other_runs(long_rows: Rows, name: str) -> None:
     found = _found(long_rows, f"train {name}")
     assert 0 < found["cuda"] < 8
+    assert found.get("gifts cuda", 1) == found.get("gifts cpu", 1) >= 1
     if "cpu" in found:
         assert abs(found["cuda"] - found["cpu"]) < (0.02 if name == "bf16" else 1e-3)

@@ -43,6 +43,7 @@ from isles.network.planner.memory import BLOCK  # noqa: E402
 from tests.device import workers  # noqa: E402
 
 Case = Callable[[Path], Any]
+_PATIENCE = 240.0  # seconds for processes that compute for a few
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ def _world(name: str, _: Path) -> dict[str, Any]:
     for on in ("cuda", "cpu"):
         context, port = multiprocessing.get_context("fork"), _free_port()
         pipes, processes = zip(*(_started(context, name, on, rank, port) for rank in range(2)), strict=True)
-        found[on] = [pipe.recv() if pipe.poll(60) else {"error": "no answer within 60 s"} for pipe in pipes]
+        found[on] = [pipe.recv() if pipe.poll(_PATIENCE) else {"error": "no answer in time"} for pipe in pipes]
         for process in processes:
             process.join(10)
             process.kill()
@@ -294,7 +295,7 @@ def _native(_: Path) -> dict[str, Any]:
     """Two processes with native sums, of which worker 1 is killed after three steps."""
     context, port = multiprocessing.get_context("fork"), _free_port()
     pipes, processes = zip(*(_started(context, "", "", rank, port, _summing) for rank in range(2)), strict=True)
-    found = pipes[0].recv() if pipes[0].poll(60) else {"error": "no answer within 60 s"}
+    found = pipes[0].recv() if pipes[0].poll(_PATIENCE) else {"error": "no answer in time"}
     for process in processes:
         process.join(10)
         process.kill()
@@ -385,7 +386,48 @@ def _train(out: Path, method: str, *settings: str, workers: int = 2, device: str
     """The run's validation loss."""
     words = [word for pair in (*TINY, *settings, f"model.device={device}") for word in ("--set", pair)]
     _isles("train", "--method", method, "--workers", str(workers), "--steps", "6", *words, "--out", str(out))
+    return _judged(out)
+
+
+def _judged(out: Path) -> float:
     return json.loads((out / "summary.json").read_text())["val_loss"]
+
+
+def _by_a_plan(folder: Path) -> dict[str, Any]:
+    """SkipPipe: whose microbatches leave stages out."""
+    from tests.training.test_partial import small, words, write_plan
+
+    folder.mkdir(exist_ok=True)
+    made = write_plan(folder, small())
+    return _trained("ddp", *words(folder, made), "model.tie_embeddings=false", workers=made.problem.nodes)(folder)
+
+
+def _experts(folder: Path) -> dict[str, float]:
+    """Experts of a router, and their mixture."""
+    from isles.experts.jobs import JobProgress
+    from tests.experts import small
+
+    config, found = small.write_domains(folder / "texts"), {}
+    for on in ("cuda", "cpu"):
+        out, asked = folder / on, (f"model.device={on}", "world.backend=virtual")
+        mean = small.made("smalltalk", config, out, *asked).evaluate(JobProgress())["mean"]
+        found[on] = mean["trained"]["all"]["mixture"]
+    return found
+
+
+def _coming_and_going(folder: Path) -> dict[str, float]:
+    """Workers that come while others train take a state over: weights, moments, anchors, outer momenta."""
+    found = {}
+    trace = folder / "trace.jsonl"
+    trace.write_text('{"at": 0.25, "kind": "join", "number": 1}\n')
+    for on in ("cuda", "cpu"):
+        words = [word for one in (*TINY[:-2], _H2, f"model.device={on}", "world.links=lan") for word in ("--set", one)]
+        plain = ("--methods", "diloco", "--workers", "2", "--steps", "12", "--churn", str(trace))
+        _isles("simulate", *plain, *words, "--out", str(folder / on))
+        (summary,) = (folder / on).rglob("summary.json")
+        told = json.loads(summary.read_text())
+        found |= {on: told["val_loss"], f"gifts {on}": told["gifts"]}
+    return found
 
 
 def _trained(method: str, *settings: str, workers: int = 2, on_cpu: bool = True) -> Case:
@@ -404,13 +446,14 @@ def _from_run_to_export(folder: Path) -> dict[str, Any]:
     """A run that stops and goes on, here and on the other kind of device; eval, generate, export."""
     run, settings = folder / "run", ("replicas.sync_every=2", "run.checkpoint_every=3")
     _train(run, "noloco", *settings)
-    found: dict[str, Any] = {"resumed": {}}
+    found: dict[str, Any] = {"resumed": {}, "losses": {"": _judged(run)}}
     for device in ("cuda", "cpu"):
         copy = folder / device
         shutil.copytree(run, copy)
         for result in ("model.safetensors", "summary.json"):
             (copy / result).unlink()
         _isles("resume", str(copy), "--step", "3", "--device", device)
+        found["losses"][device] = _judged(copy)
         found["resumed"][device] = (copy / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
     kernels = [fake_cuda.counts(2)["kernels"]]
     for words in (["eval"], ["generate", "--prompt", "a", "--tokens", "4"], ["export", "--format", "safetensors"]):
@@ -424,6 +467,8 @@ def _from_run_to_export(folder: Path) -> dict[str, Any]:
 _SOME_CODECS = ("bf16", "int4", "topk:64", "powersgd:16")
 _H2 = "replicas.sync_every=2"
 _STAGES = ("pipeline.stages=2", "pipeline.microbatches=2", "model.tie_embeddings=false")
+_CLUSTERS = (*_STAGES[1:], "model.layers=4", "pipeline.routing=ravnest", "pipeline.clusters=[[2],[1]]")
+_CLUSTERS += ("pipeline.clip=stage",)
 METHODS = [name for name in isles.METHODS if name != "fsdp"]
 
 CASES: dict[str, Case] = {  # worlds first: a process that has run a backward pass cannot be forked any more
@@ -455,6 +500,10 @@ LONG: dict[str, Case] = {
     "train bf16": _trained("ddp", "model.autocast=bf16"),
     "train swarm": _trained("none", *_STAGES, "pipeline.routing=swarm", workers=4),
     "train checkpoint": _trained("diloco", _H2, "memory.method=checkpoint"),
+    "train clusters": _trained("localsgd", _H2, *_CLUSTERS, workers=4),
+    "train plan": _by_a_plan,
+    "train experts": _experts,
+    "train elastic": _coming_and_going,
     "train memory": _trained("diloco", _H2, "memory.method=auto", "memory.machine=H100", on_cpu=False),
     **{f"train {name}": _trained(name) for name in ("demo", "dct-dp")},
     **{f"train {name}": _trained(name, _H2) for name in ("ist", "sparseloco")},
