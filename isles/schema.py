@@ -73,14 +73,10 @@ class Metrics:
     tokens_per_second: float | None = None
     """On a GPU, as all that follows: read by this worker in its steps since the line before."""
     mfu: float | None = None
-    """Model FLOP utilisation: 6 operations a parameter and token, over the GPU's bfloat16 peak. None for an unknown
-    GPU, a stage of a model and a simulated clock.
-    """
+    """6 operations a parameter and token, over the GPU's bfloat16 peak; None: unknown, or a stage, or simulated."""
     memory_bytes: int | None = None
-    """Of the GPU, that this process's tensors take."""
     memory_peak_bytes: int | None = None
     memory_reserved_bytes: int | None = None
-    """That torch holds, those included."""
 
 
 TASK_KINDS = {"F": "forward", "L": "loss", "B": "backward"}

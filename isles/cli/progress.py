@@ -84,14 +84,10 @@ def usage_in_words(lines: Sequence[dict[str, Any]]) -> str:
     from isles.report.units import format_bytes, format_percent
 
     told = {key: [line[key] for line in lines if line.get(key) is not None] for key in USAGE}
-    words = ""
-    if speeds := told["tokens_per_second"]:
-        words += f"  {sum(speeds):,.0f} tokens/s"
-    if shares := told["mfu"]:
-        words += f"  MFU {format_percent(sum(shares) / len(shares))}"
-    if peaks := told["memory_peak_bytes"]:
-        words += f"  peak {format_bytes(max(peaks))}"
-    return words
+    speeds, shares, peaks = told["tokens_per_second"], told["mfu"], told["memory_peak_bytes"]
+    words = f"  {sum(speeds):,.0f} tokens/s" if speeds else ""
+    words += f"  MFU {format_percent(sum(shares) / len(shares))}" if shares else ""
+    return words + (f"  peak {format_bytes(max(peaks))}" if peaks else "")
 
 
 class ComingAndGoing(Progress):

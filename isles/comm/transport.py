@@ -212,9 +212,7 @@ class NativeCollectives(Protocol):
         ...
 
     def followed(self, start: Callable[[], Any], ranks: tuple[int, ...]) -> Any:
-        """What `start` posts of torch's own collectives on the GPUs of `ranks`. PeerLost where one of them was lost
-        meanwhile, or before.
-        """
+        """What `start` posts of torch's own on the GPUs of `ranks`. PeerLost where one of them was lost before."""
         ...
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> Any:

@@ -11,6 +11,7 @@ import torch
 from isles.training.config.sections import Config
 
 _SYS = Path("/sys")
+_HERE = "LOCAL_WORLD_SIZE"  # workers of this machine
 
 
 def take_cores(config: Config, device: torch.device) -> None:
@@ -19,8 +20,9 @@ def take_cores(config: Config, device: torch.device) -> None:
     """
     if config.world.threads or not has_own_gpu(config, device):
         return
-    here, gpus, may = _here(), torch.cuda.device_count(), os.sched_getaffinity(0)
-    near = [(near_cores(torch.cuda.get_device_properties(index)) & may) or may for index in range(gpus)]
+    may, here = os.sched_getaffinity(0), int(os.environ.get(_HERE, 1))
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    near = [(near_cores(gpu) & may) or may for gpu in gpus]
     cores = near[device.index]
     os.sched_setaffinity(0, cores)  # of this thread, and of those that it starts
     torch.set_num_threads(max(1, len(cores) // max(1, near[:here].count(cores))))
@@ -28,13 +30,9 @@ def take_cores(config: Config, device: torch.device) -> None:
 
 def has_own_gpu(config: Config, device: torch.device) -> bool:
     """Whether each worker of this machine has a GPU to itself, where this one has `device`."""
-    shared = _here() > (1 if ":" in config.model.device else torch.cuda.device_count())
-    return device.type == "cuda" and config.world.has_processes and not shared
-
-
-def _here() -> int:
-    """Workers of this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    places = 1 if ":" in config.model.device else torch.cuda.device_count()
+    is_alone = int(os.environ.get(_HERE, 1)) <= places
+    return device.type == "cuda" and config.world.has_processes and is_alone
 
 
 def near_cores(gpu: Any) -> set[int]:

@@ -20,9 +20,7 @@ from isles.training.records.timeline import Timeline
 
 
 class StepClock:
-    """Of one worker. seconds: of its steps so far, waits for others included. On a GPU those since the last `read` are
-    not among them yet.
-    """
+    """Of one worker. seconds: of its steps until now, on a GPU until the last `read`, waits for others included."""
 
     def __init__(self, transport: Transport, device: torch.device, *, simulated: bool) -> None:
         self.seconds = 0.0
@@ -66,10 +64,7 @@ class StepClock:
         self._transport.traffic.settle(at)
 
     def usage(self, model: nn.Module | None, tokens: int) -> dict[str, Any]:
-        """Of the GPU since the last call, as keys of `isles.schema.Metrics`; nothing of a CPU.
-
-        model: what this worker trains; None for a part of it. tokens: read so far.
-        """
+        """Of the GPU since the last call, as keys of `Metrics`. model: None for a part of one. tokens: read so far."""
         if self._device.type != "cuda":
             return {}
         seconds, read = self.seconds - self._told[0], tokens - self._told[1]

@@ -212,7 +212,7 @@ def _measured(_: Path) -> dict[str, Any]:
     from isles.training.config.reading import read_config
     from isles.training.trainer import Trainer
 
-    on = [*TINY[:-2], "model.device=cuda:1"]
+    on = [*TINY[:-2], "model.device=cuda:1", "world.threads=1"]
     lines: list[dict[str, Any]] = []
     world = replace(isles.init(), report=lines.append)
     trainer = Trainer(read_config(None, {"replicas.method": "none", "world.workers": 1, "run.steps": 6}, on), world)
@@ -419,7 +419,7 @@ def _coming_and_going(folder: Path) -> dict[str, float]:
     """Workers that come while others train take a state over: weights, moments, anchors, outer momenta."""
     found = {}
     trace = folder / "trace.jsonl"
-    trace.write_text('{"at": 0.25, "kind": "join", "number": 1}\n')
+    trace.write_text('{"at": 0.25, "join": 1}\n')
     for on in ("cuda", "cpu"):
         words = [word for one in (*TINY[:-2], _H2, f"model.device={on}", "world.links=lan") for word in ("--set", one)]
         plain = ("--methods", "diloco", "--workers", "2", "--steps", "12", "--churn", str(trace))

@@ -123,9 +123,7 @@ class DistributedTransport(OnHostClock):
         return work
 
     def followed(self, start: Callable[[], Any], ranks: tuple[int, ...], work: PostedWork | None = None) -> Any:
-        """What `start` posts on the GPUs of `ranks`, looked at until its end. PeerLost where one of them was lost
-        before.
-        """
+        """What `start` posts on the GPUs of `ranks`, looked at until its end. work: of who waits for it."""
         group = self._native_groups[ranks, "nccl"]
         if group.error is not None:
             raise group.error
@@ -195,7 +193,7 @@ class DistributedTransport(OnHostClock):
         def wait() -> Callable[[], None]:
             lost: PeerLost | None = None
             try:
-                # The group's own time-out was for meeting. NCCL's work is awaited by the device alone if none is named.
+                # The group's own time-out was for meeting.
                 _ = message[0].wait() if peer is None and not ask_sender else message[0].wait(_NEVER)
                 if ask_sender:
                     work.peer = message[0].source_rank()
