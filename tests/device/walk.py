@@ -329,6 +329,8 @@ def _summing(pipe: Any, _: str, on: str, rank: int, port: str) -> None:
             optimizer.zero_grad()
     except PeerLost as lost:
         seconds = time.monotonic() - began
+        while not groups[0].aborted and time.monotonic() < began + 60:
+            time.sleep(0.01)  # another thread does it
         pipe.send({"losses": losses, "lost": lost.rank, "seconds": seconds, "aborted": groups[0].aborted})
     except BaseException:
         pipe.send({"error": traceback.format_exc()})

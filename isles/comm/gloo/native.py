@@ -41,9 +41,10 @@ class NativeGroup:
             why = self._life.gone(quiet) or f"a sum on GPUs has waited for it for {self._silence:g} s"
             if work is not None:
                 work.peer = quiet  # it is named where the wait is given up
-            if late or self._life.gone(quiet) is not None:
-                self.error = self.error or PeerLost(quiet, why)
+            if self.error is None and (late or self._life.gone(quiet) is not None):
+                self.error = PeerLost(quiet, why)
                 self.processes.abort()
+            if self.error is not None:
                 break
             time.sleep(GLANCE if work is None else _SOON)
         self._ended = time.monotonic()
