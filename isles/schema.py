@@ -70,6 +70,13 @@ class Metrics:
     """Of the host's clock, or of the simulated one."""
     val_loss: float | None = None
     """Where the step is one of validation."""
+    tokens_per_second: float | None = None
+    """On a GPU, as all that follows: read by this worker in its steps since the line before."""
+    mfu: float | None = None
+    """6 operations a parameter and token, over the GPU's bfloat16 peak; None: unknown, or a stage, or simulated."""
+    memory_bytes: int | None = None
+    memory_peak_bytes: int | None = None
+    memory_reserved_bytes: int | None = None
 
 
 TASK_KINDS = {"F": "forward", "L": "loss", "B": "backward"}
@@ -77,6 +84,8 @@ TASK_KINDS = {"F": "forward", "L": "loss", "B": "backward"}
 
 TOTALS = tuple(key.name for key in fields(Metrics) if key.metadata.get("total"))
 """Keys of a line that grow over the whole run."""
+USAGE = ("tokens_per_second", "mfu", "memory_bytes", "memory_peak_bytes", "memory_reserved_bytes")
+"""Keys of a line about a worker's GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

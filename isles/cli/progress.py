@@ -11,6 +11,8 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from typing_extensions import override
 
+from isles.schema import USAGE
+
 _PLAIN_LINES = 10  # over a whole run, where there is no terminal
 
 
@@ -67,12 +69,25 @@ class Progress:
             return
         step = min(entry["step"] for entry in lines)
         loss = sum(entry["loss"] for entry in lines) / len(lines)
-        sent = format_bytes(sum(entry["bytes_sent"] for entry in lines) / len(lines))
-        self.bar.update(self.task, completed=step, loss=f"{loss:.3f}", sent=f"{sent} a worker", workers=self.workers)
+        sent = (
+            format_bytes(sum(entry["bytes_sent"] for entry in lines) / len(lines)) + " a worker" + usage_in_words(lines)
+        )
+        self.bar.update(self.task, completed=step, loss=f"{loss:.3f}", sent=sent, workers=self.workers)
         if not self.console.is_terminal and (step >= self.next_plain or step == self.steps):
             self.next_plain = step + max(self.steps // _PLAIN_LINES, 1)
-            words = f"{self.plain}step {step}/{self.steps}  loss {loss:.3f}  sent {sent} a worker"
+            words = f"{self.plain}step {step}/{self.steps}  loss {loss:.3f}  sent {sent}"
             self.console.print(words, highlight=False, markup=False, soft_wrap=True)
+
+
+def usage_in_words(lines: Sequence[dict[str, Any]]) -> str:
+    """Of the GPUs of the workers that have one: tokens per second of all, mean MFU, the most memory that one takes."""
+    from isles.report.units import format_bytes, format_percent
+
+    told = {key: [line[key] for line in lines if line.get(key) is not None] for key in USAGE}
+    speeds, shares, peaks = told["tokens_per_second"], told["mfu"], told["memory_peak_bytes"]
+    words = f"  {sum(speeds):,.0f} tokens/s" if speeds else ""
+    words += f"  MFU {format_percent(sum(shares) / len(shares))}" if shares else ""
+    return words + (f"  peak {format_bytes(max(peaks))}" if peaks else "")
 
 
 class ComingAndGoing(Progress):

@@ -25,11 +25,14 @@ def is_main_process() -> bool:
     return size() is None or os.environ["RANK"] == "0"
 
 
-def workers(given: int | None) -> int | None:
-    """The number for world.workers: `given` with --workers, or torchrun's. ValueError where they differ."""
-    if given is not None:
-        check(given)
-    return given if size() is None else size()
+def workers(given: str | None) -> int | str | None:
+    """What --workers stands for: the number `given`, "auto", or torchrun's number. ValueError where they differ."""
+    if given is None or given == "auto":
+        return given if size() is None else size()
+    if not given.isdecimal():
+        raise ValueError(f"--workers {given}: write a number, or auto")
+    check(int(given))
+    return int(given)
 
 
 def check(wanted: int) -> None:

@@ -39,7 +39,9 @@ def train(
     method: Annotated[
         str | None, typer.Option(help="none, ddp, localsgd, diloco, noloco, or package.module:Class.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Worker processes to start.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(metavar="N|auto", help="Worker processes. Default, auto: one a GPU; 4 without GPUs.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Inner steps a worker.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
@@ -78,7 +80,7 @@ def train(
         config = str(preset_file(preset))
     end_in_order()
     flags = {"replicas.method": method, "world.workers": torchrun.workers(workers), "run.steps": steps}
-    tables = gather(config, flags, set_ or [], trust=trust)
+    tables = gather(config, flags, set_ or [], trust=trust, machines=nodes)
     if not dry_run and torchrun.size() is None and backend_of(tables).has_processes:
         own = tables.get("world", {}).get("workers", 1)
         if isinstance(own, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -38,6 +39,9 @@ class DryTransport:
         self._refuse()
 
     def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> Work:
+        self._refuse()
+
+    def followed(self, start: Callable[[], Any], ranks: tuple[int, ...]) -> NoReturn:
         self._refuse()
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> NoReturn:

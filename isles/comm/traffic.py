@@ -7,8 +7,9 @@ transports call `transfer`, `waited` and `paused`  ->  totals by channel, for go
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from isles.comm.tags import CHANNELS, Channel
 
@@ -48,6 +49,9 @@ class Traffic:
     )
     spans: deque[ClockSpan] = field(default_factory=lambda: deque(maxlen=MAX_SPANS), compare=False)
     """The newest spans, in the order of their ends."""
+    mark: Callable[[], Any] = field(default=lambda: None, compare=False)
+    """Marks what the computation has queued on its device by now, where it does; else None."""
+    _unsettled: deque[tuple[Any, ClockSpan]] = field(default_factory=lambda: deque(maxlen=MAX_SPANS), compare=False)
 
     def __getitem__(self, channel: Channel) -> ChannelTraffic:
         return self.channels[channel]
@@ -76,10 +80,22 @@ class Traffic:
         """Note that a transfer has ended."""
         self.spans.append(ClockSpan("transfer", channel, start, end))
 
-    def waited(self, channel: Channel, start: float, end: float) -> None:
-        """Count the time for which the computation stood still."""
+    def waited(self, channel: Channel, start: float, end: float, mark: Any = None) -> None:
+        """Count the time for which the computation stood still. mark: what it had queued at the start (`mark`)."""
         self.channels[channel].blocked_seconds += end - start
-        self.spans.append(ClockSpan("blocked", channel, start, end))
+        span = ClockSpan("blocked", channel, start, end)
+        if mark is None:
+            self.spans.append(span)
+        else:
+            self._unsettled.append((mark, span))
+
+    def settle(self, at: Callable[[Any], float]) -> None:
+        """Take off the marked waits for what the device had work left. at: when it came to a mark, on this clock."""
+        while self._unsettled:
+            mark, span = self._unsettled.popleft()
+            idle = min(max(at(mark), span.start), span.end)
+            self.channels[span.channel or "control"].blocked_seconds -= idle - span.start
+            self.spans.append(span._replace(start=idle))
 
     def paused(self, start: float, end: float) -> None:
         """Note that the worker stood still by itself."""

@@ -17,7 +17,7 @@ Nothing above a transport may assume that `size` is constant: divide by an answe
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -209,6 +209,10 @@ class NativeCollectives(Protocol):
         """Start adding up `buffer` (CPU or CUDA, any float dtype) over `ranks`, in place, by the backend's own
         collective: NCCL for CUDA buffers. The order of the sums is the backend's.
         """
+        ...
+
+    def followed(self, start: Callable[[], Any], ranks: tuple[int, ...]) -> Any:
+        """What `start` posts of torch's own on the GPUs of `ranks`. PeerLost where one of them was lost before."""
         ...
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> Any:

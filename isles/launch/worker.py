@@ -58,9 +58,9 @@ class LauncherConnection(Protocol):
 class WorkerSpec:
     """What a worker needs to know to join.
 
-    local_rank: its number on this machine. host, port: of the store where the workers meet. interface: the network
-    interface that gloo uses; None leaves the choice to gloo. log: the file for what it prints; None leaves it on the
-    terminal.
+    local_rank: its number on this machine; local_size: of how many. host, port: of the store where the workers meet.
+    interface: the network interface that gloo uses; None leaves the choice to gloo. log: the file for what it
+    prints; None leaves it on the terminal.
     """
 
     rank: int
@@ -70,6 +70,7 @@ class WorkerSpec:
     port: int
     threads: int
     interface: str | None
+    local_size: int = 1
     deadlines: Deadlines | None = None
     log: Path | None = None
 
@@ -81,6 +82,7 @@ def serve(spec: WorkerSpec, pipe: Connection, work: ByValue) -> None:
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked in the server that it was forked from
+    os.environ["LOCAL_WORLD_SIZE"] = str(spec.local_size)
     if spec.log is not None:
         _print_into(spec.log)
 

@@ -256,11 +256,13 @@ def worker_specs(
     node_group: NodeGroup, workers: int, port: int, *, threads: int, deadlines: Deadlines | None, logs: Path | None
 ) -> list[WorkerSpec]:
     """Those of this machine's share of `workers`; the store listens on `port` of node 0."""
+    own = node_group.shares(workers)[node_group.node]
     return [
         WorkerSpec(
             rank=rank,
             size=workers,
             local_rank=local_rank,
+            local_size=len(own),
             host=node_group.host,
             port=port,
             threads=threads,
@@ -268,5 +270,5 @@ def worker_specs(
             deadlines=deadlines,
             log=None if logs is None else logs / f"worker-{rank}.log",
         )
-        for local_rank, rank in enumerate(node_group.shares(workers)[node_group.node])
+        for local_rank, rank in enumerate(own)
     ]

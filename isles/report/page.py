@@ -23,6 +23,7 @@ from isles.report.units import (
     format_seconds,
     format_short,
 )
+from isles.schema import USAGE
 
 
 def _sent_over(summary: Mapping[str, Any], channel: str) -> float | None:
@@ -64,6 +65,11 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("blocked_seconds", "Blocked on the network", format_seconds),
     ("compute_utilisation", "Share of the time spent computing", format_percent),
     ("pipeline_bubble", "Share of the time spent waiting for other stages", format_percent),
+    ("tokens_per_second", "Tokens a second of a worker's GPU, at the end", format_short),
+    ("mfu", "Model FLOP utilisation of the GPUs, at the end", format_percent),
+    ("memory_bytes", "GPU memory of a worker, at the end", format_bytes),
+    ("memory_peak_bytes", "Of that, at its peak", format_bytes),
+    ("memory_reserved_bytes", "GPU memory that torch holds for it", format_bytes),
     ("memory", "Plan of memory", lambda memory: f"{memory['plan']}, {format_bytes(memory['planned_peak_bytes'])}"),
     ("goodput", "Goodput: share of the members' time in steps that count", format_percent),
     ("work_lost", "Computing whose work is in nobody's weights", format_percent),
@@ -246,8 +252,11 @@ def _headline(run: Run) -> str:
 
 
 def _table(run: Run) -> str:
-    """Every key of the summary, in human units and, where those round it away, the exact number beside them."""
-    summary = _summary(run)
+    """Every key of the summary, and the means of what workers' GPUs did, in human units and, where those round it away,
+    the exact number beside them.
+    """
+    usage = {key: mean for key in USAGE if (mean := run.mean_total(key)) is not None}
+    summary = _summary(run) | usage
     known = {key for key, _, _ in FIELDS}
     rows = [_row(key, name, summary[key], form) for key, name, form in FIELDS if summary.get(key) is not None]
     rows += [_row(key, key, value, _raw) for key, value in summary.items() if key not in known and value is not None]

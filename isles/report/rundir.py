@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from isles.parsing import parse_json, parse_toml
 from isles.report.series import Point, mean_over
-from isles.schema import TASK_KINDS, TOTALS, backend_of
+from isles.schema import TASK_KINDS, TOTALS, USAGE, backend_of
 
 FILES = ("config.toml", "metrics.jsonl", "summary.json")
 
@@ -30,6 +30,7 @@ class WorkerLog:
     bytes_sent: dict[int, float] = field(default_factory=dict)
     clock: dict[int, float] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
+    """And the newest figures of its GPU."""
     last_step: int = -1
 
 
@@ -218,7 +219,7 @@ def _take(log: WorkerLog, step: int, record: dict[str, Any]) -> bool:
         log.loss[step] = loss
     else:
         log.loss.pop(step, None)
-    for name in TOTALS:
+    for name in (*TOTALS, *USAGE):
         value = finite(record.get(name))
         if value is not None:
             log.totals[name] = value

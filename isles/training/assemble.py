@@ -20,6 +20,7 @@ from isles.replicas.stage_copy import StageCopy, ToldNorm
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import inner_notices, inner_optimizer
 from isles.training.config.sections import Config
+from isles.training.cores import has_own_gpu
 
 
 def wrapped(
@@ -66,7 +67,8 @@ def wrapped(
                 )
             inside = method(config.world.inside)
             part = inside.local_part(model, island, inside.Config())
-            inner = inside(part, _stepped(config, part, kind, peers, manage), island, max_norm=max_norm)
+            settings = inside.Config(**_native(config, part))
+            inner = inside(part, _stepped(config, part, kind, peers, manage), island, settings, max_norm=max_norm)
             inner.batches = config.inner.accumulation
             max_norm = None  # the island clips
         weighs_samples(config)  # or refuses
@@ -87,6 +89,12 @@ def wrapped(
         raise ValueError(in_section("replicas", str(error), keys)) from error
 
 
+def _native(config: Config, model: nn.Module) -> dict[str, str]:
+    """Settings of `ddp` inside an island whose workers have a GPU each: torch's own sums, over NCCL."""
+    own = has_own_gpu(config, next(model.parameters()).device) and config.memory.method in ("none", "checkpoint")
+    return {"reduction": "native"} if own and config.world.inside == "ddp" else {}
+
+
 def _unseen(config: Config) -> list[str]:
     """A notice where `world.trust_ratio` was set, and what workers send each other goes through torch's collectives."""
     ratio = config.world.trust_ratio
@@ -94,9 +102,8 @@ def _unseen(config: Config) -> list[str]:
         return []
     if getattr(config.replicas, "reduction", "") == "native":
         return [f'world.trust_ratio = {ratio:g}: torch sums with reduction = "native", so no payload can be looked at']
-    sharded = "fsdp" in (config.method, config.world.inside if config.world.inner > 1 else "")
-    if sharded and choose_device(config.model).type == "cuda":
-        return [f"world.trust_ratio = {ratio:g}: fsdp's messages between GPUs are torch's and cannot be looked at"]
+    if (config.method == "fsdp" or config.world.inner > 1) and choose_device(config.model).type == "cuda":
+        return [f"world.trust_ratio = {ratio:g}: the sums of an island's GPUs are torch's and cannot be looked at"]
     return []
 
 

@@ -93,7 +93,7 @@ class ChurnedWorkers:
             seed=config.run.seed,
         )
         threads = torch.get_num_threads()
-        torch.set_num_threads(world.threads)
+        torch.set_num_threads(world.threads or 1)
         try:
             cluster.run(work, before=before)
         finally:

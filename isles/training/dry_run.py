@@ -374,7 +374,7 @@ def measured_step(config: Config, sequences: int, context: int) -> float:
     itself.
     """
     before = torch.get_num_threads()
-    torch.set_num_threads(config.world.threads)
+    torch.set_num_threads(config.world.threads or 1)
     try:
         model = build(config.model, seed=config.run.seed)
         device = next(model.parameters()).device

@@ -40,6 +40,7 @@ from isles.training.assemble import weighs_samples, wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
+from isles.training.cores import take_cores
 from isles.training.draws import draws_state, restore_draws
 from isles.training.evaluation import validation_loss
 from isles.training.expected import expectation
@@ -60,6 +61,7 @@ from isles.training.staged import (
     told_by_first,
 )
 from isles.training.step import WAITS, Step, Whole
+from isles.training.step_clock import StepClock
 from isles.training.text import Text
 
 
@@ -79,6 +81,7 @@ class Trainer:
         cut = planned_cut(config) if config.pipeline.stages > 1 else None
         scheme = None if cut is None else run_scheme(config, cut)
         self.memory = PlannedMemory(config, take_device(config.model, world.local_rank), world.place.stage)
+        take_cores(config, self.memory.computes)
         model = self._whole_model() if cut is None or scheme is None else self._stage(cut, scheme)
         self.optimizer, notices = self._wrapped(model, roster, self.memory.manage)
         self.model = self.optimizer.model
@@ -101,7 +104,6 @@ class Trainer:
         )
         self.recovery = None if cut is None else recovery_of(config, world, cut, cast(Stage, self.model))
         self.tokens = 0
-        self.training_seconds = 0.0
         self.clock_before = 0.0
         self.started = time.perf_counter()
         self.losses: list[Tensor] = []
@@ -109,6 +111,7 @@ class Trainer:
         compared = world.outer.size > 1 and speaks and self.optimizer.shares
         self.sample = Sample(self.optimizer.shares) if compared else None
         self.timeline = Timeline(world.rank)
+        self.step_clock = StepClock(world.transport, self.device, simulated=config.world.is_simulated)
 
     def _text(self, corpus: Corpus | None) -> Text:
         """What a worker of the first stage reads."""
@@ -189,6 +192,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps of this worker depend on, and its running totals: live tensors, no copies."""
+        self.step_clock.read(self.timeline)
         return {
             "optimizer": self.optimizer.live_state(),  # first: it waits for what is under way
             "model": self.optimizer.weights(),
@@ -199,7 +203,7 @@ class Trainer:
             "loader": None if self.text is None else self.text.state_dict(),
             "tokens": self.tokens,
             "losses": torch.stack(self.losses) if self.losses else None,
-            "training_seconds": self.training_seconds,
+            "training_seconds": self.step_clock.seconds,
             "clock_seconds": self.clock(),
             "host_seconds": time.perf_counter() - self.started,
             **draws_state(self.device),
@@ -225,7 +229,7 @@ class Trainer:
             self.text.load_state_dict(state["loader"])
         self.tokens = state["tokens"]
         self.losses = [] if state["losses"] is None else list(state["losses"].to(self.device))
-        self.training_seconds = state["training_seconds"]
+        self.step_clock.seconds = state["training_seconds"]
         self.clock_before = state["clock_seconds"] - self.world.transport.now()
         self.timeline = Timeline(self.world.rank, resumed=True)
         self.started = time.perf_counter() - state["host_seconds"]
@@ -237,8 +241,10 @@ class Trainer:
 
     def step(self) -> None:
         """One inner step: `accumulation` batches, the optimizer, the schedule."""
-        transport = self.world.transport
-        before, away = transport.now(), transport.away_seconds
+        with self.step_clock.step(self.timeline):
+            self._step()
+
+    def _step(self) -> None:
         with self.memory.metered():
             loss = self.model_step.run(self._batches() if self.model_step.reads else ())
         losses = [] if loss is None else [loss]
@@ -250,9 +256,6 @@ class Trainer:
         self.optimizer.zero_grad()
         self.schedule.step()
         self.losses += losses
-        after = transport.now()
-        self.training_seconds += after - before - (transport.away_seconds - away)
-        self.timeline.step(before, after)
 
     def _mend(self, recovery: Recovery) -> None:
         """Lose and mend stages, where that is asked for."""
@@ -311,6 +314,7 @@ class Trainer:
         self._refuse_not_finite(self.optimizer.steps, self.losses)
         loss = float(torch.stack(self.losses).mean()) if self.losses else math.nan
         self.losses.clear()
+        self.step_clock.read(self.timeline)
         traffic = self.world.world.traffic
         blocked = traffic.total("blocked_seconds", *WAITS)
         return Metrics(
@@ -322,17 +326,20 @@ class Trainer:
             bytes_sent=int(traffic.total("bytes_sent")),
             bytes_received=int(traffic.total("bytes_received")),
             blocked_seconds=blocked,
-            compute_seconds=self.training_seconds - blocked,
+            compute_seconds=self.step_clock.seconds - blocked,
             clock_seconds=self.clock(),
             val_loss=val_loss,
+            **self.step_clock.usage(None if self.config.pipeline.stages > 1 else self.model, self.tokens),
         )
 
     def conclude(self, out: Path | None) -> dict[str, Any]:
         """Finish, judge replicas and the consolidated model, save it."""
         traffic, workers = self.world.world.traffic, self.workers
-        computing = self.training_seconds - traffic.total("blocked_seconds", *WAITS)
+        self.step_clock.read(self.timeline)
+        computing = self.step_clock.seconds - traffic.total("blocked_seconds", *WAITS)
         self.optimizer.land_all()  # all do as many steps; `whole` proves that they end as one
         self._refuse_broken(self.optimizer.steps, {"model": self.optimizer.weights()})
+        self.step_clock.read(self.timeline)
         self.timeline.take(self.optimizer.steps, traffic.take_spans(), self.clock_before)
         self._report_last_spans()
         sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))

@@ -127,6 +127,14 @@ def test_real_workers_too(rows: Rows, name: str) -> None:
     assert crossing(name, found) == crossing(name, virtual)
 
 
+def test_a_worker_that_is_killed_in_a_sum_of_gpus_is_missed(rows: Rows) -> None:
+    """With a stand-in for NCCL, whose messages never end then. Before, sums are the CPU's."""
+    found = _found(rows, "native")
+    there, here = found["losses"]
+    assert max(abs(there[step] - here[step]) for step in ("1", "2", "3")) < 1e-3
+    assert (found["lost"], found["aborted"]) == (1, 1) and found["seconds"] < 30
+
+
 def test_weights_in_bfloat16(rows: Rows) -> None:
     """Both ways cross in the device's format."""
     found = _found(rows, "bfloat16")
@@ -225,6 +233,22 @@ def test_what_is_said_of_a_gpu_is_said_of_the_own_one(rows: Rows) -> None:
     assert found["free"] < 40 * 2**30
 
 
+def test_seconds_are_those_of_the_gpu(rows: Rows) -> None:
+    """Between events each kernel takes a millisecond there. Of six steps, two of which are told at a time."""
+    found = _found(rows, "measured")
+    kernels = found["kernels"]
+    assert max(found["waits"]) <= 1  # for the batch; the clock needs none
+    assert found["seconds"] == pytest.approx(sum(kernels) / 1000)
+    assert found["stretches"] == pytest.approx([number / 1000 for number in kernels])
+    for number, line in enumerate(found["lines"], 1):
+        seconds = sum(kernels[2 * number - 2 : 2 * number]) / 1000
+        assert line["compute_seconds"] == pytest.approx(sum(kernels[: 2 * number]) / 1000)
+        assert line["tokens_per_second"] == pytest.approx(2 * 2 * 16 / seconds)
+        assert line["mfu"] == pytest.approx(6 * found["parameters"] * 2 * 2 * 16 / seconds / 312e12)
+        assert 0 < line["memory_bytes"] < line["memory_peak_bytes"] and line["memory_reserved_bytes"] > 0
+    assert len(found["lines"]) == 3
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 
@@ -243,13 +267,20 @@ def test_a_run_goes_on_and_is_judged_on_the_gpu_that_was_asked_for(rows: Rows) -
     """On the same kind of device to the bit; `eval`, `generate` and `export` with --device cuda:2 use that one."""
     found = _found(rows, "run")
     assert found["resumed"]["cuda"]
+    assert abs(found["losses"]["cpu"] - found["losses"][""]) < 1e-3  # and on the other kind of device
     assert found["kernels"][0] > 0 and found["kernels"][1] > 0
 
 
+_ROOMS = ("clusters", "plan", "experts", "elastic")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["bf16", "swarm", "checkpoint", "demo", "ist", "sparseloco", "dct-dp", "memory"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "swarm", "checkpoint", "demo", "ist", "sparseloco", "dct-dp", "memory", *_ROOMS]
+)
 def test_other_runs(long_rows: Rows, name: str) -> None:
     found = _found(long_rows, f"train {name}")
     assert 0 < found["cuda"] < 8
+    assert found.get("gifts cuda", 1) == found.get("gifts cpu", 1) >= 1
     if "cpu" in found:
         assert abs(found["cuda"] - found["cpu"]) < (0.02 if name == "bf16" else 1e-3)

@@ -7,19 +7,25 @@ writes a row a case to OUT, as JSON by the case's name: what was found, or {"err
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.device import fake_cuda
@@ -28,6 +34,7 @@ DEVICES = 3  # two workers have one each, and cuda:0, which is the current one e
 fake_cuda.install(DEVICES)
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 import isles  # noqa: E402
 from isles.comm import mesh  # noqa: E402
@@ -36,6 +43,7 @@ from isles.network.planner.memory import BLOCK  # noqa: E402
 from tests.device import workers  # noqa: E402
 
 Case = Callable[[Path], Any]
+_PATIENCE = 240.0  # seconds for processes that compute for a few
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,6 +207,37 @@ def _of_codec(name: str) -> dict[str, Any]:
     return {"settings": {"sync_every": 3, "codec": name, **({"error_feedback": "local"} if is_biased else {})}}
 
 
+def _measured(_: Path) -> dict[str, Any]:
+    """A run of one worker on cuda:1, on the host's clock: what its steps called there, and what it tells of that."""
+    from isles.training.config.reading import read_config
+    from isles.training.trainer import Trainer
+
+    on = [*TINY[:-2], "model.device=cuda:1", "world.threads=1"]
+    lines: list[dict[str, Any]] = []
+    world = replace(isles.init(), report=lines.append)
+    trainer = Trainer(read_config(None, {"replicas.method": "none", "world.workers": 1, "run.steps": 6}, on), world)
+    steps: list[dict[str, int]] = []
+    stretches: list[float] = []
+    step, trainer.timeline.step = trainer.step, lambda start, end: stretches.append(end - start)
+
+    def counted() -> None:
+        before = fake_cuda.counts(1)
+        step()
+        steps.append(fake_cuda.since(before, 1))
+
+    trainer.step = counted
+    result = trainer.run(None)
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    return {
+        "kernels": [one["kernels"] for one in steps],
+        "waits": [one["waits"] for one in steps],
+        "stretches": stretches,
+        "lines": [line for line in lines if "loss" in line],
+        "seconds": result["compute_seconds"],
+        "parameters": parameters,
+    }
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Real worlds
 
@@ -210,7 +249,7 @@ def _world(name: str, _: Path) -> dict[str, Any]:
     for on in ("cuda", "cpu"):
         context, port = multiprocessing.get_context("fork"), _free_port()
         pipes, processes = zip(*(_started(context, name, on, rank, port) for rank in range(2)), strict=True)
-        found[on] = [pipe.recv() if pipe.poll(60) else {"error": "no answer within 60 s"} for pipe in pipes]
+        found[on] = [pipe.recv() if pipe.poll(_PATIENCE) else {"error": "no answer in time"} for pipe in pipes]
         for process in processes:
             process.join(10)
             process.kill()
@@ -229,14 +268,83 @@ def _stepped(world: isles.Mesh, name: str) -> None:
     optimizer.step()
 
 
+class StandIn:
+    """In NCCL's place: sums over gloo, behind a message that never ends where a member is lost."""
+
+    def __init__(self, processes: Any) -> None:
+        self.processes, self.aborted = processes, 0
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        (tensor,), over = tensors, threading.Event()
+
+        def add_up() -> None:
+            host = tensor.cpu()
+            with contextlib.suppress(RuntimeError):
+                dist.all_reduce(host, group=self.processes)
+                tensor.copy_(host)
+                over.set()
+
+        threading.Thread(target=add_up, daemon=True).start()
+        return SimpleNamespace(is_completed=over.is_set)
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+def _native(_: Path) -> dict[str, Any]:
+    """Two processes with native sums, of which worker 1 is killed after three steps."""
+    context, port = multiprocessing.get_context("fork"), _free_port()
+    pipes, processes = zip(*(_started(context, "", "", rank, port, _summing) for rank in range(2)), strict=True)
+    found = pipes[0].recv() if pipes[0].poll(_PATIENCE) else {"error": "no answer in time"}
+    for process in processes:
+        process.join(10)
+        process.kill()
+    if "error" in found:
+        raise RuntimeError(found["error"])
+    return found | {"losses": [found["losses"], workers.run("ddp", "cpu")[0]["losses"]]}
+
+
+def _summing(pipe: Any, _: str, on: str, rank: int, port: str) -> None:
+    from isles.comm.errors import PeerLost
+    from isles.comm.gloo import transport
+
+    new_group, groups = transport._new_group, []
+
+    def made(join: float, **how: Any) -> Any:
+        groups.append(StandIn(new_group(join, **{**how, "backend": "gloo"})))
+        return groups[-1]
+
+    transport._new_group = made
+    _environment(rank, port)
+    device, losses = torch.device("cuda", rank + 1), {}
+    try:
+        optimizer = workers.made(isles.init(), "ddp", device, {"reduction": "native"})
+        for step in range(1, 5):
+            if step == 4 and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = optimizer.model(workers.batch(rank, step, device)).loss
+            loss.backward()
+            losses[step], began = float(loss), time.monotonic()
+            optimizer.step()
+            optimizer.zero_grad()
+    except PeerLost as lost:
+        seconds = time.monotonic() - began
+        while not groups[0].aborted and time.monotonic() < began + 60:
+            time.sleep(0.01)  # another thread does it
+        pipe.send({"losses": losses, "lost": lost.rank, "seconds": seconds, "aborted": groups[0].aborted})
+    except BaseException:
+        pipe.send({"error": traceback.format_exc()})
+    os._exit(0)  # threads of the stand-in may wait for ever
+
+
 def _free_port() -> str:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return str(server.getsockname()[1])
 
 
-def _started(context: Any, name: str, on: str, rank: int, port: str) -> tuple[Any, Any]:
+def _started(context: Any, name: str, on: str, rank: int, port: str, live: Any = None) -> tuple[Any, Any]:
     ours, theirs = context.Pipe()
-    process = context.Process(target=_live, args=(theirs, name, on, rank, port), daemon=True)
+    process = context.Process(target=live or _live, args=(theirs, name, on, rank, port), daemon=True)
     process.start()
     theirs.close()
     return ours, process
@@ -244,9 +352,7 @@ def _started(context: Any, name: str, on: str, rank: int, port: str) -> tuple[An
 
 def _live(pipe: Any, name: str, on: str, rank: int, port: str) -> None:
     """A worker as torchrun starts it."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    torch.set_num_threads(1)  # makes the pool anew, which autograd's threads would do all at once
+    _environment(rank, port)
     try:
         found = workers.train(isles.init(), name, on)
         mesh.leave()
@@ -254,6 +360,12 @@ def _live(pipe: Any, name: str, on: str, rank: int, port: str) -> None:
     except BaseException:
         found = {"error": traceback.format_exc()}
     pipe.send(found)
+
+
+def _environment(rank: int, port: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    torch.set_num_threads(1)  # makes the pool anew, which autograd's threads would do all at once
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,7 +388,48 @@ def _train(out: Path, method: str, *settings: str, workers: int = 2, device: str
     """The run's validation loss."""
     words = [word for pair in (*TINY, *settings, f"model.device={device}") for word in ("--set", pair)]
     _isles("train", "--method", method, "--workers", str(workers), "--steps", "6", *words, "--out", str(out))
+    return _judged(out)
+
+
+def _judged(out: Path) -> float:
     return json.loads((out / "summary.json").read_text())["val_loss"]
+
+
+def _by_a_plan(folder: Path) -> dict[str, Any]:
+    """SkipPipe: whose microbatches leave stages out."""
+    from tests.training.test_partial import small, words, write_plan
+
+    folder.mkdir(exist_ok=True)
+    made = write_plan(folder, small())
+    return _trained("ddp", *words(folder, made), "model.tie_embeddings=false", workers=made.problem.nodes)(folder)
+
+
+def _experts(folder: Path) -> dict[str, float]:
+    """Experts of a router, and their mixture."""
+    from isles.experts.jobs import JobProgress
+    from tests.experts import small
+
+    config, found = small.write_domains(folder / "texts"), {}
+    for on in ("cuda", "cpu"):
+        out, asked = folder / on, (f"model.device={on}", "world.backend=virtual")
+        mean = small.made("smalltalk", config, out, *asked).evaluate(JobProgress())["mean"]
+        found[on] = mean["trained"]["all"]["mixture"]
+    return found
+
+
+def _coming_and_going(folder: Path) -> dict[str, float]:
+    """Workers that come while others train take a state over: weights, moments, anchors, outer momenta."""
+    found = {}
+    trace = folder / "trace.jsonl"
+    trace.write_text('{"at": 0.25, "join": 1}\n')
+    for on in ("cuda", "cpu"):
+        words = [word for one in (*TINY[:-2], _H2, f"model.device={on}", "world.links=lan") for word in ("--set", one)]
+        plain = ("--methods", "diloco", "--workers", "2", "--steps", "12", "--churn", str(trace))
+        _isles("simulate", *plain, *words, "--out", str(folder / on))
+        (summary,) = (folder / on).rglob("summary.json")
+        told = json.loads(summary.read_text())
+        found |= {on: told["val_loss"], f"gifts {on}": told["gifts"]}
+    return found
 
 
 def _trained(method: str, *settings: str, workers: int = 2, on_cpu: bool = True) -> Case:
@@ -295,13 +448,14 @@ def _from_run_to_export(folder: Path) -> dict[str, Any]:
     """A run that stops and goes on, here and on the other kind of device; eval, generate, export."""
     run, settings = folder / "run", ("replicas.sync_every=2", "run.checkpoint_every=3")
     _train(run, "noloco", *settings)
-    found: dict[str, Any] = {"resumed": {}}
+    found: dict[str, Any] = {"resumed": {}, "losses": {"": _judged(run)}}
     for device in ("cuda", "cpu"):
         copy = folder / device
         shutil.copytree(run, copy)
         for result in ("model.safetensors", "summary.json"):
             (copy / result).unlink()
         _isles("resume", str(copy), "--step", "3", "--device", device)
+        found["losses"][device] = _judged(copy)
         found["resumed"][device] = (copy / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
     kernels = [fake_cuda.counts(2)["kernels"]]
     for words in (["eval"], ["generate", "--prompt", "a", "--tokens", "4"], ["export", "--format", "safetensors"]):
@@ -315,17 +469,21 @@ def _from_run_to_export(folder: Path) -> dict[str, Any]:
 _SOME_CODECS = ("bf16", "int4", "topk:64", "powersgd:16")
 _H2 = "replicas.sync_every=2"
 _STAGES = ("pipeline.stages=2", "pipeline.microbatches=2", "model.tie_embeddings=false")
+_CLUSTERS = (*_STAGES[1:], "model.layers=4", "pipeline.routing=ravnest", "pipeline.clusters=[[2],[1]]")
+_CLUSTERS += ("pipeline.clip=stage",)
 METHODS = [name for name in isles.METHODS if name != "fsdp"]
 
 CASES: dict[str, Case] = {  # worlds first: a process that has run a backward pass cannot be forked any more
     "world diloco": partial(_world, "diloco"),
     "world ddp": partial(_world, "ddp"),
+    "native": _native,
     "refusals": _refusals,
     "counted": _counted,
     "own state": _own_state,
     "shape": _shape,
     "islands": _islands,
     "machines": _machines,
+    "measured": _measured,
     **{f"method {name}": partial(_compared, name, {}, True) for name in METHODS},
     "bfloat16": partial(_compared, "streaming-diloco", {"dtype": torch.bfloat16}, False),
     **{f"codec {name}": partial(_compared, "diloco", _of_codec(name), False) for name in _SOME_CODECS},
@@ -344,6 +502,10 @@ LONG: dict[str, Case] = {
     "train bf16": _trained("ddp", "model.autocast=bf16"),
     "train swarm": _trained("none", *_STAGES, "pipeline.routing=swarm", workers=4),
     "train checkpoint": _trained("diloco", _H2, "memory.method=checkpoint"),
+    "train clusters": _trained("localsgd", _H2, *_CLUSTERS, workers=4),
+    "train plan": _by_a_plan,
+    "train experts": _experts,
+    "train elastic": _coming_and_going,
     "train memory": _trained("diloco", _H2, "memory.method=auto", "memory.machine=H100", on_cpu=False),
     **{f"train {name}": _trained(name) for name in ("demo", "dct-dp")},
     **{f"train {name}": _trained(name, _H2) for name in ("ist", "sparseloco")},

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from isles.cli.progress import usage_in_words
 from isles.report import write_report
 from isles.report.units import format_bytes, format_count, format_number, format_percent, format_seconds
 from tests.report.sample import write_records, write_sample
@@ -183,6 +184,25 @@ def test_bytes_beside_data_parallel_in_words(tmp_path: Path) -> None:
     assert "<b>as much</b><span>as data parallel would have sent</span>" in report(tmp_path)
     write_sample(tmp_path, bytes_sent_per_worker=0, ddp_bytes_per_worker=38_200_000)
     assert "<span>than data parallel" not in report(tmp_path)
+
+
+def test_what_gpus_did_is_told(tmp_path: Path) -> None:
+    """Means of the newest lines, in the page and in the line of progress; nothing of a CPU."""
+    write_sample(tmp_path, workers=2)
+    assert "mfu" not in report(tmp_path)
+    newest = [
+        {"step": 401, "worker": 0, "loss": 1.0, "bytes_sent": 8, "tokens_per_second": 1e3, "mfu": 0.25,
+         "memory_bytes": 1e9, "memory_peak_bytes": 2e9, "memory_reserved_bytes": 3e9},
+        {"step": 401, "worker": 1, "loss": 1.0, "bytes_sent": 8, "tokens_per_second": 3e3, "mfu": 0.35,
+         "memory_bytes": 1e9, "memory_peak_bytes": 4e9, "memory_reserved_bytes": 5e9},
+    ]  # fmt: skip
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in newest)
+    shown = table(report(tmp_path))
+    assert shown["mfu"] == "30.0 %" and shown["memory_peak_bytes"].startswith("3.00 GB")
+    assert shown["tokens_per_second"] == "2,000"
+    assert usage_in_words(newest) == "  4,000 tokens/s  MFU 30.0 %  peak 4.00 GB"
+    assert usage_in_words([{"val_loss": 1.0}]) == ""
 
 
 def test_a_run_that_still_goes_on(tmp_path: Path) -> None:

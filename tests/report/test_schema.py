@@ -8,7 +8,7 @@ from pathlib import Path
 
 from isles.report.comparison import COLUMNS
 from isles.report.page import FIELDS
-from isles.schema import BACKENDS, TOTALS, ElasticSummary, Metrics, SpreadMetrics, Summary, backend_of
+from isles.schema import BACKENDS, TOTALS, USAGE, ElasticSummary, Metrics, SpreadMetrics, Summary, backend_of
 from isles.training.config.reading import read_config
 from isles.training.running.run import launch
 
@@ -18,7 +18,7 @@ def names(cls: type) -> list[str]:
 
 
 def test_the_page_shows_every_key_of_the_summary() -> None:
-    assert sorted(key for key, _, _ in FIELDS) == sorted(names(Summary) + names(ElasticSummary))
+    assert sorted(key for key, _, _ in FIELDS) == sorted([*names(Summary), *names(ElasticSummary), *USAGE])
     assert {key for key, _, _ in COLUMNS} <= set(names(Summary))
     assert TOTALS == ("tokens", "bytes_sent", "bytes_received", "blocked_seconds", "compute_seconds")
 
@@ -41,7 +41,8 @@ def test_a_run_writes_these_keys_in_this_order(tmp_path: Path) -> None:
         assert all(
             set(line) - {"feedback_ratio", "skipped_rounds", "healed", "refused"} <= set(metrics) for line in own
         )
-        assert all(set(line) | {"val_loss"} >= set(metrics) for line in own)
+        assert all(set(line) | {"val_loss", *USAGE} >= set(metrics) for line in own)
+        assert not any(key in line for key in USAGE for line in own)  # no GPU
         assert all(list(line) == names(SpreadMetrics) for line in shared)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from isles.replicas import METHODS
+from isles.training.config import reading
 from isles.training.config.reading import gather, read_config, resolve, to_toml
 from isles.training.config.sections import Config
 
@@ -108,6 +109,28 @@ def test_with_a_file_the_papers_defaults_and_nothing_embedded(tmp_path: Path) ->
     assert (diloco.replicas.sync_every, diloco.replicas.outer_momentum) == (500, 0.9)
     assert (noloco.inner.lr, noloco.inner.warmup_steps, noloco.data.batch_size) == (6e-4, 1000, 16)
     assert read(path=path, method="localsgd").replicas.sync_every == 50
+
+
+@pytest.mark.parametrize(
+    ("said", "workers"),
+    [
+        ([], 3),
+        (["world.workers=auto"], 3),
+        (["model.device=cuda"], 3),
+        (["model.device=cuda:1"], 1),
+        (["model.device=cpu"], 4),
+        (["world.backend=virtual"], 4),
+        (["world.workers=5"], 5),
+    ],
+)
+def test_workers_are_one_a_gpu(monkeypatch: pytest.MonkeyPatch, said: list[str], workers: int) -> None:
+    """Of each machine; four where none is to be used."""
+    monkeypatch.setattr(reading, "gpus_here", lambda: 3)
+    assert gather(None, {}, said)["world"]["workers"] == workers
+    assert gather(None, {}, said, machines=2)["world"]["workers"] == (workers if workers in (4, 5) else 2 * workers)
+    monkeypatch.setattr(reading, "gpus_here", lambda: 0)
+    config = read_config(None, {}, [*said, "model.device=auto", "world.threads=auto"])
+    assert config.world.workers == (5 if workers == 5 else 4) and config.world.threads == 0
 
 
 def test_one_seed_makes_the_whole_run_another_one(tmp_path: Path) -> None:
@@ -222,7 +245,7 @@ IMPOSSIBLE = [
     ("replicas.codec=zip", "unknown replicas.codec 'zip'"),
     ("replicas.anchor_codec=fp16", "unknown replicas.anchor_codec 'fp16'"),
     ("world.workers=0", "world.workers = 0"),
-    ("world.threads=0", "world.threads = 0"),
+    ("world.threads=-1", "world.threads = -1"),
     ("world.backend=mpi", "world.backend = 'mpi': choose one of distributed, virtual"),
     ("world.links=dsl", "unknown world.links 'dsl'"),
     ("world.step_seconds=nan", "world.step_seconds = nan"),

@@ -30,6 +30,18 @@ def test_traffic_keeps_the_newest_spans_until_they_are_taken() -> None:
     assert traffic["outer"].blocked_seconds == (MAX_SPANS + 5) / 2  # totals forget nothing
 
 
+def test_a_wait_begins_when_the_device_has_nothing_left_to_do() -> None:
+    """Marked waits of 4 s from 10 s: at a mark that the device comes to at 9 s, 12 s, 20 s."""
+    traffic = Traffic()
+    for mark in (9.0, 12.0, 20.0):
+        traffic.waited("outer", 10.0, 14.0, mark)
+    assert traffic["outer"].blocked_seconds == 12.0 and traffic.take_spans() == []
+    traffic.settle(lambda mark: mark)
+    traffic.settle(lambda mark: mark)
+    assert traffic["outer"].blocked_seconds == 4.0 + 2.0 + 0.0
+    assert [(span.start, span.end) for span in traffic.take_spans()] == [(10.0, 14.0), (12.0, 14.0), (14.0, 14.0)]
+
+
 def test_steps_in_a_row_are_one_stretch() -> None:
     """A pause of more than a tenth of a step ends it; what is told is in the order of the ends, rounded to 1 us."""
     record = Timeline(3)

@@ -129,7 +129,7 @@ def _several(address: str, token: Token, listening: list[str | None], settings: 
     from isles.training.running.interrupts import first_interrupt
 
     command = [sys.executable, "-m", "isles", "join", address, *settings]
-    environment = {**os.environ, "ISLES_TOKEN": str(token)}
+    environment = {**os.environ, "ISLES_TOKEN": str(token), "LOCAL_WORLD_SIZE": str(len(listening))}
     started: list[subprocess.Popen[bytes]] = []
 
     def leave() -> None:

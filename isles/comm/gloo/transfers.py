@@ -149,11 +149,11 @@ class BackgroundTransfer:
 
     def wait(self) -> Any:
         if not self._ended.is_set():
-            start = self.driver.now()
+            start, mark = self.driver.now(), self.traffic.mark()
             while (left := self._left()) > 0 and not self._ended.wait(min(left, GLANCE)):
                 self.driver.life.look()
                 self.driver.life.awaited({work.peer for work in self._late()}, self.driver.now() - start)
-            self.traffic.waited(self.channel, start, self.driver.now())
+            self.traffic.waited(self.channel, start, self.driver.now(), mark)
             if not self._ended.is_set():
                 self._abandon()
         if self._error is not None:

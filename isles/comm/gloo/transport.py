@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -29,6 +30,7 @@ from isles.comm.errors import PeerLost
 from isles.comm.gloo import meeting
 from isles.comm.gloo.host_clock import OnHostClock
 from isles.comm.gloo.life import Life
+from isles.comm.gloo.native import NativeGroup
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.gloo.waiters import Waiters
 from isles.comm.interfaces import gloo_interface, refuse_unknown_interfaces
@@ -55,7 +57,9 @@ class DistributedTransport(OnHostClock):
         self.is_closed = False
         self._store: dist.Store | None = None  # where its ranks meet; None: that of torch's own process group
         self._join = Deadlines().join
-        self._native_groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._silence = Deadlines().silence
+        self._native_groups: dict[tuple[tuple[int, ...], str], NativeGroup] = {}
+        self._lost: Counter[tuple[tuple[int, ...], str]] = Counter()
 
     @classmethod
     def join(cls, store: dist.Store, rank: int, size: int, life: Life | None = None) -> DistributedTransport:
@@ -96,7 +100,7 @@ class DistributedTransport(OnHostClock):
 
     def waits(self, deadlines: Deadlines) -> Deadlines:
         """These, with more time for long transfers where the kernel does not tell whether a line moves."""
-        self._join = deadlines.join
+        self._join, self._silence = deadlines.join, deadlines.silence
         return self.life.waits(deadlines, (peer for peer in range(self.size) if peer != self.rank))
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
@@ -110,22 +114,41 @@ class DistributedTransport(OnHostClock):
 
         With NCCL every rank needs a GPU of its own and has made it the current one (torch.cuda.set_device).
         """
-        group = self.process_group(ranks, buffer.device.type)
-        return self._watch(None, buffer, lambda: dist.all_reduce(buffer, group=group, async_op=True), ask_sender=False)
+        group, device = self.process_group(ranks, buffer.device.type), buffer.device.type
+        start = partial(dist.all_reduce, buffer, group=group, async_op=True)
+        if device == "cpu":
+            return self._watch(None, buffer, start, ask_sender=False)
+        work = PostedWork(None, buffer, self.now)
+        self.followed(start, ranks, work)
+        return work
+
+    def followed(self, start: Callable[[], Any], ranks: tuple[int, ...], work: PostedWork | None = None) -> Any:
+        """What `start` posts on the GPUs of `ranks`, looked at until its end. work: of who waits for it."""
+        group = self._native_groups[ranks, "nccl"]
+        if group.error is not None:
+            raise group.error
+        message = start()
+        self._waiters.submit(partial(group.follow, [message], work))
+        return message
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> dist.ProcessGroup:
-        """Over NCCL for "cuda", else over gloo. Made once; its members meet within the deadline `join`, or
-        RendezvousFailed names who has not come.
+        """Over NCCL for "cuda", else over gloo. Made once, and anew where a member was lost; its members meet within
+        the deadline `join`, or RendezvousFailed names who has not come.
         """
         key = (ranks, "nccl" if device == "cuda" else "gloo")
+        if key in self._native_groups and self._native_groups[key].error is not None:
+            del self._native_groups[key]
+            self._lost[key] += 1
         if key not in self._native_groups:
-            # Only the members meet: other groups of the mesh are made by their own.
-            own = dist.PrefixStore(f"{key[1]} {ranks}", self._store or distributed_c10d._get_default_store())
+            # Only the members meet: other groups of the mesh are made by their own. A group made anew has new keys.
+            prefix = f"{key[1]} {ranks} {self._lost[key]}"
+            own = dist.PrefixStore(prefix, self._store or distributed_c10d._get_default_store())
             meeting.meet(own, self.rank, ranks, self._join)
             make = partial(_new_group, self._join, ranks=list(ranks), backend=key[1], use_local_synchronization=True)
             with meeting.failing_as(f"workers {ranks} met, but {key[1]} did not connect them"):
-                self._native_groups[key] = self.life.meet(make, self.rank, ranks, lambda: own)
-        return self._native_groups[key]
+                made = self.life.meet(make, self.rank, ranks, lambda: own)
+            self._native_groups[key] = NativeGroup(made, self.rank, ranks, self.life, self._silence)
+        return self._native_groups[key].processes
 
     def close(self) -> None:
         """End the threads and the process group. Transfers that were given up are cut off, and with them all others."""
@@ -170,7 +193,7 @@ class DistributedTransport(OnHostClock):
         def wait() -> Callable[[], None]:
             lost: PeerLost | None = None
             try:
-                # The group's own time-out was for meeting. NCCL's work is awaited by the device alone if none is named.
+                # The group's own time-out was for meeting.
                 _ = message[0].wait() if peer is None and not ask_sender else message[0].wait(_NEVER)
                 if ask_sender:
                     work.peer = message[0].source_rank()

@@ -14,7 +14,8 @@ Each sends (R - 1) times a share's bytes for R workers. The objects fit `FSDPMod
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
+from isles.comm.transport import native_collectives
 from isles.comm.trust import JUMPS, mean_square
 
 
@@ -47,6 +49,11 @@ class Messages:
     def _count(self, share: Tensor) -> None:
         for count in (self.group.traffic.sent, self.group.traffic.received):
             count(self.channel, (self.group.size - 1) * share.nbytes)
+
+    def _native(self, start: Callable[..., Any], async_op: bool) -> Any:
+        """A collective of torch's own, whose lost members are missed."""
+        work = native_collectives(self.group.transport).followed(partial(start, async_op=True), self.group.ranks)
+        return work if async_op else work.wait()
 
     def _accept(self, squares: dict[int, float], entries: int) -> None:
         """Judge everyone's shares by their mean squares."""
@@ -104,7 +111,7 @@ class NativeGather(Messages):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         self._count(input_tensor)
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return self._native(partial(dist.all_gather_into_tensor, output_tensor, input_tensor, group=group), async_op)
 
 
 class NativeScatter(Messages):
@@ -112,4 +119,5 @@ class NativeScatter(Messages):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         self._count(output_tensor)
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        start = partial(dist.reduce_scatter_tensor, output_tensor, input_tensor, op=op, group=group)
+        return self._native(start, async_op)

@@ -38,6 +38,7 @@ from isles.training.clustered.reading import SharedReading
 from isles.training.clustered.serving import Serving
 from isles.training.clustered.stretches import Stretches
 from isles.training.config.sections import Config
+from isles.training.cores import take_cores
 from isles.training.draws import draws_state, restore_draws
 from isles.training.records.finite import first_nan
 from isles.training.step import Left
@@ -66,6 +67,7 @@ class ClusterWorker:
         for notice in opening_notices(config, cuts) if not world.rank else ():
             world.report({"notice": notice})
         self.device = take_device(config.model, world.local_rank)
+        take_cores(config, self.device)
         self.judges = False
         """Whether text was kept for validation."""
         self.saves: Callable[[Path, int, dict[str, Any]], None] = partial(write_shard, config, world)

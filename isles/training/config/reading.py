@@ -8,6 +8,8 @@ embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --worke
 from __future__ import annotations
 
 import hashlib
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from importlib.resources import files
@@ -20,14 +22,16 @@ from isles.errors import unknown_name
 from isles.imports import is_place
 from isles.parsing import parse_toml
 from isles.replicas import METHODS, method
+from isles.schema import backend_of
 from isles.tables import read_toml, typed
 from isles.training.config.kept import SettingKey, beside, kept_names
-from isles.training.config.sections import ORDER, SECTIONS, Config
+from isles.training.config.sections import ORDER, SECTIONS, Config, WorldConfig
 from isles.training.config.swarmed import IN_SWARMS
 from isles.training.config.tokens import ending
 from isles.training.config.trust import check
 
 DEFAULT_METHOD = "noloco"
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 _OPTIONS = "model.options."  # the one table inside a section: what a user's own function is called with
 
 Tables = dict[str, dict[str, Any]]
@@ -63,9 +67,11 @@ def _own(tables: Tables, beside: Sequence[str]) -> Tables:
     return {**tables, "replicas": kept}
 
 
-def gather(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str], *, trust: bool = False) -> Tables:
+def gather(
+    path: str | None, flags: Mapping[str, Any], assignments: Sequence[str], *, trust: bool = False, machines: int = 1
+) -> Tables:
     """The user's tables, over the embedded ones where no file is given; all but [replicas] is checked. Arguments as in
-    `read_config`. trust: what a run's file names is imported, whoever made that run.
+    `read_config`. trust: what a run's file names is imported, whoever made that run. machines: that train together.
     """
     given = words(path, flags, assignments)
     if path is not None:
@@ -74,8 +80,29 @@ def gather(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str
         if name not in ORDER:
             raise ValueError(unknown_name("section", name, ORDER))
     tables = given if path is not None else over(_embedded(_method_of(given)), given)
+    tables = over(tables, {"world": _numbered(tables, machines)})
     sections(tables)
     return tables
+
+
+def _numbered(tables: Tables, machines: int) -> dict[str, int]:
+    """What "auto" stands for in [world]."""
+    world = tables.get("world", {})
+    numbers = {"threads": 0} if world.get("threads") == "auto" else {}
+    if world.get("workers", "auto") == "auto":
+        device = str(tables.get("model", {}).get("device", "auto"))
+        gpus = 0 if device == "cpu" or not backend_of(tables).has_processes else gpus_here()
+        numbers["workers"] = machines * (1 if ":" in device else gpus) if gpus else WorldConfig.workers
+    return numbers
+
+
+def gpus_here() -> int:
+    """That torch sees on this machine. Where the system has no driver for any, torch is not loaded to say so."""
+    if "torch" not in sys.modules and not any(map(os.path.exists, _DRIVERS)):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def words(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]) -> Tables:

@@ -44,7 +44,9 @@ class WorldConfig:
     """Who trains, and over what."""
 
     workers: int = 4
-    """All of them; replicas, unless inner is above 1."""
+    """All of them; replicas, unless inner is above 1. "auto", or left out: one a GPU of each machine, 4 without GPUs or
+    on a simulated clock.
+    """
     inner: int = 1
     """Workers of an island, which are one replica and share its batch; across islands the run's method exchanges, each
     worker its part.
@@ -55,8 +57,10 @@ class WorldConfig:
     """What the workers are: "distributed" starts real processes here that talk over gloo; "virtual" runs all workers in
     this process on a simulated network, with the same results.
     """
-    threads: int = 1
-    """Torch threads a worker; 1 keeps results equal to the bit on any machine."""
+    threads: int = 0
+    """Torch threads a worker; 1: the same bits on any machine. 0 or "auto": 1, but a share of the cores near its GPU
+    where each worker of a machine has one of its own.
+    """
     links: str = "home-fibre"
     """Virtual only: a preset of `isles.network.links`, a rate and a latency such as "40Mbit/s, 25ms", or a file of your
     own (`isles.network.own`).
@@ -121,13 +125,12 @@ class WorldConfig:
         known_backend(self.backend)
         if not self.trust_ratio > 1:
             raise ValueError(f"trust_ratio = {self.trust_ratio}: choose more than 1, such as 10")
-        for key in ("workers", "inner", "threads", "max_members"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
+        for key, least in (("workers", 1), ("inner", 1), ("threads", 0), ("max_members", 1)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key} = {getattr(self, key)}: choose {least} or more")
         if self.workers % self.inner:
             raise ValueError(
-                f"inner = {self.inner}: {self.workers} workers are not islands of {self.inner}; choose a divisor of "
-                "world.workers"
+                f"inner = {self.inner}: {self.workers} workers are no whole islands; choose a divisor of world.workers"
             )
         if self.inside != "ddp" and self.inner == 1:
             raise ValueError(f'inside = "{self.inside}" acts within islands only: set world.inner, or method = "fsdp"')
@@ -166,10 +169,8 @@ class WorldConfig:
             raise ValueError(f"drop_outer = {self.drop_outer}: choose a probability, 0 to 1")
         uneven = [key for key in ("step_factors", "step_jitter", "pause_every") if getattr(self, key)]
         if uneven and not self.is_simulated:
-            raise ValueError(
-                f"{uneven[0]} is of the virtual clock; on real workers speeds and pauses are as they are: take it out, "
-                'or set world.backend = "virtual"'
-            )
+            mend = 'take it out, or set world.backend = "virtual"'
+            raise ValueError(f"{uneven[0]} is of the virtual clock; real speeds and pauses are as they are: {mend}")
         networks = links(self.links), links(self.inner_links)  # refuses an unknown name
         if self.is_simulated:
             for network in networks[: 1 + (self.inner > 1)]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from isles.comm.errors import NodeLost
 from isles.fields import Unfit, integer, number, table, text
-from isles.schema import TASK_KINDS, Metrics
+from isles.schema import TASK_KINDS, USAGE, Metrics
 from isles.training.config.sections import Config, RunConfig
 from isles.training.records.spread import WEIGHTS
 from isles.training.records.timeline import KEPT
@@ -26,6 +26,7 @@ _COUNT = 1 << 63
 _WORDS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LINE = tuple(field.name for field in fields(Metrics))
+_OPTIONAL = ("val_loss", *USAGE)
 _KINDS = ("compute", "away", "blocked", "transfer", *TASK_KINDS.values())
 _CHANNELS = ("", "control", "inner", "outer", "pipeline", "eval")
 _COUNTED = ("bytes_sent", "bytes_received", "blocked_seconds")
@@ -87,7 +88,7 @@ class Schema:
             kept[key] = integer(event, key, 0, _COUNT)
         for key in ("blocked_seconds", "compute_seconds", "clock_seconds"):
             kept[key] = number(event, key, -math.inf)
-        for key in ("loss", "lr", *(["val_loss"] if "val_loss" in event else []), *gauges):
+        for key in ("loss", "lr", *(key for key in _OPTIONAL if key in event), *gauges):
             kept[key] = _figure(event, key)
         return {key: kept[key] for key in event}
 

@@ -80,7 +80,7 @@ class SwarmTrainer(Trainer):
             if self.world.rank not in self._present:
                 began = self.world.transport.now()
                 self._enter()
-                self.training_seconds += self.world.transport.now() - began  # it was blocked for so long
+                self.step_clock.seconds += self.world.transport.now() - began  # it was blocked for so long
             return super().run(out)
         except Left:
             self._depart()
@@ -234,7 +234,7 @@ class SwarmTrainer(Trainer):
             return None
         began = self.world.transport.now()
         loss = self.model_step.judge(())
-        self.training_seconds += self.world.transport.now() - began  # waits of the swarm count as those of steps
+        self.step_clock.seconds += self.world.transport.now() - began  # waits of the swarm count as those of steps
         return loss
 
     @override
@@ -260,7 +260,7 @@ class SwarmTrainer(Trainer):
             self.optimizer.zero_grad()
             self.optimizer.steps = self.config.run.steps
         self._is_concluded = True
-        self.training_seconds += self.world.transport.now() - began
+        self.step_clock.seconds += self.world.transport.now() - began
 
 
 def _read(given: Tensor, last: int) -> Any:

@@ -76,7 +76,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
                 worker.close()
 
         before = torch.get_num_threads()
-        torch.set_num_threads(world.threads)
+        torch.set_num_threads(world.threads or 1)
         try:
             VirtualCluster(max(made.lives) + 1, links="lan", step_seconds=0.0, seed=config.run.seed).run(
                 work, before=open_all
