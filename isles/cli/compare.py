@@ -19,6 +19,9 @@ def compare(
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2,3,4",
     sweep: Annotated[list[str] | None, typer.Option(metavar="KEY=A,B,C", help="Rows by value; repeatable.")] = None,
+    tuned: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Settings of the searches isles tune --out DIR/ROW.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Workers of every run.")] = None,
     steps: Annotated[int | None, typer.Option(help="Inner steps a worker.")] = None,
     set_: Annotated[
@@ -34,6 +37,7 @@ def compare(
     """
     from isles.cli.several import rows
     from isles.cli.several.running import new_folder, run_all, seeds_of, show, write_pages
+    from isles.cli.several.terms import tuned_in
     from isles.cli.table import print_table
     from isles.training.config.reading import method_tables
 
@@ -42,7 +46,7 @@ def compare(
     if len(sources or []) > max(len(folders), not folders):
         raise ValueError(f"{' '.join(sources or [])}: finished runs, or one CONFIG.toml, but not both")
     if folders:
-        if dry_run or quick or any(given is not None for given in (methods, sweep, workers, steps, set_)):
+        if dry_run or quick or any(given is not None for given in (methods, sweep, tuned, workers, steps, set_)):
             raise ValueError("finished runs are compared as they are: leave all options but --out away")
         out = new_folder(out, "compare")
         summaries = rows.of_runs(folders, out)
@@ -55,8 +59,12 @@ def compare(
     chosen = rows.rows_of(methods or ",".join(method_tables(config)) or rows.USUAL)
     for one in sweep or []:
         chosen = rows.swept(config, chosen, one, flags, set_ or [])
-    configs = rows.read_all(config, chosen, seeds_of(seeds), flags, set_ or [])
-    configs = rows.with_references(config, configs, flags, set_ or [])
+    numbers, found = seeds_of(seeds), None
+    configs = rows.with_references(config, rows.read_all(config, chosen, numbers, flags, set_ or []), flags, set_ or [])
+    if tuned is not None:
+        found = tuned_in(tuned, {label.split("@")[0]: one for (label, _), one in configs.items()})
+        configs = rows.read_all(config, chosen, numbers, flags, set_ or [], found)
+        configs = rows.with_references(config, configs, flags, set_ or [], found)
     if dry_run:
         print_table(rows.estimate(configs))
         print("dry run: nothing was started or written")

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from isles.cli import app
 from isles.cli.progress import Progress
 from isles.cli.several.rows import quick
-from isles.cli.several.study import Study, Terms, applied
+from isles.cli.several.study import Study, Terms
+from isles.cli.several.terms import applied
 from isles.replicas.methods.diloco import DiLoCoConfig
 from isles.replicas.space import MOMENTUM, STEP, Dimension, settings_of
 from isles.report.tuning import complete, read_tuning, saved
@@ -89,6 +90,43 @@ def test_stopped_and_resumed_it_is_the_same(tuned: tuple[Path, Any], monkeypatch
     assert command(folder, "again", "--budget", "1ms").exit_code == 0  # nothing is left to do
     other = command(folder, "again", "--at", "steps")
     assert isinstance(other.exception, ValueError) and "holds a search with another at" in str(other.exception)
+
+
+def test_a_comparison_takes_what_was_tuned(tuned: tuple[Path, Any]) -> None:
+    """Each row the best settings of its own search, for as many tokens; those that are given stand over them; what has
+    none is said. Real runs, as --quick makes them.
+    """
+    folder = tuned[0].parent
+    (folder / "studies").mkdir()
+    (folder / "studies" / "diloco").symlink_to(tuned[0])
+    lone = folder / "studies" / "one-worker"
+    lone.mkdir()
+    other = {"state": "complete", "loss": 1.0, "settings": {"inner.lr": 0.03, "data.batch_size": 4}}
+    text = "[model]\nlayers = 3\n"
+    (lone / "tune.json").write_text(json.dumps({"trials": [other], "config": text}))
+    words = ["--set", f"data.path={folder / 'text.txt'}", "--methods", "diloco,diloco@inner.lr=0.5", "--seeds", "3"]
+    words += ["--tuned", str(folder / "studies"), "--out", str(folder / "compared")]
+    done = CliRunner().invoke(app, ["compare", "--quick", *words])
+    assert done.exit_code == 0, done.output
+    assert "holds no search: none\n" in done.stderr
+    assert [line for line in done.stderr.splitlines() if "other" in line] == [
+        f"note: {lone} was tuned with other model.layers"
+    ]
+    best = complete(read_tuning(tuned[0]))[0]["settings"]
+    made = {
+        name: read_config(str(folder / "compared" / f"{name}-3" / "config.toml"), {}, [])
+        for name in ("diloco", "diloco@inner.lr=0.5", "none", "one-worker")
+    }
+    for name, rate in (("diloco", best["inner.lr"]), ("diloco@inner.lr=0.5", 0.5)):
+        one = made[name]
+        found = {key: getattr(getattr(one, key.split(".")[0]), key.split(".")[1]) for key in best}
+        assert found == {**best, "inner.lr": rate}
+    assert (made["none"].inner.lr, made["none"].data.batch_size) == (0.01, 2)
+    assert (made["one-worker"].inner.lr, made["one-worker"].run.steps) == (0.03, 12)  # twice the batch of 24 steps
+    tokens = [one.run.steps * tokens_a_step(one, one.replicas_in_all) for one in made.values()]
+    assert max(tokens) - min(tokens) <= 4 * 16 * 2  # less than a step
+    nobody = CliRunner().invoke(app, ["compare", "--quick", *words[:6], "--tuned", str(folder / "compared")])
+    assert isinstance(nobody.exception, ValueError) and "make one with isles tune" in str(nobody.exception)
 
 
 def terms(count: int, at: str = "tokens", method: str = "diloco", **settings: Any) -> Terms:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from isles.report.comparison import ALONE, NEVER
 
 if TYPE_CHECKING:
+    from isles.cli.several.terms import TunedSettings
     from isles.report.panels import Table
     from isles.training.config.sections import Config
 
@@ -75,15 +76,23 @@ def read_all(
     seeds: Sequence[int],
     flags: Mapping[str, Any],
     assignments: Sequence[str],
+    tuned: TunedSettings | None = None,
 ) -> Configs:
-    """All configurations, before the first is run: a slip in the last should not cost the hours of the others."""
+    """All configurations, before the first is run: a slip in the last should not cost the hours of the others. tuned:
+    settings below those that are given, for as many tokens.
+    """
+    from isles.cli.several.terms import at_equal
     from isles.training.config.reading import read_config
 
     outside = [row.name for row in rows if ":" in row.name]
 
     def read(row: ComparisonRow, seed: int) -> Config:
-        own = {**flags, "replicas.method": row.name, "run.seed": seed}
-        return read_config(config, own, [*assignments, *row.settings], shared=True, beside=outside)
+        own, words = {**flags, "replicas.method": row.name, "run.seed": seed}, [*assignments, *row.settings]
+        base = read_config(config, own, words, shared=True, beside=outside)
+        if tuned is None or row.name not in tuned:
+            return base
+        below = [f"{key}={value}" for key, value in tuned[row.name].items()]
+        return at_equal("tokens", read_config(config, own, [*below, *words], shared=True, beside=outside), base)
 
     return {(row.label, seed): read(row, seed) for row in rows for seed in seeds}
 
@@ -110,14 +119,25 @@ def swept(
 
 
 def with_references(
-    config: str | None, configs: Configs, flags: Mapping[str, Any], assignments: Sequence[str]
+    config: str | None,
+    configs: Configs,
+    flags: Mapping[str, Any],
+    assignments: Sequence[str],
+    tuned: TunedSettings | None = None,
 ) -> Configs:
     """Beside the rows those that all are held against, from the same words; a note where one cannot be."""
+    from isles.cli.several.terms import applied, at_equal
+
     seeds = list(dict.fromkeys(seed for _, seed in configs))
     calm = [*assignments, "world.drop_outer=0"]  # nothing is exchanged that could be dropped
     try:
         never = read_all(config, [ComparisonRow(NEVER)], seeds, flags, calm)
-        return {**configs, **never, **{(ALONE, seed): one_worker(one) for (_, seed), one in never.items()}}
+        alone = {(ALONE, seed): one_worker(one) for (_, seed), one in never.items()}
+        if tuned is not None:
+            never = read_all(config, [ComparisonRow(NEVER)], seeds, flags, calm, tuned)
+            own = tuned.get(ALONE, {})
+            alone = {place: at_equal("tokens", applied(one, own), one) for place, one in alone.items()}
+        return {**configs, **never, **alone}
     except ValueError as error:
         print(f"note: no rows of workers that never talk, and of one worker: {error}", file=sys.stderr)
         return configs
