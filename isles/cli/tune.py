@@ -24,10 +24,7 @@ def tune(
     config: Annotated[
         str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the embedded small run.")
     ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(help="The method, or one-worker (of isles compare). Default: the configuration's."),
-    ] = None,
+    method: Annotated[str | None, typer.Option(help="Or one-worker. Default: the configuration's.")] = None,
     over: Annotated[
         list[str] | None,
         typer.Option(

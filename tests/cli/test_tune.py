@@ -6,13 +6,18 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import isles
 from isles.cli import app
 from isles.cli.progress import Progress
 from isles.cli.several.rows import quick
@@ -109,8 +114,8 @@ def test_a_comparison_takes_what_was_tuned(tuned: tuple[Path, Any]) -> None:
     done = CliRunner().invoke(app, ["compare", "--quick", *words])
     assert done.exit_code == 0, done.output
     assert "holds no search: none\n" in done.stderr
-    assert [line for line in done.stderr.splitlines() if "other" in line] == [
-        f"note: {lone} was tuned with other model.layers"
+    assert [line for line in done.stderr.splitlines() if "another" in line] == [
+        f"note: {lone} was tuned on another model"
     ]
     best = complete(read_tuning(tuned[0]))[0]["settings"]
     made = {
@@ -192,6 +197,32 @@ def test_two_processes_share_the_trials(tmp_path: Path) -> None:
     assert len({json.dumps(one["settings"]) for one in study["trials"]}) == 12
 
 
+@pytest.mark.long
+def test_two_commands_of_which_one_is_killed(tmp_path: Path) -> None:
+    """Real processes on real runs: the other one makes the trial that was under way again; no settings twice."""
+    out, text = tmp_path / "out", write_text(tmp_path / "text.txt")
+    words = ["--method", "diloco", "--trials", "10", "--set", f"data.path={text}", "--out", str(out)]
+    command = [sys.executable, "-m", "isles", "tune", "--quick", *words]
+    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
+    try:
+        ends = time.monotonic() + 300
+        while len(list((out / "trials").glob("*/summary.json"))) < 3 and time.monotonic() < ends:
+            time.sleep(0.05)
+        both[0].kill()
+        assert both[1].wait(300) == 0
+    finally:
+        for process in both:
+            process.kill()
+            process.wait(60)
+    study = read_tuning(out)
+    assert [one["index"] for one in study["trials"]] == list(range(10))
+    assert {one["state"] for one in study["trials"]} <= {"complete", "pruned"}
+    assert len({json.dumps(one["settings"]) for one in study["trials"]}) == 10
+    for one in study["trials"]:  # accounted for: each has the run that its line says
+        kept = read_config(str(out / "trials" / str(one["index"]) / "config.toml"), {}, [])
+        assert kept.inner.lr == one["settings"]["inner.lr"] and one["steps"] <= one["of"] == kept.run.steps
+
+
 def test_what_trials_have_alike() -> None:
     """Twice the batch: half the steps at equal tokens, as many at equal steps; and each step takes twice as long."""
     for at, steps in (("tokens", 32), ("steps", 64), ("seconds", 32)):
@@ -214,6 +245,32 @@ def test_a_method_s_own_space() -> None:
     assert step.start == pytest.approx(7) and step.low <= 7 <= step.high and momentum.high == 0.9
     found = settings_of({STEP: 2.0, MOMENTUM: 0.75})
     assert found == {"replicas.outer_lr": 0.5, "replicas.outer_momentum": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("name", "always", "timed"),
+    [
+        ("demo", {"1 - replicas.compression_decay": (1e-4, 1e-2)}, {"replicas.compression_topk": (8, 128)}),
+        ("dct-dp", {"replicas.error_feedback": ["local", "none"]}, {"1 - replicas.sparsity": (0.0025, 0.04)}),
+        ("sparta", {}, {"replicas.sync_every": (1, 4), "replicas.fraction": (0.00125, 0.02)}),
+        ("ist", {"replicas.sampler": ["random", "stratified", "rolling"], "replicas.sync_every": (12, 100)}, {}),
+    ],
+)
+def test_spaces_of_methods_without_an_outer_rate(name: str, always: dict[str, Any], timed: dict[str, Any]) -> None:
+    """What only says how much is sent is searched where time counts. A point of the space is a setting that is taken,
+    and the configuration's own values are in it.
+    """
+    config = isles.method(name).Config()
+    for at, wanted in ((False, always), (True, {**always, **timed})):
+        space = config.space(400, timed=at)
+        found = {one.name: list(one.choices) or pytest.approx((one.low, one.high)) for one in space}
+        assert found.keys() == wanted.keys() and all(found[key] == wanted[key] for key in wanted)
+        for point in ("low", "start", "high"):
+            values = {one.name: one.choices[-1] if one.choices else getattr(one, point) for one in space}
+            made = {key.partition(".")[2]: value for key, value in settings_of(values).items()}
+            assert replace(config, **made) is not None  # it refuses what it does not take
+    start = settings_of({one.name: one.start for one in config.space(400, timed=True)})
+    assert all(getattr(config, key.partition(".")[2]) == value for key, value in start.items())
 
 
 @pytest.mark.parametrize(
