@@ -7,7 +7,7 @@
 #   make soak         processes of an elastic run killed, frozen and joined a thousand times (most of an hour)
 #   make lint         ruff and the type checker alone; `make format` mends the layout
 #   make bench        every benchmark
-#   make comparison   all methods on one job, three seeds, and a sweep over sizes: docs/comparison.md (most of an hour)
+#   make comparison   all methods on one job, tuned, five seeds: docs/comparison.md; 20 minutes at most, again until done
 #   make clean        remove caches and build products; `make distclean` also .venv and runs/demo
 #
 #   JOBS=4                    tests at a time (3: some only wait); JOBS=0 runs them one after the other in one process
@@ -96,9 +96,12 @@ bench: $(STAMP)
 	[ -n "$$found" ] || echo "isles: no benchmarks here yet"; \
 	[ -z "$$failed" ] || { echo "isles: failed:$$failed" >&2; exit 1; }
 
-# Apart from `bench`: it takes long. What is in runs/comparison is not run again.
+# Apart from `bench`: it takes hours, in blocks of 10 minutes each. What has a line in benchmarks/comparison/*.jsonl is not
+# run again; settings.jsonl is to be committed when it is whole, before the judged runs.
 comparison: $(STAMP)
-	$(BIN)/python -m benchmarks.comparison --at-once 2 --page docs/comparison.md
+	$(BIN)/python -m benchmarks.comparison --block tune --minutes 10 --at-once 2
+	$(BIN)/python -m benchmarks.comparison --block run --minutes 10 --at-once 2
+	$(BIN)/python -m benchmarks.comparison --block page --page docs/comparison.md
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -147,10 +147,14 @@ class Summary:
     """Of a run under a plan of memory: the plan, and its peak and step beside those of the run; else None, and left
     out.
     """
+    priced_as: str | None = None
+    """The model, step and links that seconds are of by `run.priced_as`; else None, and left out, as is the next."""
+    priced_bytes_per_worker: float | None = None
 
     def record(self) -> dict[str, Any]:
         """What stands in the file."""
-        absent = ("stages", "pipeline_bubble", "replicas", "islands", "bytes_across_per_worker", "memory")
+        absent = ("stages", "pipeline_bubble", "replicas", "islands", "bytes_across_per_worker", "memory", "priced_as")
+        absent += ("priced_bytes_per_worker",)
         return {key: value for key, value in asdict(self).items() if key not in absent or value is not None}
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
-from benchmarks.comparison.cases import TOPOLOGIES, Case
-from benchmarks.comparison.runs import Summary, finished
+from benchmarks.comparison.cases import Case, Key
+from benchmarks.comparison.runs import RunRow, finished
 from isles.models.config import ModelConfig
+from isles.report.comparison import NEVER
+from isles.report.paired import Paired, paired
 from isles.training.dry_run import dry_run
 
 REFERENCE = ModelConfig(size="eager-35M", device="cpu")
@@ -19,56 +22,59 @@ REFERENCE = ModelConfig(size="eager-35M", device="cpu")
 
 @dataclass(frozen=True)
 class Spread:
-    """A number over the seeds. deviation: the standard deviation; None for a single seed."""
+    """A number over the seeds. half: half of its 95 % interval (Student's t); None for a single seed."""
 
     mean: float
     low: float
     high: float
-    deviation: float | None
+    half: float | None
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
         """Of at least one value."""
         values = list(values)
-        return cls(mean(values), min(values), max(values), stdev(values) if len(values) > 1 else None)
+        return cls(mean(values), min(values), max(values), paired(values).half if len(values) > 1 else None)
 
 
 @dataclass(frozen=True)
 class Figures:
     """The runs of one row that are there, by seed."""
 
-    key: tuple[str, ...]
+    key: Key
     cases: dict[int, Case]
-    summaries: dict[int, Summary]
+    rows: dict[int, RunRow]
 
     @property
     def label(self) -> str:
         """The row's name."""
-        return self.key[0]
+        return self.key[1]
 
     def values(self, name: str) -> dict[int, float]:
         """An entry of summary.json by seed, where it is there."""
-        return {seed: one[name] for seed, one in self.summaries.items() if one.get(name) is not None}
+        found = {seed: one["summary"].get(name) for seed, one in self.rows.items()}
+        return {seed: value for seed, value in found.items() if value is not None}
 
     @property
     def loss(self) -> dict[int, float]:
         """By seed, what the row is judged by: the loss of its one model. Workers that never exchange have none worth
         the name (the mean of their weights), so `none` is judged by the mean of the workers' own losses.
         """
-        return self.values("val_loss_replicas" if self.label == "none" else "val_loss")
+        return self.values("val_loss_replicas" if self.label == NEVER else "val_loss")
 
     def spread(self, name: str) -> Spread | None:
         """Over the seeds."""
         found = self.values(name)
         return Spread.of(found.values()) if found else None
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Virtual seconds of the whole run by preset of the links; the mean where several seeds ran on one."""
-        times: dict[str, list[float]] = {}
-        for seed, value in self.values("virtual_seconds").items():
-            times.setdefault(self.cases[seed].config.world.links, []).append(value)
-        return {links: mean(times[links]) for links in TOPOLOGIES if links in times}
+    def seconds(self, links: str) -> float | None:
+        """Of the whole run, priced over these."""
+        found = [one["prices"][links]["virtual_seconds"] for one in self.rows.values() if links in one["prices"]]
+        return mean(found) if found else None
+
+    def loss_after(self, links: str, seconds: float) -> list[float]:
+        """Of each seed, so long after the start, priced over `links`; of one that has ended what it ended with."""
+        whole = self.seconds(links)
+        return [] if whole is None else [_at(one["validation"], seconds / whole) for one in self.rows.values()]
 
     @cached_property
     def memory(self) -> float:
@@ -80,15 +86,24 @@ class Figures:
         return planned.peak / planned.parameters
 
 
-def collect(cases: Iterable[Case], out: Path) -> dict[tuple[str, ...], Figures]:
+def _at(curve: Sequence[Sequence[float]], share: float) -> float:
+    """A loss after a share of the steps, between two that were judged."""
+    step = share * curve[-1][0]
+    place = bisect.bisect_left([at for at, _ in curve], step)
+    if place in (0, len(curve)):
+        return curve[min(place, len(curve) - 1)][1]
+    (left, before), (right, after) = curve[place - 1], curve[place]
+    return before + (after - before) * (step - left) / (right - left)
+
+
+def collect(cases: Iterable[Case], rows: Path) -> dict[Key, Figures]:
     """What is there, by row, in the order of `cases`; rows without a finished run are left out."""
-    found: dict[tuple[str, ...], Figures] = {}
+    found: dict[Key, Figures] = {}
+    there = finished(rows)
     for case in cases:
-        summary = finished(case, out)
-        if summary is not None:
+        if (one := there.get((case.key, case.seed))) is not None:
             row = found.setdefault(case.key, Figures(case.key, {}, {}))
-            row.cases[case.seed] = case
-            row.summaries[case.seed] = summary
+            row.cases[case.seed], row.rows[case.seed] = case, one
     return found
 
 
@@ -96,3 +111,9 @@ def differences(worse: Figures, better: Figures) -> dict[int, float]:
     """Loss of `worse` minus that of `better`, by seed, of the seeds that both have."""
     one, other = worse.loss, better.loss
     return {seed: one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())}
+
+
+def behind(row: Figures, reference: Figures) -> Paired | None:
+    """How far a row is behind another; None: fewer than two seeds have both."""
+    found = list(differences(row, reference).values())
+    return paired(found) if len(found) > 1 else None

@@ -4,168 +4,182 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
-from benchmarks._measure import machine
-from benchmarks.comparison.cases import ROWS, STEP_SECONDS, TOPOLOGIES
+from benchmarks.comparison.cases import AS, ROWS, TOPOLOGIES, Key
 from benchmarks.comparison.claims import Judged
-from benchmarks.comparison.figures import REFERENCE, Figures, Spread, differences
-from benchmarks.comparison.sweep_page import sweep_section
-from benchmarks.comparison.text import gap, joined, loss, named, paragraph, points, span, table
+from benchmarks.comparison.figures import REFERENCE, Figures, Spread, behind
+from benchmarks.comparison.sweep_page import ladder_section
+from benchmarks.comparison.text import gap, interval, joined, loss, named, paragraph, points, table
 from benchmarks.comparison.words import WHY
+from isles.report.comparison import ALONE, NEVER
 from isles.report.units import format_bytes, format_count, format_percent, format_seconds
 
 BEHIND = 0.05  # nats a token after `ddp` from which a row counts as losing
+Methods = Mapping[str, Figures]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the page is about. methods: by label; sweep: by method and size. command: that made it. pictures: "bytes"
-    and "gap", as seen from the page, where they are there.
+    """What the page is about. parts: the regimes, each by row; ladder: by row and size. command: that made it.
+    pictures: by name, as seen from the page.
     """
 
-    methods: Mapping[str, Figures]
-    sweep: Mapping[tuple[str, ...], Figures]
-    judged: Sequence[Judged]
-    seeds: Sequence[int]
+    parts: Mapping[str, Methods]
+    ladder: Mapping[Key, Figures]
+    judged: Sequence[tuple[str, Judged]]
     command: str
     pictures: Mapping[str, str]
 
 
 def page(asked: Asked) -> str:
     """The whole text."""
-    parts = [_head(asked)]
-    if asked.methods:
-        parts += [_methods(asked), _losers(asked), _claims(asked)]
-    if asked.sweep:
-        parts.append(sweep_section(asked.sweep, asked.seeds, asked.pictures.get("gap", "")))
-    return joined(*parts) + "\n"
+    made = [_head(asked)]
+    for part, methods in asked.parts.items():
+        if methods:
+            judged = [one for of, one in asked.judged if of == part]
+            made += [_methods(part, methods, asked), _clocks(methods), _losers(methods), _claims(judged)]
+    if asked.ladder:
+        made.append(ladder_section(asked.ladder, asked.pictures.get("gap", "")))
+    return joined(*made) + "\n"
 
 
 def _head(asked: Asked) -> str:
-    rows = [*asked.methods.values(), *asked.sweep.values()]
-    moments = [one["finished"] for row in rows for one in row.summaries.values()]
-    days = sorted({datetime.fromtimestamp(moment, UTC).date().isoformat() for moment in moments})
+    rows = [*(row for methods in asked.parts.values() for row in methods.values()), *asked.ladder.values()]
     wall = sum(sum(row.values("wall_seconds").values()) for row in rows)
-    when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "no runs yet"
+    commits = sorted({one["settings"][:10] for row in rows for one in row.rows.values()})
     return joined(
         "# All methods on one job",
         "This page is written by a command; every number on it is computed from its runs:",
         f"    {asked.command}",
         paragraph(
-            f"Runs of {when}: {len(moments)}, on {machine()}. One after another they took {format_seconds(wall)},",
-            "with whatever else the machine had to do. Losses and bytes do not depend on the load. A run that is in",
-            "the folder is not made again, so the command can be stopped and started again; after a change of a",
-            "method's code, remove its folders there.",
+            f"{sum(len(row.rows) for row in rows)} runs, {format_seconds(wall)} one after another, with whatever else",
+            "the machine had to do. Losses and bytes do not depend on the load. Each row has settings of its own,",
+            "found by one budget a row on another seed and on text that no run here is judged by; they were committed",
+            f"({', '.join(commits)}) before the first run was made, and every run was made once.",
         ),
     )
 
 
-def _methods(asked: Asked) -> str:
-    some = next(iter(asked.methods.values()))
-    case, summary = next(iter(some.cases.values())), next(iter(some.summaries.values()))
-    world, run, data = case.config.world, case.config.run, case.config.data
-    context = case.config.model.shape().context
-    places = [name for name in TOPOLOGIES if any(name in row.seconds for row in asked.methods.values())]
-    heads = ["method", "validation loss", "mean of the workers' own", "behind `ddp`", "sent by a worker", "of `ddp`'s"]
-    heads += [*(f"time, {TOPOLOGIES[name]}" for name in places), "computing", "memory"]
-    ordered = sorted(asked.methods.values(), key=lambda row: Spread.of(row.loss.values()).mean)
-    notes = [f"`{label}`: {ROWS[label].note}." for label in asked.methods if ROWS[label].note]
-    picture = asked.pictures.get("bytes", "")
+def _methods(part: str, methods: Methods, asked: Asked) -> str:
+    some = next(iter(methods.values()))
+    case, summary = next(iter(some.cases.values())), next(iter(some.rows.values()))["summary"]
+    world, data = case.base.world, case.base.data
+    seeds = sorted({seed for row in methods.values() for seed in row.rows})
+    heads = [
+        "row",
+        "validation loss",
+        "mean of the workers' own",
+        "behind `ddp`",
+        "ahead of `none`",
+        "sent by a worker",
+    ]
+    heads += ["of `ddp`'s", "memory"]
+    ordered = sorted(methods.values(), key=lambda row: Spread.of(row.loss.values()).mean)
+    notes = [f"`{label}`: {ROWS[label].note}." for label in methods if ROWS[label].note]
+    picture = asked.pictures.get(f"bytes-{part}", "")
     return joined(
-        "## At the same tokens",
+        f"## The {part} regime, at equal tokens",
         paragraph(
-            f"{world.workers} workers, {format_count(summary['parameters'])} parameters over bytes, {run.steps}",
-            f"steps of {data.batch_size} sequences of {context} bytes a worker, {format_count(summary['tokens'])}",
-            "tokens in all, the source of Python's standard library. Settings are the embedded run's (`isles config",
-            "--method NAME`), which has one small table for each method, made for a run of 800 steps; the rates of",
-            "`delayed`, `streaming-diloco` and `sparseloco` were chosen on seed 0 of this one. Seeds",
-            f"{', '.join(map(str, asked.seeds))}: mean ± standard deviation, nats a token. Within a seed all methods",
-            "start from the same weights and read the same data in the same order.",
+            f"{world.workers} workers, {format_count(summary['parameters'])} parameters over bytes,",
+            f"{case.base.run.steps} steps of {data.batch_size} sequences of {case.base.model.shape().context} bytes a",
+            f"worker before tuning, {format_count(summary['tokens'])} tokens in all, the source of Python's standard",
+            f"library. Seeds {', '.join(map(str, seeds))}: mean and 95 % interval (Student's t), nats a token;",
+            "*behind* and *ahead*: seed by seed. Within a seed all rows have the same first weights and the same data.",
         ),
+        table(heads, [_row(row, methods, len(seeds)) for row in ordered]),
         paragraph(
-            f"The virtual clock charges {STEP_SECONDS:g} s for a step, and for a message what the links ask",
-            f"({', '.join(f'`{preset}`: {words}' for preset, words in TOPOLOGIES.items())}). Results do not depend",
-            "on the links, so each seed ran on another topology, and a time is that of one run. The model of",
-            f"{format_bytes(4 * summary['parameters'])} makes light messages: for yours, see",
-            "[planning.md](planning.md).",
-        ),
-        table(heads, [_method_row(row, asked, places) for row in ordered]),
-        paragraph(
-            "*validation loss*: of the one model of the run. `none` has none (the mean of weights that never met),",
-            "so here and below its workers' own losses stand for it. *behind*: seed by seed. *computing*: share of",
-            "the time that is not spent waiting, worst and best topology. *memory*: bytes a parameter of a worker",
-            "at its fullest (weights, gradients, inner optimizer, method; no activations), from the dry run of the",
-            f"{REFERENCE.size} model. `custom` is left out: it is a box of parts.",
+            "*validation loss*: of the one model of the run; of `none`, workers that never talk, the mean of their",
+            "own. *memory*: bytes a parameter of a worker at its fullest (weights, gradients, inner optimizer, method;",
+            f"no activations), from the dry run of the {REFERENCE.size} model.",
         ),
         points(notes),
         f"![loss against bytes]({picture})" if picture else "",
     )
 
 
-def _method_row(row: Figures, asked: Asked, places: Sequence[str]) -> list[str]:
-    there, wanted = len(row.summaries), len(asked.seeds)
+def _row(row: Figures, methods: Methods, wanted: int) -> list[str]:
     sent, reference = row.spread("bytes_sent_per_worker"), row.spread("ddp_bytes_per_worker")
-    computing = row.values("compute_utilisation").values() if ROWS[row.label].timed else ()
     assert sent is not None and reference is not None
-    times, across = row.seconds, row.spread("bytes_across_per_worker")
+    never = methods.get(NEVER)
     return [
-        f"`{row.label}`" + ("" if there == wanted else f" ({there} of {wanted} seeds)"),
-        loss(row.spread("val_loss")),
+        f"`{row.label}`" + ("" if len(row.rows) == wanted else f" ({len(row.rows)} of {wanted} seeds)"),
+        loss(row.spread("val_loss")) if row.label != NEVER else loss(Spread.of(row.loss.values())),
         loss(row.spread("val_loss_replicas")),
-        gap(row, asked.methods.get("ddp")),
-        format_bytes(sent.mean) + ("" if across is None else f", {format_bytes(across.mean)} across"),
-        format_percent(sent.mean / reference.mean),
-        *(format_seconds(times[name]) if name in times else "-" for name in places),
-        span([100 * share for share in computing], "{:.0f}", " %") if computing else "-",
+        gap(row, methods.get("ddp")),
+        "-" if never is None or never is row else interval(behind(never, row)),
+        format_bytes(sent.mean),
+        format_percent(sent.mean / reference.mean) if reference.mean else "-",
         f"{row.memory:.1f}",
     ]
 
 
-def _losers(asked: Asked) -> str:
-    reference = asked.methods.get("ddp")
-    if reference is None:
-        return ""
-    found = {row.label: differences(row, reference) for row in asked.methods.values() if row is not reference}
-    behind = {label: Spread.of(values.values()).mean for label, values in found.items() if values}
-    losing = sorted((label for label in behind if behind[label] > BEHIND), key=lambda label: -behind[label])
-    near = [label for label in behind if label not in losing]
-    alone = behind.get("none")
-    worse = [] if alone is None else [label for label in losing if behind[label] > alone]
+def _clocks(methods: Methods) -> str:
+    """Hours as 1B, and losses at equal wall-clock: when the fastest row of all workers has ended."""
+    heads, ends = ["row"], dict[str, float]()
+    rows = {label: row for label, row in methods.items() if label != ALONE}
+    for links, words in TOPOLOGIES.items():
+        found = [seconds for row in rows.values() if (seconds := row.seconds(links)) is not None]
+        if found:
+            ends[links] = min(found)
+            heads += [f"time, {words}", f"loss after {format_seconds(ends[links])}"]
+    lines = [[f"`{label}`", *_clock(row, ends)] for label, row in rows.items()]
     return joined(
-        "## What loses, and why",
+        f"### As {AS}: equal wall-clock",
         paragraph(
-            "At equal tokens nothing is expected to beat `ddp`: it sees every worker's gradient at every step.",
-            f"Within {BEHIND:g} of it: {named(near)}. Further behind, the furthest first; the runs show the",
-            "distance, the reasons are ours, from how the methods work:",
+            f"What the run takes where messages and steps are those of {AS} on H100s (`--as {AS}`), and the validation",
+            "loss when the fastest row has ended, read off between two validations of a run whose rate still falls.",
         ),
-        points([f"`{label}`, {behind[label]:.2f}: {WHY[label]}." for label in losing]),
-        paragraph(f"Worse than not talking at all, on this job: {named(worse)}.") if worse else "",
+        table(heads, lines),
     )
 
 
-def _claims(asked: Asked) -> str:
-    if not asked.judged:
+def _clock(row: Figures, ends: Mapping[str, float]) -> list[str]:
+    cells = []
+    for links, seconds in ends.items():
+        whole, losses = row.seconds(links), row.loss_after(links, seconds)
+        cells += ["-" if whole is None else format_seconds(whole), loss(Spread.of(losses)) if losses else "-"]
+    return cells
+
+
+def _losers(methods: Methods) -> str:
+    reference, never = methods.get("ddp"), methods.get(NEVER)
+    gaps = {label: behind(row, reference) for label, row in methods.items() if reference and row is not reference}
+    losing = sorted(
+        ((label, one.mean) for label, one in gaps.items() if one is not None and one.mean > BEHIND and label in WHY),
+        key=lambda pair: -pair[1],
+    )
+    over = {label: behind(never, row) for label, row in methods.items() if never and row is not never}
+    worse = [label for label, one in over.items() if one is not None and one.mean + one.half < 0]
+    same = [label for label, one in over.items() if one is not None and abs(one.mean) <= one.half]
+    return joined(
+        "### What loses, and why",
+        points([f"`{label}`, {mean:.2f} behind `ddp`: {WHY[label]}." for label, mean in losing]),
+        paragraph(f"Worse than workers that never talk: {named(worse)}; not told apart from them: {named(same)}.")
+        if over
+        else "",
+    )
+
+
+def _claims(judged: Sequence[Judged]) -> str:
+    if not judged:
         return ""
     rows = [
         [
             one.claim.words,
             one.claim.source,
-            f"{one.mean:+.3f}" if one.found else "-",
-            span(one.found, "{:+.3f}") if one.found else "-",
+            "-" if one.found is None else f"{one.found.mean + one.claim.margin:+.3f} ± {one.found.half:.3f}",
+            f"{one.p:.2g}",
             one.verdict,
         ]
-        for one in asked.judged
+        for one in judged
     ]
-    kept = sum(one.verdict == "holds" for one in asked.judged)
+    kept = sum(one.verdict == "holds" for one in judged)
     return joined(
-        "## Who beats whom",
+        "### Who beats whom",
         paragraph(
-            "Claims with a margin in nats a token, chosen beforehand from the papers and from smaller runs, and put",
-            "to these. The difference is the second's loss less the first's: above 0, the first is better. A claim",
-            f"*holds* if it does in every seed that both rows have; {kept} of {len(asked.judged)} do. Most papers",
-            "speak of models a thousand times larger and of runs a hundred times longer: what does not hold here is",
-            "not refuted.",
+            "Claims with a margin in nats a token, chosen beforehand. The difference is the second's loss less the",
+            "first's: mean and 95 % interval, seed by seed. p: of that difference from the margin, after Holm's",
+            f"correction over all claims; at 0.05 or more the claim is *open*. {kept} of {len(judged)} hold.",
         ),
-        table(["claim", "who says so", "mean difference", "over the seeds", "verdict"], rows, names=2),
+        table(["claim", "who says so", "difference", "p", "verdict"], rows, names=2),
     )

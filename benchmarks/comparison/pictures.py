@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.comparison.cases import SWEPT
+from benchmarks.comparison.cases import LADDER_ROWS, Key
 from benchmarks.comparison.figures import Figures, Spread, differences
 from isles.report.draw.axes import linear, logarithmic
 from isles.report.draw.png import bare, drawn, scaled
@@ -36,7 +36,8 @@ def bytes_picture(rows: Mapping[str, Figures]) -> bytes:
     marks = []
     for index, row in enumerate(rows.values()):
         sent = row.spread("bytes_sent_per_worker")
-        assert sent is not None
+        if sent is None or not sent.mean:  # one worker: a logarithmic axis has no place for it
+            continue
         point = (sent.mean, Spread.of(row.loss.values()))
         marks.append(Marks(name=row.label, points=[point], css=SERIES[index % len(SERIES)]))
     heading = "Validation loss against bytes, nats per token: mean and range over the seeds"
@@ -44,19 +45,19 @@ def bytes_picture(rows: Mapping[str, Figures]) -> bytes:
     return _picture(marks, heading, label, lambda count: format_bytes(count, trim=True))
 
 
-def gap_picture(sweep: Mapping[tuple[str, ...], Figures]) -> bytes:
+def gap_picture(sweep: Mapping[Key, Figures]) -> bytes:
     """Loss behind data parallel against parameters, a line for each method."""
     marks = []
-    for name, css in zip(SWEPT[1:], SERIES, strict=False):
+    for name, css in zip(LADDER_ROWS[1:], SERIES, strict=False):
         points = []
         for (method, size), row in sweep.items():
-            reference = sweep.get((SWEPT[0], size))
+            reference = sweep.get((LADDER_ROWS[0], size))
             if method == name and reference is not None and (found := differences(row, reference)):
-                parameters = next(iter(row.summaries.values()))["parameters"]
+                parameters = next(iter(row.rows.values()))["summary"]["parameters"]
                 points.append((float(parameters), Spread.of(found.values())))
         if points:
             marks.append(Marks(name=name, points=sorted(points, key=lambda point: point[0]), css=css, joined=True))
-    heading = f"Validation loss behind {SWEPT[0]}, nats per token: mean and range over the seeds"
+    heading = f"Validation loss behind {LADDER_ROWS[0]}, nats per token: mean and range over the seeds"
     return _picture(marks, heading, "parameters (logarithmic)", format_short)
 
 

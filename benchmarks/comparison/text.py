@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from benchmarks.comparison.figures import Figures, Spread, differences
+from benchmarks.comparison.figures import Figures, Spread, behind
+from isles.report.paired import Paired
 
 _WIDTH = 120
 
@@ -31,23 +32,23 @@ def joined(*parts: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def loss(spread: Spread | None, *, sign: bool = False) -> str:
-    """Mean ± standard deviation; "-" where there is nothing."""
+def loss(spread: Spread | None) -> str:
+    """Mean ± half of its 95 % interval; "-" where there is nothing."""
     if spread is None:
         return "-"
-    mean = round(spread.mean, 4) + 0.0  # no -0.0000
-    text = f"{mean:+.4f}" if sign else f"{mean:.4f}"
-    return text if spread.deviation is None else f"{text} ± {spread.deviation:.4f}"
+    return f"{spread.mean:.4f}" if spread.half is None else f"{spread.mean:.4f} ± {spread.half:.4f}"
 
 
 def gap(row: Figures | None, reference: Figures | None) -> str:
-    """How far a row is behind another, seed by seed."""
+    """How far a row is behind another, seed by seed: mean and 95 % interval."""
     if row is None or reference is None:
         return "-"
-    if row is reference:
-        return "0"
-    found = differences(row, reference)
-    return loss(Spread.of(found.values()), sign=True) if found else "-"
+    return "0" if row is reference else interval(behind(row, reference))
+
+
+def interval(found: Paired | None) -> str:
+    """Mean ± half of the interval."""
+    return "-" if found is None else f"{found.mean:+.4f} ± {found.half:.4f}"
 
 
 def span(values: Iterable[float], form: str, unit: str = "") -> str:

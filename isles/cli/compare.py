@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from isles.cli.options import As
 from isles.cli.signals import end_in_order
 
 
@@ -19,11 +21,14 @@ def compare(
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2,3,4",
     sweep: Annotated[list[str] | None, typer.Option(metavar="KEY=A,B,C", help="Rows by value; repeatable.")] = None,
+    tuned: Annotated[Path | None, typer.Option(metavar="DIR", help="As found by isles tune --out DIR/ROW.")] = None,
     workers: Annotated[int | None, typer.Option(help="Workers of every run.")] = None,
     steps: Annotated[int | None, typer.Option(help="Inner steps a worker.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
     ] = None,
+    as_: As = None,
+    over: Annotated[list[str] | None, typer.Option(metavar="LINKS", help="Finished runs --as: over these.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what will be run, and how long.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few steps: see what comes out.")] = False,
     out: Annotated[Path | None, typer.Option(help="New directory. Default: runs/compare-DATE-TIME.")] = None,
@@ -34,6 +39,7 @@ def compare(
     """
     from isles.cli.several import rows
     from isles.cli.several.running import new_folder, run_all, seeds_of, show, write_pages
+    from isles.cli.several.terms import tuned_in
     from isles.cli.table import print_table
     from isles.training.config.reading import method_tables
 
@@ -41,22 +47,27 @@ def compare(
     folders = [Path(source) for source in sources or [] if Path(source).is_dir()]
     if len(sources or []) > max(len(folders), not folders):
         raise ValueError(f"{' '.join(sources or [])}: finished runs, or one CONFIG.toml, but not both")
+    if over and not (folders and as_):
+        raise ValueError("--over prices finished runs: isles compare RUN... --as MODEL --over LINKS")
     if folders:
-        if dry_run or quick or any(given is not None for given in (methods, sweep, workers, steps, set_)):
-            raise ValueError("finished runs are compared as they are: leave all options but --out away")
+        if dry_run or quick or any(given is not None for given in (methods, sweep, tuned, workers, steps, set_)):
+            raise ValueError("finished runs are as they are: leave all options but --as, --over and --out away")
         out = new_folder(out, "compare")
-        summaries = rows.of_runs(folders, out)
+        summaries = rows.of_runs(folders, out, as_, over)
         write_pages(out, summaries)
         show(out, summaries)
         return
     config = sources[0] if sources else None
     flags = rows.quick() if quick else {}
+    flags |= {} if as_ is None else {"run.priced_as": as_, "world.backend": "virtual"}
     flags = flags | {key: n for key, n in (("world.workers", workers), ("run.steps", steps)) if n is not None}
     chosen = rows.rows_of(methods or ",".join(method_tables(config)) or rows.USUAL)
     for one in sweep or []:
         chosen = rows.swept(config, chosen, one, flags, set_ or [])
-    configs = rows.read_all(config, chosen, seeds_of(seeds), flags, set_ or [])
-    configs = rows.with_references(config, configs, flags, set_ or [])
+    read = partial(rows.read_beside, config, chosen, seeds_of(seeds), flags, set_ or [])
+    configs = read()
+    if tuned is not None:
+        configs = read(tuned_in(tuned, {label.split("@")[0]: one for (label, _), one in configs.items()}))
     if dry_run:
         print_table(rows.estimate(configs))
         print("dry run: nothing was started or written")

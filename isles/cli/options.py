@@ -17,6 +17,7 @@ def _known(device: str | None) -> str | None:
 
 Device = Annotated[str, typer.Option(callback=_known, help="auto, cpu, cuda or cuda:N.")]
 OwnDevice = Annotated[str | None, typer.Option(callback=_known, help="auto, cpu, cuda or cuda:N. Default: the run's.")]
+As = Annotated[str | None, typer.Option("--as", metavar="MODEL", help='Time and bytes as of "1B", or "1B, A100".')]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Import and run what the run's config.toml names, though it was made elsewhere.")
 ]

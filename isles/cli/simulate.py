@@ -5,14 +5,16 @@ from __future__ import annotations
 import json as json_module
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isles.cli.options import As
 from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
-    from isles.cli.several.running import Configs, OnLine, OnNotice
+    from isles.cli.several.rows import Configs
+    from isles.cli.several.running import OnLine, OnNotice, Start
     from isles.training.config.sections import Config
     from isles.training.records.summary import SummaryTable
 
@@ -41,6 +43,7 @@ def simulate(
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting, such as world.pause_every=600."),
     ] = None,
+    as_: As = None,
     replay: Annotated[
         bool, typer.Option("--replay", help="CONFIG.toml is the directory of an elastic run: do it again, bit for bit.")
     ] = False,
@@ -55,22 +58,23 @@ def simulate(
     end_in_order()
     if replay:
         others = {"--methods": methods, "--seeds": seeds, "--workers": workers, "--steps": steps, "--links": links}
-        others |= {"--churn": churn, "--set": set_}
+        others |= {"--churn": churn, "--set": set_, "--as": as_}
         given = [name for name, value in others.items() if value is not None]
         if given:
             raise ValueError(f"{given[0]} with --replay: what is done again is as it was; leave it out")
         _replay(config, out, as_json=json)
         return
     flags = {"world.backend": "virtual", "world.links": links, "world.workers": workers, "run.steps": steps}
+    flags["run.priced_as"] = as_
     own = read_config(config, flags, set_ or [], shared=methods is not None)
     if own.world.backend != "virtual":
         raise ValueError("isles simulate is always on the virtual clock: take world.backend out")
     chosen = [ComparisonRow(own.method)] if methods is None else rows_of(methods)
     numbers = [own.run.seed] if seeds is None else seeds_of(seeds)
-    if churn is None:
-        folder, summaries = run_all(read_all(config, chosen, numbers, flags, set_ or []), out, "simulate")
-    else:
-        folder, summaries = _churned(churn, read_all(config, chosen, numbers, flags, set_ or []), out)
+    configs, start = read_all(config, chosen, numbers, flags, set_ or []), None
+    if churn is not None:
+        configs, start = _churned(churn, configs)
+    folder, summaries = run_all(configs, out, "simulate", start)
     if json:
         print(json_module.dumps({"folder": str(folder), "runs": summaries}, indent=1))
     else:
@@ -101,40 +105,24 @@ def _replay(run: str | None, out: Path | None, *, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def _churned(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
-    """The same where workers come and go; all that can be refused is, before the first begins."""
-    from isles.cli.several.running import run_all
-    from isles.training.churn import trace_of
-    from isles.training.elastic.churn.churned import ChurnedRun
-    from isles.training.elastic.terms import going_on
-
-    if any(config.pipeline.routing in ("swarm", "ravnest") for config in configs.values()):
-        return _without_lighthouse(name, configs, out)
-    elastic = {place: going_on(config) for place, config in configs.items()}
-    for config in elastic.values():
-        trace_of(config, name)
-
-    def begin(config: Config, folder: Path, on_line: OnLine, on_notice: OnNotice) -> SummaryTable:
-        return ChurnedRun(config, name, folder, on_line, on_notice).run()
-
-    return run_all(elastic, out, "simulate", begin)
-
-
-def _without_lighthouse(name: str, configs: Configs, out: Path | None) -> tuple[Path, dict[str, list[dict[str, Any]]]]:
-    """The same with swarms, or clusters, all of them."""
-    from isles.cli.several.running import run_all
+def _churned(name: str, configs: Configs) -> tuple[Configs, Start]:
+    """The same where workers come and go, and what starts them; all that can be refused is, before the first begins."""
     from isles.training.churn import trace_of
     from isles.training.clustered.churned import ChurnedClusters
+    from isles.training.elastic.churn.churned import ChurnedRun
+    from isles.training.elastic.terms import PEERS, going_on
     from isles.training.swarmed.churned import ChurnedSwarm
 
     kinds = {config.pipeline.routing for config in configs.values()}
-    if len(kinds) > 1:
+    if kinds.isdisjoint(PEERS):
+        configs = {place: going_on(config) for place, config in configs.items()}
+    elif len(kinds) > 1:
         raise ValueError(f"--churn: runs by pipeline.routing = {', '.join(sorted(kinds))}: simulate each by itself")
     for config in configs.values():
         trace_of(config, name)
-    made = ChurnedSwarm if kinds == {"swarm"} else ChurnedClusters
+    made = {"swarm": ChurnedSwarm, "ravnest": ChurnedClusters}.get(kinds.pop(), ChurnedRun)
 
     def begin(config: Config, folder: Path, on_line: OnLine, on_notice: OnNotice) -> SummaryTable:
         return made(config, name, folder, on_line, on_notice).run()
 
-    return run_all(configs, out, "simulate", begin)
+    return configs, begin

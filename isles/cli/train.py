@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isles.cli import torchrun
-from isles.cli.options import Trust
+from isles.cli.options import As, Trust
 from isles.cli.signals import end_in_order
 
 Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
@@ -59,6 +59,7 @@ def train(
     ] = False,
     probe: Annotated[bool, typer.Option("--probe", help="With --dry-run: measure a step on this machine.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
+    as_: As = None,
     trust: Trust = False,
 ) -> None:
     """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
@@ -80,6 +81,7 @@ def train(
         config = str(preset_file(preset))
     end_in_order()
     flags = {"replicas.method": method, "world.workers": torchrun.workers(workers), "run.steps": steps}
+    flags["run.priced_as"] = as_
     tables = gather(config, flags, set_ or [], trust=trust, machines=nodes)
     if not dry_run and torchrun.size() is None and backend_of(tables).has_processes:
         own = tables.get("world", {}).get("workers", 1)
@@ -182,9 +184,8 @@ def print_summary(summary: dict[str, Any], out: Path) -> None:
         count, stages = summary["replicas"], summary["stages"]
         uneven = "up to " if summary["workers"] < count * stages else ""
         layout = f", {count} replica{'s' * (count > 1)} of {uneven}{stages} stages"
-    table = Table(
-        title=f"{summary['method']}: {summary['workers']} workers{layout}, {summary['steps']} steps", show_header=False
-    )
+    layout += f", {summary['steps']} steps" + (f", priced as {summary['priced_as']}" if "priced_as" in summary else "")
+    table = Table(title=f"{summary['method']}: {summary['workers']} workers{layout}", show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     for label, value in summary_rows(summary):
@@ -213,6 +214,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("spread of replicas", f"{summary['replica_std']:.2e}"),
         ("tokens, all workers", f"{summary['tokens']:,}"),
         ("sent per worker", format_bytes(sent)),
+        *([("  as priced", format_bytes(summary["priced_bytes_per_worker"]))] if "priced_as" in summary else []),
         *([] if across is None else [("  of that across islands", format_bytes(across))]),
         *([] if not between else [("  of that to other replicas", format_bytes(between))]),
         ("data parallel would have sent", format_bytes(ddp) + (f" ({ddp / sent:.1f} x)" if sent else "")),

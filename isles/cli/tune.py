@@ -24,7 +24,7 @@ def tune(
     config: Annotated[
         str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the embedded small run.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="The method. Default: the configuration's.")] = None,
+    method: Annotated[str | None, typer.Option(help="Or one-worker. Default: the configuration's.")] = None,
     over: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,11 +52,13 @@ def tune(
     if at not in _AT or trials < 1:
         raise ValueError(f"--at {at} --trials {trials}: choose one of {', '.join(_AT)}, and 1 trial or more")
     from isles.cli.progress import Progress
+    from isles.cli.several.rows import one_worker
     from isles.cli.several.rows import quick as quick_terms
     from isles.cli.several.study import Study, Terms
     from isles.cli.table import print_table
     from isles.network.units import parse_seconds
     from isles.report import write_picture, write_report
+    from isles.report.comparison import ALONE, NEVER
     from isles.report.tuning import complete, read_tuning, subtitle, table_of
     from isles.report.units import format_seconds
     from isles.training.config.reading import read_config
@@ -65,8 +67,10 @@ def tune(
     from isles.training.running.run import launch
 
     ends = time.monotonic() + (parse_seconds("--budget", budget) if budget else math.inf)
-    flags = {**(quick_terms() if quick else {}), "world.backend": "virtual", "replicas.method": method}
+    own = NEVER if method == ALONE else method
+    flags = {**(quick_terms() if quick else {}), "world.backend": "virtual", "replicas.method": own}
     resolved = read_config(config, flags, set_ or [], shared=quick)
+    resolved = one_worker(resolved) if method == ALONE else resolved
     if resolved.world.backend != "virtual":
         raise ValueError("isles tune is always on the virtual clock: take world.backend out")
     refuse(resolved)

@@ -34,6 +34,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("replica_std", "spread of replicas", format_number),
     ("tokens", "tokens", lambda value: f"{value:,.0f}"),
     ("bytes_sent_per_worker", "sent per worker", format_bytes),
+    ("priced_bytes_per_worker", "sent as priced", format_bytes),
     ("compute_utilisation", "computing", format_percent),
     ("train_seconds", "training", format_seconds),
     ("virtual_seconds", "virtual time", format_seconds),
@@ -53,12 +54,12 @@ def read_comparison(folder: Path) -> Runs:
     try:
         index = parse_json((folder / INDEX).read_text(encoding="utf-8"))
         places = {
-            label: [folder / summary.get("folder", run_folder(label, summary["seed"])) for summary in group]
+            label: [(folder / one.get("folder", run_folder(label, one["seed"])), one) for one in group]
             for label, group in index.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / INDEX} is damaged ({error}); run isles compare again") from error
-    return {label: [read_run(place) for place in group] for label, group in places.items()}
+    return {label: [read_run(*place) for place in group] for label, group in places.items()}
 
 
 def comparison_rows(summaries: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list[list[str]]]:
@@ -100,7 +101,8 @@ def table_of(runs: Runs) -> tuple[Table, str]:
 def title(runs: Runs) -> str:
     """The heading of the page."""
     rows = [label for label in runs if label not in (NEVER, ALONE)]
-    return f"{len(rows)} methods compared" if len(rows) > 1 else f"{rows[0]} compared" if rows else "1 method"
+    words = f"{len(rows)} methods compared" if len(rows) > 1 else f"{rows[0]} compared" if rows else "1 method"
+    return words + "".join(dict.fromkeys(run.price for group in runs.values() for run in group))
 
 
 def render_comparison(runs: Runs) -> str:

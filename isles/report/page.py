@@ -58,6 +58,8 @@ FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("replica_std", "Standard deviation between the replicas", format_number),
     ("bytes_sent_per_worker", "Sent per worker", format_bytes),
     ("bytes_across_per_worker", "Sent per worker across islands", format_bytes),
+    ("priced_as", "Priced as", str),
+    ("priced_bytes_per_worker", "Sent per worker as priced", format_bytes),
     ("bytes_received_per_worker", "Received per worker", format_bytes),
     ("channels", "Of that, by channel", _by_channel),
     ("ddp_bytes_per_worker", "Data parallel would have sent per worker", format_bytes),
@@ -192,7 +194,7 @@ def title(run: Run) -> str:
         words += f" in {_counted(summary['islands'], 'island')}"
     if "steps" in summary:
         words += f", {_counted(summary['steps'], 'step')}"
-    return words if run.summary is not None else f"{words} so far"
+    return words + run.price if run.summary is not None else f"{words} so far"
 
 
 def subtitle(run: Run) -> str:

@@ -80,7 +80,12 @@ class Run:
     @property
     def is_simulated(self) -> bool:
         """Whether its seconds are those of a simulated clock."""
-        return backend_of(self.config).is_simulated
+        return bool(self.price) or backend_of(self.config).is_simulated
+
+    @property
+    def price(self) -> str:
+        """What a title says of the model that its time is of, where that is another one."""
+        return f", priced as {self.summary['priced_as']}" if self.summary and "priced_as" in self.summary else ""
 
     def mean_total(self, name: str) -> float | None:
         """The mean over workers of a running total; None when no worker wrote it."""
@@ -97,8 +102,8 @@ class Run:
         return table.get(key) if isinstance(table, dict) else None
 
 
-def read_run(run_dir: str | Path) -> Run:
-    """Read a run directory.
+def read_run(run_dir: str | Path, summary: dict[str, Any] | None = None) -> Run:
+    """Read a run directory. summary: in the place of its own, such as one that is priced otherwise.
 
     A run that is still going (no `summary.json`, a last line of `metrics.jsonl` cut in two) is read as far as it got.
     Files or lines that cannot be used are left out, and `Run.notes` says so.
@@ -117,6 +122,11 @@ def read_run(run_dir: str | Path) -> Run:
     _read_config(run)
     _read_metrics(run)
     _read_timeline(run)
+    run.summary = summary or run.summary
+    if run.price:  # in equal steps; the timeline is of its own model
+        run.spans, run.tasks, each = {}, {}, (run.number("virtual_seconds") or 0.0) / (run.number("steps") or 1.0)
+        for log in run.workers.values():
+            log.clock = {step: each * step for step in log.clock}
     return run
 
 

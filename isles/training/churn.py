@@ -106,6 +106,8 @@ def trace_of(config: Config, name: str) -> tuple[int, list[ChurnEvent]]:
     """
     world = config.world
     refuse_unplayed(config)
+    if config.run.priced_as:
+        raise ValueError("run.priced_as (--as): where workers come and go the run hangs on time, which is not priced")
     if world.pauses is not None:
         raise ValueError("world.pause_every: with --churn pauses stand in the trace; take it out")
     seconds = config.run.steps * step_seconds(config)

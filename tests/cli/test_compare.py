@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from isles.cli import app
 from isles.cli.progress import Progress
-from isles.cli.several.rows import ComparisonRow, of_runs, one_worker, read_all, rows_of, swept, with_references
+from isles.cli.several.rows import ComparisonRow, of_runs, one_worker, read_all, read_beside, rows_of, swept
 from isles.replicas.methods.diloco import DiLoCo
 from isles.training.config.reading import read_config
 from tests.training.runs import TINY, write_text
@@ -80,12 +80,12 @@ def test_finished_runs(compared: tuple[Path, Any], tmp_path: Path, capsys: pytes
     assert len(index) == 3 and len(alone) == 1 and "noloco" in index
     assert CliRunner().invoke(app, ["report", str(tmp_path / "page")]).exit_code == 0
     with pytest.raises(ValueError, match="same settings and seed"):
-        of_runs([out / "ddp-0", out / "ddp-0"], tmp_path)
+        of_runs([out / "ddp-0", out / "ddp-0"], tmp_path, None, None)
     summary = json.loads((out / "ddp-0" / "summary.json").read_text())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.toml").write_text((out / "ddp-0" / "config.toml").read_text())
     (tmp_path / "other" / "summary.json").write_text(json.dumps({**summary, "seed": 5, "tokens": 7}))
-    of_runs([out / "ddp-0", tmp_path / "other"], tmp_path)
+    of_runs([out / "ddp-0", tmp_path / "other"], tmp_path, None, None)
     assert "tokens differs" in capsys.readouterr().err
 
 
@@ -144,7 +144,7 @@ def test_one_worker_has_the_tokens_of_all() -> None:
         ["world.drop_outer=0.5"],
     ):
         flags = {"world.backend": "virtual"}
-        configs = with_references(None, read_all(None, rows_of("diloco"), [3], flags, words), flags, words)
+        configs = read_beside(None, rows_of("diloco"), [3], flags, words)
         never, alone = configs["none", 3], configs["one-worker", 3]
         assert (never.world.drop_outer, alone.world.workers, alone.run.seed) == (0, 1, 3)
         sequences = [
@@ -166,8 +166,8 @@ def test_a_dry_run_says_what_and_how_long(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--methods", "ddp"], "leave all options but --out away"),
-        (["--quick"], "leave all options but --out away"),
+        (["--methods", "ddp"], "leave all options but --as, --over and --out away"),
+        (["--quick"], "leave all options but --as, --over and --out away"),
         (["my.toml"], "but not both"),
     ],
 )

@@ -6,17 +6,23 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import isles
 from isles.cli import app
 from isles.cli.progress import Progress
 from isles.cli.several.rows import quick
-from isles.cli.several.study import Study, Terms, applied
+from isles.cli.several.study import Study, Terms
+from isles.cli.several.terms import applied
 from isles.replicas.methods.diloco import DiLoCoConfig
 from isles.replicas.space import MOMENTUM, STEP, Dimension, settings_of
 from isles.report.tuning import complete, read_tuning, saved
@@ -91,6 +97,43 @@ def test_stopped_and_resumed_it_is_the_same(tuned: tuple[Path, Any], monkeypatch
     assert isinstance(other.exception, ValueError) and "holds a search with another at" in str(other.exception)
 
 
+def test_a_comparison_takes_what_was_tuned(tuned: tuple[Path, Any]) -> None:
+    """Each row the best settings of its own search, for as many tokens; those that are given stand over them; what has
+    none is said. Real runs, as --quick makes them.
+    """
+    folder = tuned[0].parent
+    (folder / "studies").mkdir()
+    (folder / "studies" / "diloco").symlink_to(tuned[0])
+    lone = folder / "studies" / "one-worker"
+    lone.mkdir()
+    other = {"state": "complete", "loss": 1.0, "settings": {"inner.lr": 0.03, "data.batch_size": 4}}
+    text = "[model]\nlayers = 3\n"
+    (lone / "tune.json").write_text(json.dumps({"trials": [other], "config": text}))
+    words = ["--set", f"data.path={folder / 'text.txt'}", "--methods", "diloco,diloco@inner.lr=0.5", "--seeds", "3"]
+    words += ["--tuned", str(folder / "studies"), "--out", str(folder / "compared")]
+    done = CliRunner().invoke(app, ["compare", "--quick", *words])
+    assert done.exit_code == 0, done.output
+    assert "holds no search: none\n" in done.stderr
+    assert [line for line in done.stderr.splitlines() if "another" in line] == [
+        f"note: {lone} was tuned on another model"
+    ]
+    best = complete(read_tuning(tuned[0]))[0]["settings"]
+    made = {
+        name: read_config(str(folder / "compared" / f"{name}-3" / "config.toml"), {}, [])
+        for name in ("diloco", "diloco@inner.lr=0.5", "none", "one-worker")
+    }
+    for name, rate in (("diloco", best["inner.lr"]), ("diloco@inner.lr=0.5", 0.5)):
+        one = made[name]
+        found = {key: getattr(getattr(one, key.split(".")[0]), key.split(".")[1]) for key in best}
+        assert found == {**best, "inner.lr": rate}
+    assert (made["none"].inner.lr, made["none"].data.batch_size) == (0.01, 2)
+    assert (made["one-worker"].inner.lr, made["one-worker"].run.steps) == (0.03, 12)  # twice the batch of 24 steps
+    tokens = [one.run.steps * tokens_a_step(one, one.replicas_in_all) for one in made.values()]
+    assert max(tokens) - min(tokens) <= 4 * 16 * 2  # less than a step
+    nobody = CliRunner().invoke(app, ["compare", "--quick", *words[:6], "--tuned", str(folder / "compared")])
+    assert isinstance(nobody.exception, ValueError) and "make one with isles tune" in str(nobody.exception)
+
+
 def terms(count: int, at: str = "tokens", method: str = "diloco", **settings: Any) -> Terms:
     config = read_config(None, {**quick(), "replicas.method": method, "run.steps": 64}, [], shared=True)
     return Terms(config=applied(config, settings), at=at, seed=7, trials=count)
@@ -154,6 +197,32 @@ def test_two_processes_share_the_trials(tmp_path: Path) -> None:
     assert len({json.dumps(one["settings"]) for one in study["trials"]}) == 12
 
 
+@pytest.mark.long
+def test_two_commands_of_which_one_is_killed(tmp_path: Path) -> None:
+    """Real processes on real runs: the other one makes the trial that was under way again; no settings twice."""
+    out, text = tmp_path / "out", write_text(tmp_path / "text.txt")
+    words = ["--method", "diloco", "--trials", "10", "--set", f"data.path={text}", "--out", str(out)]
+    command = [sys.executable, "-m", "isles", "tune", "--quick", *words]
+    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
+    try:
+        ends = time.monotonic() + 300
+        while len(list((out / "trials").glob("*/summary.json"))) < 3 and time.monotonic() < ends:
+            time.sleep(0.05)
+        both[0].kill()
+        assert both[1].wait(300) == 0
+    finally:
+        for process in both:
+            process.kill()
+            process.wait(60)
+    study = read_tuning(out)
+    assert [one["index"] for one in study["trials"]] == list(range(10))
+    assert {one["state"] for one in study["trials"]} <= {"complete", "pruned"}
+    assert len({json.dumps(one["settings"]) for one in study["trials"]}) == 10
+    for one in study["trials"]:  # accounted for: each has the run that its line says
+        kept = read_config(str(out / "trials" / str(one["index"]) / "config.toml"), {}, [])
+        assert kept.inner.lr == one["settings"]["inner.lr"] and one["steps"] <= one["of"] == kept.run.steps
+
+
 def test_what_trials_have_alike() -> None:
     """Twice the batch: half the steps at equal tokens, as many at equal steps; and each step takes twice as long."""
     for at, steps in (("tokens", 32), ("steps", 64), ("seconds", 32)):
@@ -176,6 +245,32 @@ def test_a_method_s_own_space() -> None:
     assert step.start == pytest.approx(7) and step.low <= 7 <= step.high and momentum.high == 0.9
     found = settings_of({STEP: 2.0, MOMENTUM: 0.75})
     assert found == {"replicas.outer_lr": 0.5, "replicas.outer_momentum": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("name", "always", "timed"),
+    [
+        ("demo", {"1 - replicas.compression_decay": (1e-4, 1e-2)}, {"replicas.compression_topk": (8, 128)}),
+        ("dct-dp", {"replicas.error_feedback": ["local", "none"]}, {"1 - replicas.sparsity": (0.0025, 0.04)}),
+        ("sparta", {}, {"replicas.sync_every": (1, 4), "replicas.fraction": (0.00125, 0.02)}),
+        ("ist", {"replicas.sampler": ["random", "stratified", "rolling"], "replicas.sync_every": (12, 100)}, {}),
+    ],
+)
+def test_spaces_of_methods_without_an_outer_rate(name: str, always: dict[str, Any], timed: dict[str, Any]) -> None:
+    """What only says how much is sent is searched where time counts. A point of the space is a setting that is taken,
+    and the configuration's own values are in it.
+    """
+    config = isles.method(name).Config()
+    for at, wanted in ((False, always), (True, {**always, **timed})):
+        space = config.space(400, timed=at)
+        found = {one.name: list(one.choices) or pytest.approx((one.low, one.high)) for one in space}
+        assert found.keys() == wanted.keys() and all(found[key] == wanted[key] for key in wanted)
+        for point in ("low", "start", "high"):
+            values = {one.name: one.choices[-1] if one.choices else getattr(one, point) for one in space}
+            made = {key.partition(".")[2]: value for key, value in settings_of(values).items()}
+            assert replace(config, **made) is not None  # it refuses what it does not take
+    start = settings_of({one.name: one.start for one in config.space(400, timed=True)})
+    assert all(getattr(config, key.partition(".")[2]) == value for key, value in start.items())
 
 
 @pytest.mark.parametrize(

@@ -1,156 +1,141 @@
-"""The great comparison: runs are made once, the page says what they say, claims are judged seed by seed."""
+"""The great comparison: settings first, judged runs once, in blocks; the page says what the runs say."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
-from statistics import mean
+from typing import Any
 
 import pytest
 
-from benchmarks.comparison.__main__ import main
-from benchmarks.comparison.cases import SWEPT, method_cases
-from benchmarks.comparison.claims import Claim, Judged
-from isles.models.sizes import SIZES as SHAPES
-from isles.models.sizes import parameters
+from benchmarks.comparison.__main__ import LEFT, main
+from benchmarks.comparison.cases import PARTS, cases_of
+from benchmarks.comparison.claims import Claim, Judged, judge
+from benchmarks.comparison.figures import Figures
+from isles.report.paired import Paired
 
-QUICK = ("--quick", "--parts", "methods", "--methods", "none,ddp")
-
-
-def summaries(out: Path) -> dict[str, dict[str, float]]:
-    return {path.parent.name: json.loads(path.read_text()) for path in out.glob("*/*/summary.json")}
+QUICK = ("--quick", "--parts", "short", "--rows", "none,ddp,one-worker", "--trials", "2")
 
 
-def stamps(out: Path) -> dict[str, int]:
-    return {path.parent.name: path.stat().st_mtime_ns for path in out.glob("*/*/summary.json")}
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def row(page: str, begins: str) -> list[str]:
-    line = next(line for line in page.splitlines() if line.startswith(f"| {begins} |"))
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("comparison")
-    assert main([*QUICK, "--out", str(folder)]) == 0
-    return folder
+def commit(folder: Path) -> None:
+    name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "settings.jsonl"], [*name, "commit", "-qm", "settings"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
 
 
 @pytest.mark.long
-def test_the_page_says_what_the_runs_say(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Losses, bytes and clocks of the table are those of the summaries; `none` is judged by its workers' own."""
-    assert main([*QUICK, "--out", str(out), "--page-only"]) == 0
-    page, found = (out / "comparison.md").read_text(), summaries(out)
-    assert set(found) == {"none-0", "none-1", "ddp-0", "ddp-1"}
-    losses = [found[f"ddp-{seed}"]["val_loss"] for seed in (0, 1)]
-    cells = row(page, "`ddp`")
-    assert cells[1].startswith(f"{mean(losses):.4f} ± ")
-    assert cells[5] == f"{100 * found['ddp-0']['bytes_sent_per_worker'] / found['ddp-0']['ddp_bytes_per_worker']:.1f} %"
-    assert cells[6] == f"{found['ddp-0']['virtual_seconds']:.2f} s"  # seed 0: two data centres; seed 1: home fibre
-    assert cells[7] == f"{found['ddp-1']['virtual_seconds']:.2f} s"
-    apart = [found[f"none-{seed}"]["val_loss_replicas"] - losses[seed] for seed in (0, 1)]
-    assert row(page, "`none`")[3].startswith(f"{mean(apart):+.4f} ± ")
-    picture = "pictures/comparison-bytes.png"
-    assert f"]({picture})" in page and (out / picture).read_bytes().startswith(b"\x89PNG")
-    assert "page  " in capsys.readouterr().out
+def test_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Searched, committed, judged: in this order, in blocks that end amid a run and go on; and nothing twice."""
+    records = tmp_path / "records"
+    records.mkdir()
 
+    def block(what: str, *more: str) -> int:
+        return main([*QUICK, "--records", str(records), "--out", str(tmp_path / "runs"), "--block", what, *more])
 
-@pytest.mark.long
-def test_a_finished_run_is_not_made_again(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Unless its settings changed, or it was cut off; and then it gives the same again."""
-    page, before, losses = (out / "comparison.md").read_bytes(), stamps(out), summaries(out)
-    (out / "methods" / "none-1" / "summary.json").unlink()  # as a machine that went down leaves it
-    older = out / "methods" / "ddp-1" / "config.toml"
-    older.write_text(older.read_text().replace("threads = 1\n", ""))  # of a version that did not have the setting yet
-    assert main([*QUICK, "--out", str(out)]) == 0
-    assert "4 runs, 1 of them to be made" in capsys.readouterr().err
-    after = stamps(out)
-    assert {name for name in after if after[name] != before[name]} == {"none-1"}
-    assert summaries(out)["none-1"]["val_loss"] == losses["none-1"]["val_loss"]
-    assert row((out / "comparison.md").read_text(), "`none`")[1] in page.decode()
-    assert main([*QUICK, "--out", str(out), "--seeds", "0", "--methods", "ddp", "--steps", "9"]) == 0
-    assert summaries(out)["ddp-0"]["steps"] == 9
-    assert main([*QUICK, "--out", str(out), "--page-only"]) == 0  # its settings are others now: it is not shown
-    assert "`ddp` (1 of 2 seeds)" in (out / "comparison.md").read_text()
-
-
-@pytest.mark.long
-def test_the_sweep_runs_every_size_with_every_method(tmp_path: Path) -> None:
-    words = ["--quick", "--parts", "scaling", "--sizes", "0.12M,0.53M", "--seeds", "0", "--scaling-steps", "4"]
-    assert main([*words, "--out", str(tmp_path / "runs"), "--page", str(tmp_path / "swept.md")]) == 0
-    found, page = summaries(tmp_path / "runs"), (tmp_path / "swept.md").read_text()
-    assert set(found) == {f"{name}-{size}-0" for name in SWEPT for size in ("0.12M", "0.53M")}
-    gap = found["eager-0.53M-0"]["val_loss"] - found["ddp-0.53M-0"]["val_loss"]
-    assert row(page, "0.53M")[-1] == f"{gap:+.4f}"
-    change = gap - (found["eager-0.12M-0"]["val_loss"] - found["ddp-0.12M-0"]["val_loss"])
-    assert f"changes by {change:+.3f} in the mean" in page
-    assert (tmp_path / "pictures" / "swept-gap.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.long
-def test_large_sizes_are_planned_for_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without one: the dry run says what it will be and writes nothing."""
-    words = [
-        "--parts",
-        "scaling",
-        "--sizes",
-        "eager-35M,eager-100M",
-        "--device",
-        "cuda",
-        "--dry-run",
-        "--out",
-        str(tmp_path),
+    assert block("run") == 2 and "not tuned yet: short none" in capsys.readouterr().err
+    settings, rows = records / "settings.jsonl", records / "rows.jsonl"
+    assert block("tune", "--minutes", "0.01") == LEFT and len(lines(settings)) < 3
+    block("tune", "--minutes", "0.05")  # further, perhaps amid a run
+    assert block("tune") == 0
+    found = {tuple(one["key"]): one for one in lines(settings)}
+    assert list(found) == [("short", label) for label in ("none", "ddp", "one-worker")]
+    assert all("inner.lr" in one["settings"] and one["seed"] == 1000 for one in found.values())
+    assert block("run") == 2 and "commit the settings" in capsys.readouterr().err and not rows.exists()
+    commit(records)
+    assert block("run", "--minutes", "0.03") == LEFT
+    assert block("run") == 0
+    judged, text = lines(rows), rows.read_text()
+    assert len({(*one["key"], one["seed"]) for one in judged}) == len(judged) == 6
+    assert block("run") == 0 and rows.read_text() == text
+    assert "6 runs, 0 of them to be made" in capsys.readouterr().err
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "settings.jsonl").write_text(settings.read_text())
+    commit(whole)
+    assert main([*QUICK, "--records", str(whole), "--out", str(tmp_path / "anew"), "--block", "run"]) == 0
+    losses = [
+        {(*one["key"], one["seed"]): one["validation"] for one in lines(f / "rows.jsonl")} for f in (records, whole)
     ]
-    assert main([*words, "--set", "model.context=256"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for size in ("eager-35M", "eager-100M"):
-        for name in SWEPT:
-            line = next(line for line in lines if line.startswith(f"{name} {size} "))
-            assert " cuda " in line and f"{parameters(SHAPES[size]):,}" in line
-    assert "24 runs, 3 seeds of each line; dry run: nothing was started or written" in lines
-    assert not list(tmp_path.iterdir())
+    assert losses[0] == losses[1]  # as if no block had ended amid it
+    tokens = {one["summary"]["tokens"] for one in judged if one["key"][1] != "one-worker"}
+    assert max(tokens) - min(tokens) <= 2 * 2 * 4 * 32
+    assert block("page", "--page", str(tmp_path / "page.md")) == 0
+    page = (tmp_path / "page.md").read_text()
+    mine = [one["summary"]["val_loss"] for one in judged if one["key"][1] == "ddp"]
+    row = next(line.split("|") for line in page.splitlines() if line.startswith("| `ddp` |"))
+    assert row[2].strip().startswith(f"{sum(mine) / 2:.4f} ± ") and row[4].strip() == "0"
+    assert "loss after" in page and "open" in page and (tmp_path / "pictures").is_dir()
+    changed = settings.read_text().replace('"inner.lr": ', '"inner.lr": 1')
+    settings.write_text(changed)
+    assert block("run") == 2 and "judged with other settings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--methods", "ddp,nolocco"], "did you mean"),
+        (["--rows", "ddp,nolocco"], "did you mean"),
         (["--parts", "everything"], "--parts everything"),
-        (["--sizes", "3M"], "model.size = '3M'"),
         (["--at-once", "0"], "--at-once 0"),
         (["--seeds", "x"], "--seeds"),
-        (["--set", "world.wrkers=2"], "world.wrkers"),
+        (["--rows", "ddp", "--set", "world.wrkers=2"], "world.wrkers"),
+        (["--quick"], "--records"),
     ],
 )
 def test_slips_are_answered_before_a_run(words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, "--out", "/nowhere/at/all"]) == 2
+    assert main([*words, "--out", "/nowhere/at/all", "--block", "run"]) == 2
     said = capsys.readouterr().err
     assert error in said and said.count("\n") == 1
 
 
+def figures(label: str, losses: list[float]) -> Figures:
+    rows = {seed: {"summary": {"val_loss": loss}} for seed, loss in enumerate(losses)}
+    return Figures(("long", label), {}, rows)
+
+
 @pytest.mark.parametrize(
-    ("margin", "found", "verdict"),
+    ("found", "p", "verdict"),
     [
-        (0.05, (0.06, 0.05), "holds"),
-        (0.05, (0.06, 0.04), "in some seeds"),
-        (0.05, (0.04, 0.01), "does not hold"),
-        (-0.03, (-0.02, 0.5), "holds"),  # behind, by no more than allowed
-        (0.05, (), "not run"),
+        (Paired(0.01, 0.005, 0.001), 0.01, "holds"),
+        (Paired(-0.01, 0.005, 0.001), 0.01, "does not hold"),
+        (Paired(0.01, 0.005, 0.001), 0.06, "open"),
+        (None, 1.0, "open"),
     ],
 )
-def test_a_claim_holds_in_every_seed_or_not(margin: float, found: tuple[float, ...], verdict: str) -> None:
-    assert Judged(Claim("a", "b", margin, "nobody"), found).verdict == verdict
+def test_a_claim_holds_where_the_seeds_tell(found: Paired | None, p: float, verdict: str) -> None:
+    assert Judged(Claim("a", "b", 0.05, "nobody"), found, p).verdict == verdict
+
+
+def test_claims_are_judged_at_their_margins_and_together() -> None:
+    """ddp is 0.1 ahead of localsgd with a margin of 0.05, and 0.02 +- 0.01 of diloco with one of 0.02: open. Alike in
+    every seed is no difference.
+    """
+    rows = {
+        "ddp": figures("ddp", [1.0, 1.1, 1.2, 1.3]),
+        "localsgd": figures("localsgd", [1.11, 1.19, 1.3, 1.4]),
+        "diloco": figures("diloco", [1.01, 1.13, 1.21, 1.33]),
+    }
+    one, other, third = judge(rows)
+    assert (one.claim.worse, one.verdict, other.verdict, third.verdict) == ("localsgd", "holds", "open", "holds")
+    assert one.found is not None and one.found.mean == pytest.approx(0.05)
+    assert one.p > one.found.p  # three claims
 
 
 def test_rows_differ_in_nothing_but_what_they_say() -> None:
-    """Within a seed all rows have one model, one text, one number of tokens; seeds have topologies of their own."""
-    cases = method_cases(["ddp", "noloco", "diloco-islands", "fsdp"], [0, 1, 2, 3], 50, {})
-    first = cases[0].config
-    for case in cases:
-        config = case.config
-        assert (config.model, config.data, config.run.steps) == (first.model, first.data, 50)
-        assert config.world.workers == first.world.workers and config.run.seed == case.seed
-    links = [case.config.world.links for case in cases if case.key == ("ddp",)]
-    assert links == ["datacentres", "home-fibre", "worldwide", "datacentres"]
-    assert len({case.folder for case in cases}) == len(cases)
+    """Within a seed all rows have one model, one text, one number of tokens; tuned ones, too."""
+    tuned = {("long", "ddp"): {"data.batch_size": 16, "inner.lr": 0.002}, ("long", "one-worker"): {"inner.lr": 0.001}}
+    cases = cases_of(PARTS, ["ddp", "noloco", "one-worker"], [3], {}, (), tuned)
+    assert len({case.folder for case in cases}) == len(cases) == 2 * 3 + 2 * 3
+    for part in PARTS:
+        same = [case.config for case in cases if case.key[0] == part and case.key[2:] in ((), ("0.03M",))]
+        assert len({repr(one.model) for one in same}) == 1 and {one.run.seed for one in same} == {3}
+        tokens = [one.run.steps * one.world.workers * one.data.batch_size for one in same]
+        assert len(set(tokens)) == 1, part
+    ddp, _, alone = [case.config for case in cases if case.key[0] == "long"]
+    assert (ddp.inner.lr, ddp.data.batch_size, ddp.run.steps, alone.inner.lr) == (0.002, 16, 750, 0.001)
+    ladder = {case.key[2]: case.config.run.steps for case in cases if case.key[:2] == ("ladder", "ddp")}
+    assert ladder == {"0.03M": round(20 * 34976 / 4096), "0.12M": round(20 * 123200 / 4096)}

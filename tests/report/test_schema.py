@@ -33,7 +33,7 @@ def test_a_run_writes_these_keys_in_this_order(tmp_path: Path) -> None:
         config = read_config(None, flags, ['replicas.codec="int8"', 'replicas.error_feedback="local"'])
         summary = launch(config, out, lambda line: None, lambda text: None)
         assert json.loads((out / "summary.json").read_text()) == summary
-        staged = ["stages", "pipeline_bubble"]
+        staged = ["stages", "pipeline_bubble", "priced_as", "priced_bytes_per_worker"]
         assert list(summary) == [name for name in names(Summary) if name not in (*extra, *staged, "memory")]
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         own, shared = ([line for line in lines if ("worker" in line) == has] for has in (True, False))

@@ -75,15 +75,23 @@ def read_all(
     seeds: Sequence[int],
     flags: Mapping[str, Any],
     assignments: Sequence[str],
+    tuned: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Configs:
-    """All configurations, before the first is run: a slip in the last should not cost the hours of the others."""
+    """All configurations, before the first is run: a slip in the last should not cost the hours of the others; over
+    what was `tuned`, for as many tokens.
+    """
+    from isles.cli.several.terms import at_equal
     from isles.training.config.reading import read_config
 
     outside = [row.name for row in rows if ":" in row.name]
 
     def read(row: ComparisonRow, seed: int) -> Config:
-        own = {**flags, "replicas.method": row.name, "run.seed": seed}
-        return read_config(config, own, [*assignments, *row.settings], shared=True, beside=outside)
+        own, words = {**flags, "replicas.method": row.name, "run.seed": seed}, [*assignments, *row.settings]
+        base = read_config(config, own, words, shared=True, beside=outside)
+        if tuned is None or row.name not in tuned:
+            return base
+        below = [f"{key}={value}" for key, value in tuned[row.name].items()]
+        return at_equal("tokens", read_config(config, own, [*below, *words], shared=True, beside=outside), base)
 
     return {(row.label, seed): read(row, seed) for row in rows for seed in seeds}
 
@@ -109,15 +117,26 @@ def swept(
     return found
 
 
-def with_references(
-    config: str | None, configs: Configs, flags: Mapping[str, Any], assignments: Sequence[str]
+def read_beside(
+    config: str | None,
+    rows: Sequence[ComparisonRow],
+    seeds: Sequence[int],
+    flags: Mapping[str, Any],
+    assignments: Sequence[str],
+    tuned: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Configs:
-    """Beside the rows those that all are held against, from the same words; a note where one cannot be."""
-    seeds = list(dict.fromkeys(seed for _, seed in configs))
+    """`read_all`, and beside them the rows that all are held against; a note where one cannot be."""
+    from isles.cli.several.terms import applied, at_equal
+
+    configs = read_all(config, rows, seeds, flags, assignments, tuned)
     calm = [*assignments, "world.drop_outer=0"]  # nothing is exchanged that could be dropped
     try:
         never = read_all(config, [ComparisonRow(NEVER)], seeds, flags, calm)
-        return {**configs, **never, **{(ALONE, seed): one_worker(one) for (_, seed), one in never.items()}}
+        alone = {(ALONE, seed): one_worker(one) for (_, seed), one in never.items()}
+        if tuned is not None:
+            never = read_all(config, [ComparisonRow(NEVER)], seeds, flags, calm, tuned)
+            alone = {place: at_equal("tokens", applied(one, tuned.get(ALONE, {})), one) for place, one in alone.items()}
+        return {**configs, **never, **alone}
     except ValueError as error:
         print(f"note: no rows of workers that never talk, and of one worker: {error}", file=sys.stderr)
         return configs
@@ -135,11 +154,13 @@ def one_worker(config: Config) -> Config:
     return ending(replace(config, data=data, pipeline=PipelineConfig(), world=world, run=replace(run, **steps)))
 
 
-def of_runs(folders: Sequence[Path], out: Path) -> dict[str, list[dict[str, Any]]]:
+def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[str] | None) -> dict[str, list[Any]]:
     """Finished runs by label, as compare.json in `out` holds them: runs that differ in the seed alone are one row. A
-    note where they are not at equal terms.
+    note where they are not at equal terms. as_: what they are priced as, over their own links or each of these.
     """
     from isles.report.rundir import read_run
+    from isles.training.config.reading import read_config
+    from isles.training.priced import priced
 
     rows: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for folder in folders:
@@ -149,7 +170,12 @@ def of_runs(folders: Sequence[Path], out: Path) -> dict[str, list[dict[str, Any]
         flat = {f"{name}.{key}": value for name, table in run.config.items() for key, value in table.items()}
         terms = {key: value for key, value in flat.items() if key not in _SEEDED}
         summary = {**run.summary, "folder": os.path.relpath(folder, out)}
-        rows.setdefault(repr(sorted(terms.items())), []).append((summary, terms))
+        if as_ is not None and "joins" in summary:
+            raise ValueError(f"{folder}: workers come and go in it, so it hangs on time, which --as does not price")
+        for links in over or [terms.get("world.links")]:
+            price = {} if as_ is None else priced(read_config(str(folder / "config.toml"), {}, []), as_, links)
+            place = {**terms, "world.links": links}
+            rows.setdefault(repr(sorted(place.items())), []).append(({**summary, **price}, place))
     found: dict[str, list[dict[str, Any]]] = {}
     for group in rows.values():
         summaries, terms = [summary for summary, _ in group], group[0][1]

@@ -17,14 +17,13 @@ import typer
 from isles.cli.several.rows import names
 
 if TYPE_CHECKING:
+    from isles.cli.several.rows import Configs
     from isles.training.config.sections import Config
     from isles.training.records.summary import SummaryTable
 
 OnLine, OnNotice = Callable[[dict[str, Any]], None], Callable[[str], None]
 Start = Callable[["Config", Path, OnLine, OnNotice], "SummaryTable"]
 """As `isles.training.running.run.launch`."""
-Configs = dict[tuple[str, int], "Config"]
-"""By row and seed."""
 
 
 def run_all(
@@ -41,6 +40,7 @@ def run_all(
     from isles.report.comparison import run_folder
     from isles.report.units import format_seconds
     from isles.training.dry_run import refuse
+    from isles.training.priced import priced
     from isles.training.running.interrupts import Interrupts
     from isles.training.running.run import Interrupted, launch
     from isles.training.staged import refuse_stages
@@ -51,6 +51,8 @@ def run_all(
             refuse_too_many(one.world.workers)
     for one in {name: one for (name, _), one in configs.items()}.values():  # seeds change nothing of it
         refuse(one, joined=start is not None)
+        if one.run.priced_as:
+            priced(one, one.run.priced_as)  # refuses, too
     begin = start or launch
     out = new_folder(out, verb)
     tell_device(next(iter(configs.values())))  # as all others

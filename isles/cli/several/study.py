@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isles.cli.several.terms import applied, at_equal
 from isles.durable import write_text
 from isles.network.noise import hash64
 from isles.replicas.space import Dimension, settings_of
@@ -29,7 +30,6 @@ from isles.report.paired import judged
 from isles.report.tuning import TUNED, complete, read_tuning
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
-from isles.training.config.tokens import tokens_a_step
 from isles.training.records.finite import NotFinite
 from isles.training.records.rundir import as_json
 
@@ -82,36 +82,10 @@ class Terms:
         return -(-self.trials // 2) if self.own else self.trials
 
     def run(self, settings: dict[str, Any]) -> Config:
-        """The run of a trial. A batch takes time by its size; the warm-up is the same share of the run."""
-        made, base = applied(self.config, settings), self.config
-        ratio = tokens_a_step(made, made.replicas_in_all) / tokens_a_step(base, base.replicas_in_all)
-        made = applied(made, {"world.step_seconds": base.world.step_seconds * ratio})
-        share = {"tokens": 1 / ratio, "steps": 1.0}.get(self.at) or _pace(base) / _pace(made)
-        steps = max(round(base.run.steps * share), 1)
-        shown = {"validate_every": -(-steps // _PARTS), "checkpoint_every": 0}
-        return replace(
-            made,
-            inner=replace(made.inner, warmup_steps=round(base.inner.warmup_steps * steps / base.run.steps)),
-            run=replace(made.run, steps=steps, tokens=0, seed=self.seed, **shown),
-        )
-
-
-def applied(config: Config, settings: dict[str, Any]) -> Config:
-    """`config` with other settings. ValueError where they are refused."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return replace(config, **{name: replace(getattr(config, name), **own) for name, own in sections.items()})
-
-
-def _pace(config: Config) -> float:
-    """Virtual seconds of an inner step, waiting included, by the plan of the run."""
-    from isles.training.dry_run import dry_run
-
-    plan = dry_run(config)
-    share = None if plan.transfers is None else plan.transfers.utilisation
-    return (plan.step_seconds or config.world.step_seconds) / (share or 1.0)
+        """The run of a trial."""
+        made = at_equal(self.at, applied(self.config, settings), self.config)
+        shown = {"validate_every": -(-made.run.steps // _PARTS), "checkpoint_every": 0}
+        return replace(made, run=replace(made.run, seed=self.seed, **shown))
 
 
 class Study:

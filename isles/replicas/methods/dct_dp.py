@@ -40,6 +40,7 @@ from isles.replicas.gradient.foretold import BucketsConfig
 from isles.replicas.gradient.reduction import Averaged, Reduction
 from isles.replicas.gradient.thresholds import Rule, Thresholds
 from isles.replicas.schedule import Outline
+from isles.replicas.space import Dimension
 
 VALUES = ("none", "bf16", "fp16", "int8", "int4")
 Places = Literal["auto", "blocks", "indices", "bitmap"]
@@ -84,6 +85,11 @@ class DCTDPConfig(BucketsConfig):
         one_of("places", self.places, get_args(Places))
         if self.sparsity == 0 and self.codec != "none":
             raise ValueError(f'sparsity = 0 sends all entries as they are: use method = "ddp" with codec {self.codec}')
+
+    @override
+    def space(self, steps: int, *, timed: bool) -> list[Dimension]:
+        kept = Dimension(name="replicas.error_feedback", start=self.error_feedback, choices=("local", "none"))
+        return [kept, *([Dimension.below_1("replicas.sparsity", self.sparsity, 4)] if timed else [])]
 
 
 class DCTDP(BucketedSync):

@@ -20,6 +20,7 @@ from typing_extensions import override
 from isles.comm.codecs import codec
 from isles.replicas.methods.localsgd import Average, LocalSGD, LocalSGDConfig
 from isles.replicas.parts.interfaces import Answer, Composition
+from isles.replicas.space import Dimension
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,11 @@ class SPARTAConfig(LocalSGDConfig):
         super().__post_init__()
         if not 0 < self.fraction <= 1:
             raise ValueError(f"fraction = {self.fraction}: choose a fraction above 0, up to 1, such as 0.005")
+
+    @override
+    def space(self, steps: int, *, timed: bool) -> list[Dimension]:
+        sent = Dimension.around("replicas.fraction", self.fraction, 4, most=1.0)
+        return [*super().space(steps, timed=timed), *([sent] if timed else [])]
 
 
 @dataclass(frozen=True, kw_only=True)

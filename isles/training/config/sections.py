@@ -212,6 +212,8 @@ class RunConfig:
     """Tokens of all workers together after which the run ends, with the step, or where workers come and go the round,
     in which they are reached; steps then follow from it. 0: steps says when.
     """
+    priced_as: str = ""
+    """Virtual only: time and bytes as of a model "1B", "1B, A100, 64k" or "1B, 2.5s"; see `isles.training.priced`."""
     seed: int = 0
     """Seed of the weights and the data order, and of a method that draws (NoLoCo's pairs) unless `replicas.seed` is
     given.
@@ -274,6 +276,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
+        if self.run.priced_as and not self.world.is_simulated:
+            raise ValueError('run.priced_as (--as) is of the virtual clock: set world.backend = "virtual"')
         if self.pipeline.stages > 1:
             self._check_pipeline()
 

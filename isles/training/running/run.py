@@ -32,6 +32,7 @@ from isles.training.config.kept import settled
 from isles.training.config.sections import Config
 from isles.training.growing import refuse_joining
 from isles.training.memory.planned import prepared, refusals
+from isles.training.priced import priced
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.claimed import run_directory
 from isles.training.records.loggers import Loggers, require
@@ -72,6 +73,7 @@ def launch(
     if config.memory.method != "none":
         for stage in range(config.pipeline.stages):
             prepared(config, stage)  # refuses what cannot be before anything is made
+    price = priced(config, config.run.priced_as) if config.run.priced_as else {}
     require(config.run.loggers)
     started = time.perf_counter()
     start = start_workers or starter(config.world.backend).train
@@ -94,7 +96,7 @@ def launch(
             finished = [result for result in results if result is not None]
             if len(finished) < len(results):
                 raise Interrupted(out, node_spec)
-            summary = summarise(config, finished, time.perf_counter() - started)
+            summary = summarise(config, finished, time.perf_counter() - started) | price
             write_text(out / SUMMARY, as_json(summary, indent=2) + "\n")
             loggers.summary(summary)
             forget(out)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from typing_extensions import override
+
 from isles.replicas.checks import at_least, one_of
+from isles.replicas.space import Dimension
 from isles.replicas.sync import MethodConfig
 
 Base = Literal["sign", "sgd", "muon"]
@@ -68,3 +71,8 @@ class DeMoConfig(MethodConfig):
             one_of(key, getattr(self, key), get_args(allowed))
         if self.value_dtype == "sign" and self.base == "sgd":
             raise ValueError('value_dtype = "sign": one bit has no size, which base = "sgd" needs; choose bf16 or int8')
+
+    @override
+    def space(self, steps: int, *, timed: bool) -> list[Dimension]:
+        sent = Dimension.around("replicas.compression_topk", self.compression_topk, 4, whole=True)
+        return [Dimension.below_1("replicas.compression_decay", self.compression_decay, 10), *([sent] if timed else [])]

@@ -51,6 +51,7 @@ from isles.replicas.methods.ist.store import Key, Store
 from isles.replicas.methods.ist.subnet import Subnet
 from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone
+from isles.replicas.space import Dimension, rounds
 from isles.replicas.start import OTHER_STATE, among_even
 from isles.replicas.sync import MethodConfig, ReplicaSync
 
@@ -85,6 +86,12 @@ class ISTConfig(MethodConfig):
         one_of("server", self.server, SERVERS)
         one_of("optimizer_state", self.optimizer_state, ("travel", "reset"))
         one_of("eval_scale", self.eval_scale, ("keep_fraction", "none"))
+
+    @override
+    def space(self, steps: int, *, timed: bool) -> list[Dimension]:
+        """H counts at equal tokens, too: what a worker does not hold for long it does not learn."""
+        who = Dimension(name="replicas.sampler", start=self.sampler, choices=("random", "stratified", "rolling"))
+        return [who, rounds(self, steps)]
 
 
 class IST(ReplicaSync):
