@@ -95,7 +95,6 @@ MUTANTS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     "copies do not wait for kernels": ("diloco", lambda: mock.patch.object(Stream, "wait_stream", _nothing)),
     "the host does not wait": ("streaming-diloco", lambda: mock.patch.object(Event, "synchronize", _nothing)),
     "the host writes too soon": ("diloco", lambda: mock.patch.object(Staging, "settle", _nothing)),
-    "buckets are written too soon": ("ddp", lambda: mock.patch.object(Staging, "settle", _nothing)),
 }
 """(method, what is left out)."""
 

@@ -317,6 +317,10 @@ def watching() -> Iterator[Watch]:
         tensor = empty(*size, **how)
         return watch.pin(tensor) if pin_memory else tensor
 
+    def apart(tensors: Sequence[Tensor], *, pinned: bool | None = None) -> list[Tensor]:
+        """Not in one block: pieces of memory are told apart by their storage."""
+        return [made(one.shape, dtype=one.dtype, pin_memory=True, device="cpu") for one in tensors]
+
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
         watch.resized(storage._cdata, nbytes)
         return resize(storage, nbytes)
@@ -328,6 +332,7 @@ def watching() -> Iterator[Watch]:
         patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(watch, threading.current_thread().name))
         patch.setattr(torch.cuda, "Event", lambda: Event(watch))
         patch.setattr(torch, "empty", made)
+        patch.setattr("isles.memory.engines.cuda.arena", apart)
         patch.setattr(torch.UntypedStorage, "resize_", resized)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: watch.pin(pinned(tensor)))
         patch.setattr(torch.Tensor, "is_pinned", lambda tensor: watch.is_pinned(tensor))

@@ -27,7 +27,7 @@ class Bucket:
         self.layout = FlatParameters(parameters)
         self._away = device.type == "cpu" and is_away(parameters)  # gradients are on GPUs, and travel from the host
         if self._away and self.layout.exact:
-            (self.flat,) = arena([self.layout.new()])
+            (self.flat,) = arena([torch.empty(self.layout.numel, dtype=self.layout.dtype, device="meta")])
         else:
             self.flat = self.layout.new() if self.layout.device.type == "meta" else self.layout.new().to(device)
         self.views = [
