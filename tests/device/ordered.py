@@ -69,7 +69,8 @@ def native() -> dict[str, Any]:
     """
     transport = SimpleNamespace(native_sum=lambda buffer, ranks: None)
     traffic = SimpleNamespace(sent=_nothing, received=_nothing)
-    call: Any = SimpleNamespace(group=SimpleNamespace(traffic=traffic, size=2, ranks=(0, 1), transport=transport))
+    group = SimpleNamespace(traffic=traffic, size=2, ranks=(0, 1), transport=transport)
+    call: Any = SimpleNamespace(channel="inner", group=group)
     with (
         _watching() as watch,
         Watched(watch),
