@@ -35,6 +35,7 @@ FLOORS = {
     "fields": -1,  # isles/fields.py: fields of what another machine says, looked at; imports errors
     "durable": -2,  # isles/durable.py: files that are there whole or not at all; imports nothing of isles
     "modes": -2,  # isles/modes.py: torch's modes that Isles' arithmetic runs in; imports nothing of isles
+    "staging": -2,  # isles/staging.py: what crosses between GPUs and the host; imports nothing of isles
     "parsing": -2,  # isles/parsing.py: JSON and TOML that somebody else wrote; imports nothing of isles
     "tables": -1,  # isles/tables.py: a user's TOML into dataclasses; imports errors and parsing
     "network": 0,

@@ -35,6 +35,7 @@ from isles.pipeline.inbox import ARRIVALS, StageInbox, arrived, planned, receive
 from isles.pipeline.routers import Router
 from isles.pipeline.suspicion import accept, refuse_own
 from isles.pipeline.wire import StageForm, phase, sender
+from isles.staging import to_device
 
 Context = Callable[[], AbstractContextManager[object]]
 Announce = Callable[[Sequence[Task]], None]
@@ -197,7 +198,7 @@ class _Share:
     def _forward(self, task: Task) -> None:
         route = self.routes[task.microbatch]
         leaf, x = self._begins(task)
-        tokens = self.tokens[task.microbatch].to(self.executor.device)
+        (tokens,) = to_device([self.tokens[task.microbatch]], self.executor.device)
         ends = task.hop == route.last and not route.home
         out = self._through(x, self.form.targets(tokens) if ends else None, enter=task.hop == 0)
         if ends:
@@ -216,7 +217,7 @@ class _Share:
 
     def _loss(self, task: Task) -> None:
         """The loss at the origin."""
-        tokens = self.tokens[task.microbatch].to(self.executor.device)
+        (tokens,) = to_device([self.tokens[task.microbatch]], self.executor.device)
         leaf, x = self._arrived(task)
         with self.executor.autocast():
             loss = self.stage(x, self.form.targets(tokens), through=False, leave=True)
@@ -254,7 +255,7 @@ class _Share:
     def _begins(self, task: Task) -> tuple[Tensor | None, Tensor]:
         """What a forward reads: the tokens at the origin, else what has come; and the leaf that its gradient is of."""
         if task.hop == 0:
-            return None, self.tokens[task.microbatch][:, :-1].to(self.executor.device)
+            return None, to_device([self.tokens[task.microbatch]], self.executor.device)[0][:, :-1]
         return self._arrived(task)
 
     def _arrived(self, task: Task) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from isles.network.planner.memory import BLOCK
+from isles.staging import Staging, arena, is_away
 
 FlatNames = Mapping[str, torch.Size]
 """What a flat vector is of: shapes by the parameters' names, in its order."""
@@ -33,7 +34,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class FlatBlock:
-    """Neighbouring entries of the flat vector: the live tensors that hold them, in order."""
+    """Neighbouring entries of the flat vector: the tensors that hold them, in order; see `FlatParameters.blocks`."""
 
     live: list[Tensor]
 
@@ -49,7 +50,7 @@ class FlatBlock:
         into `scratch`.
         """
         first = self.live[0]
-        if len(self.live) == 1 and first.dim() == 1 and first.dtype == scratch.dtype and first.device == scratch.device:
+        if len(self.live) == 1 and first.dim() == 1 and first.dtype == scratch.dtype:
             return first
         out = scratch[: sum(tensor.numel() for tensor in self.live)]
         torch._foreach_copy_(self.shaped(out), self.live)
@@ -62,13 +63,17 @@ VectorMaker = Callable[[int, torch.dtype], Tensor]
 
 class FlatParameters:
     """Unique parameters in a fixed order; `numel` entries in all. maker: of flat vectors; None: they are in memory.
+    pinned: they cross often, so what stands on the host for those on GPUs is kept, in pinned memory.
 
     dtype: what flat vectors of them are held in: float32, or float64 where a parameter is float64.
     exact: True if all parameters have that dtype.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], maker: VectorMaker | None = None) -> None:
-        self.parameters, self._maker = list(parameters), maker
+    def __init__(self, parameters: Sequence[Tensor], maker: VectorMaker | None = None, *, pinned: bool = False) -> None:
+        self.parameters, self._maker, self._pinned = list(parameters), maker, pinned
+        self._staging: Staging | None = None
+        self.is_read = False
+        """Whether blocks that stand for weights on a GPU hold what those are now."""
         self.numel = sum(parameter.numel() for parameter in self.parameters)
         dtypes = {parameter.dtype for parameter in self.parameters}
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -94,11 +99,46 @@ class FlatParameters:
         return torch.empty(max(self._sizes, default=0), dtype=self.dtype, device=self.device)
 
     def blocks(self) -> list[FlatBlock]:
-        """All blocks in order. The live views are made anew each time: a user may move parameters between rounds, and
+        """All blocks in order: of the weights, or, where those are on GPUs, of tensors of the host that stand for them
+        between `down` and `up`. The views are made anew each time: a user may move parameters between rounds, and
         change their memory format.
         """
-        lines = [_runs(parameter.detach()) for parameter in self.parameters]
+        lines = [_runs(tensor) for tensor in self._hosted()]
         return [FlatBlock([view for piece in run for view in lines[piece.index][piece.number]]) for run in self._runs]
+
+    def _hosted(self) -> list[Tensor]:
+        own = [parameter.detach() for parameter in self.parameters]
+        if not is_away(own):
+            self._staging = None
+            return own
+        if self._staging is None or not self._staging.fits(own):
+            self._staging, self.is_read = Staging(arena(own, pinned=None if self._pinned else False)), False
+        self._staging.settle()
+        return self._staging.hosts
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the last `blocks` stand for weights on a GPU."""
+        return self._staging is not None
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of the host's memory; torch takes a power of two."""
+        kept = self._staging is not None and self._pinned
+        nbytes = sum(parameter.nbytes for parameter in self.parameters) if kept else 0
+        return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+    def down(self) -> None:
+        """Bring the weights into the blocks, unless they are there. A GPU's host waits for that once."""
+        if self._staging is not None and not self.is_read:
+            self._staging.down(self.parameters)
+            self.is_read = True
+
+    def up(self, kept: float = 0.0) -> None:
+        """weights = kept weights + (1 - kept) blocks."""
+        if self._staging is not None:
+            self._staging.up(self.parameters, kept)
+            self.is_read = not kept
 
     def spans(self, places: Sequence[int]) -> list[slice]:
         """Where the parameters of these numbers lie in a flat vector."""
@@ -118,7 +158,9 @@ class FlatParameters:
         """Copy all parameters into flat `out` (numel,)."""
         if out.is_meta:
             return out  # there are no numbers, and millions of blocks perhaps
-        for block, part in zip(self.blocks(), self.parts(out), strict=True):
+        blocks, self.is_read = self.blocks(), False
+        self.down()
+        for block, part in zip(blocks, self.parts(out), strict=True):
             torch._foreach_copy_(block.shaped(part), block.live)
         return out
 
@@ -127,6 +169,7 @@ class FlatParameters:
         """Copy flat (numel,) into the parameters."""
         for block, part in zip(self.blocks(), self.parts(flat), strict=True):
             torch._foreach_copy_(block.live, block.shaped(part))
+        self.up()
 
     def rounded(self, block: FlatBlock, part: Tensor) -> Tensor:
         """The block's part (b,) of a flat vector as the live weights hold it: rounded to their dtypes where those are

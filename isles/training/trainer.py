@@ -36,6 +36,7 @@ from isles.pipeline.recovery import Recovery
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.sync import ReplicaSync
 from isles.schema import Metrics
+from isles.staging import to_device
 from isles.training.assemble import weighs_samples, wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import run_name
@@ -278,7 +279,7 @@ class Trainer:
         if self.text is None:
             return
         for _ in range(self.config.inner.accumulation):
-            tokens = self.text.batch().to(self.device)
+            (tokens,) = to_device([self.text.batch()], self.device)
             self.tokens += tokens[:, 1:].numel()
             yield tokens
 

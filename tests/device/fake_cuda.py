@@ -88,7 +88,9 @@ class _Stream:
     def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
+        event = event or _Event()
+        event.record(self)
+        return event
 
     def query(self) -> bool:
         return True

@@ -13,6 +13,8 @@ import pytest
 import isles
 from isles.comm.codecs import FORMS
 from tests.device import build
+from tests.device.ordered import METHODS as ORDERED
+from tests.device.ordered import MUTANTS
 from tests.device.table import ROOT, STREAMING, Crossing, crossing, table, walk
 
 METHODS = [name for name in isles.METHODS if name != "fsdp"]  # which needs NCCL between GPUs
@@ -22,6 +24,7 @@ CHOOSING = ("dct-dp", "dilocox", "demo")
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 Rows = dict[str, Any]
+_FRAGMENTS = 3  # of the streaming methods: two of blocks, and the rest
 
 
 def _walked(factory: pytest.TempPathFactory, worker: str, *options: str) -> Rows:
@@ -54,12 +57,6 @@ def _found(rows: Rows, case: str) -> Any:
     found = rows[case]
     assert not (isinstance(found, dict) and "error" in found), found["error"]
     return found
-
-
-def _bad(*names: str, of: list[str], reason: str) -> list[Any]:
-    """All of them as parameters; `names` fail today."""
-    mark = pytest.mark.xfail(strict=True, reason=reason)
-    return [pytest.param(name, marks=mark if name in names else ()) for name in of]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -177,44 +174,53 @@ def test_a_plain_step_waits_for_nothing(rows: Rows, name: str) -> None:
     assert (found.plain_waits, found.plain_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "name", _bad("dilocox", of=[*OUTER, "ddp", "dct-dp"], reason="A8: landing by carry reads the weights once more")
-)
+@pytest.mark.parametrize("name", [*OUTER, "ddp", "dct-dp"])
 def test_a_round_copies_each_byte_once_each_way(rows: Rows, name: str) -> None:
+    """One copy a tensor each way, one wait a fragment or bucket: for the copies down. Kernels wait for what lands."""
     found, model = _crossed(rows, name), rows["shape"]["bytes"]
     assert (found.down, found.up) == (model, model)
+    assert found.copies == 2 * len(rows["shape"]["sizes"])
+    assert found.waits == (_FRAGMENTS if name in STREAMING else 1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    _bad(
-        "demo",
-        "ist",
-        of=["demo", "ist"],
-        reason="A8: demo brings its own share back twice; ist packs what stays here too",
-    ),
-)
-def test_what_is_sent_in_parts_crosses_once(rows: Rows, name: str) -> None:
-    """Up what came of both workers (two shares of what went down), or in turn."""
-    found = _crossed(rows, name)
-    assert found.up == found.down
-
-
-@pytest.mark.parametrize("name", [*OUTER, "ddp", "dct-dp"])
-def test_today_a_copy_is_a_wait(rows: Rows, name: str) -> None:
-    """The closed form of today: a copy for each tensor's part of a block, each way, and the host waits for each. A
-    tensor has ceil(entries / BLOCK) such parts; in a bucket it has one.
+def test_of_an_own_share_its_rounded_values_come_back(rows: Rows) -> None:
+    """DeMo: 4 bytes of a value and 8 of its place go down, both come up of the other worker; of the own share only
+    values, as the other one decodes them: what stands where is there.
     """
-    found, shape = _crossed(rows, name), _found(rows, "shape")
-    parts = len(shape["sizes"]) if name in ("ddp", "dct-dp") else sum(-(-n // shape["block"]) for n in shape["sizes"])
-    ways = 3 if name == "dilocox" else 2
-    assert (found.copies, found.waits) == (ways * parts, ways * parts)
+    found = _crossed(rows, "demo")
+    assert (found.up * 12, found.copies, found.waits) == (found.down * 16, 2 + 1 + 2, 1)
 
 
-@pytest.mark.parametrize("name", _bad(*OUTER, of=OUTER, reason="A8: one blocking copy for each block"))
-def test_a_round_waits_once_a_fragment(rows: Rows, name: str) -> None:
-    """What is wanted: for the snapshot, before it is encoded. What lands waits on the device."""
-    assert _crossed(rows, name).waits <= (3 if name in STREAMING else 1)
+def test_what_is_divided_crosses_once(rows: Rows) -> None:
+    """IST: units with their moments, and what all hold. The host waits for either, and for whether it is finite."""
+    found = _crossed(rows, "ist")
+    assert found.up == found.down and found.copies % 2 == 0
+    assert found.waits == 3
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_no_copy_meets_a_kernel(rows: Rows, name: str) -> None:
+    found = _found(rows, f"order {name}")
+    assert found["races"] == [] and found["kernels"] > 100
+    assert found["copies"] > 20
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wait_that_is_left_out_is_a_race(rows: Rows, name: str) -> None:
+    assert any("may be at" in race for race in _found(rows, f"mutant {name}")["races"])
+
+
+def test_a_native_sum_is_ordered_by_the_callers_stream(rows: Rows) -> None:
+    found = _found(rows, "native")
+    assert found["races"] == [] and found["sum"] == [1.5] * 4
+
+
+def test_lanes_and_batches(rows: Rows) -> None:
+    """Events are of the lane's GPU, many pinned parameters share a block, and no batch is waited for."""
+    found = _found(rows, "lanes")
+    assert found["events"] == [1] and found["placed"]
+    assert found["pinned"] < 1.1  # 1.94 in a block each: torch takes powers of two
+    assert found["batches"] == ["cuda:1", "cuda:1"] and found["waits"] == 0
 
 
 def test_the_page_has_the_table_of_now(rows: Rows) -> None:

@@ -39,8 +39,9 @@ import torch.distributed as dist  # noqa: E402
 import isles  # noqa: E402
 from isles.comm import mesh  # noqa: E402
 from isles.comm.codecs import FORMS, form  # noqa: E402
-from isles.network.planner.memory import BLOCK  # noqa: E402
-from tests.device import workers  # noqa: E402
+from isles.memory.engines.cuda import CudaMoves  # noqa: E402
+from isles.training.trainer import Trainer  # noqa: E402
+from tests.device import ordered, workers  # noqa: E402
 
 Case = Callable[[Path], Any]
 _PATIENCE = 240.0  # seconds for processes that compute for a few
@@ -164,7 +165,7 @@ def _shape(_: Path) -> dict[str, Any]:
     """Of the model that is trained: what copies are counted against."""
     model = workers.Decoder(workers.SHAPE)
     sizes = [parameter.numel() for parameter in model.parameters()]
-    return {"bytes": 4 * sum(sizes), "sizes": sizes, "block": BLOCK}
+    return {"bytes": 4 * sum(sizes), "sizes": sizes}
 
 
 def _islands(_: Path) -> dict[str, int]:
@@ -177,6 +178,30 @@ def _islands(_: Path) -> dict[str, int]:
         return fake_cuda.since(before, world.rank + 1)["waits"]
 
     return {"is_sound": max(isles.run_virtual(waits, 2))}
+
+
+def _ordered(judge: Callable[[str], dict[str, Any]], name: str, _: Path) -> dict[str, Any]:
+    return judge(name)
+
+
+def _lanes(_: Path) -> dict[str, Any]:
+    """Of a memory plan's lanes on cuda:1 while cuda:0 is the current one; of batches on their way."""
+    moves, layers = CudaMoves(torch.device("cuda:1")), [torch.nn.Linear(65, 65, device="cuda:1") for _ in range(30)]
+    model = torch.nn.Sequential(*layers)
+    moves.fill([torch.empty(4, 4, device="cuda:1", dtype=torch.bfloat16)], [torch.ones(4, 4)])
+    pinned, values = fake_cuda.pinned_bytes(), [one.detach().cpu() for one in model.parameters()]
+    moves.place({id(one) for one in model.parameters()}, model)
+    trainer: Any = object.__new__(Trainer)
+    trainer.text, trainer.device, trainer.tokens = SimpleNamespace(batch=lambda: torch.ones(2, 9)), moves.device, 0
+    trainer.config, before = SimpleNamespace(inner=SimpleNamespace(accumulation=2)), fake_cuda.counts(1)
+    batches = [str(one.device) for one in trainer._batches()]
+    return {
+        "events": [event._device for event in moves._ring()._copied if event._device is not None],
+        "pinned": (fake_cuda.pinned_bytes() - pinned) / sum(one.nbytes for one in values),
+        "placed": all(torch.equal(one, before) for one, before in zip(model.parameters(), values, strict=True)),
+        "batches": batches,
+        "waits": fake_cuda.since(before, 1)["waits"],
+    }
 
 
 def _machines(_: Path) -> dict[str, Any]:
@@ -484,7 +509,11 @@ CASES: dict[str, Case] = {  # worlds first: a process that has run a backward pa
     "islands": _islands,
     "machines": _machines,
     "measured": _measured,
+    "lanes": _lanes,
+    "native": lambda _: ordered.native(),
     **{f"method {name}": partial(_compared, name, {}, True) for name in METHODS},
+    **{f"order {name}": partial(_ordered, ordered.races, name) for name in ordered.METHODS},
+    **{f"mutant {name}": partial(_ordered, ordered.mutant, name) for name in ordered.MUTANTS},
     "bfloat16": partial(_compared, "streaming-diloco", {"dtype": torch.bfloat16}, False),
     **{f"codec {name}": partial(_compared, "diloco", _of_codec(name), False) for name in _SOME_CODECS},
     "run": _from_run_to_export,

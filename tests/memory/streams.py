@@ -52,6 +52,9 @@ class _Piece:
 class Watch:
     """Who knows what of whom, and what every piece of memory has seen. races: what went wrong, in words."""
 
+    mixing: tuple[str, ...] = ("copy_",)
+    """Operations that may go between the host and the device."""
+
     def __init__(self) -> None:
         self.races: list[str] = []
         self.kernels = self.copies = 0
@@ -99,8 +102,12 @@ class Watch:
     def piece(self, tensor: Tensor) -> _Piece:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._pieces:  # from before the watch began
-            self._add(tensor, _Piece(device=False, home=HOST, written=(HOST, 0)))
+            self._add(tensor, self.new(tensor, HOST, (HOST, 0)))
         return self._pieces[storage._cdata]
+
+    def new(self, tensor: Tensor, actor: str, written: tuple[str, int]) -> _Piece:
+        """What is known of a tensor that `actor` has made."""
+        return _Piece(device=actor != HOST, home=actor, written=written)
 
     def on_device(self, *tensors: Tensor) -> None:
         with self.lock:
@@ -161,20 +168,22 @@ class Watch:
             return
         reads = [] if name in _LIKE else [one for one in into if all(one is not other for other in changed)]
         sides = {self.piece(one).device for one in [*reads, *changed] if one.dim()}
-        sides = sides or {self.piece(one).device for one in [*reads, *changed]} or {self._makes_on_device()}
-        if len(sides) > 1 and name != "copy_":
+        sides = sides or {self.piece(one).device for one in [*reads, *changed]}
+        sides |= {self.makes_on_device(one) for one in fresh if not sides or name == "_to_copy"}
+        if len(sides) > 1 and name not in self.mixing:
             self.races.append(f"{name} mixes the host's memory and the device's")
         waited = len(sides) > 1 and not self._flies([*reads, *changed], args, kwargs)
         self._access(name, self.current if True in sides else HOST, reads, changed, fresh)
         if waited:
             self.join(HOST, self.clock(self.current))
 
-    def _makes_on_device(self) -> bool:
+    def makes_on_device(self, fresh: Tensor) -> bool:
+        """Where what is made of nothing lies."""
         return getattr(self._here, "room", False) or not is_host_work()
 
     def _flies(self, both: Sequence[Tensor], args: Any, kwargs: Any) -> bool:
         """Whether a copy between the sides is not waited for: asked for so, and of pinned memory."""
-        asked = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        asked = kwargs.get("non_blocking", args[2] if len(args) > 2 and isinstance(args[2], bool) else False)
         return bool(asked) and all(one.device or one.pinned for one in map(self.piece, both))
 
     def _access(
@@ -196,7 +205,7 @@ class Watch:
         for tensor in changed:
             self.piece(tensor).written, self.piece(tensor).read = at, {}
         for tensor in fresh:
-            self._add(tensor, _Piece(device=actor != HOST, home=actor, written=at))
+            self._add(tensor, self.new(tensor, actor, at))
 
 
 def _key(tensor: Tensor) -> int:
@@ -211,7 +220,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return [value for one, value in every if one.alias_info is not None and one.alias_info.is_write]
 
 
-class _Watched(TorchDispatchMode):
+class Watched(TorchDispatchMode):
     """Around what a thread does."""
 
     def __init__(self, watch: Watch) -> None:
@@ -238,6 +247,11 @@ class Stream:
     def wait_stream(self, stream: Stream) -> None:
         self.watch.join(self.name, self.watch.clock(stream.name))
 
+    def record_event(self) -> Event:
+        event = Event(self.watch)
+        event.record(self)
+        return event
+
     def synchronize(self) -> None:
         self.watch.join(HOST, self.watch.clock(self.name))
 
@@ -251,6 +265,10 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         name = self.watch.current if stream is None else stream.name
         self.clock = self.watch.clock(name) | self.watch.clock(HOST)
+
+    def query(self) -> bool:
+        """Whether the host knows that it is over."""
+        return self.clock <= self.watch.clock(HOST)
 
     def synchronize(self) -> None:
         self.watch.join(HOST, self.clock)
@@ -283,7 +301,7 @@ class WatchedCuda(Cuda):
 
     def submit(self, lane: EngineLane, urgency: Urgency, seconds: float, work: Any, done: Any) -> None:
         def watched() -> None:
-            with _Watched(self.watch):
+            with Watched(self.watch):
                 work()
 
         super().submit(lane, urgency, seconds, watched, done)
@@ -299,6 +317,10 @@ def watching() -> Iterator[Watch]:
         tensor = empty(*size, **how)
         return watch.pin(tensor) if pin_memory else tensor
 
+    def apart(tensors: Sequence[Tensor], *, pinned: bool | None = None) -> list[Tensor]:
+        """Not in one block: pieces of memory are told apart by their storage."""
+        return [made(one.shape, dtype=one.dtype, pin_memory=True, device="cpu") for one in tensors]
+
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
         watch.resized(storage._cdata, nbytes)
         return resize(storage, nbytes)
@@ -310,8 +332,9 @@ def watching() -> Iterator[Watch]:
         patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(watch, threading.current_thread().name))
         patch.setattr(torch.cuda, "Event", lambda: Event(watch))
         patch.setattr(torch, "empty", made)
+        patch.setattr("isles.memory.engines.cuda.arena", apart)
         patch.setattr(torch.UntypedStorage, "resize_", resized)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: watch.pin(pinned(tensor)))
         patch.setattr(torch.Tensor, "is_pinned", lambda tensor: watch.is_pinned(tensor))
-        with _Watched(watch):
+        with Watched(watch):
             yield watch

@@ -24,6 +24,8 @@ headers before anything else in rounds whose lengths members adapt by themselves
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -167,8 +169,11 @@ def native_mean(call: Call, buffer: Tensor) -> Steps[None]:
     group = call.group
     for count in (group.traffic.sent, group.traffic.received):
         count(call.channel, native_bytes(buffer.numel(), buffer.dtype, group.size))
+    # What comes after the wait runs in another thread, whose stream is another one than the caller's may be.
+    caller = torch.cuda.stream(torch.cuda.current_stream(buffer.device)) if buffer.is_cuda else nullcontext()
     yield native_collectives(group.transport).native_sum(buffer, group.ranks)
-    buffer.div_(group.size)
+    with caller:
+        buffer.div_(group.size)
 
 
 def native_bytes(elements: int, dtype: torch.dtype, size: int) -> int:

@@ -27,9 +27,15 @@ from torch import Tensor, nn
 
 from isles.memory.engines.base import Engine, EngineLane, Moves, Urgency
 from isles.memory.engines.paced import Paced
+from isles.staging import arena
 
 _CHUNK = 1 << 24
 """Bytes of each of the two pieces of pinned memory through which numbers go whose format changes on the way."""
+
+_PINNED = 1 << 28
+"""Bytes of a block of pinned parameters: torch rounds blocks up to a power of two, and beside the old ones there is one
+new block at a time.
+"""
 
 
 class PinnedRing:
@@ -46,9 +52,9 @@ class PinnedRing:
         self._copied[self._turn].synchronize()  # of an event that was never recorded: at once
         return self._pieces[self._turn].view(dtype)[:count]
 
-    def used(self) -> torch.cuda.Event:
-        """A copy with the piece last taken has been called on the current stream. The event of its end."""
-        self._copied[self._turn].record()
+    def used(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """A copy with the piece last taken has been called on `stream`. The event of its end."""
+        self._copied[self._turn].record(stream)
         return self._copied[self._turn]
 
 
@@ -79,7 +85,7 @@ class CudaMoves(Moves):
                 piece = self._ring().take(count, target.dtype)
                 piece.copy_(numbers[at : at + count])
                 flat[at : at + count].copy_(piece, non_blocking=True)
-                self._ring().used()
+                self._ring().used(torch.cuda.current_stream(self.device))
         self._wait()
 
     def to_host(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
@@ -103,7 +109,8 @@ class CudaMoves(Moves):
         for at, count in _chunks(len(source), source.itemsize):
             piece = self._ring().take(count, source.dtype)
             piece.copy_(source[at : at + count], non_blocking=True)
-            under_way = self._ring().used(), piece, target[at : at + count]
+            copied = self._ring().used(torch.cuda.current_stream(self.device))
+            under_way = copied, piece, target[at : at + count]
             if before is not None:
                 _land(*before)
             before = under_way
@@ -120,11 +127,18 @@ class CudaMoves(Moves):
         return made
 
     def place(self, hosted: Container[int], model: nn.Module) -> None:
-        """The host's in pinned memory. Gradients go, for they would be where their parameter was."""
+        """The host's in pinned memory, many in a block. Gradients go, for they would be where their parameter was."""
+        kept = list[nn.Parameter]()
         for parameter in model.parameters():
-            own = parameter.detach()
             parameter.grad = None
-            parameter.data = own.cpu().pin_memory() if id(parameter) in hosted else own.to(self.device)
+            if id(parameter) not in hosted:
+                parameter.data = parameter.detach().to(self.device)
+                continue
+            if sum(one.nbytes for one in kept) + parameter.nbytes > _PINNED:
+                _pin(kept)
+                kept = []
+            kept.append(parameter)
+        _pin(kept)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -138,6 +152,11 @@ class CudaMoves(Moves):
 
     def _wait(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
+
+
+def _pin(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter, own in zip(parameters, arena(parameters, pinned=True), strict=True):
+        parameter.data = own.copy_(parameter.detach())
 
 
 def _chunks(count: int, itemsize: int) -> Iterator[tuple[int, int]]:

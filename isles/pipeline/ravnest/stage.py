@@ -44,6 +44,7 @@ from isles.pipeline.ravnest.versions import WeightVersions
 from isles.pipeline.shares import StageShares
 from isles.pipeline.suspicion import accept, refuse_own
 from isles.pipeline.wire import StageForm, phase
+from isles.staging import to_device
 
 StaleUpdate = Callable[[int], None]
 """Steps the newest weights by the gradients in place and clears them; told how many updates old these are at most."""
@@ -265,7 +266,7 @@ class _Stretch:
         node = self.node
         if node._down is None:
             text, self.ended = next(self.texts)
-            text = text.to(node._device)
+            (text,) = to_device([text], node._device)
             return None, text[:, :-1], text
         came = node._down.take()
         self.ended = came.is_last

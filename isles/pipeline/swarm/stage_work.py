@@ -15,6 +15,7 @@ from isles.pipeline.executor import Context
 from isles.pipeline.shares import StageShares
 from isles.pipeline.suspicion import accept, refuse_own
 from isles.pipeline.wire import StageForm, phase
+from isles.staging import to_device
 
 _FORWARD, _BACKWARD = phase(Task("F", 0, 0)), phase(Task("B", 0, 0))
 
@@ -124,7 +125,7 @@ class StageWork:
     def _begin(self, microbatch: int, wire: Tensor | None, sender: int | None) -> tuple[Tensor | None, Tensor, Tensor]:
         if wire is None:
             assert self.text is not None
-            tokens = self.text(microbatch).to(self.device)
+            (tokens,) = to_device([self.text(microbatch)], self.device)
             return None, tokens[:, :-1], tokens
         payload, side, told = self.form.unpack(wire, self.device)
         assert told is not None

@@ -11,6 +11,7 @@ from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
 from isles.replicas.flat import FlatParameters
 from isles.replicas.gradient.reduction import Reduction
+from isles.staging import Staging, arena, is_away
 
 _NOBODYS = -0.0
 """First entry of what has no gradient here. -0.0 is the sum of nothing but such ones, and a gradient's own is made 0.0:
@@ -24,10 +25,15 @@ class Bucket:
     def __init__(self, index: int, parameters: list[nn.Parameter], device: torch.device) -> None:
         self.index, self.parameters = index, parameters
         self.layout = FlatParameters(parameters)
-        self.flat = self.layout.new() if self.layout.device.type == "meta" else self.layout.new().to(device)
+        self._away = device.type == "cpu" and is_away(parameters)  # gradients are on GPUs, and travel from the host
+        if self._away and self.layout.exact:
+            (self.flat,) = arena([torch.empty(self.layout.numel, dtype=self.layout.dtype, device="meta")])
+        else:
+            self.flat = self.layout.new() if self.layout.device.type == "meta" else self.layout.new().to(device)
         self.views = [
             part.view(parameter.shape) for part, parameter in zip(self.split(self.flat), parameters, strict=True)
         ]
+        self._staging = Staging(self.views if self.layout.exact else arena(parameters) if self._away else ())
         self.waiting = len(parameters)
         """Gradients not ready yet in this backward pass."""
         self.reduction: Reduction
@@ -54,10 +60,13 @@ class Bucket:
         if {id(mean) for mean in self.means} & {id(p.grad) for p in self.parameters}:
             self.keep()  # this pass adds to what was told of the earlier ones
         self.means = []
+        self._staging.settle()
         self.flat.zero_() if any(p.grad is None for p in self.parameters) else None
-        pairs = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
+        if self._away:
+            self._staging.down([p.grad for p in self.parameters])
+        pairs = self._pairs()
         if pairs:
-            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+            torch._foreach_copy_([view for view, _ in pairs], [own for _, own in pairs])
         if self.reduction.keeps_signs:
             self._mark()
         self._loaded = self._gradients()
@@ -104,11 +113,22 @@ class Bucket:
         for place in missing:
             if place not in left:
                 self.parameters[place].grad = torch.zeros_like(self.parameters[place])
-        pairs = [(p.grad, view) for p, view in zip(self.parameters, self.views, strict=True) if p.grad is not None]
+        pairs = self._pairs()
         if pairs:
-            torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
+            torch._foreach_copy_([own for _, own in pairs], [view for view, _ in pairs])
+        if self._away:
+            self._staging.up([p.grad for p in self.parameters])
+        self.means = [p.grad for p in self.parameters if p.grad is not None]
 
-        self.means = [grad for grad, _ in pairs]
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """(view, gradient or what stands for it on the host) of what has a gradient; none where the views stand for
+        them.
+        """
+        if self._away and self.layout.exact:
+            return []
+        own = self._staging.hosts if self._away else [p.grad for p in self.parameters]
+        pairs = zip(self.views, own, self.parameters, strict=True)
+        return [(view, one) for view, one, p in pairs if one is not None and p.grad is not None]
 
     def keep(self) -> None:
         """The means are used, if there are any."""

@@ -11,6 +11,7 @@ from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS, Channel
 from isles.network.planner.planned import Groups, PlannedExchange, Swap, by_size
+from isles.staging import to_host
 
 
 def spread_fragment(number: int) -> int:
@@ -68,7 +69,8 @@ class SpreadRows:
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
     """Their bytes in one buffer on the CPU."""
-    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() for tensor in tensors])
+    own = to_host([tensor.detach().contiguous().view(-1) for tensor in tensors])
+    return torch.cat([one.view(torch.uint8) for one in own])
 
 
 def _typed(part: Tensor, like: Tensor) -> Tensor:

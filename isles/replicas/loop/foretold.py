@@ -52,7 +52,9 @@ class OuterForetold(ReplicaSync):
     @override
     def memory(self) -> list[Held]:
         outer = outer_memory(self.parts, self.fragments, self.group.size)
-        return [*super().memory(), *outer, *self.courier.extra_memory(self.fragments)]
+        pinned = sum(fragment.flat.pinned_bytes for fragment in self.fragments)
+        staging = [Held("pinned copies of the weights", pinned, "always")] if pinned else []
+        return [*super().memory(), *outer, *staging, *self.courier.extra_memory(self.fragments)]
 
     @override
     def opening_exchanges(self) -> list[PlannedExchange]:

@@ -107,7 +107,7 @@ class Fragment:
         maker: VectorMaker | None = None,
     ) -> None:
         self.index, self.places = index, places
-        self.flat = FlatParameters(parameters, maker)
+        self.flat = FlatParameters(parameters, maker, pinned=True)
         self.anchor = self.flat.read(self.flat.new())
         start = parts.rule.start
         self.vectors = {name: self.flat.new().fill_(start.get(name, 0.0)) for name in parts.rule.vectors}
@@ -179,6 +179,7 @@ class Fragment:
         yield
         for part, before in kept:
             part.copy_(before)
+        self.flat.is_read = self.flat.is_read and not places
         for place, span in zip(places, spans, strict=True):
             live = self.flat.parameters[place].detach()
             live.copy_(self.anchor[span].view(live.shape))

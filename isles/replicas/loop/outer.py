@@ -84,6 +84,7 @@ class OuterSync(OuterSaved):
     @override
     def after_inner_step(self) -> None:
         sending = self.cadence.sends(self.steps)
+        self._moved()
         self.courier.stepped(self.steps, sends=bool(sending))
         self._exchange(sending)
 
@@ -102,6 +103,7 @@ class OuterSync(OuterSaved):
         weights are then the anchors.
         """
         self.catch_up()
+        self._moved()
         late = self.parts.cadence.rounds_late
         if not late:
             self._drain()
@@ -190,6 +192,11 @@ class OuterSync(OuterSaved):
             yield model
 
     # One step of the loop.
+
+    def _moved(self) -> None:
+        """Somebody else has written to the weights."""
+        for fragment in self.fragments:
+            fragment.flat.is_read = False
 
     def _exchange(self, sending: Sequence[int], lands: int | None = None) -> None:
         """Send the fragments `sending`, and land what lands after this step. lands: when the answers to those sent now

@@ -59,9 +59,11 @@ class Sweep:
         self.vectors = [{name: vectors[name][i] for name in vectors} for i in range(len(self.anchors))]
         self.words = self.flat.words(fragment.anchor) if hashed else ()
         self.sums: list[Tensor] = []
+        self.kept = parts.landing.kept if self.flat.is_staged else None  # where the landing is done by `FlatParameters`
 
     def snapshot(self, out: Tensor, check: FiniteCheck) -> FiniteCheck:
         """Write what travels into `out` (numel,), and show it to `check`."""
+        self.flat.down()
         for i, part in enumerate(self.flat.parts(out)):
             self._form(i, part)
             check.take(part)
@@ -76,14 +78,18 @@ class Sweep:
         mine = self.anchors if shared is None or shared.own is None else flat.parts(shared.own)
         left = flat.parts_or_none(self.left)
         self.fragment.landed += 1
+        if self.kept is None:
+            flat.down()
         for i, mean in enumerate(means):
             gradient = read(mean, new[i], own[i], payload.participants)
             self._land(i, Answer(gradient, theirs[i], mine[i], left[i]))
+        flat.up(self.kept or 0.0)
         return digest(self.sums)
 
     def check(self) -> FiniteCheck:
         """Whether what would travel is finite, without keeping it."""
         check, room = FiniteCheck(), self.flat.scratch()
+        self.flat.down()
         for i, anchor in enumerate(self.anchors):
             part = room[: anchor.numel()]
             self._form(i, part)
@@ -94,10 +100,12 @@ class Sweep:
         """Snapshot and landing of a round that has one member and loses nothing; the anchor's hash, or 0."""
         room = self.flat.scratch()
         self.fragment.landed += 1
+        self.flat.down()
         for i, anchor in enumerate(self.anchors):
             part = room[: anchor.numel()]
             self._form(i, part)
             self._land(i, Answer(self.parts.reading.read(part, None, None, 1)))
+        self.flat.up(self.kept or 0.0)
         return digest(self.sums)
 
     def _form(self, i: int, out: Tensor) -> None:
@@ -111,7 +119,10 @@ class Sweep:
         block, anchor = self.blocks[i], self.anchors[i]
         self.parts.rule.apply(anchor, answer, self.vectors[i], self.fragment.landed)
         shaped = block.shaped(anchor)
-        origin = shaped if self.references is self.anchors else block.shaped(self.references[i])
-        self.parts.landing.land(block.live, shaped, origin)
+        if self.kept is None:
+            origin = shaped if self.references is self.anchors else block.shaped(self.references[i])
+            self.parts.landing.land(block.live, shaped, origin)
+        else:
+            torch._foreach_copy_(block.live, shaped)
         if self.hashed:
             self.sums.append(self.words[i].sum())  # while it is in cache

@@ -143,9 +143,16 @@ class Landing(Protocol):
         """True if it leaves the live weights elsewhere than on the anchor, and counts their progress from there."""
         ...
 
+    @property
+    def kept(self) -> float | None:
+        """k, if it is live = k live + (1 - k) anchor and no more: done on a GPU, weights there need not be read for it.
+        None: it is something else.
+        """
+        ...
+
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
         """Write the live weights, in place, from anchors of the same shapes (the dtypes may differ), and the reference
-        where it moves.
+        where it moves. All are on the CPU.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What the anchor does to the live weights, which may be on a GPU and in another format than anchor and reference."""
+"""What the anchor does to the live weights, which may be in another format than anchor and reference."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class Replace:
     """live = anchor: the next inner steps start from the anchor."""
 
     moves_reference: bool = False
+    kept: ClassVar[float | None] = 0.0
     name: ClassVar[str] = "replace"
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
@@ -30,6 +31,10 @@ class Blend:
     moves_reference: bool = False
     name: ClassVar[str] = "blend"
 
+    @property
+    def kept(self) -> float | None:
+        return self.alpha
+
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
         torch._foreach_lerp_(live, [a.to(x) for a, x in zip(anchor, live, strict=True)], 1 - self.alpha)
 
@@ -42,11 +47,12 @@ class Carry:
     """
 
     moves_reference: bool = True
+    kept: ClassVar[float | None] = None
     name: ClassVar[str] = "carry"
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
         progress = torch._foreach_sub(reference, [x.to(r) for x, r in zip(live, reference, strict=True)])
         landed = torch._foreach_sub(anchor, progress)
         torch._foreach_copy_(live, landed)
-        # What the live weights are now, in their format, without reading them back from a GPU.
+        # What the live weights are now, in their format.
         torch._foreach_copy_(reference, [new.to(x.dtype) for new, x in zip(landed, live, strict=True)])

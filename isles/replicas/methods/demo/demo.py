@@ -26,6 +26,7 @@ average is kept (Psyche sets them to zero).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone
 from isles.replicas.start import OTHER_SETTINGS, OTHER_STATE, among_even
 from isles.replicas.sync import StepsAlike
+from isles.staging import to_device, to_host
 from isles.wrapping import each_of, innermost
 
 _DIGESTED = (
@@ -127,7 +129,8 @@ class DeMo(StepsAlike):
         self._refuse_momentum()
         momentum, group = self.momentum, self.group
         self._accumulate()
-        values, places = momentum.extract()
+        chosen = momentum.extract()
+        values, places = to_host(chosen)
         if not values.isfinite().all():
             reason = f"its momentum is not finite at inner step {self.steps + 1}: lower the learning rate"
             raise WorkerFailed(group.transport.rank, reason)
@@ -135,7 +138,8 @@ class DeMo(StepsAlike):
         call = group.call(leeway=JUMPS)
         transfer = group.start(all_gather(call, wire), nbytes=(group.size - 1) * wire.numel())
         own = momentum.packing.unpack(wire)
-        momentum.subtract(values if momentum.packing.exact else own.values, places)
+        there = replace(own, values=to_device([own.values], momentum.device)[0], places=chosen[1])
+        momentum.subtract(chosen[0] if momentum.packing.exact else there.values, there.places)
         everyone = []
         with among_even():
             arrived = transfer.wait()
@@ -146,7 +150,7 @@ class DeMo(StepsAlike):
         sizes = {position: mean_square(sent.values) for position, sent in enumerate(everyone)}
         call.accept(0, sizes, sizes.pop(group.rank), own.values.numel())
         self._compare_headers(everyone)
-        momentum.decode(everyone)
+        momentum.decode([there if sent is own else sent for sent in everyone])
         self._hand_over()
 
     def _accumulate(self) -> None:

@@ -19,6 +19,7 @@ from isles.replicas.methods.demo.config import DeMoConfig
 from isles.replicas.methods.demo.transform import Transform, drawn, fixed, largest, sizes
 from isles.replicas.methods.demo.update import snapped
 from isles.replicas.methods.demo.wire import Packing, Sent
+from isles.staging import to_device
 
 
 class Momentum:
@@ -54,27 +55,26 @@ class Momentum:
             torch._foreach_add_(inside, cut, alpha=factor)
 
     def extract(self) -> tuple[Tensor, Tensor]:
-        """Values (pairs,), float32, and places (pairs,), int64, of the largest coefficients, on the CPU."""
-        values = [torch.empty(0, dtype=torch.float32, device="cpu")]
-        places = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        """Values (pairs,), float32, and places (pairs,), int64, of the largest coefficients, on `device`."""
+        values = [torch.empty(0, dtype=torch.float32, device=self.device)]
+        places = [torch.empty(0, dtype=torch.int64, device=self.device)]
         for piece in self.blocks.pieces(self.device):
             group, kept = self.blocks.groups[piece.group], self.packing.kept[piece.group]
             coefficients = self.transform.forward(self.vector[piece.first : piece.last].view(-1, *group.edges))
             if self.packing.is_listed(piece.group):
                 chosen = largest(coefficients, kept)
                 coefficients = coefficients.gather(1, chosen)
-                places.append(chosen.view(-1).cpu())
+                places.append(chosen.view(-1))
             else:
-                places.append(torch.zeros(coefficients.numel(), dtype=torch.int64, device="cpu"))
-            values.append(coefficients.reshape(-1).cpu())
+                places.append(torch.zeros(coefficients.numel(), dtype=torch.int64, device=self.device))
+            values.append(coefficients.reshape(-1))
         return torch.cat(values), torch.cat(places)
 
     def subtract(self, values: Tensor, places: Tensor) -> None:
-        """Take `subtract` times what these coefficients stand for."""
+        """Take `subtract` times what these coefficients, on `device`, stand for."""
         alpha = self.config.subtract
         if not alpha:
             return
-        values, places = values.to(self.device), places.to(self.device)
         for piece in self.blocks.pieces(self.device):
             group, pairs = self.blocks.groups[piece.group], self.packing.of(piece.group, piece.start, piece.stop)
             part = self.vector[piece.first : piece.last].view(-1, *group.edges)
@@ -89,7 +89,8 @@ class Momentum:
             self.update = torch.empty_like(self.vector)
             tensors = range(len(self._inside))
             self._decoded = [view for index in tensors for view in self.blocks.views(self.update, index)]
-        moved = [(sent.values.to(self.device), sent.places.to(self.device)) for sent in everyone]
+        there = to_device([part for sent in everyone for part in (sent.values, sent.places)], self.device)
+        moved = list(zip(there[::2], there[1::2], strict=True))
         for piece in self.blocks.pieces(self.device):
             group, pairs = self.blocks.groups[piece.group], self.packing.of(piece.group, piece.start, piece.stop)
             mean = self.update[piece.first : piece.last].view(-1, group.entries).zero_()

@@ -52,7 +52,7 @@ class Bits(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One worker's step as the others decode it, on the CPU. values: float32 (pairs,). places: within their blocks,
+    """One worker's step as the others decode it. values: float32 (pairs,). places: within their blocks,
     int64 (pairs,); those of groups that are sent whole mean nothing.
     """
 

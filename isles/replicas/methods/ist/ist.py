@@ -54,6 +54,7 @@ from isles.replicas.schedule import everyone
 from isles.replicas.space import Dimension, rounds
 from isles.replicas.start import OTHER_STATE, among_even
 from isles.replicas.sync import MethodConfig, ReplicaSync
+from isles.staging import Staging, arena, is_away, to_host
 
 _OTHER_DIVISION = "its units are divided otherwise: it is in another round, or has another seed"
 _FEW = 64  # units of an MLP: below it subnets are poor; one head each will do
@@ -129,6 +130,7 @@ class IST(ReplicaSync):
         self.store = Store(self.division, self.group.rank, divided, moments)
         self.subnet.begin(self.group.rank)
         self.shares = list(self.subnet.undivided)
+        self._shared, self._staging = FlatParameters(self.shares, pinned=True), Staging(())
         self.round = 0
         self.merged = 0  # inner steps done at the last merge
         self._consolidated = False
@@ -270,8 +272,15 @@ class IST(ReplicaSync):
         """Merge, average, divide anew. All of it is waited for: the next step needs the other units."""
         live = self.subnet.live(self.inner, self.store.keys(moments=True))
         self._refuse_not_finite()
+        own, hosted = list(live.values()), live
+        if is_away(own):
+            if not self._staging.fits(own):
+                self._staging = Staging(arena(own))
+            self._staging.settle()
+            self._staging.down(own)
+            hosted = dict(zip(live, self._staging.hosts, strict=True))
         sent_up, sent_down = (each[self.group.rank] for each in self.store.sent_bytes(self.round))
-        up = self.store.up(self.group.call(), live, self.store.kept, self.round)
+        up = self.store.up(self.group.call(), hosted, self.store.kept, self.round)
         merging = self.group.start(up, nbytes=sent_up)
         digest = packed(self.division.digest(self.round), self.run)
         shared = set(map(id, self.shares))
@@ -279,8 +288,10 @@ class IST(ReplicaSync):
             self._average("outer", Stamp(self.steps, digest, parts=(_OTHER_DIVISION, OTHER_STATE)))
         merging.wait()
         self.round += 1
-        down = self.store.down(self.group.call(), live, self.round)
+        down = self.store.down(self.group.call(), hosted, self.round)
         self.group.start(down, nbytes=sent_down).wait()
+        if hosted is not live:
+            self._staging.up(own)
         if self.config.optimizer_state == "reset":
             self.inner.state.clear()
         self.merged = self.steps
@@ -292,11 +303,10 @@ class IST(ReplicaSync):
             raise WorkerFailed(self.group.transport.rank, reason)
 
     def _average(self, channel: Channel, stamp: Stamp | None = None) -> None:
-        shared = FlatParameters(self.shares)
-        if shared.numel:
-            flat = shared.read(shared.new())
+        if self._shared.numel:
+            flat = self._shared.read(self._shared.new())
             self.group.mean(flat, codec("none"), channel, stamp)
-            shared.write(flat)
+            self._shared.write(flat)
 
     def _full(self, channel: Channel) -> dict[str, Tensor]:
         """The divided parameters with all their units, as all workers hold them now; what all hold is averaged in
@@ -305,6 +315,7 @@ class IST(ReplicaSync):
         kept = self.store.weights()
         if self.merged < self.steps:
             live = self.subnet.live(self.inner, list(kept))
+            live = dict(zip(live, to_host(list(live.values())), strict=True))
             up = self.store.up(self.group.call(channel), live, kept, self.round)
             self.group.start(up, channel, nbytes=sum(tensor.nbytes for tensor in live.values())).wait()
             self._average(channel)

@@ -140,7 +140,7 @@ class _End:
     def pack(self, other: int) -> Tensor:
         """The message to `other` as bytes."""
         parts = [
-            as_bytes(take(self.tensors[key], self.division.axes[key.name], units).contiguous().cpu())
+            as_bytes(take(self.tensors[key], self.division.axes[key.name], units).contiguous())
             for key, units in self._units(other)
         ]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -148,7 +148,7 @@ class _End:
     def unpack(self, wire: Tensor, other: int) -> None:
         """Write the message from `other` to its places."""
         for key, units, part in self._parts(wire, other):
-            put(self.tensors[key], self.division.axes[key.name], units, part.to(self.tensors[key].device))
+            put(self.tensors[key], self.division.axes[key.name], units, part)
 
     def judge(self, call: Call, wires: Sequence[Tensor]) -> None:
         """Refused, by name, for what cannot be units of this round; nothing was written yet. Weights are compared with
