@@ -215,13 +215,9 @@ class RunConfig:
     priced_as: str = ""
     """Virtual only: time and bytes as of a model "1B", "1B, A100, 64k" or "1B, 2.5s"; see `isles.training.priced`."""
     seed: int = 0
-    """Seed of the weights and the data order, and of a method that draws (NoLoCo's pairs) unless `replicas.seed` is
-    given.
-    """
+    """Seed of weights and data order, and of a method that draws (NoLoCo's pairs) unless `replicas.seed` is given."""
     start: str = ""
-    """A finished run (or its model.safetensors) whose weights training begins from; "" draws them. Optimizer, schedule
-    and data begin anew.
-    """
+    """A finished run (or its model.safetensors) whose weights training begins from, all else anew; "" draws them."""
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     validate_every: int = 200
