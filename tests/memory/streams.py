@@ -157,7 +157,7 @@ class Watch:
         """An operation was called on this thread."""
         name = func._schema.name.removeprefix("aten::")
         into = [one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)]
-        if name == "_local_scalar_dense":
+        if name == "_local_scalar_dense" and self.piece(into[0]).device:
             self.join(HOST, self.clock(self.current))
         if name in _NO_ACCESS or func.is_view:
             return
