@@ -4,7 +4,7 @@
     up      after all kernels that were called before, and before all that are called later; the host waits for nothing
 
 "Before" and "later" are meant of the stream that is current where it is called. The host may write to pinned memory
-again once the copies up from it are over (`Staging.settle`). Torch pins blocks of a power of two bytes, so each list of
+again once the copies up from it are over (`HostCopies.settle`). Torch pins blocks of a power of two bytes, so each list of
 tensors has one.
 """
 
@@ -38,12 +38,12 @@ def arena(tensors: Sequence[Tensor], *, pinned: bool | None = None) -> list[Tens
     return [block[at : at + own.numel() * own.itemsize].view(own.dtype).view(own.shape) for at, own in parts]
 
 
-class Staging:
+class HostCopies:
     """`hosts`: tensors of the host that stand for others, which are on GPUs. Among those may be some of the host."""
 
     def __init__(self, hosts: Sequence[Tensor]) -> None:
         self.hosts = list(hosts)
-        self._read: list[torch.cuda.Event] = []  # when the copies up are over
+        self._read: list[torch.Event] = []  # when the copies up are over
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether they are of the shapes and formats of `hosts`."""
@@ -77,12 +77,12 @@ class Staging:
 
 def _crossed(
     tensors: Sequence[Tensor | None], copy: Callable[[int, Tensor], object], *, aside: bool = True
-) -> list[torch.cuda.Event]:
+) -> list[torch.Event]:
     """Call `copy(place, tensor)` for each of them. On GPUs that is between what was called before and what is called
     later, on the current stream or aside; the event of its end, for each GPU.
     """
     there = [(place, own.detach()) for place, own in enumerate(tensors) if own is not None]
-    ends = []
+    ends: list[torch.Event] = []
     for device in dict.fromkeys(own.device for _, own in there):
         here = [(place, own) for place, own in there if own.device == device]
         if device.type != "cuda":
@@ -110,7 +110,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Themselves, or copies where one of them is on a GPU, for which the host waits once."""
     if not is_away(tensors):
         return list(tensors)
-    staging = Staging(arena(tensors))
+    staging = HostCopies(arena(tensors))
     staging.down(tensors)
     return staging.hosts
 
@@ -120,7 +120,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     near = [tensor for tensor in tensors if tensor.is_cpu and device.type == "cuda"]
     made = [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in near]
     if near:
-        staging = Staging(arena(near))
+        staging = HostCopies(arena(near))
         for host, own in zip(staging.hosts, near, strict=True):
             host.copy_(own)
         staging.up(made)

@@ -26,9 +26,9 @@ from isles.report.paired import never_talks
 from isles.report.rundir import read_run
 from isles.report.units import format_seconds
 from isles.training.config.reading import read_config, run_name
-from isles.training.priced import priced
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.rundir import CONFIG, METRICS, held
+from isles.training.running.priced import priced
 from isles.training.running.run import launch
 
 RunRow = dict[str, Any]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isles.network.planner.memory import BLOCK
-from isles.staging import Staging, arena, is_away
+from isles.staging import HostCopies, arena, is_away
 
 FlatNames = Mapping[str, torch.Size]
 """What a flat vector is of: shapes by the parameters' names, in its order."""
@@ -71,7 +71,7 @@ class FlatParameters:
 
     def __init__(self, parameters: Sequence[Tensor], maker: VectorMaker | None = None, *, pinned: bool = False) -> None:
         self.parameters, self._maker, self._pinned = list(parameters), maker, pinned
-        self._staging: Staging | None = None
+        self._staging: HostCopies | None = None
         self.is_read = False
         """Whether blocks that stand for weights on a GPU hold what those are now."""
         self.numel = sum(parameter.numel() for parameter in self.parameters)
@@ -112,7 +112,7 @@ class FlatParameters:
             self._staging = None
             return own
         if self._staging is None or not self._staging.fits(own):
-            self._staging, self.is_read = Staging(arena(own, pinned=None if self._pinned else False)), False
+            self._staging, self.is_read = HostCopies(arena(own, pinned=None if self._pinned else False)), False
         self._staging.settle()
         return self._staging.hosts
 

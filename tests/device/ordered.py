@@ -15,7 +15,7 @@ from torch import Tensor
 import isles
 from isles.comm.collectives.mean import native_mean
 from isles.models import Shape
-from isles.staging import Staging
+from isles.staging import HostCopies
 from tests.device import workers
 from tests.memory.streams import HOST, KERNELS, Event, Stream, Watch, Watched, _Piece
 
@@ -95,7 +95,7 @@ MUTANTS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     "the next kernels do not wait": ("diloco", lambda: mock.patch.object(Stream, "wait_event", _nothing)),
     "copies do not wait for kernels": ("diloco", lambda: mock.patch.object(Stream, "wait_stream", _nothing)),
     "the host does not wait": ("streaming-diloco", lambda: mock.patch.object(Event, "synchronize", _nothing)),
-    "the host writes too soon": ("diloco", lambda: mock.patch.object(Staging, "settle", _nothing)),
+    "the host writes too soon": ("diloco", lambda: mock.patch.object(HostCopies, "settle", _nothing)),
 }
 """(method, what is left out)."""
 

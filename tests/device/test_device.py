@@ -211,7 +211,7 @@ def test_a_wait_that_is_left_out_is_a_race(rows: Rows, name: str) -> None:
 
 
 def test_a_native_sum_is_ordered_by_the_callers_stream(rows: Rows) -> None:
-    found = _found(rows, "native")
+    found = _found(rows, "order native")
     assert found["races"] == [] and found["sum"] == [1.5] * 4
 
 

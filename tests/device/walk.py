@@ -510,7 +510,7 @@ CASES: dict[str, Case] = {  # worlds first: a process that has run a backward pa
     "machines": _machines,
     "measured": _measured,
     "lanes": _lanes,
-    "native": lambda _: ordered.native(),
+    "order native": lambda _: ordered.native(),
     **{f"method {name}": partial(_compared, name, {}, True) for name in METHODS},
     **{f"order {name}": partial(_ordered, ordered.races, name) for name in ordered.METHODS},
     **{f"mutant {name}": partial(_ordered, ordered.mutant, name) for name in ordered.MUTANTS},

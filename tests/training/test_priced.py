@@ -18,7 +18,7 @@ from isles.network.planner.planner import replayed
 from isles.network.planner.ways import WAYS
 from isles.training.churn import trace_of
 from isles.training.config.reading import read_config
-from isles.training.priced import named, priced
+from isles.training.running.priced import named, priced
 from tests.training.runs import TINY, write_text
 
 

@@ -160,7 +160,7 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
     """
     from isles.report.rundir import read_run
     from isles.training.config.reading import read_config
-    from isles.training.priced import priced
+    from isles.training.running.priced import priced
 
     rows: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for folder in folders:

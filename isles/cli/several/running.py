@@ -40,8 +40,8 @@ def run_all(
     from isles.report.comparison import run_folder
     from isles.report.units import format_seconds
     from isles.training.dry_run import refuse
-    from isles.training.priced import priced
     from isles.training.running.interrupts import Interrupts
+    from isles.training.running.priced import priced
     from isles.training.running.run import Interrupted, launch
     from isles.training.staged import refuse_stages
 

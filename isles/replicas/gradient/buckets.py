@@ -11,7 +11,7 @@ from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
 from isles.replicas.flat import FlatParameters
 from isles.replicas.gradient.reduction import Reduction
-from isles.staging import Staging, arena, is_away
+from isles.staging import HostCopies, arena, is_away
 
 _NOBODYS = -0.0
 """First entry of what has no gradient here. -0.0 is the sum of nothing but such ones, and a gradient's own is made 0.0:
@@ -33,7 +33,7 @@ class Bucket:
         self.views = [
             part.view(parameter.shape) for part, parameter in zip(self.split(self.flat), parameters, strict=True)
         ]
-        self._staging = Staging(self.views if self.layout.exact else arena(parameters) if self._away else ())
+        self._staging = HostCopies(self.views if self.layout.exact else arena(parameters) if self._away else ())
         self.waiting = len(parameters)
         """Gradients not ready yet in this backward pass."""
         self.reduction: Reduction

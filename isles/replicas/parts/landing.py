@@ -14,8 +14,11 @@ class Replace:
     """live = anchor: the next inner steps start from the anchor."""
 
     moves_reference: bool = False
-    kept: ClassVar[float | None] = 0.0
     name: ClassVar[str] = "replace"
+
+    @property
+    def kept(self) -> float | None:
+        return 0.0
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
         torch._foreach_copy_(live, anchor)
@@ -47,8 +50,11 @@ class Carry:
     """
 
     moves_reference: bool = True
-    kept: ClassVar[float | None] = None
     name: ClassVar[str] = "carry"
+
+    @property
+    def kept(self) -> float | None:
+        return None
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
         progress = torch._foreach_sub(reference, [x.to(r) for x, r in zip(live, reference, strict=True)])

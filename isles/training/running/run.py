@@ -32,7 +32,6 @@ from isles.training.config.kept import settled
 from isles.training.config.sections import Config
 from isles.training.growing import refuse_joining
 from isles.training.memory.planned import prepared, refusals
-from isles.training.priced import priced
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.claimed import run_directory
 from isles.training.records.loggers import Loggers, require
@@ -43,6 +42,7 @@ from isles.training.records.writer import Records
 from isles.training.running.agree import met
 from isles.training.running.backends import Started, StartTraining, starter
 from isles.training.running.interrupts import GraceOver, first_interrupt
+from isles.training.running.priced import priced
 from isles.training.staged import refuse_stages
 
 

@@ -54,7 +54,7 @@ from isles.replicas.schedule import everyone
 from isles.replicas.space import Dimension, rounds
 from isles.replicas.start import OTHER_STATE, among_even
 from isles.replicas.sync import MethodConfig, ReplicaSync
-from isles.staging import Staging, arena, is_away, to_host
+from isles.staging import HostCopies, arena, is_away, to_host
 
 _OTHER_DIVISION = "its units are divided otherwise: it is in another round, or has another seed"
 _FEW = 64  # units of an MLP: below it subnets are poor; one head each will do
@@ -130,7 +130,7 @@ class IST(ReplicaSync):
         self.store = Store(self.division, self.group.rank, divided, moments)
         self.subnet.begin(self.group.rank)
         self.shares = list(self.subnet.undivided)
-        self._shared, self._staging = FlatParameters(self.shares, pinned=True), Staging(())
+        self._shared, self._staging = FlatParameters(self.shares, pinned=True), HostCopies(())
         self.round = 0
         self.merged = 0  # inner steps done at the last merge
         self._consolidated = False
@@ -275,7 +275,7 @@ class IST(ReplicaSync):
         own, hosted = list(live.values()), live
         if is_away(own):
             if not self._staging.fits(own):
-                self._staging = Staging(arena(own))
+                self._staging = HostCopies(arena(own))
             self._staging.settle()
             self._staging.down(own)
             hosted = dict(zip(live, self._staging.hosts, strict=True))
