@@ -41,7 +41,8 @@ def pace(config: Config) -> float:
     from isles.training.dry_run import dry_run
 
     plan = dry_run(config)
-    return (plan.transfers and plan.transfers.step) or plan.step_seconds or config.world.step_seconds
+    found = plan.step_seconds if plan.transfers is None else plan.transfers.step
+    return found or config.world.step_seconds
 
 
 def tuned_in(folder: Path, rows: Mapping[str, Config]) -> dict[str, Mapping[str, Any]]:
