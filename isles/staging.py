@@ -4,8 +4,8 @@
     up      after all kernels that were called before, and before all that are called later; the host waits for nothing
 
 "Before" and "later" are meant of the stream that is current where it is called. The host may write to pinned memory
-again once the copies up from it are over (`HostCopies.settle`). Torch pins blocks of a power of two bytes, so each list of
-tensors has one.
+again once the copies up from it are over (`HostCopies.settle`). Torch pins blocks of a power of two bytes, so each list
+of tensors has one.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def pace(config: Config) -> float:
     from isles.training.dry_run import dry_run
 
     plan = dry_run(config)
-    waiting = None if plan.transfers is None else plan.transfers.step
-    return waiting or plan.step_seconds or config.world.step_seconds
+    found = plan.step_seconds if plan.transfers is None else plan.transfers.step
+    return found or config.world.step_seconds
 
 
 def tuned_in(folder: Path, rows: Mapping[str, Config]) -> dict[str, Mapping[str, Any]]:
