@@ -30,7 +30,7 @@ def workers(given: str | None) -> int | str | None:
     if given is None or given == "auto":
         return given if size() is None else size()
     if not given.isdecimal():
-        raise ValueError(f"--workers {given}: write a number, or auto")
+        raise ValueError(f"--workers {given}: write 1 or more, or auto")
     check(int(given))
     return int(given)
 

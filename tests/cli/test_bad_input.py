@@ -131,10 +131,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["--bogus"], ["--bogus"]),
     # isles train: the words
     (["train", "--metod", "diloco"], ["--metod"]),
-    (["train", "--workers", "four"], ["--workers", "integer"]),
+    (["train", "--workers", "four"], ["--workers four", "or auto"]),
     (["train", "--workers"], ["--workers", "argument"]),
     (["train", "--workers", "0"], ["world.workers = 0", "choose 1 or more"]),
-    (["train", "--workers", "-1"], ["world.workers = -1", "choose 1 or more"]),
+    (["train", "--workers", "-1"], ["--workers -1", "1 or more"]),
     (["train", "--steps", "0"], ["run.steps = 0", "choose 1 or more"]),
     (["train", "--steps", "-5"], ["run.steps = -5"]),
     (["train", "--steps", "1e3"], ["--steps", "integer"]),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import isles
 from isles.parsing import parse_json
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,9 @@ EVERY_STEP = ("ddp", "dct-dp", "demo")
 STREAMING = ("streaming-diloco", "streaming-noloco")
 """Methods that send a part of the model in each step."""
 _SECONDS = 400.0
+
+ALIKE = ("localsgd", "delayed", "fedavg", "fedadam", "fedyogi", "slowmo", "postlocal-sgd", "streaming-noloco")
+"""Methods that differ from others in no copy: the long walk takes them."""
 
 
 def walk(*options: str) -> dict[str, Any]:
@@ -77,9 +81,9 @@ def table(rows: dict[str, Any]) -> str:
         "| method | plain step: waits | bytes | round: down | up | copies | waits |",
         "|---|---|---|---|---|---|---|",
     ]
-    for case, row in rows.items():
-        kind, _, name = case.partition(" ")
-        if kind != "method" or "error" in row:
+    for name in (name for name in isles.METHODS if name != "fsdp"):
+        row = rows[f"method {name}"]
+        if "error" in row:
             continue
         found = crossing(name, row)
         plain = [("-" if number is None else str(number)) for number in (found.plain_waits, found.plain_bytes)]
@@ -89,4 +93,4 @@ def table(rows: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(table(walk()))
+    print(table(walk() | walk("--long")))

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,12 +17,18 @@ from isles.comm.codecs import FORMS
 from tests.device import build
 from tests.device.ordered import METHODS as ORDERED
 from tests.device.ordered import MUTANTS
-from tests.device.table import ROOT, STREAMING, Crossing, crossing, table, walk
+from tests.device.table import ALIKE, ROOT, STREAMING, Crossing, crossing, table, walk
 
 METHODS = [name for name in isles.METHODS if name != "fsdp"]  # which needs NCCL between GPUs
 OUTER = [name for name in METHODS if name not in ("none", "ddp", "dct-dp", "demo", "ist")]
 CHOOSING = ("dct-dp", "dilocox", "demo")
 """They choose entries by size or take signs: a last bit that is rounded otherwise may choose another entry."""
+
+
+def quick(names: Iterable[str]) -> list[Any]:
+    """As parameters: those that differ from others in no copy are long."""
+    return [pytest.param(name, marks=pytest.mark.long if name in ALIKE else ()) for name in names]
+
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 Rows = dict[str, Any]
@@ -39,14 +47,21 @@ def _walked(factory: pytest.TempPathFactory, worker: str, *options: str) -> Rows
     return json.loads(kept.read_text())
 
 
+class _Walks(dict[str, Any]):
+    """The rows of the quick walk, and of the long one once somebody asks for one of its own."""
+
+    def __init__(self, factory: pytest.TempPathFactory, worker: str) -> None:
+        super().__init__(_walked(factory, worker))
+        self._more = partial(_walked, factory, worker, "--long")
+
+    def __missing__(self, case: str) -> Any:
+        self.update(self._more())
+        return dict(self)[case]
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Rows:
-    return _walked(tmp_path_factory, _worker(request))
-
-
-@pytest.fixture(scope="module")
-def long_rows(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Rows:
-    return _walked(tmp_path_factory, _worker(request), "--long")
+    return _Walks(tmp_path_factory, _worker(request))
 
 
 def _worker(request: pytest.FixtureRequest) -> str:
@@ -100,7 +115,7 @@ def test_a_device_has_a_state_of_its_own(rows: Rows) -> None:
 # Methods and codecs
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", quick(METHODS))
 def test_a_method_trains_as_on_the_cpu(rows: Rows, name: str) -> None:
     """Two workers with a GPU each: nothing strays to the other one's, or to the current device, which is a third one.
     Losses of each step, of the weights to be judged and of the consolidated model are the CPU's, bytes too. From a
@@ -116,7 +131,7 @@ def test_a_method_trains_as_on_the_cpu(rows: Rows, name: str) -> None:
         assert all(there == here for there, here in found["bytes"])
 
 
-@pytest.mark.parametrize("name", ["diloco", "ddp"])
+@pytest.mark.parametrize("name", ["diloco", pytest.param("ddp", marks=pytest.mark.long)])
 def test_real_workers_too(rows: Rows, name: str) -> None:
     """Two processes over gloo. They count what virtual workers do."""
     found, virtual = _found(rows, f"world {name}"), _found(rows, f"method {name}")
@@ -155,8 +170,8 @@ def test_a_codec(rows: Rows, name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in FORMS if name not in ("bf16", "int4", "topk:64", "powersgd:16")])
-def test_other_codecs(long_rows: Rows, name: str) -> None:
-    _codec_is_the_cpus(long_rows, name)
+def test_other_codecs(rows: Rows, name: str) -> None:
+    _codec_is_the_cpus(rows, name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,14 +182,14 @@ def _crossed(rows: Rows, name: str) -> Crossing:
     return crossing(name, _found(rows, f"method {name}"))
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("ddp", "dct-dp", "demo", *STREAMING)])
+@pytest.mark.parametrize("name", quick(name for name in METHODS if name not in ("ddp", "dct-dp", "demo", *STREAMING)))
 def test_a_plain_step_waits_for_nothing(rows: Rows, name: str) -> None:
     """Backward pass, clipping and inner step: the host only calls kernels."""
     found = _crossed(rows, name)
     assert (found.plain_waits, found.plain_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("name", [*OUTER, "ddp", "dct-dp"])
+@pytest.mark.parametrize("name", quick([*OUTER, "ddp", "dct-dp"]))
 def test_a_round_copies_each_byte_once_each_way(rows: Rows, name: str) -> None:
     """One copy a tensor each way, one wait a fragment or bucket: for the copies down. Kernels wait for what lands."""
     found, model = _crossed(rows, name), rows["shape"]["bytes"]
@@ -223,6 +238,7 @@ def test_lanes_and_batches(rows: Rows) -> None:
     assert found["batches"] == ["cuda:1", "cuda:1"] and found["waits"] == 0
 
 
+@pytest.mark.long
 def test_the_page_has_the_table_of_now(rows: Rows) -> None:
     assert table(rows) in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
@@ -259,16 +275,19 @@ def test_seconds_are_those_of_the_gpu(rows: Rows) -> None:
 # The command
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["stages", "islands"])
 def test_a_run_on_gpus_is_the_cpus(rows: Rows, name: str) -> None:
     found = _found(rows, f"train {name}")
     assert abs(found["cuda"] - found["cpu"]) < 1e-3
 
 
+@pytest.mark.long
 def test_half_precision_with_a_scaler(rows: Rows) -> None:
     assert 0 < _found(rows, "train fp16")["cuda"] < 8
 
 
+@pytest.mark.long
 def test_a_run_goes_on_and_is_judged_on_the_gpu_that_was_asked_for(rows: Rows) -> None:
     """On the same kind of device to the bit; `eval`, `generate` and `export` with --device cuda:2 use that one."""
     found = _found(rows, "run")
@@ -284,8 +303,8 @@ _ROOMS = ("clusters", "plan", "experts", "elastic")
 @pytest.mark.parametrize(
     "name", ["bf16", "swarm", "checkpoint", "demo", "ist", "sparseloco", "dct-dp", "memory", *_ROOMS]
 )
-def test_other_runs(long_rows: Rows, name: str) -> None:
-    found = _found(long_rows, f"train {name}")
+def test_other_runs(rows: Rows, name: str) -> None:
+    found = _found(rows, f"train {name}")
     assert 0 < found["cuda"] < 8
     assert found.get("gifts cuda", 1) == found.get("gifts cpu", 1) >= 1
     if "cpu" in found:

@@ -42,6 +42,7 @@ from isles.comm.codecs import FORMS, form  # noqa: E402
 from isles.memory.engines.cuda import CudaMoves  # noqa: E402
 from isles.training.trainer import Trainer  # noqa: E402
 from tests.device import ordered, workers  # noqa: E402
+from tests.device.table import ALIKE  # noqa: E402
 
 Case = Callable[[Path], Any]
 _PATIENCE = 240.0  # seconds for processes that compute for a few
@@ -500,7 +501,6 @@ METHODS = [name for name in isles.METHODS if name != "fsdp"]
 
 CASES: dict[str, Case] = {  # worlds first: a process that has run a backward pass cannot be forked any more
     "world diloco": partial(_world, "diloco"),
-    "world ddp": partial(_world, "ddp"),
     "native": _native,
     "refusals": _refusals,
     "counted": _counted,
@@ -511,18 +511,20 @@ CASES: dict[str, Case] = {  # worlds first: a process that has run a backward pa
     "measured": _measured,
     "lanes": _lanes,
     "order native": lambda _: ordered.native(),
-    **{f"method {name}": partial(_compared, name, {}, True) for name in METHODS},
+    **{f"method {name}": partial(_compared, name, {}, True) for name in METHODS if name not in ALIKE},
     **{f"order {name}": partial(_ordered, ordered.races, name) for name in ordered.METHODS},
     **{f"mutant {name}": partial(_ordered, ordered.mutant, name) for name in ordered.MUTANTS},
     "bfloat16": partial(_compared, "streaming-diloco", {"dtype": torch.bfloat16}, False),
     **{f"codec {name}": partial(_compared, "diloco", _of_codec(name), False) for name in _SOME_CODECS},
+}
+LONG: dict[str, Case] = {
+    "world ddp": partial(_world, "ddp"),
+    "shape": _shape,
+    **{f"method {name}": partial(_compared, name, {}, True) for name in ALIKE},
     "run": _from_run_to_export,
     "train fp16": _trained("diloco", _H2, "model.autocast=fp16", on_cpu=False),
     "train stages": _trained("noloco", _H2, *_STAGES, workers=4),
     "train islands": _trained("diloco", _H2, "world.inner=2", workers=4),
-}
-LONG: dict[str, Case] = {
-    "shape": _shape,
     **{
         f"codec {name}": partial(_compared, "diloco", _of_codec(name), False)
         for name in FORMS

@@ -23,7 +23,7 @@ from isles.comm.elastic.orders import Rules
 from isles.comm.elastic.session import Session, open_session
 from isles.comm.elastic.told import PlaceLine, ends_waits
 from isles.comm.elastic.transport import ElasticTransport
-from isles.comm.errors import PeerLost, PeerSilent, RoundPassed
+from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import Tag
 from tests.comm.elastic.sessions import router, settled
@@ -204,7 +204,7 @@ def test_who_begins_to_wait_for_one_that_is_gone_is_told(tmp_path: Path) -> None
         views = world.leaders[0].member.views
         until(lambda: views[max(views)].seats == (0, 1))
         wait = world.waits(0, 2, Tag("outer", 2))
-        with pytest.raises(PeerSilent):
+        with pytest.raises(PeerLost):  # its own, or what the second one is told of it
             world.second[0].run(all_done([wait]), "outer", 30.0).wait()
 
 
