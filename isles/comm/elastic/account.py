@@ -153,7 +153,7 @@ class Account:
         for place, seat in enumerate(view.seats):
             life = self._lives.get(seat, _Life(seat))
             if seat not in before:  # what it did outside is nobody's cell
-                life = replace(life, skipped=frozenset())
+                life = replace(life, begun=0, skipped=frozenset())
             self._lives[seat] = replace(life, tenures=(*life.tenures, Tenure(view.number, place, view.since)))
         self.views[view.number] = view
         named = {tenure.view for life in [*self._lives.values(), *self._lost] for tenure in life.tenures}
@@ -186,9 +186,10 @@ class Account:
             held = life.held(living) if gone else until
             missed, tenures = self._unread(replace(life, tenures=tenures), held)
             owed += missed
+            life = life.without(self._forgone)  # some of them go on from then, with what they have from a donor
             minded = tuple(t for t in tenures if (t.until or until) > life.spread(going_on) + 1)
             skipped = frozenset(round for round in life.skipped if round >= until)
-            life = replace(life, tenures=minded, skipped=skipped).without(self._forgone)
+            life = replace(life, tenures=minded, skipped=skipped)
             if not gone:
                 lives[life.seat] = life
             elif minded:
