@@ -69,9 +69,8 @@ class _Life:
             rounds.append(self.landed)
         return min(max(rounds, default=0), self.begun)
 
-    def spread(self, living: Collection[int]) -> int:
-        """The newest of its rounds whose work so many have that it is safe."""
-        others = {seat for seat in living if seat != self.seat}
+    def spread(self, others: Collection[int]) -> int:
+        """The newest of its rounds whose work so many of `others` have that it is safe."""
         enough = min(len(others), _WITNESSES)
         rounds = sorted((r for witness, (r, _) in self.witnesses.items() if witness in others), reverse=True)
         seen = rounds[enough - 1] if 0 < enough <= len(rounds) else 0
@@ -187,7 +186,8 @@ class Account:
             missed, tenures = self._unread(replace(life, tenures=tenures), held)
             owed += missed
             life = life.without(self._forgone)  # some of them go on from then, with what they have from a donor
-            minded = tuple(t for t in tenures if (t.until or until) > life.spread(going_on) + 1)
+            spread = life.spread(going_on if gone else going_on - {life.seat})  # where that seat began again: it, too
+            minded = tuple(t for t in tenures if (t.until or until) > spread + 1)
             skipped = frozenset(round for round in life.skipped if round >= until)
             life = replace(life, tenures=minded, skipped=skipped)
             if not gone:

@@ -135,6 +135,21 @@ def test_who_begins_again_is_no_witness_of_what_it_had_before() -> None:
     assert Lot(0, 0, 0, 2) in account.next(7, (1,))[1]
 
 
+def test_who_began_again_has_not_what_all_others_have_of_it() -> None:
+    """Seat 0 begins again in view 2 with a state without its own round 1, which 1 has, and 2 from there."""
+    account = Account()
+    account.open(View(0, 1, (0, 1, 2), (2, 2, 2)), [])
+    account.begun(0, 1, (), {})
+    account.begun(1, 1, (), {0: 1})
+    account.forgo(0)
+    account.open(View(1, 4, (1, 2), (2, 2), *account.next(4, (1, 2))), (1, 2))
+    account.begun(2, 4, (), {1: 4})
+    account.open(View(2, 7, (0, 1, 2), (2, 2, 2), *account.next(7, (1, 2))), (1, 2))
+    account.forgo(1)
+    account.forgo(2)
+    assert Lot(0, 0, 0, 2) in account.next(10, (0,))[1]
+
+
 def test_what_a_seat_said_of_its_rounds_outside_says_nothing_of_those_in_a_view() -> None:
     """Seat 1 was in round 9 by itself; in round 5, its second in view 1, it has told of none."""
     account = Account()
