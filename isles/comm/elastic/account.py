@@ -69,9 +69,8 @@ class _Life:
             rounds.append(self.landed)
         return min(max(rounds, default=0), self.begun)
 
-    def spread(self, living: Collection[int]) -> int:
-        """The newest of its rounds whose work so many have that it is safe."""
-        others = {seat for seat in living if seat != self.seat}
+    def spread(self, others: Collection[int]) -> int:
+        """The newest of its rounds whose work so many of `others` have that it is safe."""
         enough = min(len(others), _WITNESSES)
         rounds = sorted((r for witness, (r, _) in self.witnesses.items() if witness in others), reverse=True)
         seen = rounds[enough - 1] if 0 < enough <= len(rounds) else 0
@@ -153,7 +152,7 @@ class Account:
         for place, seat in enumerate(view.seats):
             life = self._lives.get(seat, _Life(seat))
             if seat not in before:  # what it did outside is nobody's cell
-                life = replace(life, skipped=frozenset())
+                life = replace(life, begun=0, skipped=frozenset())
             self._lives[seat] = replace(life, tenures=(*life.tenures, Tenure(view.number, place, view.since)))
         self.views[view.number] = view
         named = {tenure.view for life in [*self._lives.values(), *self._lost] for tenure in life.tenures}
@@ -186,9 +185,11 @@ class Account:
             held = life.held(living) if gone else until
             missed, tenures = self._unread(replace(life, tenures=tenures), held)
             owed += missed
-            minded = tuple(t for t in tenures if (t.until or until) > life.spread(going_on) + 1)
+            life = life.without(self._forgone)  # some of them go on from then, with what they have from a donor
+            spread = life.spread(going_on if gone else going_on - {life.seat})  # where that seat began again: it, too
+            minded = tuple(t for t in tenures if (t.until or until) > spread + 1)
             skipped = frozenset(round for round in life.skipped if round >= until)
-            life = replace(life, tenures=minded, skipped=skipped).without(self._forgone)
+            life = replace(life, tenures=minded, skipped=skipped)
             if not gone:
                 lives[life.seat] = life
             elif minded:

@@ -138,6 +138,7 @@ class Member:
         left_out: the donor's, at that moment.
         """
         self.left_out = dict(left_out or {})
+        self.round = self._answered = self._asked = 0  # what it did out of turn before, nobody is told any more
         self.call, self.ready = max(self.call, load.call), load.call
         self._entered = self._issued
         self._cells, self._groups, self._skipped = {}, {}, set()

@@ -153,16 +153,16 @@ class Membership(Journalled):
         if worker is not None and worker.load is not None:
             worker.tried.add(worker.load.donor)
             worker.load = None
-        elif worker is not None and worker.state == "in":
-            self._record("call", seat=seat)
+        elif worker is not None:
+            self._stray(seat)
         return self._orders(now)
 
     def done(self, now: float, seat: int, done: Done) -> list[Order]:
         """A member has the answer of an attempt of a round of an all-reduce method."""
         if self.rules.agrees and self._here(seat):
             self.ballots.done(seat, done, self._register.voters(done.round))
-            if done.digest == NOTHING and self.ballots.has_landed(done.round) and self.workers[seat].state == "in":
-                self._record("call", seat=seat)  # the others took it for lost, and landed what it has not got
+            if done.digest == NOTHING and self.ballots.has_landed(done.round):
+                self._stray(seat)  # the others took it for lost, and landed what it has not got
         orders = self._orders(now)
         word = self.ballots.word(done.round, seat)
         return orders if word is None else [*orders, Reply(word)]
@@ -203,8 +203,7 @@ class Membership(Journalled):
         self._count_absent(now)
         members, first = [self.workers[seat] for seat in self.members()], self.view.seats[0] if self.view else -1
         for seat, seconds in self._stalls.look(now, self.rules, members, first, self.last, self.finished).items():
-            is_leaving = self.workers[seat].state == "leaving"
-            self._record("gone" if is_leaving else "call", seat=seat, still=round(seconds))
+            self._stray(seat, still=round(seconds))
         return self._orders(now)
 
     # What follows
@@ -220,6 +219,12 @@ class Membership(Journalled):
             self._record("beat", seat=seat, beat=plain(beat))
         return None  # a beat is no sign of a connection: it may have been on its way when the connection broke
 
+    def _stray(self, seat: int, **why: int) -> None:
+        """A member has not what the others have: it begins again with another's state, or was leaving and is gone."""
+        what = {"in": "call", "leaving": "gone"}.get(self.workers[seat].state)
+        if what is not None:
+            self._record(what, seat=seat, **why)
+
     def _orders(self, now: float) -> list[Order]:
         self._step(now)
         return self._taken()
@@ -229,11 +234,15 @@ class Membership(Journalled):
         if self._awaited:
             return
         self._propose()
-        if self.ballots.are_open:
+        if self.ballots.are_open and self.view is not None:
             for word in self.ballots.due(now, {seat: self._awaited_from(seat) for seat in self.members()}):
                 self._record("word", word=plain(word))
                 for seat in word.seats:
                     self._tell(seat, word)
+            left_out = self.ballots.left_out(self.view)
+            for seat in self.workers.seats("leaving"):
+                if seat in left_out:
+                    self._stray(seat)
         self._assign()
 
     def _propose(self) -> None:

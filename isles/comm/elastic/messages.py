@@ -45,10 +45,10 @@ class Proposal:
 class Beat:
     """A worker's sign of life, at least at the begin of every round.
 
-    round: the one that it is in, 0 before the first. ready: the call (`BeatReply.call`) for which it has everything
-    that it needs to take part, -1 while it has not. skipped: rounds that it did out of turn; seen: newest rounds of
-    others whose work it has, by seat; both since the last answer. known: its newest view. seconds: of an inner step,
-    0 where unknown.
+    round: the one that it is in, 0 before the first with the state that it has. ready: the call (`BeatReply.call`) for
+    which it has everything that it needs to take part, -1 while it has not. skipped: rounds that it did out of turn;
+    seen: newest rounds of others whose work it has, by seat; both since the last answer. known: its newest view.
+    seconds: of an inner step, 0 where unknown.
     """
 
     round: int = 0

@@ -9,9 +9,13 @@ from collections.abc import Collection
 import pytest
 
 from isles.comm.elastic.account import Account
+from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.cells import fresh_before, lot_batches
+from isles.comm.elastic.membership import Membership
+from isles.comm.elastic.messages import Accusation, Beat, Done, Load, Refusal
 from isles.comm.view import Lot, View
 from isles.data.lots import _SPARE, rows
+from tests.comm.elastic.test_membership import answer, entries, founded, promise, replies, settled_member, told
 from tests.comm.elastic.world import World
 
 
@@ -113,6 +117,81 @@ def test_of_many_witnesses_those_who_have_most_are_remembered() -> None:
     account.forgo(0)
     assert account.next(4, range(1, 20))[1] == ()
     assert account.next(4, range(2, 20))[1] == (Lot(0, 0, 2, 4),)
+
+
+def test_who_begins_again_is_no_witness_of_what_it_had_before() -> None:
+    """Seats 1 and 2 have round 1 of seat 0, which dies; 1 begins again, and then 2 dies, too."""
+    account = Account()
+    account.open(View(0, 1, (0, 1, 2), (2, 2, 2)), [])
+    account.begun(0, 1, (), {})
+    for seat in (1, 2):
+        account.begun(seat, 1, (), {0: 1})
+    account.forgo(0)
+    account.forgo(1)
+    start, owed = account.next(4, (2,))
+    assert owed == (Lot(0, 0, 2, 4), Lot(0, 1, 0, 6))
+    account.open(View(1, 4, (1, 2), (2, 2), start, owed), (2,))
+    account.forgo(2)
+    assert Lot(0, 0, 0, 2) in account.next(7, (1,))[1]
+
+
+def test_who_began_again_has_not_what_all_others_have_of_it() -> None:
+    """Seat 0 begins again in view 2 with a state without its own round 1, which 1 has, and 2 from there."""
+    account = Account()
+    account.open(View(0, 1, (0, 1, 2), (2, 2, 2)), [])
+    account.begun(0, 1, (), {})
+    account.begun(1, 1, (), {0: 1})
+    account.forgo(0)
+    account.open(View(1, 4, (1, 2), (2, 2), *account.next(4, (1, 2))), (1, 2))
+    account.begun(2, 4, (), {1: 4})
+    account.open(View(2, 7, (0, 1, 2), (2, 2, 2), *account.next(7, (1, 2))), (1, 2))
+    account.forgo(1)
+    account.forgo(2)
+    assert Lot(0, 0, 0, 2) in account.next(10, (0,))[1]
+
+
+def test_what_a_seat_said_of_its_rounds_outside_says_nothing_of_those_in_a_view() -> None:
+    """Seat 1 was in round 9 by itself; in round 5, its second in view 1, it has told of none."""
+    account = Account()
+    account.open(View(0, 1, (0,), (2,)), [])
+    account.begun(1, 9, (), {})
+    account.open(View(1, 4, (0, 1), (2, 2), *account.next(4, (0,))), (0,))
+    account.begun(0, 6, (), {1: 5})
+    account.forgo(1)
+    assert account.next(7, (0,))[1] == (Lot(1, 1, 0, 6),)
+
+
+def test_rounds_out_of_turn_that_were_never_told_are_owed_although_others_have_those_of_then() -> None:
+    """Seat 2 is in round 4 before the lighthouse hears of it again, and is called: that it read nothing in round 3 it
+    tells no more. Seat 0 has its work up to round 3.
+    """
+    run, journal = founded(3)
+    member = settled_member(2, (0, 1, 2))
+    assert [member.begin(round) is not None for round in (2, 3, 4)] == [True, False, False]
+    orders = run.beat(0.0, 0, Beat(4, 0, 0, seen=((2, 3),))) + run.gone(1.0, 2) + run.back(2.0, 2)
+    assert run.workers[2].call == 1
+    member.answered(member.beat(), answer(call=1))
+    member.loaded(Load(1, 1), 4)
+    orders += run.beat(3.0, 2, member.beat())
+    assert run.workers[2].state == "ready"
+    orders += promise(run, 0, 1)
+    assert run.view is not None and (run.view.since, run.view.seats) == (7, (0, 1))
+    assert run.view.owed == (Lot(0, 2, 16, 5 * 16),)  # rounds 2 to 6: it told of the first
+    assert Membership(run.rules, journal + entries(orders)).owed() == run.owed()
+
+
+def test_who_is_left_out_while_it_leaves_is_gone() -> None:
+    """It cannot land round 1, and would never come to the end of the view that it was to stay for."""
+    run, journal = founded(3, agrees=True)
+    orders = run.leave(0.0, 2)
+    orders += [order for seat in (0, 1) for order in run.accuse(0.0, seat, Accusation(1, 0, 2, "late"))]
+    orders += [order for seat in (0, 1) for order in run.done(0.0, seat, Done(1, 1, 6))]
+    assert [word.verdict for _, word in told(orders, Word)] == ["again", "again", "land", "land"]
+    assert run.workers[2].state == "left" and run.members() == (0, 1)
+    assert isinstance(replies(run.beat(1.0, 2, Beat(1, 0, 0)))[0], Refusal)
+    orders += promise(run, 0, 1)
+    assert run.view is not None and run.view.owed == (Lot(0, 2, 0, 3 * 16),)  # rounds 1 to 3
+    assert Membership(run.rules, journal + entries(orders)).members() == (0, 1)
 
 
 class Forgetful(Account):
