@@ -110,6 +110,13 @@ class EndsAsOne(OwnModes, Foretold):
             with start.among_even():
                 self.together(lambda group: start.same_weights(group, tensors, self.steps))
 
+    def _average(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give `tensors`, by name, the mean over the survivors, and prove that all have it."""
+        if tensors:
+            flat = FlatParameters(list(tensors.values()))
+            flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control")))
+            self._prove(tensors)
+
     @torch.no_grad()
     def consolidate(self) -> nn.Module:
         """Finish, then give every worker the one model of the run and return it: where workers agree they have it
@@ -119,15 +126,11 @@ class EndsAsOne(OwnModes, Foretold):
         averaged = {} if self.agrees else self._named_shares()
         kept = self.model.state_dict()  # buffers outside of it are derived, and equal everywhere
         averaged |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}
-        own = [copies.averages() for copies in self.copies] if self.level == "parameter" else []
-        for tensors, places in [(averaged, () if self.agrees else self.everything), *((one, ()) for one in own)]:
-            if tensors:
-                flat = FlatParameters(list(tensors.values()))
-                with self.landing(places):
-                    flat.write(
-                        self.together(lambda group, of=flat: start.mean_over(group, of.read(of.new()), "control"))
-                    )
-                    self._prove(tensors)
-                    self.replica.spread(self.everything)
+        if averaged:
+            with self.landing(() if self.agrees else self.everything):
+                self._average(averaged)
+                self.replica.spread(self.everything)
+        for copies in self.copies if self.level == "parameter" else ():
+            self._average(copies.averages())
         self.guards_inner = False
         return self.replica.whole()

@@ -6,6 +6,7 @@ import sys
 import weakref
 from inspect import unwrap
 from types import FrameType
+from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -85,8 +86,9 @@ class WeakHook:
 
 def asked_by_torch(function: str) -> FrameType | None:
     """The call of that function of torch.distributed.checkpoint.state_dict that goes on, if one does."""
-    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    code = None if module is None else unwrap(getattr(module, function)).__code__
+    module: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    called = getattr(module, function, None)  # another torch may name it otherwise: then nobody has asked
+    code = None if called is None else unwrap(called).__code__
     frame = None if code is None else sys._getframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
