@@ -110,7 +110,7 @@ class EndsAsOne(OwnModes, Foretold):
             with start.among_even():
                 self.together(lambda group: start.same_weights(group, tensors, self.steps))
 
-    def _average(self, tensors: Mapping[str, Tensor]) -> None:
+    def _give_mean(self, tensors: Mapping[str, Tensor]) -> None:
         """Give `tensors`, by name, the mean over the survivors, and prove that all have it."""
         if tensors:
             flat = FlatParameters(list(tensors.values()))
@@ -128,9 +128,9 @@ class EndsAsOne(OwnModes, Foretold):
         averaged |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}
         if averaged:
             with self.landing(() if self.agrees else self.everything):
-                self._average(averaged)
+                self._give_mean(averaged)
                 self.replica.spread(self.everything)
         for copies in self.copies if self.level == "parameter" else ():
-            self._average(copies.averages())
+            self._give_mean(copies.averages())
         self.guards_inner = False
         return self.replica.whole()
