@@ -2,7 +2,7 @@
 #
 #   make demo         train a small model with four workers, into runs/demo
 #   make test         ruff, the type checker and the tests (minutes)
-#   make test-long    only the tests marked "long", of each at most four cases (most of an hour)
+#   make test-long    only the tests marked "long", of each at most two cases (most of an hour)
 #   make test-every   all cases of these (hours)
 #   make soak         processes of an elastic run killed, frozen and joined a thousand times (most of an hour)
 #   make lint         ruff and the type checker alone; `make format` mends the layout

@@ -1,6 +1,6 @@
 """For all tests: what collecting them made stays to the end, so the garbage collector need not walk it; they keep
 nothing in the home of whoever runs them, compute on one thread as a worker does, whichever test ran before, and hear
-Ctrl-C, as do the commands that they start: a shell has its background jobs ignore it. Of a test's long cases four are
+Ctrl-C, as do the commands that they start: a shell has its background jobs ignore it. Of a test's long cases two are
 run, spread over them; all where ISLES_EVERY_CASE is set.
 """
 
@@ -43,7 +43,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-_LONG_CASES = 4  # of a test, if its mark says no other number: `make test-long` ends within an hour
+_LONG_CASES = 2  # of a test, if its mark says no other number: `make test-long` ends within an hour
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
