@@ -80,6 +80,7 @@ def test_shared_experts_are_one_run_and_variants_change_the_others_alone(
     assert weights_sha256(there) == weights_sha256(medium.pop())
 
 
+@pytest.mark.long
 def test_random_splits_are_thirds_of_the_mixture_and_worth_little_more_than_one(
     built: tuple[System[Any], dict[str, Any]],
 ) -> None:

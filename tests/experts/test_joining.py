@@ -58,6 +58,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return system, folder
 
 
+@pytest.mark.long
 def test_a_branch_begins_with_the_average_that_the_new_domain_asks_for(branched: Built) -> None:
     system, _ = branched
     runs = system.out / "seed-0"

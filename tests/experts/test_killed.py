@@ -28,6 +28,7 @@ WORDS = ["smalltalk.experts=3", "smalltalk.steps=40", "smalltalk.dense=[]", "run
 LOST = "seed-0/expert-1"
 
 
+@pytest.mark.long
 def test_an_expert_that_is_killed_harms_no_other_and_goes_on(tmp_path: Path) -> None:
     config = write_domains(tmp_path)
     whole = made("smalltalk", config, tmp_path / "whole", *WORDS)

@@ -193,6 +193,7 @@ def test_rows_that_were_never_seen_are_not_sent() -> None:
     assert last <= message(400)
 
 
+@pytest.mark.long
 def test_one_worker_finds_the_bottom_only_with_feedback() -> None:
     """Oracle 5: a quadratic of 50 unknowns, the largest 2 of its gradient sent in each step: with error feedback the
     error goes to nothing; without it, after as many steps, it is a thousand times larger.

@@ -146,7 +146,7 @@ def test_one_worker_trains_as_without_it(state: str) -> None:
     isles.run_virtual(worker, 1, links=LINKS)
 
 
-@pytest.mark.parametrize(("sampler", "server"), cover(SAMPLERS, ("central", "partitioned"), each=1))
+@pytest.mark.parametrize(("sampler", "server"), cover(SAMPLERS, ("central", "partitioned"), each=1, of=2))
 def test_a_rate_of_zero_changes_no_byte(sampler: str, server: str) -> None:
     """Divided, merged, divided again, with workers that do not divide the units: all divided parameters as before."""
 

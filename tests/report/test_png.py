@@ -27,6 +27,7 @@ def rgb(name: str) -> tuple[int, int, int]:
     return int(text[:2], 16), int(text[2:4], 16), int(text[4:], 16)
 
 
+@pytest.mark.long
 def test_a_run_is_drawn_whole(tmp_path: Path) -> None:
     """Every look that the page has is there; the same run gives the same bytes."""
     write_sample(tmp_path, workers=3, steps=60)

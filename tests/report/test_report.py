@@ -285,6 +285,7 @@ def test_text_from_the_run_is_escaped(tmp_path: Path) -> None:
     assert "&lt;/pre&gt;" in page
 
 
+@pytest.mark.long
 def test_many_lines_and_workers_stay_small(tmp_path: Path) -> None:
     write_sample(tmp_path, workers=32, steps=800)  # 26 thousand lines
     page = report(tmp_path)

@@ -274,6 +274,7 @@ def stopped(text: Path, folder: Path, *more: str) -> tuple[Path, dict[str, torch
     return folder, weights
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("more", "then", "stages", "cut", "bound"),
     [

@@ -126,6 +126,7 @@ def test_a_cluster_of_which_a_worker_is_lost_is_whole_again(victim: int, message
     assert told["val_loss"] is not None and told["val_loss"] < 5.5
 
 
+@pytest.mark.long
 def test_a_lost_worker_comes_back_when_the_run_is_resumed(tmp_path: Path) -> None:
     """Its cluster was out, and is whole again from the next average on."""
     out, read = tmp_path / "run", config("run.steps=10", "run.checkpoint_every=6")

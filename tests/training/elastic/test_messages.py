@@ -35,6 +35,7 @@ def check(run: ChurnedRun) -> None:
     assert run.meeting.counts["deaths"] and run.meeting.counts["outages"] and run.meeting.counts["pauses"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["diloco", pytest.param("noloco", marks=pytest.mark.long)])
 def test_every_message_has_a_fate(tmp_path: Path, method: str) -> None:
     check(run_through(tmp_path, method, most=8, events=50, seed=1))

@@ -65,6 +65,7 @@ def expected() -> dict[str, Tensor]:
     return recursion(config())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "consistency", ["exact", *(pytest.param(other, marks=pytest.mark.long) for other in ("strict", "relaxed"))]
 )
