@@ -1,7 +1,7 @@
 """For all tests: what collecting them made stays to the end, so the garbage collector need not walk it; they keep
 nothing in the home of whoever runs them, compute on one thread as a worker does, whichever test ran before, and hear
 Ctrl-C, as do the commands that they start: a shell has its background jobs ignore it. Of a test's long cases two are
-run, spread over them; all where ISLES_EVERY_CASE is set.
+run, spread over them, and of whole worlds one; all where ISLES_EVERY_CASE is set.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 _LONG_CASES = 2  # of a test, if its mark says no other number: `make test-long` ends within an hour
+_WORLDS = ("training/elastic", "training/swarmed", "training/clustered", "faults", "integration")  # there one: minutes
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -54,8 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("long"):
             grids[item.nodeid.split("[")[0]].append(item)
     dropped = set[pytest.Item]()
-    for cases in grids.values():
-        most = cases[0].get_closest_marker("long").kwargs.get("cases", _LONG_CASES)  # type: ignore[union-attr]
+    for name, cases in grids.items():
+        usual = 1 if name.startswith(tuple(f"tests/{room}/" for room in _WORLDS)) else _LONG_CASES
+        most = cases[0].get_closest_marker("long").kwargs.get("cases", usual)  # type: ignore[union-attr]
         dropped |= {*cases} - {cases[place * len(cases) // most] for place in range(most)}
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]

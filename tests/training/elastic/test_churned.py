@@ -200,7 +200,7 @@ def test_the_records_lines_are_checked() -> None:
             from_line({**as_line(line), **bad})
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
 @pytest.mark.parametrize("churn", ["10%/h", "100%/h"])
 def test_churn_costs_what_is_planned(tmp_path: Path, method: str, churn: str) -> None:

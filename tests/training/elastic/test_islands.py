@@ -206,7 +206,7 @@ def seat_of(log: Path) -> int:
     return int(found[1])
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["diloco", "noloco"])
 def test_they_come_and_go(tmp_path: Path, method: str) -> None:
     """A third one joins and lands with the others; one that loses a worker leaves as a whole, and the others go on;
@@ -248,7 +248,7 @@ def test_they_come_and_go(tmp_path: Path, method: str) -> None:
         assert min(line.round for line in rounds(world.out)[3]) > kept
 
 
-@pytest.mark.long(cases=2)
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["diloco", "noloco"])
 @pytest.mark.parametrize("place", [0, 1])
 def test_nobody_waits_for_an_island_of_which_one_worker_stands_still(tmp_path: Path, method: str, place: int) -> None:

@@ -41,7 +41,7 @@ def test_every_message_has_a_fate(tmp_path: Path, method: str) -> None:
     check(run_through(tmp_path, method, most=8, events=50, seed=1))
 
 
-@pytest.mark.long(cases=1)
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_thousand_events_are_the_same_twice(tmp_path: Path, method: str, seed: int) -> None:
