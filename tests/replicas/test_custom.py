@@ -192,7 +192,7 @@ def test_every_legal_pair_trains_resumes_and_counts(part: int) -> None:
         check(choice)
 
 
-@pytest.mark.long(cases=2)
+@pytest.mark.long
 @pytest.mark.parametrize("part", range(64))
 def test_all_legal_ones_train_resume_and_count(part: int) -> None:
     """The same of every legal combination."""
