@@ -104,7 +104,7 @@ def test_clusters_take_rounds_together(tmp_path: Path) -> None:
     assert (summary["stages"], summary["replicas"], summary["islands"]) == (2, 2, 2)
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=0)
 def test_the_preset_trains_resumes_and_agrees(tmp_path: Path) -> None:
     """At most 0.15 nats a byte above the same layout neither delayed nor compressed; from a checkpoint in the middle
     of a round the same lines and bits.

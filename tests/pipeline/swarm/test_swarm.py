@@ -101,7 +101,7 @@ def test_a_peer_killed_at_any_message_changes_nothing(victim: int) -> None:
     check_killed([(victim, message) for message in chosen])
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("consistency", ["exact", "strict"])
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_a_peer_killed_at_every_message_changes_nothing(victim: int, consistency: Any) -> None:

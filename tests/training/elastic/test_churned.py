@@ -202,22 +202,22 @@ def test_the_records_lines_are_checked() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
-@pytest.mark.parametrize("churn", ["10%/h", "100%/h"])
+@pytest.mark.parametrize("churn", ["100%/h", "10%/h"])
 def test_churn_costs_what_is_planned(tmp_path: Path, method: str, churn: str) -> None:
-    """256 workers of which so many die in an hour: shares of rounds alone and of work lost within a quarter, where
+    """128 workers of which so many die in an hour: shares of rounds alone and of work lost within a quarter, where
     there are enough deaths for that.
     """
     every, hour = 5, 60
     times = {"step_seconds": 60.0, "links": "home-fibre"}
-    config = small(tmp_path, 256, hour, every=every, method=method, model={"size": "0.12M"}, **times)
+    config = small(tmp_path, 128, hour, every=every, method=method, **times)
     began = time.process_time()
     summary = ChurnedRun(config, churn, tmp_path / "run", lambda line: None, lambda notice: None).run()
     took = time.process_time() - began
     rate = rate_of(churn)
-    assert rate is not None and summary["parameters"] > 120_000
+    assert rate is not None
     planned = churn_costs(
         rate,
-        workers=256,
+        workers=128,
         parameters=summary["parameters"],
         computing=60.0 * every,
         waits=0.0,
@@ -228,7 +228,7 @@ def test_churn_costs_what_is_planned(tmp_path: Path, method: str, churn: str) ->
     found = {name: summary[name] for name in ("rounds_alone", "work_lost", "goodput", "gifts", "losses", "joins")}
     print(method, churn, f"{took:.0f} CPU seconds", found, planned)
     if churn == "10%/h":
-        return  # 25 deaths
-    assert summary["losses"] > 200
+        return  # 13 deaths
+    assert summary["losses"] > 100
     assert summary["rounds_alone"] == pytest.approx(planned.alone, rel=0.25, abs=0.01)  # where one mean lands, 0
     assert summary["work_lost"] == pytest.approx(planned.lost, rel=0.25)
