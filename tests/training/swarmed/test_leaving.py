@@ -87,6 +87,7 @@ def test_a_signal_to_the_launcher_stops_all(
     assert started.returncode == 130 and "checkpoint saved" in error, error
     config = tmp_path / "run" / "config.toml"
     assert "steps = 5000" in config.read_text()
-    while subprocess.run(["pgrep", "-g", str(started.pid)], capture_output=True, check=False).stdout:
+    # Not those that have ended and that nobody has asked for their exit code.
+    while subprocess.run(["pgrep", "-r", "D,R,S,T", "-g", str(started.pid)], capture_output=True, check=False).stdout:
         assert time.monotonic() < until
         time.sleep(0.2)
