@@ -23,6 +23,10 @@ _HOME = tempfile.mkdtemp(prefix="isles-tests-")
 atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
 os.environ["ISLES_HOME"] = _HOME
 
+# Commands that tests start find the tests' own models too, wherever they run.
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
+
 # With other numbers of threads sums are rounded otherwise: what is held against workers' bits must add up as they do.
 torch.set_num_threads(1)
 

@@ -19,8 +19,11 @@ def done(*command: object, folder: Path) -> str:
 
 
 @pytest.mark.long
-def test_a_wheel_installs_into_an_empty_environment_and_runs_the_demo(tmp_path: Path) -> None:
+def test_a_wheel_installs_into_an_empty_environment_and_runs_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Built, installed with its dependencies as pinned, and run in a directory without a checkout."""
+    monkeypatch.delenv("PYTHONPATH")
     done(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, ROOT, folder=tmp_path)
     (wheel,) = tmp_path.glob("isles-*.whl")
     venv.create(tmp_path / "empty", with_pip=True)

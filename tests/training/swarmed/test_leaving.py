@@ -33,7 +33,8 @@ def model(folder: Path) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def well(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     folder = tmp_path_factory.mktemp("well")
-    assert run(folder, 1, 0)[0] == 0
+    code, error = run(folder, 1, 0)
+    assert code == 0, error
     return model(folder)
 
 
