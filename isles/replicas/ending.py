@@ -61,6 +61,7 @@ class EndsAsOne(OwnModes, Foretold):
                 "the inner optimizer is in eval mode, whose weights are not those that are trained: call "
                 "optimizer.train() before finish() and consolidate()"
             )
+        self.watch.refuse_forgotten()
         rounds = self.rounds_done()
         if rounds and self._is_watched:
             with start.among_even():

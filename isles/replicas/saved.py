@@ -15,6 +15,7 @@ from isles.replicas.flat import copied
 from isles.replicas.foretold import Foretold
 from isles.replicas.guarded import asked_by_torch
 from isles.replicas.names import clean_names
+from isles.replicas.watch import ModelWatch
 
 _OWN = "isles"  # in a group, as bytes, which torch leaves as they are: what its tools would leave behind
 
@@ -23,6 +24,7 @@ class Saved(OwnModes, Foretold):
     """The part of `ReplicaSync`, whose attributes these are, that a user's checkpoint sees."""
 
     config: Any
+    watch: ModelWatch
     level: ClassVar[Any]
 
     @abstractmethod
@@ -48,6 +50,7 @@ class Saved(OwnModes, Foretold):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state = {**self.copied_state(), "names": clean_names(self.model, self.parameters), "worker": self._place()}
+        state["weights"] = self.watch.digest()
         inner: Any = state
         while "method" in inner:
             inner = inner["inner"]
@@ -68,7 +71,7 @@ class Saved(OwnModes, Foretold):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue exactly, given the model's weights of that moment. ValueError for another method, config, model or
-        worker.
+        worker; the next step raises it where those weights have not come.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -84,6 +87,8 @@ class Saved(OwnModes, Foretold):
                 f"{here[1]}: save and load a file for each worker, with as many workers"
             )
         self.load_own_state(state, whole=whose == here and "transport" in state)
+        if self.steps and "weights" in state:
+            self.watch.awaits(state["weights"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

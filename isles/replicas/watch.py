@@ -19,9 +19,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from isles.comm.group import Group
-from isles.replicas.flat import FlatParameters
 from isles.replicas.guarded import WeakHook
 from isles.replicas.island.sharded import is_sharded, own_rows
+from isles.replicas.start import hash_of
 from isles.wrapping import each_of, innermost
 
 _VALUES = methodcaller("values")
@@ -37,8 +37,11 @@ class ModelWatch:
         self._known = set(map(id, self.parameters))
         self._dtypes = [parameter.dtype for parameter in self.parameters]
         self._since: dict[int, int] = {}  # by number, of what is frozen now: the first inner step that found it so
-        self._before: int | None = None  # hash of the weights before some were loaded that nobody told of yet
         self._is_restored = False  # the optimizer's state was loaded since the last step
+        self._before: int | None = None
+        """Hash of the weights that the next step must find: some were loaded that nobody told of yet. Restored: of those
+        that it must not find, for the state is of others.
+        """
         self._model = model
         self._take_places()
         hook = WeakHook(self, "loading")
@@ -73,7 +76,8 @@ class ModelWatch:
                 self._since.pop(number, None)
             else:
                 self._since.setdefault(number, step)
-        if self._before is not None and self._before != self._digest():
+        self.refuse_forgotten()
+        if self._before is not None and self._before != self.digest():
             raise ValueError(
                 "weights were loaded into the model after its optimizer was made, and would count as progress: load "
                 "them before, or load the optimizer's state_dict() of the same moment too"
@@ -105,12 +109,26 @@ class ModelWatch:
 
     def loading(self) -> None:
         """Weights are about to be loaded, if they are others."""
-        if self._before is None and not self._is_restored and not self.parameters[0].is_meta:
-            self._before = self._digest()
+        if self._before is None and not self._is_restored:
+            self._before = self.digest()
 
     def loaded(self) -> None:
         """Something of the optimizer's own state was loaded: weights of the same moment were, or are to come."""
         self._before, self._is_restored = None, True
+
+    def awaits(self, weights: int) -> None:
+        """The state that was loaded is of weights with this hash: if these are others, they are to be loaded yet."""
+        self._before = None if weights == (now := self.digest()) else now
+
+    def refuse_forgotten(self) -> None:
+        """ValueError where the weights are still those that `awaits` has found to be others."""
+        if self._is_restored and self._before is not None:
+            if self._before == self.digest():
+                raise ValueError(
+                    "the optimizer's state was loaded, but the model does not have the weights of that moment: load the "
+                    "model's state_dict() of the same checkpoint too, before or after"
+                )
+            self._before = None
 
     def state_dict(self) -> dict[str, int]:
         """JSON-able: what is frozen, and since when."""
@@ -120,9 +138,9 @@ class ModelWatch:
         """Continue from `state_dict`."""
         self._since = {int(number): step for number, step in state.items()}
 
-    def _digest(self) -> int:
-        flat = FlatParameters([own_rows(parameter) for parameter in self.parameters])
-        return flat.digest(flat.read(flat.new()))
+    def digest(self) -> int:
+        """Hash of the weights that this worker holds; 0 without numbers."""
+        return 0 if self.parameters[0].is_meta else hash_of(map(own_rows, self.parameters))
 
     def name(self, parameter: Tensor) -> str:
         """As the model calls it."""

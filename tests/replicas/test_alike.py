@@ -4,19 +4,22 @@ settings of inner optimizers that some workers change. Told in the header of the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from schedulefree import AdamWScheduleFree
 
 import isles
 from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
 from tests.covers import share
 from tests.gloo import run_gloo
-from tests.replicas.workers import RUNS, Net, Whole, load, loss_of, save, sgd, train_step, wrap
+from tests.replicas.test_parameters import two
+from tests.replicas.workers import RUNS, Net, Whole, bits, load, loss_of, save, sgd, train_step, weights, wrap
 
 STATE = "it goes on from another state than this worker: load the states of one run and step on all, or none"
 SETTINGS = (
@@ -89,6 +92,106 @@ def test_a_worker_that_loads_nothing_is_told(name: str) -> None:
         "it is at step" in text or "is at another step, give all workers the same number" in text
         for text in run(resumed, 2, name, [early, late])
     )
+
+
+
+
+FORGOTTEN = r"does not have the weights of that moment: load the model's state_dict\(\) of the same checkpoint too"
+
+
+def forgetful(world: Mesh, name: str, states: list[Any], ends: bool) -> None:
+    """Loads the state of a run of four steps, and leaves the weights as they were drawn."""
+    optimizer = made(world, name, 1)
+    optimizer.load_state_dict(states[world.rank])
+    loss_of(optimizer.model, world.rank, 5).backward()
+    with pytest.raises(ValueError, match=FORGOTTEN):
+        optimizer.finish() if ends else optimizer.step()
+
+
+def states_of(world: Mesh, name: str, steps: int) -> Any:
+    optimizer = made(world, name)
+    for step in range(1, steps + 1):
+        train_step(optimizer, world.rank, step)
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("name", share(ALL, 2, 9, ["ddp", "demo", "noloco", "diloco", "ist", "islands"]))
+def test_weights_that_all_forget_to_load_are_told(name: str) -> None:
+    """By each worker's own next step: all agree on the wrong weights, so no message shows them."""
+    run(forgetful, 2, name, run(states_of, 2, name, 4), False)
+
+
+@pytest.mark.parametrize("name", ["localsgd", "noloco"])
+def test_weights_that_all_forget_to_load_are_told_at_the_end(name: str) -> None:
+    """Of a run that goes on from its last checkpoint to its end."""
+    run(forgetful, 2, name, run(states_of, 2, name, 4), True)
+
+
+@pytest.mark.parametrize("where", ["before", "after", "in place", "fresh", "rolled back"])
+@pytest.mark.parametrize("name", ["ddp", "diloco", "noloco"])
+def test_weights_and_states_come_in_any_order(name: str, where: str) -> None:
+    """And a state of no step may be had with any weights, to forget the moments."""
+
+    def worker(world: Mesh) -> tuple[str, str]:
+        def made_by(seed: int) -> isles.ReplicaSync:
+            return wrap(world, name, Net(seed), two)
+
+        def four_steps(optimizer: isles.ReplicaSync) -> str:
+            for step in range(5, 9):
+                train_step(optimizer, world.rank, step)
+            return bits(weights(optimizer.model))
+
+        first, second = made_by(0), made_by(0 if where == "fresh" else 1)
+        if where == "fresh":
+            second.load_state_dict(made_by(1).state_dict() if name == "ddp" else made_by(0).state_dict())
+            return four_steps(first), four_steps(second)
+        for step in range(1, 5):
+            train_step(first, world.rank, step)
+        state, held = copy.deepcopy((first.state_dict(), dict(first.model.state_dict())))
+        ended = four_steps(first)
+        if where == "rolled back":
+            second = first
+        if where == "before":
+            second.model.load_state_dict(held)
+        second.load_state_dict(state)
+        if where == "in place":
+            with torch.no_grad():
+                for key, own in second.model.named_parameters():
+                    own.copy_(held[key])
+        elif where != "before":
+            second.model.load_state_dict(held)
+        return ended, four_steps(second)
+
+    for ended, again in run(worker):
+        assert ended == again
+
+
+@pytest.mark.parametrize("saves", ["train", "eval"])
+def test_schedule_free_goes_on_in_either_mode(saves: str) -> None:
+    """`train()` after loading moves the weights: they are not forgotten."""
+
+    def worker(world: Mesh) -> tuple[str, str]:
+        def made_by(seed: int) -> Any:
+            optimizer: Any = wrap(world, "localsgd", Net(seed), lambda model: AdamWScheduleFree(model.parameters()))
+            optimizer.train()
+            return optimizer
+
+        def four_steps(optimizer: Any) -> str:
+            optimizer.train()
+            for step in range(5, 9):
+                train_step(optimizer, world.rank, step)
+            return bits(weights(optimizer.model))
+
+        first, second = made_by(0), made_by(1)
+        for step in range(1, 5):
+            train_step(first, world.rank, step)
+        getattr(first, saves)()
+        file = save(first)
+        load(second, file)
+        return four_steps(first), four_steps(second)
+
+    for ended, again in run(worker):
+        assert ended == again
 
 
 def gloo(worker: Any, workers: int, *args: Any) -> list[Any]:

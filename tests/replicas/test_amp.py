@@ -286,23 +286,67 @@ def test_no_backward_pass_of_a_step_is_lost(name: str, order: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:a second backward pass")
-@pytest.mark.parametrize("whose", ["optimizer", "model"])
+@pytest.mark.parametrize("where", ["the optimizer", "the model", "before no_sync", "in no_sync"])
 @pytest.mark.parametrize("name", ["ddp, int4", "ddp, low rank", "dct-dp"])
-def test_a_batch_thrown_away_counts_for_nothing(name: str, whose: str) -> None:
-    """Its gradients set to zero and not to None: what a codec lost of them is in no residual."""
+def test_a_batch_thrown_away_counts_for_nothing(name: str, where: str) -> None:
+    """Its gradients set to zero and not to None: what a codec lost of them is in no residual. And before a pass that
+    only accumulates.
+    """
 
     def worker(world: Mesh, thrown: bool) -> str:
         optimizer = wrap(world, name, Net())
         for step in range(1, 6):
             if thrown and step > 2:
                 loss_of(optimizer.model, world.rank, 50 + step).backward()
-                (optimizer if whose == "optimizer" else optimizer.model).zero_grad(set_to_none=False)
+                if where != "in no_sync":
+                    (optimizer.model if where == "the model" else optimizer).zero_grad(set_to_none=False)
+            if where.endswith("no_sync"):
+                with optimizer.no_sync():
+                    if where == "in no_sync":
+                        optimizer.zero_grad(set_to_none=False)
+                    loss_of(optimizer.model, world.rank, 70 + step).backward()
             loss_of(optimizer.model, world.rank, step).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
         return bits(weights(optimizer.model))
 
     assert run(worker, 2, True) == run(worker, 2, False)
+
+
+ONE_MEAN: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "dct-dp": {"sparsity": 0.5, "exclude_below": 0},
+    "demo": {"base": "sgd", "value_dtype": "fp32"},
+    "localsgd": {"sync_every": 1},
+    "diloco": {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "noloco": {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0, "gamma": 0.5},
+}
+
+
+@pytest.mark.filterwarnings("ignore:a second backward pass", "ignore:gamma")
+@pytest.mark.parametrize("name", ONE_MEAN)
+def test_only_what_was_accumulated_is_in_the_mean(name: str) -> None:
+    """The gradient of a sum is its factor. 100 is thrown away; worker 0 has 1 and 2, worker 1 has 3 and 4: the mean is
+    (3 + 7) / 2 = 5, by which SGD with rate 1 leads from 0 to -5.
+    """
+
+    def worker(world: Mesh) -> Tensor:
+        model = nn.ParameterList([torch.zeros(2), torch.zeros(3)])
+        optimizer = isles.method(name)(model, sgd(model, 1.0), world.outer, **ONE_MEAN[name])
+
+        def backward(factor: float) -> None:
+            (factor * sum(own.sum() for own in model)).backward()  # type: ignore[union-attr]
+
+        backward(100.0)
+        optimizer.zero_grad(set_to_none=False)
+        with optimizer.no_sync():
+            backward(1.0 + 2 * world.rank)
+        backward(2.0 + 2 * world.rank)
+        optimizer.step()
+        return weights(model)
+
+    for found in run(worker, 2):
+        torch.testing.assert_close(found, torch.full((5,), -5.0))
 
 
 def growing(world: Mesh, name: str, scaled: bool) -> str:

@@ -293,6 +293,7 @@ class BucketedSync(BucketsForetold):
 
     def _ready(self, bucket: Bucket, parameter: Tensor) -> None:
         if self._quiet:
+            self._forget_thrown_away(parameter)
             self._reduced = False
             return
         if get_ident() != self._worker_thread and not self.group.transport.native:
@@ -323,12 +324,20 @@ class BucketedSync(BucketsForetold):
         self._pass = number
         if self._passes:
             self._tell_twice()
-            before = [own.grad for own in self.parameters if own is not first and own.grad is not None]
-            if self._careful and before and not any(bool(gradient.any()) for gradient in before):
-                for bucket in self.buckets:  # zero_grad(set_to_none=False): what was told of a batch thrown away
-                    bucket.means = []
+            self._forget_thrown_away(first)
         self._reduced = False
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
+
+    def _forget_thrown_away(self, first: Tensor) -> None:
+        """After zero_grad(set_to_none=False) nothing is kept of what was told of that batch. first: whose gradient of the
+        next pass is there already.
+        """
+        if not self._careful or not any(bucket.means for bucket in self.buckets):
+            return
+        before = [own.grad for own in self.parameters if own is not first and own.grad is not None]
+        if before and not any(bool(gradient.any()) for gradient in before):
+            for bucket in self.buckets:
+                bucket.means = []
 
     def _tell_twice(self) -> None:
         if not self._told:
