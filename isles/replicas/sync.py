@@ -353,8 +353,11 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
 
     def _settings(self) -> str:
         """What must be the same on all workers, beside their weights."""
-        # Equal gradients want equal steps.
-        inner = [type(self.inner).__name__, start.settings_of(self.param_groups)] if self.level != "parameter" else []
+        inner: list[Any] = []
+        if self.level != "parameter":  # equal gradients want equal steps
+            places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+            held = [sorted(places.get(id(own), -1) for own in group["params"]) for group in self.param_groups]
+            inner = [type(self.inner).__name__, start.settings_of(self.param_groups), held]
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in self._shared()]
         return f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"
 

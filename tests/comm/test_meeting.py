@@ -17,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.data
 
 import isles
 from isles.comm.environment import world_variables
 from isles.comm.errors import RendezvousFailed
+from isles.comm.gloo.meeting import meet
 from isles.comm.mesh import Mesh
 from tests.gloo import run_gloo
 
@@ -56,6 +60,8 @@ def free_port() -> int:
         ({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}, None),  # a batch script
         (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None),
         (MPIRUN, ["3", "8", "3", "127.0.0.1", "27673"]),
+        (MPIRUN | SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, ["3", "8", "3", "127.0.0.1", "27673"]),  # in one task
+        (SRUN | {"WORLD_SIZE": "1"}, ["3", "8", "1", "gpu03", "26513"]),  # of a shell's start-up file
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5"}, ["1", "2", None, "a", "5"]),
     ],
 )
@@ -108,6 +114,39 @@ def test_who_does_not_come_is_named(alone: Callable[..., Any]) -> None:
     assert time.monotonic() - began < 20
 
 
+def test_a_task_of_srun_that_does_not_come_is_named(alone: Callable[..., Any]) -> None:
+    told = SRUN | {"SLURM_PROCID": 0, "SLURM_NTASKS": 2, "SLURM_STEP_NUM_NODES": 1, "MASTER_PORT": free_port()}
+    with pytest.raises(RendezvousFailed, match=r"worker 1 of 2 did not come to isles.init\(\) within 0.3 s"):
+        alone(**told)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
+def test_at_any_store_who_does_not_come_is_named(kind: str, tmp_path: Path) -> None:
+    """Of a process group that the user has made, by whatever `init_method`; workers 0 and 2 of an island came."""
+    store = {
+        "tcp": lambda: dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False),
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 3),
+        "hash": dist.HashStore,
+    }[kind]()
+    own = dist.PrefixStore("isles/0", store)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(meet, own, 2, (2,), 5.0)
+        with pytest.raises(RendezvousFailed, match=r"worker 1 of 3 did not come to isles.init\(\) within 0.2 s"):
+            meet(own, 0, (0, 1, 2), 0.2)
+        other.result()
+
+
+def test_a_store_that_goes_while_workers_wait_is_told() -> None:
+    port = free_port()
+    host = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(meet, dist.TCPStore("127.0.0.1", port, is_master=False), 1, (0, 1), 30.0)
+        host.wait(["here/1"])
+        del host
+        with pytest.raises(RendezvousFailed, match="rank 1: the store where the workers meet is gone"):
+            waits.result(20)
+
+
 def test_an_unknown_interface_is_named(alone: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME = \^lo,docker0: .*choose of .*lo"):
         alone(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), GLOO_SOCKET_IFNAME="^lo,docker0")
@@ -135,6 +174,26 @@ def test_a_thread_finds_the_world_of_its_process() -> None:
     assert all("pass it `world`" in told for told in isles.run_virtual(init_in_a_thread, 2))
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(isles.init).result().size == 1, "and after it there is none"
+
+
+class Asks(torch.utils.data.Dataset[Any]):
+    """Which worker reads it, as a data set may want to know."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: int) -> Any:
+        try:
+            return isles.init().size
+        except ValueError as error:
+            return str(error)
+
+
+def test_a_process_of_a_dataloader_is_no_world_of_one() -> None:
+    """It has the environment of its worker, or of none, and never what Isles knows there."""
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(lambda: list(torch.utils.data.DataLoader(Asks(), num_workers=1, batch_size=None))).result()
+    assert told == ["this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`"]
 
 
 OWN = """

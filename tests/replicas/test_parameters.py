@@ -320,6 +320,32 @@ def test_another_order_of_the_same_layers_is_told(name: str, buffers: bool, odd:
         assert "from number 3 on (heads." in str(error) and "in the same order on all" in str(error)
 
 
+def test_another_order_across_islands_is_told() -> None:
+    """Each island agrees on its own: the method across them finds it."""
+
+    def worker(world: Mesh) -> None:
+        model = Heads(["b", "a"] if world.rank >= 2 else ["a", "b"])
+        isles.DiLoCo(model, isles.DDP(model, sgd(model), world.inner), world.outer, sync_every=2)
+
+    for error in run(worker, 4, inner=2, return_errors=True):
+        assert isinstance(error, isles.Diverged) and "from number 3 on (heads." in str(error)
+
+
+@pytest.mark.parametrize("name", ["ddp", "dct-dp", "demo"])
+def test_groups_of_the_same_shapes_are_told_apart(name: str) -> None:
+    """The model is the same; which head decays follows the order of a set."""
+
+    def worker(world: Mesh) -> None:
+        model = Heads(["a", "b"])
+        decays = model.heads["b" if world.rank else "a"].weight
+        others = [own for own in model.parameters() if own is not decays]
+        groups = [{"params": [decays], "weight_decay": 0.1}, {"params": others}]
+        wrap(world, name, model, lambda _: torch.optim.SGD(groups, lr=0.1))
+
+    for error in run(worker, 2, return_errors=True):
+        assert isinstance(error, isles.Diverged) and "its method, settings or model shapes differ" in str(error)
+
+
 def test_wrappers_do_not_change_names() -> None:
     """One worker compiles its model, another has it inside a container that is called `module`."""
 
