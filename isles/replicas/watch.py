@@ -39,8 +39,8 @@ class ModelWatch:
         self._since: dict[int, int] = {}  # by number, of what is frozen now: the first inner step that found it so
         self._is_restored = False  # the optimizer's state was loaded since the last step
         self._before: int | None = None
-        """Hash of the weights that the next step must find: some were loaded that nobody told of yet. Restored: of those
-        that it must not find, for the state is of others.
+        """Hash of the weights that the next step must find: some were loaded that nobody told of yet. Restored: of
+        those that it must not find, for the state is of others.
         """
         self._model = model
         self._take_places()
@@ -125,8 +125,8 @@ class ModelWatch:
         if self._is_restored and self._before is not None:
             if self._before == self.digest():
                 raise ValueError(
-                    "the optimizer's state was loaded, but the model does not have the weights of that moment: load the "
-                    "model's state_dict() of the same checkpoint too, before or after"
+                    "the optimizer's state was loaded, but the model does not have the weights of that moment: load "
+                    "the model's state_dict() of the same checkpoint too, before or after"
                 )
             self._before = None
 

@@ -60,7 +60,10 @@ def free_port() -> int:
         ({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}, None),  # a batch script
         (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None),
         (MPIRUN, ["3", "8", "3", "127.0.0.1", "27673"]),
-        (MPIRUN | SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, ["3", "8", "3", "127.0.0.1", "27673"]),  # in one task
+        (
+            MPIRUN | SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+            ["3", "8", "3", "127.0.0.1", "27673"],
+        ),  # in one task
         (SRUN | {"WORLD_SIZE": "1"}, ["3", "8", "1", "gpu03", "26513"]),  # of a shell's start-up file
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5"}, ["1", "2", None, "a", "5"]),
     ],

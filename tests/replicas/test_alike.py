@@ -94,8 +94,6 @@ def test_a_worker_that_loads_nothing_is_told(name: str) -> None:
     )
 
 
-
-
 FORGOTTEN = r"does not have the weights of that moment: load the model's state_dict\(\) of the same checkpoint too"
 
 

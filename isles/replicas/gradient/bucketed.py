@@ -329,8 +329,8 @@ class BucketedSync(BucketsForetold):
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
 
     def _forget_thrown_away(self, first: Tensor) -> None:
-        """After zero_grad(set_to_none=False) nothing is kept of what was told of that batch. first: whose gradient of the
-        next pass is there already.
+        """After zero_grad(set_to_none=False) nothing is kept of what was told of that batch. first: whose gradient of
+        the next pass is there already.
         """
         if not self._careful or not any(bucket.means for bucket in self.buckets):
             return
