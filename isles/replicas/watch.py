@@ -54,8 +54,7 @@ class ModelWatch:
         """
         if not self._looked_around:  # not before: whoever drives the model may have put something around it since
             self._looked_around = True
-            warn_if_averaged_by_torch(self.parameters, self._group)
-            warn_if_norms_talk(self._model, self._group)
+            warn_of_torchs_means(self._model, self.parameters, self._group)
         placed = [*chain.from_iterable(map(_VALUES, self._places))]
         if len(placed) != len(self._placed) or not all(map(is_, placed, self._placed)):
             self._refuse_new()
@@ -188,46 +187,35 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def warn_if_averaged_by_torch(parameters: Sequence[Tensor], group: Group) -> None:
-    """A warning on the group's first worker where a method is not the only one that makes these parameters equal."""
-    if averaged_by_torch(parameters, group) and group.rank == 0:
+def warn_of_torchs_means(model: nn.Module, parameters: Sequence[Tensor], group: Group) -> None:
+    """Warnings on the group's first worker where torch averages over several of its workers too: in layers of the model,
+    or in a DistributedDataParallel that is alive, as transformers' Trainer and accelerate's `prepare(model)` put one
+    around a model. That one may have been made at any time, and its model knows nothing of it, so all objects are looked
+    through: some 50 ms.
+    """
+    if group.rank > 0 or group.size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return
+
+    def meets(processes: Any) -> bool:
+        return len(set(dist.get_process_group_ranks(processes)) & set(group.ranks)) > 1
+
+    own = set(map(id, parameters))
+    if any(own.intersection(map(id, one.parameters())) and meets(one.process_group) for one in _wrapped_by_torch()):
         warnings.warn(
             "the model is inside a DistributedDataParallel: torch averages all gradients over these workers in every "
             "backward pass, outside of what is counted, and this method exchanges on top of it. Give accelerate's "
             "prepare() the optimizer and the loader alone, and call the model itself",
             stacklevel=4,
         )
-
-
-def warn_if_norms_talk(model: nn.Module, group: Group) -> None:
-    """A warning where layers of the model exchange with other workers of `group` in each forward pass."""
-    if group.rank > 0 or not (dist.is_available() and dist.is_initialized()):
-        return
-    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    for name, norm in norms[:1]:
-        ranks = dist.get_process_group_ranks(norm.process_group or dist.group.WORLD)  # type: ignore[arg-type]
-        if len(set(ranks) & set(group.ranks)) > 1:
-            warnings.warn(
-                f"{name} is a SyncBatchNorm: torch averages over these workers in every forward pass, outside of what "
-                "is counted, and waits for all. Use BatchNorm, whose buffers consolidate() averages, or give it a "
-                "process_group of the workers of an island",
-                stacklevel=4,
-            )
-
-
-def averaged_by_torch(parameters: Sequence[Tensor], group: Group) -> bool:
-    """Whether a DistributedDataParallel that is alive averages their gradients with other workers of `group`, as
-    transformers' Trainer and accelerate's `prepare(model)` put one around a model. It may have been made at any time,
-    and its model knows nothing of it, so all objects are looked through: some 50 ms.
-    """
-    if group.size == 1 or not (dist.is_available() and dist.is_initialized()):
-        return False
-    own = set(map(id, parameters))
-    for wrapped in _wrapped_by_torch():
-        ranks = dist.get_process_group_ranks(wrapped.process_group)
-        if own.intersection(map(id, wrapped.parameters())) and len(set(ranks) & set(group.ranks)) > 1:
-            return True
-    return False
+    norms = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm))
+    name = next((name for name, norm in norms if meets(norm.process_group or dist.group.WORLD)), None)
+    if name is not None:
+        warnings.warn(
+            f"{name} is a SyncBatchNorm: torch averages over these workers in every forward pass, outside of what is "
+            "counted, and waits for all. Use BatchNorm, whose buffers consolidate() averages, or give it a "
+            "process_group of the workers of an island",
+            stacklevel=4,
+        )
 
 
 def _wrapped_by_torch() -> list[DistributedDataParallel]:

@@ -222,6 +222,11 @@ assert sums() == 2
 dist.destroy_process_group()
 world = init()  # whose keys are not those of the group that was
 assert world.size == 2
+try:
+    dist.init_process_group("gloo")
+    raise AssertionError("torch has two default groups")
+except ValueError as error:
+    assert "default process group twice" in str(error)
 if world.rank == 1:
     time.sleep(3.0)  # longer than `join`: that was for meeting alone
 assert swaps(world)

@@ -152,6 +152,19 @@ def test_in_processes() -> None:
         assert run_gloo(trained, 2, args=(name, "torch, clip", (1,))) == run(trained, 2, name, "own", (1,))
 
 
+def test_demo_asks_the_others_of_overflows() -> None:
+    """8 bytes to each of them, in a step with a scaler."""
+
+    def worker(world: Mesh, enabled: bool) -> int:
+        optimizer, scaler = wrap(world, "demo", Net()), torch.amp.GradScaler("cpu", enabled=enabled)
+        before = world.world.traffic["outer"].bytes_sent
+        scaler.scale(loss_of(optimizer.model, world.rank, 1)).backward()
+        scaler.step(optimizer)
+        return world.world.traffic["outer"].bytes_sent - before
+
+    assert [more - less for more, less in zip(run(worker, 3, True), run(worker, 3, False), strict=True)] == [16] * 3
+
+
 def _clip(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 

@@ -196,6 +196,18 @@ def test_copies_out_of_reach_are_refused(name: str) -> None:
     assert all("after_landing(parameters)" in text and "\n" not in text for text in told)
 
 
+def test_short_rounds_tell_nothing_of_copies_out_of_reach() -> None:
+    """One step may honestly lead back as far as a landing of two has led."""
+
+    def worker(world: Mesh) -> int:
+        optimizer = wrap(world, "localsgd", Net(), Elsewhere, sync_every=2)
+        for step in range(1, 10):
+            train_step(optimizer, world.rank, step)
+        return optimizer.steps
+
+    assert run(worker) == [9, 9]
+
+
 @pytest.mark.parametrize("name", ["localsgd", "diloco", "noloco", "postlocal-sgd"])
 def test_an_optimizer_without_copies_is_left_alone(name: str) -> None:
     """A momentum that is zero, as a bias is; small steps after large landings and large ones after small."""

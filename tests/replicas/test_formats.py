@@ -67,6 +67,21 @@ def test_the_memory_format_may_change_over_gloo() -> None:
     assert run_gloo(bits_of, args=("diloco", "alone")) == run_gloo(bits_of, args=("diloco", "never"))
 
 
+def test_inside_an_island_a_format_that_changes_is_told() -> None:
+    """Its workers hold views of each other's rows."""
+
+    def worker(world: Mesh) -> None:
+        model = Wide()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = isles.DiLoCo(model, isles.DDP(model, inner, world.inner), world.outer, sync_every=1)
+        model.to(memory_format=torch.channels_last)
+        sum(own.sum() for own in model.parameters()).backward()  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="the model was moved after its optimizer was made: move it before"):
+            optimizer.step()
+
+    isles.run_virtual(worker, 4, inner=2)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 3, 1, 2), (3, 2, 1, 0), (1, 0, 3, 2)])
 def test_a_flat_vector_is_the_same_in_any_order_of_memory(order: tuple[int, ...]) -> None:
     """Reading, writing and hashes do not know of strides; runs of a block begin and end anywhere in a row."""
