@@ -188,10 +188,10 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def warn_of_torchs_means(model: nn.Module, parameters: Sequence[Tensor], group: Group) -> None:
-    """Warnings on the group's first worker where torch averages over several of its workers too: in layers of the model,
-    or in a DistributedDataParallel that is alive, as transformers' Trainer and accelerate's `prepare(model)` put one
-    around a model. That one may have been made at any time, and its model knows nothing of it, so all objects are looked
-    through: some 50 ms.
+    """Warnings on the group's first worker where torch averages over several of its workers too: in layers of the
+    model, or in a DistributedDataParallel that is alive, as transformers' Trainer and accelerate's `prepare(model)` put
+    one around a model. That one may have been made at any time, and its model knows nothing of it, so all objects are
+    looked through: some 50 ms.
     """
     if group.rank > 0 or group.size == 1 or not (dist.is_available() and dist.is_initialized()):
         return

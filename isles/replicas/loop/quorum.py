@@ -23,7 +23,7 @@ from isles.comm.elastic.quorum.delivery import Deliveries, Delivery
 from isles.comm.errors import DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.roster import Roster
 from isles.network.planner.memory import Held
-from isles.replicas.loop.courier import Courier, Sending
+from isles.replicas.loop.courier import Sending, ToldCourier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
 
@@ -31,7 +31,7 @@ _POSITIVE = (1 << 61) - 1
 _STEPS = 4.0  # inner steps that others may be behind when an exchange begins
 
 
-class QuorumCourier(Courier):
+class QuorumCourier(ToldCourier):
     """Of one fragment. land: what lands a flight. Beyond the buffer a delivery takes two more vectors, and one while it
     is exchanged.
     """
@@ -58,18 +58,8 @@ class QuorumCourier(Courier):
         super().stepped(step, sends=sends)
 
     @override
-    def is_alone(self, fragment: Fragment) -> bool:
-        """Never: who takes part is said by others."""
-        return False
-
-    @override
     def extra_memory(self, fragments: Sequence[Fragment]) -> list[Held]:
         return [Held("delivered shares", 3 * sum(fragment.anchor.nbytes for fragment in fragments), "exchange")]
-
-    @override
-    def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int, usable: bool) -> Exchange:
-        """The snapshot, kept as it is: each attempt sends a copy."""
-        return Exchange(payload, None, round=fragment.rounds, is_own_broken=not usable)
 
     @override
     def receive(self, flight: Flight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
