@@ -182,7 +182,6 @@ class Custom(OuterSync):
             feedback=feedback(config.error_feedback, config.feedback_decay),
             anchor_codec=codec(filled("anchor_codec")) if rule.shares_anchors else None,
             prefetch_anchors=rule.shares_anchors,
-            on_broken=config.on_broken,
         )
 
     @override
