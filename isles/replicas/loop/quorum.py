@@ -176,8 +176,8 @@ class QuorumCourier(ToldCourier):
 def courier_of(
     roster: Roster, parts: Composition, config: MethodConfig, land: Callable[[Flight, None], None], *, agrees: bool
 ) -> Courier:
-    """Which one an outer method has for a fragment's rounds: of those that all land together, where workers come and go,
-    or of any other. ValueError for late ones that cannot be left to the next round.
+    """Which one an outer method has for a fragment's rounds: of those that all land together, where workers come and
+    go, or of any other. ValueError for late ones that cannot be left to the next round.
     """
     takes_quorum = isinstance(config, WeightedConfig) and config.on_late == "quorum"
     if not (roster.grows and agrees):
