@@ -26,6 +26,8 @@ from isles.comm.environment import world_variables
 from isles.comm.errors import RendezvousFailed
 from isles.comm.gloo.meeting import meet
 from isles.comm.mesh import Mesh
+from tests.comm.own_groups import work
+from tests.forked import Process
 from tests.gloo import run_gloo
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,76 +201,11 @@ def test_a_process_of_a_dataloader_is_no_world_of_one() -> None:
     assert told == ["this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`"]
 
 
-OWN = """
-import sys, time, torch, isles
-import torch.distributed as dist
-from datetime import timedelta
-from isles.comm.errors import RendezvousFailed
-from isles.comm.transport import native_collectives
-
-def sums():
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return int(total)
-
-def swaps(world):
-    return int(world.outer.exchange(1 - world.rank, torch.tensor([world.rank]))) == 1 - world.rank
-
-def init():
-    return isles.init(deadlines=isles.Deadlines(join=2.0))
-
-dist.init_process_group("gloo")
-assert sums() == 2
-dist.destroy_process_group()
-world = init()  # whose keys are not those of the group that was
-assert world.size == 2
-try:
-    dist.init_process_group("gloo")
-    raise AssertionError("torch has two default groups")
-except ValueError as error:
-    assert "default process group twice" in str(error)
-if world.rank == 1:
-    time.sleep(3.0)  # longer than `join`: that was for meeting alone
-assert swaps(world)
-native = native_collectives(world.transport)
-assert dist.get_world_size(native.process_group((0, 1), "cpu")) == 2
-began = time.monotonic()
-if world.rank == 0:
-    try:
-        native.process_group((1, 0), "cpu")  # to which the other does not come
-    except RendezvousFailed as error:
-        assert "worker 1 of 2 did not come" in str(error) and time.monotonic() - began < 20
-        print("told", flush=True)
-assert swaps(world)
-world.close()
-again = init()
-assert again.transport is not world.transport and swaps(again)
-again.close()
-for name in ("RANK", "WORLD_SIZE"):
-    rank = int(__import__("os").environ.pop(name)) if name == "RANK" else rank
-dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
-beside = init()  # no variables: the world of the user's group
-assert beside.size == 2 and swaps(beside) and sums() == 2
-beside.close()
-assert sums() == 2
-"""
-
-
 def test_own_process_groups(tmp_path: Path) -> None:
     """Before `isles.init()` and beside it, and `isles.init()` again; a native group to which nobody comes."""
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    (tmp_path / "own.py").write_text(OWN)
-    command = [sys.executable, str(tmp_path / "own.py"), f"file://{tmp_path}/store"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **pipes) for rank in range(2)]  # type: ignore[call-overload]
-    try:
-        said = [one.communicate(timeout=120) for one in both]
-    finally:
-        for one in both:
-            one.kill()
-    assert [one.returncode for one in both] == [0, 0], said
-    assert said[0][0] == "told\n"
+    port = free_port()
+    both = [Process(work, rank, port, f"{tmp_path}/store", folder=tmp_path) for rank in range(2)]
+    assert [one.end() for one in both] == [(0, "told\n", ""), (0, "", "")]
 
 
 TRAIN = """

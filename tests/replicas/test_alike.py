@@ -16,7 +16,7 @@ from schedulefree import AdamWScheduleFree
 import isles
 from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
-from tests.covers import share
+from tests.covers import cover, share
 from tests.gloo import run_gloo
 from tests.replicas.test_parameters import two
 from tests.replicas.workers import RUNS, Net, Whole, bits, load, loss_of, save, sgd, train_step, weights, wrap
@@ -68,10 +68,11 @@ def apart(name: str, steps: int = 4, runs: Callable[..., list[Any]] = run) -> li
 
 
 ALL = [*(name for name in RUNS if name not in SILENT), "islands"]
+MAIN = ["ddp", "dct-dp", "demo", "noloco", "diloco", "ist", "islands"]
+OTHERS = [name for name in ALL if name not in MAIN]
 
 
-@pytest.mark.parametrize("name", share(ALL, 4, 9, ["ddp", "dct-dp", "demo", "noloco", "diloco", "ist", "islands"]))
-@pytest.mark.parametrize("steps", [4, 2])
+@pytest.mark.parametrize(("name", "steps"), [*cover(MAIN, [4, 2], each=1), *cover(OTHERS, [4, 2], each=1, of=9)])
 def test_states_of_two_runs_are_told(name: str, steps: int) -> None:
     """By the first exchange after loading: amid a round, and before there was any."""
     said = apart(name, steps)
@@ -113,7 +114,7 @@ def states_of(world: Mesh, name: str, steps: int) -> Any:
     return optimizer.state_dict()
 
 
-@pytest.mark.parametrize("name", share(ALL, 2, 9, ["ddp", "demo", "noloco", "diloco", "ist", "islands"]))
+@pytest.mark.parametrize("name", share(ALL, 2, 9, ["ddp", "noloco", "ist", "islands"]))
 def test_weights_that_all_forget_to_load_are_told(name: str) -> None:
     """By each worker's own next step: all agree on the wrong weights, so no message shows them."""
     run(forgetful, 2, name, run(states_of, 2, name, 4), False)
@@ -125,9 +126,10 @@ def test_weights_that_all_forget_to_load_are_told_at_the_end(name: str) -> None:
     run(forgetful, 2, name, run(states_of, 2, name, 4), True)
 
 
-@pytest.mark.parametrize("where", ["before", "after", "in place", "fresh", "rolled back"])
-@pytest.mark.parametrize("name", ["ddp", "diloco", "noloco"])
-def test_weights_and_states_come_in_any_order(name: str, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "name"), cover(["before", "after", "in place", "fresh", "rolled back"], ["ddp", "diloco", "noloco"], each=1)
+)
+def test_weights_and_states_come_in_any_order(where: str, name: str) -> None:
     """And a state of no step may be had with any weights, to forget the moments."""
 
     def worker(world: Mesh) -> tuple[str, str]:
@@ -248,11 +250,11 @@ def changed(world: Mesh, name: str, what: str) -> str:
 
 
 EQUAL = ["ddp", "ddp, int4", "dct-dp", "demo", "islands"]
+WHAT = ["lr", "decay", "tensor", "plateau", "betas", "numpy", "list", "groups"]
 
 
-@pytest.mark.parametrize("what", ["lr", "decay", "tensor", "plateau", "betas", "numpy", "list", "groups"])
-@pytest.mark.parametrize("name", EQUAL)
-def test_settings_that_come_apart_are_told(name: str, what: str) -> None:
+@pytest.mark.parametrize(("what", "name"), cover(WHAT, EQUAL, each=1))
+def test_settings_that_come_apart_are_told(what: str, name: str) -> None:
     """By the next step of methods whose workers take equal steps."""
     if (name, what) == ("demo", "betas"):
         pytest.skip("SGD has none")
@@ -291,8 +293,7 @@ def test_other_groups_are_told_at_wrapping() -> None:
         assert isinstance(error, isles.Diverged) and "its method, settings or model shapes differ" in str(error)
 
 
-@pytest.mark.parametrize("name", ["ddp", "dct-dp", "islands"])
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(("name", "enabled"), cover(["ddp", "dct-dp", "islands"], [True, False], each=1))
 def test_scales_that_come_apart_are_told(name: str, enabled: bool) -> None:
     """A scaler whose state only one worker has loaded, or one that only one worker has."""
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isles
 from isles.comm.mesh import Mesh
-from tests.covers import share
+from tests.covers import cover
 from tests.gloo import run_gloo
 from tests.replicas.test_parameters import one_of_two_kinds, two_of_a_kind
 from tests.replicas.trainers import TRAINERS, plain
@@ -71,8 +71,7 @@ def trained(
     return still, bits(weights(model)), scaler.get_scale()
 
 
-@pytest.mark.parametrize("broken", [(), (0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("name", share([*SCALED, "islands"], 0, 3, [*ALIKE, "islands"]))
+@pytest.mark.parametrize(("name", "broken"), cover(["islands", *SCALED], [(0,), (1,), (), (0, 1)], each=1))
 def test_torchs_order_is_step_with_a_scaler(name: str, broken: tuple[int, ...]) -> None:
     """To the bit, with torch's clipping too. After an overflow workers that take equal steps all skip, and have one
     scale; others skip their own.
@@ -205,8 +204,7 @@ def edited(world: Mesh, edit: str, megabytes: float) -> Tensor:
     return weights(model)
 
 
-@pytest.mark.parametrize("megabytes", [25.0, 1e-4], ids=["one bucket", "each its own"])
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(("edit", "megabytes"), cover(EDITS, [25.0, 1e-4], each=1))
 def test_edits_between_backward_and_step_are_edits_of_the_mean(edit: str, megabytes: float) -> None:
     """Against one worker that has the mean of both gradients and is edited so."""
     model = Net(dtype=torch.float64)
@@ -288,8 +286,9 @@ def loud(world: Mesh, name: str, order: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:a second backward pass", "ignore:error_feedback", "ignore:codec")
-@pytest.mark.parametrize("order", ["loud loud", "loud quiet", "quiet loud"])
-@pytest.mark.parametrize("name", ["none", "int4", "topk:40"])
+@pytest.mark.parametrize(
+    ("name", "order"), cover(["none", "int4", "topk:40"], ["loud loud", "loud quiet", "quiet loud"], each=1)
+)
 def test_no_backward_pass_of_a_step_is_lost(name: str, order: str) -> None:
     """Sum of gradients = workers x sum of means + residuals, however they travel; all workers have the same bits."""
     results = run(loud, 3, name, order)
@@ -298,9 +297,11 @@ def test_no_backward_pass_of_a_step_is_lost(name: str, order: str) -> None:
     assert len({bits(result[2]) for result in results}) == 1
 
 
+PLACES = ["the optimizer", "before no_sync", "in no_sync", "the model"]
+
+
 @pytest.mark.filterwarnings("ignore:a second backward pass")
-@pytest.mark.parametrize("where", ["the optimizer", "the model", "before no_sync", "in no_sync"])
-@pytest.mark.parametrize("name", ["ddp, int4", "ddp, low rank", "dct-dp"])
+@pytest.mark.parametrize(("name", "where"), cover(["ddp, int4", "ddp, low rank", "dct-dp"], PLACES, each=2))
 def test_a_batch_thrown_away_counts_for_nothing(name: str, where: str) -> None:
     """Its gradients set to zero and not to None: what a codec lost of them is in no residual. And before a pass that
     only accumulates.

@@ -13,7 +13,7 @@ from torch import Tensor
 import isles
 from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
-from tests.covers import share
+from tests.covers import cover, share
 from tests.gloo import run_gloo
 from tests.replicas.workers import RUNS, Net, bits, loss_of, sgd, train_step, usual_inner, weights, wrap
 
@@ -146,10 +146,14 @@ def uneven(world: Mesh, name: str, steps: tuple[int, int], still: bool) -> str:
 
 ROUNDS = [name for name in RUNS if "sync_every" in RUNS[name][1]]
 OVERLAPPED = ("streaming, int4", "streaming-diloco", "streaming-noloco", "eager, int8")  # which send amid a round
+MAIN = ["localsgd", "diloco", "noloco", "ist"]
+OTHERS = [name for name in ROUNDS if name not in MAIN]
+UNEVEN = [(12, 11), (14, 10), (10, 12)]
 
 
-@pytest.mark.parametrize("name", share(ROUNDS, 3, 7, ["localsgd", "diloco", "noloco", "ist"]))
-@pytest.mark.parametrize("steps", [(12, 11), (14, 10), (10, 12)])
+@pytest.mark.parametrize(
+    ("name", "steps"), [*cover(MAIN, UNEVEN, each=1), *cover(OTHERS, UNEVEN, each=1, of=7, turn=3)]
+)
 def test_workers_that_did_as_many_rounds_end_together(name: str, steps: tuple[int, int]) -> None:
     """As if the shorter one had stood still: to the bit."""
     if name in OVERLAPPED:
@@ -211,16 +215,18 @@ def told_of(world: Mesh, name: str, steps: tuple[int, ...], seed: int = 0) -> st
 MEND = "give all workers the same number of inner steps: drop the rest of the longer loader"
 
 
-@pytest.mark.parametrize("name", ["localsgd", "noloco", "ist", "ddp", "dct-dp", "demo"])
+LATE = {
+    (12, 9): ("worker 1 did not answer on channel 'outer'", isles.Deadlines(outer=2.0)),
+    (15, 10): ("worker 0 did not answer on channel 'control'", isles.Deadlines(control=2.0)),
+}
+
+
 @pytest.mark.parametrize(
-    ("steps", "first", "deadlines"),
-    [
-        ((12, 9), "worker 1 did not answer on channel 'outer'", isles.Deadlines(outer=2.0)),
-        ((15, 10), "worker 0 did not answer on channel 'control'", isles.Deadlines(control=2.0)),
-    ],
+    ("name", "steps"), cover(["localsgd", "noloco", "ist", "ddp", "dct-dp", "demo"], list(LATE), each=1)
 )
-def test_workers_in_other_rounds_are_told(name: str, steps: Any, first: str, deadlines: isles.Deadlines) -> None:
+def test_workers_in_other_rounds_are_told(name: str, steps: tuple[int, int]) -> None:
     """Whoever gives up first says the mend, in a round or at the end; the other one hears that it is gone."""
+    first, deadlines = LATE[steps]
     said = run(told_of, 2, name, steps, deadlines=deadlines)
     told = said["control" in first]
     assert told.startswith(first) and MEND in told and "\n" not in told
