@@ -126,9 +126,10 @@ def test_weights_that_all_forget_to_load_are_told_at_the_end(name: str) -> None:
     run(forgetful, 2, name, run(states_of, 2, name, 4), True)
 
 
-@pytest.mark.parametrize(
-    ("where", "name"), cover(["before", "after", "in place", "fresh", "rolled back"], ["ddp", "diloco", "noloco"], each=1)
-)
+ORDERS = ["before", "after", "in place", "fresh", "rolled back"]
+
+
+@pytest.mark.parametrize(("where", "name"), cover(ORDERS, ["ddp", "diloco", "noloco"], each=1))
 def test_weights_and_states_come_in_any_order(where: str, name: str) -> None:
     """And a state of no step may be had with any weights, to forget the moments."""
 

@@ -309,7 +309,9 @@ class Heads(nn.Module):
         return sum(head(self.body(x)) for head in self.heads.values())  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(("name", "buffers", "odd"), cover(["ddp", "localsgd", "noloco"], [False, True], [0, 2], each=2))
+@pytest.mark.parametrize(
+    ("name", "buffers", "odd"), cover(["ddp", "localsgd", "noloco"], [False, True], [0, 2], each=2)
+)
 def test_another_order_of_the_same_layers_is_told(name: str, buffers: bool, odd: int) -> None:
     def worker(world: Mesh) -> None:
         wrap(world, name, Heads(["b", "a"] if world.rank == odd else ["a", "b"], buffers), sgd)
