@@ -205,7 +205,8 @@ def test_own_process_groups(tmp_path: Path) -> None:
     """Before `isles.init()` and beside it, and `isles.init()` again; a native group to which nobody comes."""
     port = free_port()
     both = [Process(work, rank, port, f"{tmp_path}/store", folder=tmp_path) for rank in range(2)]
-    assert [one.end() for one in both] == [(0, "told\n", ""), (0, "", "")]
+    ends = [one.end() for one in both]
+    assert [end[:2] for end in ends] == [(0, "told\n"), (0, "")], ends  # torch warns of the time-out
 
 
 TRAIN = """

@@ -59,8 +59,8 @@ class OuterSync(OuterSaved):
 
     def _begin(self) -> None:
         super()._begin()
-        on_broken = getattr(self.config, "on_broken", "skip")
-        self.parts = parts = replace(self.compose(), on_broken=on_broken)
+        parts, config = self.compose(), self.config
+        self.parts = parts = replace(parts, on_broken=config.on_broken) if isinstance(config, OuterConfig) else parts
         self.cadence = parts.cadence  # the one in force: `adapt` may change it
         self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
         self.courier = self.new_courier()
