@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Mapping
 
 _ALONE = "for a process that trains alone set RANK=0 and WORLD_SIZE=1"
+_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def world_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
@@ -75,20 +76,14 @@ def _pmi(environment: Mapping[str, str]) -> dict[str, str] | None:
     return _several(environment, environment.get("PMI_RANK"), environment.get("PMI_SIZE"), local, None, None)
 
 
-def _several(
-    environment: Mapping[str, str],
-    rank: str | None,
-    size: str | None,
-    local_rank: str | None,
-    first: str | None,
-    port: str | None,
-) -> dict[str, str] | None:
-    """Of one of several processes; None where they are not several. first, port: of rank 0, if the user names none."""
-    if rank is None or size is None or int(size) < 2:
+def _several(environment: Mapping[str, str], *told: str | None) -> dict[str, str] | None:
+    """What is `told` of one of several processes, in the order of _WORLD; None where they are not several. Address and
+    port are those that the user names, if he does.
+    """
+    made = dict(zip(_WORLD, told, strict=True))
+    if made["RANK"] is None or int(made["WORLD_SIZE"] or 1) < 2:
         return None
-    made = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank}
-    made |= {"MASTER_ADDR": environment.get("MASTER_ADDR") or first}
-    made |= {"MASTER_PORT": environment.get("MASTER_PORT") or port}
+    made |= {name: environment[name] for name in _WORLD[3:] if environment.get(name)}
     return {name: value for name, value in made.items() if value is not None}
 
 

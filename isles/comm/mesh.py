@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -178,7 +179,7 @@ def _enter(place: _Place) -> None:
 def current(join: float | None = None) -> Transport:
     """This worker's transport: the one entered here or by this process, else the one that the environment describes,
     else a world of one. join: seconds in which all processes meet. ValueError in a thread of its own that a virtual
-    worker has started.
+    worker has started, or a process that a DataLoader has.
     """
     return _current(Deadlines().join if join is None else join).transport
 
@@ -187,6 +188,9 @@ def _current(join: float) -> _Place:
     place = _here.own or next(iter(_process), None)
     if place is None and any(thread.is_alive() for thread in list(_virtual)):
         raise ValueError("several workers run in this process, and this thread is none of theirs: pass it `world`")
+    data: Any = sys.modules.get("torch.utils.data")
+    if place is None and data is not None and data.get_worker_info() is not None:
+        raise ValueError("this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`")
     if place is None or (place.is_found and cast(DistributedTransport, place.transport).is_closed):
         transport, local_rank = DistributedTransport.from_environment(join)
         place = _Place(transport, local_rank, is_found=True)

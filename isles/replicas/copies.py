@@ -139,14 +139,9 @@ class WeightCopies:
         return found and size > 0 and apart <= _NEAR * size
 
     def _some(self) -> list[Tensor]:
-        return [_first(own_rows(parameter.detach())).double() for parameter in self._parameters.values()]
-
-
-def _first(tensor: Tensor) -> Tensor:
-    """At most some of its entries, copied."""
-    while tensor.dim() > 1 and len(tensor) and tensor[0].numel() > _LOOKED_AT:
-        tensor = tensor[0]
-    return tensor[:_LOOKED_AT].clone() if tensor.dim() else tensor.clone()
+        """Of each parameter the first entries, copied."""
+        own = (own_rows(parameter.detach()).reshape(-1)[:_LOOKED_AT] for parameter in self._parameters.values())
+        return [some.to(torch.float64, copy=True) for some in own]
 
 
 def _product(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:

@@ -4,10 +4,8 @@ where they did as many rounds, and all prove that they hold the same.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,40 +13,36 @@ from torch import Tensor, nn
 from isles.comm.collectives.same import same_text
 from isles.comm.group import Group
 from isles.comm.roster import Roster
-from isles.modes import OwnModes
 from isles.replicas import start
-from isles.replicas.copies import WeightCopies
 from isles.replicas.flat import FlatParameters
-from isles.replicas.foretold import Foretold
+from isles.replicas.saved import Saved
 from isles.replicas.start import T
-from isles.replicas.watch import ModelWatch
 
 
-class EndsAsOne(OwnModes, Foretold):
+class EndsAsOne(Saved):
     """The part of `ReplicaSync`, whose attributes these are, that ends a run."""
 
     roster: Roster
-    watch: ModelWatch
-    copies: list[WeightCopies]
     everything: Sequence[int]
-    steps: int
     agrees: bool
     guards_inner: bool
-    level: ClassVar[Any]
 
     @property
-    @abstractmethod
     def survives(self) -> bool:
-        """See `ReplicaSync`."""
+        """True if the workers that are left go on to the end of the run when others fail."""
+        return self.config.survives
 
-    @property
-    @abstractmethod
-    def is_sketch(self) -> bool:
-        """See `ReplicaSync`."""
+    def survivors(self) -> Group:
+        """The workers that are still there; all of them must ask together. `group` itself, unless the method goes on
+        without those it lost.
+        """
+        return self.group
 
-    @abstractmethod
     def together(self, collective: Callable[[Group], T]) -> T:
-        """See `ReplicaSync`."""
+        """What `collective`, which is a single one or none, returns over the workers that are left; all of them must
+        call this together.
+        """
+        return collective(self.survivors())
 
     def finish(self) -> None:
         """Land everything that is in flight, and the inner steps since the last exchange. Call it once, at the end, on
@@ -61,6 +55,7 @@ class EndsAsOne(OwnModes, Foretold):
                 "the inner optimizer is in eval mode, whose weights are not those that are trained: call "
                 "optimizer.train() before finish() and consolidate()"
             )
+        self.watch.refuse_forgotten()
         rounds = self.rounds_done()
         if rounds and self._is_watched:
             with start.among_even():

@@ -29,6 +29,11 @@ class Foretold(Wrapping):
     shares: Sequence[Tensor]
     max_norm: float | None
 
+    @property
+    def is_sketch(self) -> bool:
+        """True for a model on the meta device: it can be planned with (`schedule`, `memory`), not trained."""
+        return self.parameters[0].is_meta
+
     def schedule(self, steps: int) -> list[PlannedExchange]:
         """Who sends what to whom when in a run of `steps` inner steps. Sends nothing."""
         return []

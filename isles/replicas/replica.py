@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -190,21 +190,13 @@ class Replica(ABC):
         return []
 
 
-@runtime_checkable
-class Several(Protocol):
-    """A method whose workers may be one replica."""
-
-    def as_replica(self) -> Replica:
-        """What each of them holds of it. ValueError for a method that leaves them apart."""
-
-
 def as_replica(model: nn.Module, inner: Any) -> Replica:
     """What takes the inner steps of `model` (optimizers, a method inside an island, a replica) as a replica. ValueError
     where it is one of another model.
     """
     if isinstance(inner, list | tuple):
         inner = inner[0] if len(inner) == 1 else SeveralOptimizers(inner)
-    if isinstance(inner, Several):
+    if hasattr(inner, "as_replica"):  # a method whose workers may be one replica
         inner = inner.as_replica()
     if not isinstance(inner, Replica):
         return Plain(model, inner)

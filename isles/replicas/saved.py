@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import fields
 from io import BytesIO
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from isles.modes import OwnModes
 from isles.replicas.checks import refuse_other_run
-from isles.replicas.flat import copied
+from isles.replicas.copies import WeightCopies, copies_of
+from isles.replicas.flat import FlatNames, copied
 from isles.replicas.foretold import Foretold
 from isles.replicas.guarded import asked_by_torch
 from isles.replicas.names import clean_names
+from isles.replicas.watch import ModelWatch
 
 _OWN = "isles"  # in a group, as bytes, which torch leaves as they are: what its tools would leave behind
 
 
 class Saved(OwnModes, Foretold):
-    """The part of `ReplicaSync`, whose attributes these are, that a user's checkpoint sees."""
+    """The part of `ReplicaSync`, whose attributes these are, that a checkpoint sees."""
 
     config: Any
+    watch: ModelWatch
+    copies: list[WeightCopies]
+    steps: int
+    is_loaded: bool
     level: ClassVar[Any]
 
-    @abstractmethod
+    def settle(self) -> None:
+        """Wait for transfers under way **without** landing them: what a checkpoint calls."""
+
     def live_state(self) -> dict[str, Any]:
         """`state_dict` without copies and torch's form: what it holds changes with the next step."""
+        self.settle()
+        return self.shared_state() | {name: getattr(self.group, name).state_dict() for name in ("traffic", "transport")}
 
-    @abstractmethod
-    def load_own_state(self, state: dict[str, Any], *, whole: bool) -> None:
-        """Continue from a `live_state`. whole: it is this worker's own, with traffic and clock."""
+    def shared_state(self) -> dict[str, Any]:
+        """Of `live_state` what another worker can go on from: nothing of this worker's messages and clock."""
+        return {
+            "method": type(self).__name__,
+            "config": {field.name: getattr(self.config, field.name) for field in fields(self.config)},
+            "shapes": [list(parameter.shape) for parameter in self.parameters],
+            "steps": self.steps,
+            "frozen": self.watch.state_dict(),
+            "inner": self.inner_state(),
+            "outer": self.outer_state(),
+        }
 
     def copied_state(self) -> dict[str, Any]:
         """`live_state` that stays as it is."""
@@ -48,6 +68,7 @@ class Saved(OwnModes, Foretold):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state = {**self.copied_state(), "names": clean_names(self.model, self.parameters), "worker": self._place()}
+        state["weights"] = self.watch.digest()
         inner: Any = state
         while "method" in inner:
             inner = inner["inner"]
@@ -68,7 +89,7 @@ class Saved(OwnModes, Foretold):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue exactly, given the model's weights of that moment. ValueError for another method, config, model or
-        worker.
+        worker; the next step raises it where those weights have not come.
         """
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -83,9 +104,67 @@ class Saved(OwnModes, Foretold):
                 f"the state is of worker {whose[0]} in a group of {whose[1]}, this is worker {here[0]} in one of "
                 f"{here[1]}: save and load a file for each worker, with as many workers"
             )
-        self.load_own_state(state, whole=whose == here and "transport" in state)
+        self.settle()
+        self.steps = state["steps"]
+        self.watch.load_state_dict(state["frozen"])
+        self.load_inner_state(state["inner"])
+        self.load_outer_state(state["outer"])
+        if self.steps and "weights" in state:
+            self.watch.awaits(state["weights"])
+        if whose == here and "transport" in state:  # this worker's own
+            self.is_loaded = True
+            self.group.traffic.load_state_dict(state["traffic"])
+            self.group.transport.load_state_dict(state["transport"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def inner_state(self) -> Any:
+        """The inner optimizer's part of `state_dict`."""
+        return self.replica.inner_state()
+
+    def load_inner_state(self, state: Any) -> None:
+        """Restore `inner_state`."""
+        self.watch.loaded()
+        self.replica.load_inner_state(state)
+        self.copies = copies_of(self.inner, self.parameters)
+
+    def outer_state(self) -> dict[str, Any]:
+        """The method's own part of `state_dict`."""
+        return {}
+
+    def load_outer_state(self, state: dict[str, Any]) -> None:
+        """Restore `outer_state`."""
+
+    @classmethod
+    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
+        """What `load_outer_state` gets on every worker where a run goes on with another number of them. outer: worker
+        0's `outer_state`, its floating-point tensors replaced by their means over the old workers (bits kept where all
+        were equal). ValueError: this method does not say.
+        """
+        if outer:
+            raise ValueError(f"{cls.__name__} does not say how its state is regrouped: resume with as many workers")
+        return outer
+
+    @classmethod
+    def recut(cls, outers: Sequence[Any], before: Sequence[FlatNames], after: Sequence[FlatNames]) -> list[Any]:
+        """`outer_state` of those that hold `after` of a replica, from those with `before`. ValueError: not said."""
+        if any(outers):
+            raise ValueError(f"{cls.__name__} does not say how its state is cut anew: resume with as many stages")
+        return [outers[0] for _ in after]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that this worker holds, by name: plain tensors, live."""
+        return self.replica.weights()
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Restore `weights`. RuntimeError where they are of another model."""
+        self.replica.load_weights(weights)
+
+    def take_in(self) -> None:
+        """Weights were loaded past this optimizer on purpose, alike on all workers: the next step does not refuse."""
+        self.watch.loaded()
+        if isinstance(self.inner, Saved):
+            self.inner.take_in()
 
     def _place(self) -> list[Any]:
         return [self.group.transport.rank, list(self.group.ranks)]

@@ -42,29 +42,23 @@ def same_settings(group: Group, settings: str, names: Sequence[str] = ()) -> Non
     try:
         what = "its method, settings or model shapes differ; start all workers with the same ones"
         same_text(group, f"{settings} {list(names)}", what)
-    except Diverged as error:  # on all workers: what follows is only asked then
+    except Diverged:  # on all workers: what follows is only asked then
         if names and len({int(count) for count in group.all_gather(numbers(len(names)))}) == 1:
-            _tell_other_names(group, names)
-        raise error
+            peer, apart = _differing(group, numbers(*map(hashed, names)), names)
+            if apart:
+                where = f"from number {apart[0] + 1} on ({names[apart[0]]} on this worker)"
+                why = "its model's parameters or buffers have other names, or another order"
+                mend = "build the same layers in the same order on all (sorted, of no set)"
+                raise Diverged(peer, 0, f"{where} {why}; {mend}") from None
+        raise
 
 
-def _tell_other_names(group: Group, names: Sequence[str]) -> None:
-    everyone = [tuple(theirs.tolist()) for theirs in group.all_gather(numbers(*map(hashed, names)))]
-    odd, usual = odd_one(everyone)
-    if odd is not None:
-        place, _ = _differing(everyone[odd], everyone[usual], names)[0]
-        raise Diverged(
-            group.ranks[odd],
-            0,
-            f"from number {place + 1} on ({names[place]} on this worker) its model's parameters or buffers have other "
-            "names, or another order; build the same layers in the same order on all (sorted, of no set)",
-        )
-
-
-def _differing(one: Sequence[int], other: Sequence[int], names: Iterable[str]) -> list[tuple[int, str]]:
-    """Places and names at which two workers' hashes differ."""
-    rows = enumerate(zip(one, other, names, strict=True))
-    return [(place, name) for place, (mine, theirs, name) in rows if mine != theirs]
+def _differing(group: Group, hashes: Tensor, names: Sequence[str]) -> tuple[int, list[int]]:
+    """The odd worker, and at which of `names` its hashes differ from the usual ones."""
+    told = [theirs.tolist() for theirs in group.all_gather(hashes)]
+    odd, usual = odd_one(list(map(tuple, told)))
+    apart = [] if odd is None else [place for place in range(len(names)) if told[odd][place] != told[usual][place]]
+    return group.ranks[odd or 0], apart
 
 
 def same_weights(group: Group, tensors: Mapping[str, Tensor], step: int = 0) -> int:
@@ -73,14 +67,12 @@ def same_weights(group: Group, tensors: Mapping[str, Tensor], step: int = 0) -> 
     """
     hashes = _hashes(tensors.values())
     own = digest(list(hashes))
-    told = [int(theirs) for theirs in group.all_gather(numbers(own))]
-    odd, usual = odd_one(told)
-    if odd is not None:
-        rows = [theirs.tolist() for theirs in group.all_gather(hashes)]
-        names = [name for _, name in _differing(rows[odd], rows[usual], tensors)]
-        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    if len({int(theirs) for theirs in group.all_gather(numbers(own))}) > 1:
+        names = list(tensors)
+        peer, apart = _differing(group, hashes, names)
+        others = f" and {len(apart) - 1} others" if len(apart) > 1 else ""
         when = "where all must be equal" if step else "after the broadcast"
-        raise Diverged(group.ranks[odd], step, f"{names[0]}{others} differ {when}; check memory and versions")
+        raise Diverged(peer, step, f"{names[apart[0]]}{others} differ {when}; check memory and versions")
     return own
 
 

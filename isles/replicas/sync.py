@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -30,15 +30,13 @@ from isles.replicas import start
 from isles.replicas.checks import own_config, with_options
 from isles.replicas.copies import copies_of
 from isles.replicas.ending import EndsAsOne
-from isles.replicas.flat import FlatNames, VectorMaker
+from isles.replicas.flat import VectorMaker
 from isles.replicas.guarded import Guarded
 from isles.replicas.names import all_names, warn_if_not_held
 from isles.replicas.replica import Replica, as_replica
-from isles.replicas.saved import Saved
 from isles.replicas.scaled import Scaled, TakesScalers
 from isles.replicas.schedule import Outline, outline
 from isles.replicas.space import Dimension, usual_space
-from isles.replicas.start import T
 from isles.replicas.watch import ModelWatch, refuse_unfit
 from isles.wrapping import evaluated
 
@@ -57,7 +55,7 @@ class MethodConfig:
         return usual_space(self, steps, timed=timed)
 
 
-class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
+class ReplicaSync(TakesScalers, Guarded, EndsAsOne):
     """Base of all methods. Guarantee: after construction every worker holds rank 0's weights, verified by a hash.
 
     model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them, whose state
@@ -133,11 +131,6 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
         """What the workers of `group` hold of the one replica that they are. ValueError where they are not one."""
         raise ValueError(f"{type(self).__name__} does not make its workers one replica: inside islands use DDP or FSDP")
 
-    @property
-    def survives(self) -> bool:
-        """True if the workers that are left go on to the end of the run when others fail."""
-        return self.config.survives
-
     def step(self, closure: Callable[[], Any] | None = None, *, scaler: Any = None) -> Any:
         """One inner step and whatever is due after it.
 
@@ -211,9 +204,6 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
         name = type(self).__name__
         raise ValueError(f"world.drop_outer = {share}: {name} sends no outer gradients; take an outer method, or 0")
 
-    def settle(self) -> None:
-        """Wait for transfers under way **without** landing them: what a checkpoint calls."""
-
     def gauges(self) -> dict[str, float]:
         """Numbers of the method's own that go into each line of metrics: feedback_ratio, rank, ..."""
         return {}
@@ -232,18 +222,6 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
         with self.replica.judged() as model:
             yield model
 
-    def survivors(self) -> Group:
-        """The workers that are still there; all of them must ask together. `group` itself, unless the method goes on
-        without those it lost.
-        """
-        return self.group
-
-    def together(self, collective: Callable[[Group], T]) -> T:
-        """What `collective`, which is a single one or none, returns over the workers that are left; all of them must
-        call this together.
-        """
-        return collective(self.survivors())
-
     # What all methods have.
 
     @torch.no_grad()
@@ -261,83 +239,6 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
         self._charged += share
         self.group.transport.compute(share * self.group.transport.step_seconds)
 
-    def live_state(self) -> dict[str, Any]:
-        """`state_dict` without copies and torch's form: what it holds changes with the next step."""
-        self.settle()
-        return self.shared_state() | {name: getattr(self.group, name).state_dict() for name in ("traffic", "transport")}
-
-    def shared_state(self) -> dict[str, Any]:
-        """Of `live_state` what another worker can go on from: nothing of this worker's messages and clock."""
-        return {
-            "method": type(self).__name__,
-            "config": {field.name: getattr(self.config, field.name) for field in fields(self.config)},
-            "shapes": [list(parameter.shape) for parameter in self.parameters],
-            "steps": self.steps,
-            "frozen": self.watch.state_dict(),
-            "inner": self.inner_state(),
-            "outer": self.outer_state(),
-        }
-
-    @override
-    def load_own_state(self, state: dict[str, Any], *, whole: bool) -> None:
-        self.settle()
-        self.steps = state["steps"]
-        self.watch.load_state_dict(state["frozen"])
-        self.load_inner_state(state["inner"])
-        self.load_outer_state(state["outer"])
-        if whole:
-            self.is_loaded = True
-            self.group.traffic.load_state_dict(state["traffic"])
-            self.group.transport.load_state_dict(state["transport"])
-
-    def inner_state(self) -> Any:
-        """The inner optimizer's part of `state_dict`."""
-        return self.replica.inner_state()
-
-    def load_inner_state(self, state: Any) -> None:
-        """Restore `inner_state`."""
-        self.watch.loaded()
-        self.replica.load_inner_state(state)
-        self.copies = copies_of(self.inner, self.parameters)
-
-    def weights(self) -> dict[str, Tensor]:
-        """The weights that this worker holds, by name: plain tensors, live."""
-        return self.replica.weights()
-
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Restore `weights`. RuntimeError where they are of another model."""
-        self.replica.load_weights(weights)
-
-    def take_in(self) -> None:
-        """Weights were loaded past this optimizer on purpose, alike on all workers: the next step does not refuse."""
-        self.watch.loaded()
-        if isinstance(self.inner, ReplicaSync):
-            self.inner.take_in()
-
-    def outer_state(self) -> dict[str, Any]:
-        """The method's own part of `state_dict`."""
-        return {}
-
-    def load_outer_state(self, state: dict[str, Any]) -> None:
-        """Restore `outer_state`."""
-
-    @classmethod
-    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
-        """What `load_outer_state` gets on every worker where a run goes on with another number of them. outer: worker
-        0's `outer_state`, its floating-point tensors replaced by their means over the old workers (bits kept where all
-        were equal). ValueError: this method does not say.
-        """
-        if outer:
-            raise ValueError(f"{cls.__name__} does not say how its state is regrouped: resume with as many workers")
-        return outer
-
-    @classmethod
-    def recut(cls, outers: Sequence[Any], before: Sequence[FlatNames], after: Sequence[FlatNames]) -> list[Any]:
-        """`outer_state` of those that hold `after` of a replica, from those with `before`. ValueError: not said."""
-        if any(outers):
-            raise ValueError(f"{cls.__name__} does not say how its state is cut anew: resume with as many stages")
-        return [outers[0] for _ in after]
-
     # The common start.
 
     @torch.no_grad()
@@ -353,15 +254,13 @@ class ReplicaSync(TakesScalers, Guarded, Saved, EndsAsOne):
 
     def _settings(self) -> str:
         """What must be the same on all workers, beside their weights."""
-        # Equal gradients want equal steps.
-        inner = [type(self.inner).__name__, start.settings_of(self.param_groups)] if self.level != "parameter" else []
+        inner: list[Any] = []
+        if self.level != "parameter":  # equal gradients want equal steps
+            places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+            held = [sorted(places.get(id(own), -1) for own in group["params"]) for group in self.param_groups]
+            inner = [type(self.inner).__name__, start.settings_of(self.param_groups), held]
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in self._shared()]
         return f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"
-
-    @property
-    def is_sketch(self) -> bool:
-        """True for a model on the meta device: it can be planned with (`schedule`, `memory`), not trained."""
-        return self.parameters[0].is_meta
 
 
 def unwrap(optimizer: Any) -> ReplicaSync:

@@ -19,9 +19,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from isles.comm.group import Group
-from isles.replicas.flat import FlatParameters
 from isles.replicas.guarded import WeakHook
 from isles.replicas.island.sharded import is_sharded, own_rows
+from isles.replicas.start import hash_of
 from isles.wrapping import each_of, innermost
 
 _VALUES = methodcaller("values")
@@ -37,8 +37,11 @@ class ModelWatch:
         self._known = set(map(id, self.parameters))
         self._dtypes = [parameter.dtype for parameter in self.parameters]
         self._since: dict[int, int] = {}  # by number, of what is frozen now: the first inner step that found it so
-        self._before: int | None = None  # hash of the weights before some were loaded that nobody told of yet
         self._is_restored = False  # the optimizer's state was loaded since the last step
+        self._before: int | None = None
+        """Hash of the weights that the next step must find: some were loaded that nobody told of yet. Restored: of
+        those that it must not find, for the state is of others.
+        """
         self._model = model
         self._take_places()
         hook = WeakHook(self, "loading")
@@ -51,8 +54,7 @@ class ModelWatch:
         """
         if not self._looked_around:  # not before: whoever drives the model may have put something around it since
             self._looked_around = True
-            warn_if_averaged_by_torch(self.parameters, self._group)
-            warn_if_norms_talk(self._model, self._group)
+            warn_of_torchs_means(self._model, self.parameters, self._group)
         placed = [*chain.from_iterable(map(_VALUES, self._places))]
         if len(placed) != len(self._placed) or not all(map(is_, placed, self._placed)):
             self._refuse_new()
@@ -73,7 +75,8 @@ class ModelWatch:
                 self._since.pop(number, None)
             else:
                 self._since.setdefault(number, step)
-        if self._before is not None and self._before != self._digest():
+        self.refuse_forgotten()
+        if self._before is not None and self._before != self.digest():
             raise ValueError(
                 "weights were loaded into the model after its optimizer was made, and would count as progress: load "
                 "them before, or load the optimizer's state_dict() of the same moment too"
@@ -105,12 +108,26 @@ class ModelWatch:
 
     def loading(self) -> None:
         """Weights are about to be loaded, if they are others."""
-        if self._before is None and not self._is_restored and not self.parameters[0].is_meta:
-            self._before = self._digest()
+        if self._before is None and not self._is_restored:
+            self._before = self.digest()
 
     def loaded(self) -> None:
         """Something of the optimizer's own state was loaded: weights of the same moment were, or are to come."""
         self._before, self._is_restored = None, True
+
+    def awaits(self, weights: int) -> None:
+        """The state that was loaded is of weights with this hash: if these are others, they are to be loaded yet."""
+        self._before = None if weights == (now := self.digest()) else now
+
+    def refuse_forgotten(self) -> None:
+        """ValueError where the weights are still those that `awaits` has found to be others."""
+        if self._is_restored and self._before is not None:
+            if self._before == self.digest():
+                raise ValueError(
+                    "the optimizer's state was loaded, but the model does not have the weights of that moment: load "
+                    "the model's state_dict() of the same checkpoint too, before or after"
+                )
+            self._before = None
 
     def state_dict(self) -> dict[str, int]:
         """JSON-able: what is frozen, and since when."""
@@ -120,9 +137,9 @@ class ModelWatch:
         """Continue from `state_dict`."""
         self._since = {int(number): step for number, step in state.items()}
 
-    def _digest(self) -> int:
-        flat = FlatParameters([own_rows(parameter) for parameter in self.parameters])
-        return flat.digest(flat.read(flat.new()))
+    def digest(self) -> int:
+        """Hash of the weights that this worker holds; 0 without numbers."""
+        return 0 if self.parameters[0].is_meta else hash_of(map(own_rows, self.parameters))
 
     def name(self, parameter: Tensor) -> str:
         """As the model calls it."""
@@ -170,46 +187,35 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def warn_if_averaged_by_torch(parameters: Sequence[Tensor], group: Group) -> None:
-    """A warning on the group's first worker where a method is not the only one that makes these parameters equal."""
-    if averaged_by_torch(parameters, group) and group.rank == 0:
+def warn_of_torchs_means(model: nn.Module, parameters: Sequence[Tensor], group: Group) -> None:
+    """Warnings on the group's first worker where torch averages over several of its workers too: in layers of the
+    model, or in a DistributedDataParallel that is alive, as transformers' Trainer and accelerate's `prepare(model)` put
+    one around a model. That one may have been made at any time, and its model knows nothing of it, so all objects are
+    looked through: some 50 ms.
+    """
+    if group.rank > 0 or group.size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return
+
+    def meets(processes: Any) -> bool:
+        return len(set(dist.get_process_group_ranks(processes)) & set(group.ranks)) > 1
+
+    own = set(map(id, parameters))
+    if any(own.intersection(map(id, one.parameters())) and meets(one.process_group) for one in _wrapped_by_torch()):
         warnings.warn(
             "the model is inside a DistributedDataParallel: torch averages all gradients over these workers in every "
             "backward pass, outside of what is counted, and this method exchanges on top of it. Give accelerate's "
             "prepare() the optimizer and the loader alone, and call the model itself",
             stacklevel=4,
         )
-
-
-def warn_if_norms_talk(model: nn.Module, group: Group) -> None:
-    """A warning where layers of the model exchange with other workers of `group` in each forward pass."""
-    if group.rank > 0 or not (dist.is_available() and dist.is_initialized()):
-        return
-    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    for name, norm in norms[:1]:
-        ranks = dist.get_process_group_ranks(norm.process_group or dist.group.WORLD)  # type: ignore[arg-type]
-        if len(set(ranks) & set(group.ranks)) > 1:
-            warnings.warn(
-                f"{name} is a SyncBatchNorm: torch averages over these workers in every forward pass, outside of what "
-                "is counted, and waits for all. Use BatchNorm, whose buffers consolidate() averages, or give it a "
-                "process_group of the workers of an island",
-                stacklevel=4,
-            )
-
-
-def averaged_by_torch(parameters: Sequence[Tensor], group: Group) -> bool:
-    """Whether a DistributedDataParallel that is alive averages their gradients with other workers of `group`, as
-    transformers' Trainer and accelerate's `prepare(model)` put one around a model. It may have been made at any time,
-    and its model knows nothing of it, so all objects are looked through: some 50 ms.
-    """
-    if group.size == 1 or not (dist.is_available() and dist.is_initialized()):
-        return False
-    own = set(map(id, parameters))
-    for wrapped in _wrapped_by_torch():
-        ranks = dist.get_process_group_ranks(wrapped.process_group)
-        if own.intersection(map(id, wrapped.parameters())) and len(set(ranks) & set(group.ranks)) > 1:
-            return True
-    return False
+    norms = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm))
+    name = next((name for name, norm in norms if meets(norm.process_group or dist.group.WORLD)), None)
+    if name is not None:
+        warnings.warn(
+            f"{name} is a SyncBatchNorm: torch averages over these workers in every forward pass, outside of what is "
+            "counted, and waits for all. Use BatchNorm, whose buffers consolidate() averages, or give it a "
+            "process_group of the workers of an island",
+            stacklevel=4,
+        )
 
 
 def _wrapped_by_torch() -> list[DistributedDataParallel]:

@@ -17,11 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.data
 
 import isles
 from isles.comm.environment import world_variables
 from isles.comm.errors import RendezvousFailed
+from isles.comm.gloo.meeting import meet
 from isles.comm.mesh import Mesh
+from tests.comm.own_groups import work
+from tests.forked import Process
 from tests.gloo import run_gloo
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +62,11 @@ def free_port() -> int:
         ({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}, None),  # a batch script
         (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, None),
         (MPIRUN, ["3", "8", "3", "127.0.0.1", "27673"]),
+        (
+            MPIRUN | SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+            ["3", "8", "3", "127.0.0.1", "27673"],
+        ),  # in one task
+        (SRUN | {"WORLD_SIZE": "1"}, ["3", "8", "1", "gpu03", "26513"]),  # of a shell's start-up file
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5"}, ["1", "2", None, "a", "5"]),
     ],
 )
@@ -108,6 +119,39 @@ def test_who_does_not_come_is_named(alone: Callable[..., Any]) -> None:
     assert time.monotonic() - began < 20
 
 
+def test_a_task_of_srun_that_does_not_come_is_named(alone: Callable[..., Any]) -> None:
+    told = SRUN | {"SLURM_PROCID": 0, "SLURM_NTASKS": 2, "SLURM_STEP_NUM_NODES": 1, "MASTER_PORT": free_port()}
+    with pytest.raises(RendezvousFailed, match=r"worker 1 of 2 did not come to isles.init\(\) within 0.3 s"):
+        alone(**told)
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
+def test_at_any_store_who_does_not_come_is_named(kind: str, tmp_path: Path) -> None:
+    """Of a process group that the user has made, by whatever `init_method`; workers 0 and 2 of an island came."""
+    store = {
+        "tcp": lambda: dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False),
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 3),
+        "hash": dist.HashStore,
+    }[kind]()
+    own = dist.PrefixStore("isles/0", store)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(meet, own, 2, (2,), 5.0)
+        with pytest.raises(RendezvousFailed, match=r"worker 1 of 3 did not come to isles.init\(\) within 0.2 s"):
+            meet(own, 0, (0, 1, 2), 0.2)
+        other.result()
+
+
+def test_a_store_that_goes_while_workers_wait_is_told() -> None:
+    port = free_port()
+    host = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(meet, dist.TCPStore("127.0.0.1", port, is_master=False), 1, (0, 1), 30.0)
+        host.wait(["here/1"])
+        del host
+        with pytest.raises(RendezvousFailed, match="rank 1: the store where the workers meet is gone"):
+            waits.result(20)
+
+
 def test_an_unknown_interface_is_named(alone: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME = \^lo,docker0: .*choose of .*lo"):
         alone(RANK=0, WORLD_SIZE=1, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), GLOO_SOCKET_IFNAME="^lo,docker0")
@@ -137,71 +181,32 @@ def test_a_thread_finds_the_world_of_its_process() -> None:
         assert pool.submit(isles.init).result().size == 1, "and after it there is none"
 
 
-OWN = """
-import sys, time, torch, isles
-import torch.distributed as dist
-from datetime import timedelta
-from isles.comm.errors import RendezvousFailed
-from isles.comm.transport import native_collectives
+class Asks(torch.utils.data.Dataset[Any]):
+    """Which worker reads it, as a data set may want to know."""
 
-def sums():
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return int(total)
+    def __len__(self) -> int:
+        return 1
 
-def swaps(world):
-    return int(world.outer.exchange(1 - world.rank, torch.tensor([world.rank]))) == 1 - world.rank
+    def __getitem__(self, number: int) -> Any:
+        try:
+            return isles.init().size
+        except ValueError as error:
+            return str(error)
 
-def init():
-    return isles.init(deadlines=isles.Deadlines(join=2.0))
 
-dist.init_process_group("gloo")
-assert sums() == 2
-dist.destroy_process_group()
-world = init()  # whose keys are not those of the group that was
-assert world.size == 2
-if world.rank == 1:
-    time.sleep(3.0)  # longer than `join`: that was for meeting alone
-assert swaps(world)
-native = native_collectives(world.transport)
-assert dist.get_world_size(native.process_group((0, 1), "cpu")) == 2
-began = time.monotonic()
-if world.rank == 0:
-    try:
-        native.process_group((1, 0), "cpu")  # to which the other does not come
-    except RendezvousFailed as error:
-        assert "worker 1 of 2 did not come" in str(error) and time.monotonic() - began < 20
-        print("told", flush=True)
-assert swaps(world)
-world.close()
-again = init()
-assert again.transport is not world.transport and swaps(again)
-again.close()
-for name in ("RANK", "WORLD_SIZE"):
-    rank = int(__import__("os").environ.pop(name)) if name == "RANK" else rank
-dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
-beside = init()  # no variables: the world of the user's group
-assert beside.size == 2 and swaps(beside) and sums() == 2
-beside.close()
-assert sums() == 2
-"""
+def test_a_process_of_a_dataloader_is_no_world_of_one() -> None:
+    """It has the environment of its worker, or of none, and never what Isles knows there."""
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(lambda: list(torch.utils.data.DataLoader(Asks(), num_workers=1, batch_size=None))).result()
+    assert told == ["this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`"]
 
 
 def test_own_process_groups(tmp_path: Path) -> None:
     """Before `isles.init()` and beside it, and `isles.init()` again; a native group to which nobody comes."""
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    (tmp_path / "own.py").write_text(OWN)
-    command = [sys.executable, str(tmp_path / "own.py"), f"file://{tmp_path}/store"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **pipes) for rank in range(2)]  # type: ignore[call-overload]
-    try:
-        said = [one.communicate(timeout=120) for one in both]
-    finally:
-        for one in both:
-            one.kill()
-    assert [one.returncode for one in both] == [0, 0], said
-    assert said[0][0] == "told\n"
+    port = free_port()
+    both = [Process(work, rank, port, f"{tmp_path}/store", folder=tmp_path) for rank in range(2)]
+    ends = [one.end() for one in both]
+    assert [end[:2] for end in ends] == [(0, "told\n"), (0, "")], ends  # torch warns of the time-out
 
 
 TRAIN = """

@@ -4,19 +4,22 @@ settings of inner optimizers that some workers change. Told in the header of the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from schedulefree import AdamWScheduleFree
 
 import isles
 from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
-from tests.covers import share
+from tests.covers import cover, share
 from tests.gloo import run_gloo
-from tests.replicas.workers import RUNS, Net, Whole, load, loss_of, save, sgd, train_step, wrap
+from tests.replicas.test_parameters import two
+from tests.replicas.workers import RUNS, Net, Whole, bits, load, loss_of, save, sgd, train_step, weights, wrap
 
 STATE = "it goes on from another state than this worker: load the states of one run and step on all, or none"
 SETTINGS = (
@@ -65,10 +68,11 @@ def apart(name: str, steps: int = 4, runs: Callable[..., list[Any]] = run) -> li
 
 
 ALL = [*(name for name in RUNS if name not in SILENT), "islands"]
+MAIN = ["ddp", "dct-dp", "demo", "noloco", "diloco", "ist", "islands"]
+OTHERS = [name for name in ALL if name not in MAIN]
 
 
-@pytest.mark.parametrize("name", share(ALL, 4, 9, ["ddp", "dct-dp", "demo", "noloco", "diloco", "ist", "islands"]))
-@pytest.mark.parametrize("steps", [4, 2])
+@pytest.mark.parametrize(("name", "steps"), [*cover(MAIN, [4, 2], each=1), *cover(OTHERS, [4, 2], each=1, of=9)])
 def test_states_of_two_runs_are_told(name: str, steps: int) -> None:
     """By the first exchange after loading: amid a round, and before there was any."""
     said = apart(name, steps)
@@ -89,6 +93,106 @@ def test_a_worker_that_loads_nothing_is_told(name: str) -> None:
         "it is at step" in text or "is at another step, give all workers the same number" in text
         for text in run(resumed, 2, name, [early, late])
     )
+
+
+FORGOTTEN = r"does not have the weights of that moment: load the model's state_dict\(\) of the same checkpoint too"
+
+
+def forgetful(world: Mesh, name: str, states: list[Any], ends: bool) -> None:
+    """Loads the state of a run of four steps, and leaves the weights as they were drawn."""
+    optimizer = made(world, name, 1)
+    optimizer.load_state_dict(states[world.rank])
+    loss_of(optimizer.model, world.rank, 5).backward()
+    with pytest.raises(ValueError, match=FORGOTTEN):
+        optimizer.finish() if ends else optimizer.step()
+
+
+def states_of(world: Mesh, name: str, steps: int) -> Any:
+    optimizer = made(world, name)
+    for step in range(1, steps + 1):
+        train_step(optimizer, world.rank, step)
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("name", share(ALL, 2, 9, ["ddp", "noloco", "ist", "islands"]))
+def test_weights_that_all_forget_to_load_are_told(name: str) -> None:
+    """By each worker's own next step: all agree on the wrong weights, so no message shows them."""
+    run(forgetful, 2, name, run(states_of, 2, name, 4), False)
+
+
+@pytest.mark.parametrize("name", ["localsgd", "noloco"])
+def test_weights_that_all_forget_to_load_are_told_at_the_end(name: str) -> None:
+    """Of a run that goes on from its last checkpoint to its end."""
+    run(forgetful, 2, name, run(states_of, 2, name, 4), True)
+
+
+ORDERS = ["before", "after", "in place", "fresh", "rolled back"]
+
+
+@pytest.mark.parametrize(("where", "name"), cover(ORDERS, ["ddp", "diloco", "noloco"], each=1))
+def test_weights_and_states_come_in_any_order(where: str, name: str) -> None:
+    """And a state of no step may be had with any weights, to forget the moments."""
+
+    def worker(world: Mesh) -> tuple[str, str]:
+        def made_by(seed: int) -> isles.ReplicaSync:
+            return wrap(world, name, Net(seed), two)
+
+        def four_steps(optimizer: isles.ReplicaSync) -> str:
+            for step in range(5, 9):
+                train_step(optimizer, world.rank, step)
+            return bits(weights(optimizer.model))
+
+        first, second = made_by(0), made_by(0 if where == "fresh" else 1)
+        if where == "fresh":
+            second.load_state_dict(made_by(1).state_dict() if name == "ddp" else made_by(0).state_dict())
+            return four_steps(first), four_steps(second)
+        for step in range(1, 5):
+            train_step(first, world.rank, step)
+        state, held = copy.deepcopy((first.state_dict(), dict(first.model.state_dict())))
+        ended = four_steps(first)
+        if where == "rolled back":
+            second = first
+        if where == "before":
+            second.model.load_state_dict(held)
+        second.load_state_dict(state)
+        if where == "in place":
+            with torch.no_grad():
+                for key, own in second.model.named_parameters():
+                    own.copy_(held[key])
+        elif where != "before":
+            second.model.load_state_dict(held)
+        return ended, four_steps(second)
+
+    for ended, again in run(worker):
+        assert ended == again
+
+
+@pytest.mark.parametrize("saves", ["train", "eval"])
+def test_schedule_free_goes_on_in_either_mode(saves: str) -> None:
+    """`train()` after loading moves the weights: they are not forgotten."""
+
+    def worker(world: Mesh) -> tuple[str, str]:
+        def made_by(seed: int) -> Any:
+            optimizer: Any = wrap(world, "localsgd", Net(seed), lambda model: AdamWScheduleFree(model.parameters()))
+            optimizer.train()
+            return optimizer
+
+        def four_steps(optimizer: Any) -> str:
+            optimizer.train()
+            for step in range(5, 9):
+                train_step(optimizer, world.rank, step)
+            return bits(weights(optimizer.model))
+
+        first, second = made_by(0), made_by(1)
+        for step in range(1, 5):
+            train_step(first, world.rank, step)
+        getattr(first, saves)()
+        file = save(first)
+        load(second, file)
+        return four_steps(first), four_steps(second)
+
+    for ended, again in run(worker):
+        assert ended == again
 
 
 def gloo(worker: Any, workers: int, *args: Any) -> list[Any]:
@@ -147,11 +251,11 @@ def changed(world: Mesh, name: str, what: str) -> str:
 
 
 EQUAL = ["ddp", "ddp, int4", "dct-dp", "demo", "islands"]
+WHAT = ["lr", "decay", "tensor", "plateau", "betas", "numpy", "list", "groups"]
 
 
-@pytest.mark.parametrize("what", ["lr", "decay", "tensor", "plateau", "betas", "numpy", "list", "groups"])
-@pytest.mark.parametrize("name", EQUAL)
-def test_settings_that_come_apart_are_told(name: str, what: str) -> None:
+@pytest.mark.parametrize(("what", "name"), cover(WHAT, EQUAL, each=1))
+def test_settings_that_come_apart_are_told(what: str, name: str) -> None:
     """By the next step of methods whose workers take equal steps."""
     if (name, what) == ("demo", "betas"):
         pytest.skip("SGD has none")
@@ -190,8 +294,7 @@ def test_other_groups_are_told_at_wrapping() -> None:
         assert isinstance(error, isles.Diverged) and "its method, settings or model shapes differ" in str(error)
 
 
-@pytest.mark.parametrize("name", ["ddp", "dct-dp", "islands"])
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(("name", "enabled"), cover(["ddp", "dct-dp", "islands"], [True, False], each=1))
 def test_scales_that_come_apart_are_told(name: str, enabled: bool) -> None:
     """A scaler whose state only one worker has loaded, or one that only one worker has."""
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import isles
 from isles.comm.mesh import Mesh
-from tests.covers import share
+from tests.covers import cover
 from tests.gloo import run_gloo
 from tests.replicas.test_parameters import one_of_two_kinds, two_of_a_kind
 from tests.replicas.trainers import TRAINERS, plain
@@ -71,8 +71,11 @@ def trained(
     return still, bits(weights(model)), scaler.get_scale()
 
 
-@pytest.mark.parametrize("broken", [(), (0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("name", share([*SCALED, "islands"], 0, 3, [*ALIKE, "islands"]))
+BROKEN = cover(["islands", *SCALED], [(0,), (1,), (), (0, 1)], each=1, of=3)
+BROKEN += [("ddp", (1,)), ("dct-dp", (0,)), ("demo", (1,))]
+
+
+@pytest.mark.parametrize(("name", "broken"), BROKEN)
 def test_torchs_order_is_step_with_a_scaler(name: str, broken: tuple[int, ...]) -> None:
     """To the bit, with torch's clipping too. After an overflow workers that take equal steps all skip, and have one
     scale; others skip their own.
@@ -91,14 +94,13 @@ def test_torchs_order_is_step_with_a_scaler(name: str, broken: tuple[int, ...]) 
         assert scale == (512 if skips else 1024)
 
 
-@pytest.mark.parametrize("name", ["ddp", "demo", "diloco"])
-def test_a_scaler_changes_no_bit(name: str) -> None:
+@pytest.mark.parametrize(("name", "accumulate"), cover(["ddp", "demo", "diloco"], [True, False], each=1))
+def test_a_scaler_changes_no_bit(name: str, accumulate: bool) -> None:
     """Nor does one that is not enabled, nor accumulation."""
-    for accumulate in (False, True):
-        plain = run(trained, 2, name, "own", (), False, accumulate)
-        for order, enabled in (("own", True), ("torch", False), ("torch", True), ("torch, clip", True)):
-            found = run(trained, 2, name, order, (), enabled, accumulate)
-            assert [one[:2] for one in found] == [one[:2] for one in plain]
+    plain = run(trained, 2, name, "own", (), False, accumulate)
+    for order, enabled in (("own", True), ("torch", False), ("torch", True), ("torch, clip", True)):
+        found = run(trained, 2, name, order, (), enabled, accumulate)
+        assert [one[:2] for one in found] == [one[:2] for one in plain]
 
 
 def both(world: Mesh, name: str, broken: int) -> tuple[str, str, float]:
@@ -152,6 +154,19 @@ def test_in_processes() -> None:
         assert run_gloo(trained, 2, args=(name, "torch, clip", (1,))) == run(trained, 2, name, "own", (1,))
 
 
+def test_demo_asks_the_others_of_overflows() -> None:
+    """8 bytes to each of them, in a step with a scaler."""
+
+    def worker(world: Mesh, enabled: bool) -> int:
+        optimizer, scaler = wrap(world, "demo", Net()), torch.amp.GradScaler("cpu", enabled=enabled)
+        before = world.world.traffic["control"].bytes_sent
+        scaler.scale(loss_of(optimizer.model, world.rank, 1)).backward()
+        scaler.step(optimizer)
+        return world.world.traffic["control"].bytes_sent - before
+
+    assert (run(worker, 3, True), run(worker, 3, False)) == ([16] * 3, [0] * 3)
+
+
 def _clip(model: nn.Module) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
@@ -192,8 +207,7 @@ def edited(world: Mesh, edit: str, megabytes: float) -> Tensor:
     return weights(model)
 
 
-@pytest.mark.parametrize("megabytes", [25.0, 1e-4], ids=["one bucket", "each its own"])
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize(("edit", "megabytes"), cover(EDITS, [25.0, 1e-4], each=1))
 def test_edits_between_backward_and_step_are_edits_of_the_mean(edit: str, megabytes: float) -> None:
     """Against one worker that has the mean of both gradients and is edited so."""
     model = Net(dtype=torch.float64)
@@ -275,8 +289,9 @@ def loud(world: Mesh, name: str, order: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:a second backward pass", "ignore:error_feedback", "ignore:codec")
-@pytest.mark.parametrize("order", ["loud loud", "loud quiet", "quiet loud"])
-@pytest.mark.parametrize("name", ["none", "int4", "topk:40"])
+@pytest.mark.parametrize(
+    ("name", "order"), cover(["none", "int4", "topk:40"], ["loud loud", "loud quiet", "quiet loud"], each=1)
+)
 def test_no_backward_pass_of_a_step_is_lost(name: str, order: str) -> None:
     """Sum of gradients = workers x sum of means + residuals, however they travel; all workers have the same bits."""
     results = run(loud, 3, name, order)
@@ -285,24 +300,70 @@ def test_no_backward_pass_of_a_step_is_lost(name: str, order: str) -> None:
     assert len({bits(result[2]) for result in results}) == 1
 
 
+PLACES = ["the optimizer", "before no_sync", "in no_sync", "the model"]
+
+
 @pytest.mark.filterwarnings("ignore:a second backward pass")
-@pytest.mark.parametrize("whose", ["optimizer", "model"])
-@pytest.mark.parametrize("name", ["ddp, int4", "ddp, low rank", "dct-dp"])
-def test_a_batch_thrown_away_counts_for_nothing(name: str, whose: str) -> None:
-    """Its gradients set to zero and not to None: what a codec lost of them is in no residual."""
+@pytest.mark.parametrize(("name", "where"), cover(["ddp, int4", "ddp, low rank", "dct-dp"], PLACES, each=2))
+def test_a_batch_thrown_away_counts_for_nothing(name: str, where: str) -> None:
+    """Its gradients set to zero and not to None: what a codec lost of them is in no residual. And before a pass that
+    only accumulates.
+    """
 
     def worker(world: Mesh, thrown: bool) -> str:
         optimizer = wrap(world, name, Net())
         for step in range(1, 6):
             if thrown and step > 2:
                 loss_of(optimizer.model, world.rank, 50 + step).backward()
-                (optimizer if whose == "optimizer" else optimizer.model).zero_grad(set_to_none=False)
+                if where != "in no_sync":
+                    (optimizer.model if where == "the model" else optimizer).zero_grad(set_to_none=False)
+            if where.endswith("no_sync"):
+                with optimizer.no_sync():
+                    if where == "in no_sync":
+                        optimizer.zero_grad(set_to_none=False)
+                    loss_of(optimizer.model, world.rank, 70 + step).backward()
             loss_of(optimizer.model, world.rank, step).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
         return bits(weights(optimizer.model))
 
     assert run(worker, 2, True) == run(worker, 2, False)
+
+
+ONE_MEAN: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "dct-dp": {"sparsity": 0.5, "exclude_below": 0},
+    "demo": {"base": "sgd", "value_dtype": "fp32"},
+    "localsgd": {"sync_every": 1},
+    "diloco": {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "noloco": {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0, "gamma": 0.5},
+}
+
+
+@pytest.mark.filterwarnings("ignore:a second backward pass", "ignore:gamma")
+@pytest.mark.parametrize("name", ONE_MEAN)
+def test_only_what_was_accumulated_is_in_the_mean(name: str) -> None:
+    """The gradient of a sum is its factor. 100 is thrown away; worker 0 has 1 and 2, worker 1 has 3 and 4: the mean is
+    (3 + 7) / 2 = 5, by which SGD with rate 1 leads from 0 to -5.
+    """
+
+    def worker(world: Mesh) -> Tensor:
+        model = nn.ParameterList([torch.zeros(2), torch.zeros(3)])
+        optimizer = isles.method(name)(model, sgd(model, 1.0), world.outer, **ONE_MEAN[name])
+
+        def backward(factor: float) -> None:
+            (factor * sum(own.sum() for own in model)).backward()  # type: ignore[union-attr]
+
+        backward(100.0)
+        optimizer.zero_grad(set_to_none=False)
+        with optimizer.no_sync():
+            backward(1.0 + 2 * world.rank)
+        backward(2.0 + 2 * world.rank)
+        optimizer.step()
+        return weights(model)
+
+    for found in run(worker, 2):
+        torch.testing.assert_close(found, torch.full((5,), -5.0))
 
 
 def growing(world: Mesh, name: str, scaled: bool) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 import isles
 from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
-from tests.covers import share
+from tests.covers import cover, share
 from tests.gloo import run_gloo
 from tests.replicas.workers import RUNS, Net, bits, loss_of, sgd, train_step, usual_inner, weights, wrap
 
@@ -55,7 +55,7 @@ def spoiled(world: Mesh, name: str, call: str) -> str:
     return str(told.value)
 
 
-@pytest.mark.parametrize("name", share(RUNS, 2, 9, ["ddp", "diloco", "demo", "noloco", "ist"]))
+@pytest.mark.parametrize("name", share(RUNS, 2, 9, ["ddp", "diloco", "noloco"]))
 def test_the_end_is_proven(name: str) -> None:
     """One entry of one worker that is not the others' is told by worker and name, the same by all."""
     if name.startswith("ist"):
@@ -146,10 +146,14 @@ def uneven(world: Mesh, name: str, steps: tuple[int, int], still: bool) -> str:
 
 ROUNDS = [name for name in RUNS if "sync_every" in RUNS[name][1]]
 OVERLAPPED = ("streaming, int4", "streaming-diloco", "streaming-noloco", "eager, int8")  # which send amid a round
+MAIN = ["localsgd", "diloco", "noloco", "ist"]
+OTHERS = [name for name in ROUNDS if name not in MAIN]
+UNEVEN = [(12, 11), (14, 10), (10, 12)]
 
 
-@pytest.mark.parametrize("name", share(ROUNDS, 3, 7, ["localsgd", "diloco", "noloco", "ist"]))
-@pytest.mark.parametrize("steps", [(12, 11), (14, 10), (10, 12)])
+@pytest.mark.parametrize(
+    ("name", "steps"), [*cover(MAIN, UNEVEN, each=1), *cover(OTHERS, UNEVEN, each=1, of=7, turn=3)]
+)
 def test_workers_that_did_as_many_rounds_end_together(name: str, steps: tuple[int, int]) -> None:
     """As if the shorter one had stood still: to the bit."""
     if name in OVERLAPPED:
@@ -162,7 +166,7 @@ def test_a_worker_without_any_step_ends_with_the_others(name: str) -> None:
     assert run(uneven, 2, name, (4, 0), False) == run(uneven, 2, name, (4, 0), True)
 
 
-@pytest.mark.parametrize("name", ["ddp", "demo", "localsgd", "diloco", "sparseloco"])
+@pytest.mark.parametrize("name", share(["ddp", "demo", "localsgd", "diloco", "sparseloco"], 1, 2))
 def test_a_run_goes_on_after_its_end(name: str) -> None:
     """Finished, or consolidated, after a round: as if nobody had looked."""
 
@@ -211,16 +215,18 @@ def told_of(world: Mesh, name: str, steps: tuple[int, ...], seed: int = 0) -> st
 MEND = "give all workers the same number of inner steps: drop the rest of the longer loader"
 
 
-@pytest.mark.parametrize("name", ["localsgd", "noloco", "ist", "ddp", "dct-dp", "demo"])
+LATE = {
+    (12, 9): ("worker 1 did not answer on channel 'outer'", isles.Deadlines(outer=2.0)),
+    (15, 10): ("worker 0 did not answer on channel 'control'", isles.Deadlines(control=2.0)),
+}
+
+
 @pytest.mark.parametrize(
-    ("steps", "first", "deadlines"),
-    [
-        ((12, 9), "worker 1 did not answer on channel 'outer'", isles.Deadlines(outer=2.0)),
-        ((15, 10), "worker 0 did not answer on channel 'control'", isles.Deadlines(control=2.0)),
-    ],
+    ("name", "steps"), cover(["localsgd", "noloco", "ist", "ddp", "dct-dp", "demo"], list(LATE), each=1)
 )
-def test_workers_in_other_rounds_are_told(name: str, steps: Any, first: str, deadlines: isles.Deadlines) -> None:
+def test_workers_in_other_rounds_are_told(name: str, steps: tuple[int, int]) -> None:
     """Whoever gives up first says the mend, in a round or at the end; the other one hears that it is gone."""
+    first, deadlines = LATE[steps]
     said = run(told_of, 2, name, steps, deadlines=deadlines)
     told = said["control" in first]
     assert told.startswith(first) and MEND in told and "\n" not in told

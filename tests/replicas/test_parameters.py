@@ -28,6 +28,7 @@ import isles
 from isles.comm.mesh import Mesh
 from isles.replicas.names import all_names
 from isles.wrapping import SeveralOptimizers, fresh_state
+from tests.covers import cover
 from tests.gloo import run_gloo
 from tests.replicas.workers import LINKS, Net, adamw, bits, loss_of, sgd, train_step, weights, wrap
 
@@ -308,9 +309,9 @@ class Heads(nn.Module):
         return sum(head(self.body(x)) for head in self.heads.values())  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("odd", [0, 2])
-@pytest.mark.parametrize("buffers", [False, True])
-@pytest.mark.parametrize("name", ["ddp", "localsgd", "noloco"])
+@pytest.mark.parametrize(
+    ("name", "buffers", "odd"), cover(["ddp", "localsgd", "noloco"], [False, True], [0, 2], each=2)
+)
 def test_another_order_of_the_same_layers_is_told(name: str, buffers: bool, odd: int) -> None:
     def worker(world: Mesh) -> None:
         wrap(world, name, Heads(["b", "a"] if world.rank == odd else ["a", "b"], buffers), sgd)
@@ -318,6 +319,32 @@ def test_another_order_of_the_same_layers_is_told(name: str, buffers: bool, odd:
     for error in run(worker, 3, return_errors=True):
         assert isinstance(error, isles.Diverged) and error.peer == odd
         assert "from number 3 on (heads." in str(error) and "in the same order on all" in str(error)
+
+
+def test_another_order_across_islands_is_told() -> None:
+    """Each island agrees on its own: the method across them finds it."""
+
+    def worker(world: Mesh) -> None:
+        model = Heads(["b", "a"] if world.rank >= 2 else ["a", "b"])
+        isles.DiLoCo(model, isles.DDP(model, sgd(model), world.inner), world.outer, sync_every=2)
+
+    for error in run(worker, 4, inner=2, return_errors=True):
+        assert isinstance(error, isles.Diverged) and "from number 3 on (heads." in str(error)
+
+
+@pytest.mark.parametrize("name", ["ddp", "dct-dp", "demo"])
+def test_groups_of_the_same_shapes_are_told_apart(name: str) -> None:
+    """The model is the same; which head decays follows the order of a set."""
+
+    def worker(world: Mesh) -> None:
+        model = Heads(["a", "b"])
+        decays = model.heads["b" if world.rank else "a"].weight
+        others = [own for own in model.parameters() if own is not decays]
+        groups = [{"params": [decays], "weight_decay": 0.1}, {"params": others}]
+        wrap(world, name, model, lambda _: torch.optim.SGD(groups, lr=0.1))
+
+    for error in run(worker, 2, return_errors=True):
+        assert isinstance(error, isles.Diverged) and "its method, settings or model shapes differ" in str(error)
 
 
 def test_wrappers_do_not_change_names() -> None:
@@ -495,8 +522,9 @@ def test_what_talks_in_processes_is_told_of() -> None:
 # Torch's tools.
 
 
-@pytest.mark.parametrize("inner", [adamw, sgd, two])
-@pytest.mark.parametrize("name", ["ddp", "diloco", "noloco", "diloco, topk"])
+@pytest.mark.parametrize(
+    ("name", "inner"), cover(["ddp", "diloco", "noloco", "diloco, topk"], [adamw, two, sgd], each=1)
+)
 def test_distributed_checkpoint(name: str, inner: Inner) -> None:
     """`get_state_dict` and `set_state_dict` by names: no step is counted, nothing is sent, and a run goes on to the
     bit from the middle of a round.
@@ -531,10 +559,10 @@ def test_distributed_checkpoint(name: str, inner: Inner) -> None:
 FORMS = {"flat": {"flatten_optimizer_state_dict": True}, "full": {"full_state_dict": True, "cpu_offload": True}}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("name", "inner"), [("ddp", adamw), ("streaming, int4", two), ("noloco", adamw)])
-def test_distributed_checkpoint_in_other_forms(name: str, inner: Inner, form: str) -> None:
+@pytest.mark.parametrize(("name", "form"), cover(["ddp", "streaming, int4", "noloco"], list(FORMS), each=1))
+def test_distributed_checkpoint_in_other_forms(name: str, form: str) -> None:
     """Flat for pipelines, and full; what a method keeps is there once, whatever torch does to empty containers."""
+    inner: Inner = two if name == "streaming, int4" else adamw
     options = StateDictOptions(**FORMS[form])
 
     def worker(world: Mesh, file: bytes | None) -> tuple[str, bytes]:

@@ -33,11 +33,12 @@ def meet(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> 
     for peer in ranks:
         try:
             store.wait([f"here/{peer}"], timedelta(seconds=max(ends_at - time.monotonic(), 0.01)))
-        except RuntimeError as error:
-            if not isinstance(error, dist.DistStoreError):
+        except RuntimeError as error:  # each kind of store has its own
+            try:
+                missing = [str(one) for one in ranks if not store.check([f"here/{one}"])]
+            except RuntimeError:
                 raise RendezvousFailed(f"rank {rank}: the store where the workers meet is gone ({error})") from None
-            missing = [one for one in ranks if not store.check([f"here/{one}"])]
-            who = ", ".join(map(str, missing))
+            who = ", ".join(missing or [str(peer)])
             raise RendezvousFailed(
                 f"worker {who} of {len(ranks)} did not come to isles.init() within {seconds:g} s: every process that "
                 f"is started must call it; {_LATER}"

@@ -64,6 +64,7 @@ class DistributedTransport(OnHostClock):
     @classmethod
     def join(cls, store: dist.Store, rank: int, size: int, life: Life | None = None) -> DistributedTransport:
         """Meet `size` processes over `store` and open gloo connections."""
+        refuse_unknown_interfaces(os.environ)
         life = life or Life()
         life.meet(partial(_default, store, rank, size), rank, range(size), lambda: dist.PrefixStore("life", store))
         return cls(rank, size, life=life)
@@ -90,7 +91,9 @@ class DistributedTransport(OnHostClock):
         store = dist.PrefixStore(f"isles/{next(_WORLDS)}", store)
         meeting.meet(store, rank, range(size), join)
         life = Life()
-        make = partial(_beside if is_beside else _default, dist.PrefixStore("gloo", store), rank, size, join)
+        refuse_unknown_interfaces(os.environ)
+        default = partial(_default, dist.PrefixStore("gloo", store), rank, size, join)
+        make = partial(_new_group, join, backend="gloo") if is_beside else default
         with meeting.failing_as(f"the {size} workers met, but gloo did not connect them within {join:g} s"):
             processes = life.meet(make, rank, range(size), lambda: dist.PrefixStore("life", store))
         transport = cls(rank, size, processes, life)
@@ -209,16 +212,10 @@ class DistributedTransport(OnHostClock):
 
 
 def _default(store: dist.Store, rank: int, size: int, join: float | None = None) -> None:
-    refuse_unknown_interfaces(os.environ)
     seconds = _NEVER if join is None else timedelta(seconds=join)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
     if join is not None:
         distributed_c10d._set_pg_timeout(_NEVER, dist.group.WORLD)
-
-
-def _beside(store: dist.Store, rank: int, size: int, join: float) -> dist.ProcessGroup:
-    refuse_unknown_interfaces(os.environ)
-    return _new_group(join, backend="gloo")
 
 
 def _new_group(join: float, **how: Any) -> dist.ProcessGroup:

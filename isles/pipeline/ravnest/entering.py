@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from isles.comm.collectives.mail import Mail, MailLetter, MailNote
+from isles.comm.collectives.same import numbers
 from isles.comm.errors import DeadlinePassed, Malformed, PeerLost
 from isles.comm.group import Group
 from isles.network.clusters.telling import is_told
@@ -100,9 +101,7 @@ class ClusterEntrance:
         """
         mail, group = self.mail, self.mail.group
         for other in others:
-            mail.send(
-                other, MailNote(HELLO, 0), torch.tensor([told], dtype=torch.int64, device="cpu").view(torch.uint8)
-            )
+            mail.send(other, MailNote(HELLO, 0), numbers(told).view(torch.uint8))
         patience = _PATIENCE * group.deadlines.outer
         until = group.transport.now() + patience
         while not gives_up():

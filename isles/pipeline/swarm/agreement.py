@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from isles.comm.collectives.mail import MailNote
+from isles.comm.collectives.same import numbers
 from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost, RoundPassed
 from isles.pipeline.swarm.books import as_words, from_words, words_for
 from isles.pipeline.swarm.post import WORD, Post
@@ -110,13 +111,11 @@ class Agreement:
         return known
 
     def _tell(self, number: int, known: Mapping[int, Sequence[int]], extra: int = 0) -> None:
-        rows = torch.tensor(
-            [[position, *said] for position, said in sorted(known.items())], dtype=torch.int64, device="cpu"
-        )
+        rows = numbers(*(each for position, said in sorted(known.items()) for each in (position, *said)))
         note = MailNote(WORD, 0, self.post.turn, number, extra=extra)
         for position in self.members:
             if position != self.me:
-                self.post.mail.send(position, note, rows.view(-1).view(torch.uint8))
+                self.post.mail.send(position, note, rows.view(torch.uint8))
 
     def _listen(
         self, number: int, width: int, barred: Collection[int]

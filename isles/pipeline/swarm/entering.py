@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from isles.comm.collectives.mail import MailLetter, MailNote
+from isles.comm.collectives.same import numbers
 from isles.comm.errors import DeadlinePassed, Malformed, PeerLost
 from isles.pipeline.swarm.arrangement import NOWHERE, StageChange
 from isles.pipeline.swarm.post import ASK, ROW, WELCOME, as_bits, as_number
@@ -38,9 +39,7 @@ def welcome(swarm: Swarm, step: int) -> None:
         if stage != NOWHERE
     ]
     head = [swarm.agreement.post.turn, step, as_bits(arrangement.next_look)]
-    body = torch.tensor([*head, *(int(each) for row in rows for each in row)], dtype=torch.int64, device="cpu").view(
-        torch.uint8
-    )
+    body = numbers(*head, *(int(each) for row in rows for each in row)).view(torch.uint8)
     for peer in comers:
         swarm.agreement.post.mail.send(peer, MailNote(WELCOME, 0), body)
 

@@ -90,8 +90,7 @@ class BucketedSync(BucketsForetold):
         self._reduced = False  # and no other backward pass has changed them since
         self._unusable: list[int] | None = None  # whose gradients are not finite, once all have come
         self._pass: int | None = None  # the backward pass at whose end `_end_of_pass` is called
-        self._quiet = False
-        self._told = False
+        self._quiet = self._told = False
         self._worker_thread = get_ident()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda one, bucket=bucket: self._ready(bucket, one))
@@ -209,8 +208,7 @@ class BucketedSync(BucketsForetold):
         for bucket in self.buckets[self._landed : self._launched]:
             if not wait and (bucket.stale or not (bucket.transfer is not None and bucket.transfer.done())):
                 return
-            broken = self._without(self._wait(bucket))
-            if broken:
+            if broken := self._without(self._wait(bucket)):
                 return self._skip(broken) if wait else None
             bucket.reduction.land(bucket.flat)
             bucket.unload()
@@ -255,9 +253,9 @@ class BucketedSync(BucketsForetold):
         """The 2-norm of what error feedback holds back."""
         if not self._careful:
             return {}
-        residuals = [bucket.reduction.residual for bucket in self.buckets]
-        squares = [float(residual.dot(residual)) for residual in residuals if residual is not None]
-        return {"residual_norm": math.sqrt(sum(squares)), "skipped_steps": self.skipped}
+        kept = [bucket.reduction.residual for bucket in self.buckets]
+        square = sum(float(own.dot(own)) for own in kept if own is not None)
+        return {"residual_norm": math.sqrt(square), "skipped_steps": self.skipped}
 
     @override
     def outer_state(self) -> dict[str, Any]:
@@ -293,6 +291,7 @@ class BucketedSync(BucketsForetold):
 
     def _ready(self, bucket: Bucket, parameter: Tensor) -> None:
         if self._quiet:
+            self._forget_thrown_away(parameter)
             self._reduced = False
             return
         if get_ident() != self._worker_thread and not self.group.transport.native:
@@ -323,12 +322,20 @@ class BucketedSync(BucketsForetold):
         self._pass = number
         if self._passes:
             self._tell_twice()
-            before = [own.grad for own in self.parameters if own is not first and own.grad is not None]
-            if self._careful and before and not any(bool(gradient.any()) for gradient in before):
-                for bucket in self.buckets:  # zero_grad(set_to_none=False): what was told of a batch thrown away
-                    bucket.means = []
+            self._forget_thrown_away(first)
         self._reduced = False
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
+
+    def _forget_thrown_away(self, first: Tensor) -> None:
+        """After zero_grad(set_to_none=False) nothing is kept of what was told of that batch. first: whose gradient of
+        the next pass is there already.
+        """
+        if not self._careful or not any(bucket.means for bucket in self.buckets):
+            return
+        before = [own.grad for own in self.parameters if own is not first and own.grad is not None]
+        if before and not any(bool(gradient.any()) for gradient in before):
+            for bucket in self.buckets:
+                bucket.means = []
 
     def _tell_twice(self) -> None:
         if not self._told:

@@ -47,21 +47,21 @@ class Reduction(ABC):
         self.digest = 0
         """Hash of what must be the same on all members in the next exchange, `packed` as `DIGESTED` says."""
 
-    @abstractmethod
     def begin(self, flat: Tensor, step: int) -> None:
         """Look at the gradients (n,) of inner step `step` (1, 2, ...), which may be changed."""
+        del flat, step
 
     @abstractmethod
     def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[tuple[int, ...]]:
         """Exchange what `begin` made. The positions of the members whose gradients are finite, as far as it looks."""
 
-    @abstractmethod
     def land(self, flat: Tensor) -> None:
-        """Leave the mean in `flat`."""
+        """Leave the mean in `flat`, if it is not there."""
+        del flat
 
-    @abstractmethod
     def keep(self, flat: Tensor) -> None:
         """The mean, which is in `flat`, is taken: what stays behind of this step is final."""
+        del flat
 
     @abstractmethod
     def pattern(self, step: int, size: int) -> MessagePattern:
@@ -77,9 +77,10 @@ class Reduction(ABC):
         """The same of what `begin` has made."""
         return self.sent_bytes(step, size, position)
 
-    @abstractmethod
     def memory(self, size: int) -> list[Held]:
         """What it holds beside the bucket's own vector."""
+        vector = 0 if self.residual is None else self.residual.nbytes
+        return [Held(what, vector, "always") for what in ("error feedback", "error feedback of the step")]
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept from step to step beside the residual."""
@@ -101,29 +102,13 @@ class Native(Reduction):
     keeps_signs = True
 
     @override
-    def begin(self, flat: Tensor, step: int) -> None:
-        pass
-
-    @override
     def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[tuple[int, ...]]:
         yield from native_mean(call, flat)
         return tuple(range(call.group.size))
 
     @override
-    def land(self, flat: Tensor) -> None:
-        pass
-
-    @override
-    def keep(self, flat: Tensor) -> None:
-        pass
-
-    @override
     def pattern(self, step: int, size: int) -> MessagePattern:
         return Ring(native_bytes(self.layout.numel, self.layout.dtype, size))
-
-    @override
-    def memory(self, size: int) -> list[Held]:
-        return []
 
 
 class Averaged(Reduction):
@@ -162,10 +147,6 @@ class Averaged(Reduction):
         return (yield from self.averaging.mean(call, flat, stamp, None, left, 0))
 
     @override
-    def land(self, flat: Tensor) -> None:
-        pass
-
-    @override
     def keep(self, flat: Tensor) -> None:
         self._before = None
         if self.residual is None or self.feedback is None:
@@ -180,10 +161,8 @@ class Averaged(Reduction):
 
     @override
     def memory(self, size: int) -> list[Held]:
-        vector = 0 if self.residual is None else self.residual.nbytes
         return [
-            Held("error feedback", vector, "always"),
-            Held("error feedback of the step", vector, "always"),
+            *super().memory(size),
             Held("bases of the factors", self.averaging.held_bytes, "always"),
             Held("messages under way", self.averaging.working_bytes(size), "exchange"),
         ]

@@ -189,10 +189,8 @@ class Thresholds(Reduction):
         decoded = size * count * (8 + self.layout.dtype.itemsize)
         message = self._message_bytes(count - len(self.whole))
         exact = self.exact.working_bytes(size) if self.rule.exact else 0
-        vector = 0 if self.residual is None else self.residual.nbytes
         return [
-            Held("error feedback", vector, "always"),
-            Held("error feedback of the step", vector, "always"),
+            *super().memory(size),
             Held("thresholds", self.thresholds.nbytes + self.whole.nbytes, "always"),
             Held("messages under way", max(size * message + decoded, exact), "exchange"),
         ]

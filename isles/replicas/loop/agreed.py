@@ -23,7 +23,7 @@ from isles.comm.errors import CommError, DeadlinePassed, Diverged, Elsewhere, Ma
 from isles.comm.group import Group
 from isles.comm.roster import Roster
 from isles.network.planner.memory import Held
-from isles.replicas.loop.courier import Courier, Sending
+from isles.replicas.loop.courier import Sending, ToldCourier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
 
@@ -61,7 +61,7 @@ class _Waiting:
     live: Tensor | None
 
 
-class AgreedCourier(Courier):
+class AgreedCourier(ToldCourier):
     """Of one fragment whose answers land at once. Beyond the buffer an attempt takes one more vector, and a copy of the
     residual and of the bases.
     """
@@ -72,21 +72,11 @@ class AgreedCourier(Courier):
         self._sent = 0  # inner step of the last round that landed
 
     @override
-    def is_alone(self, fragment: Fragment) -> bool:
-        """Never: that a round has one member is said by others."""
-        return False
-
-    @override
     def extra_memory(self, fragments: Sequence[Fragment]) -> list[Held]:
         vectors = sum(fragment.anchor.nbytes for fragment in fragments)
         residuals = sum(fragment.residual.nbytes for fragment in fragments if fragment.residual is not None)
         bases = sum(fragment.averaging.held_bytes for fragment in fragments)
         return [Held("copies for another attempt", vectors + residuals + bases, "exchange")]
-
-    @override
-    def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int, usable: bool) -> Exchange:
-        """The snapshot, kept as it is: each attempt sends a copy."""
-        return Exchange(payload, None, round=fragment.rounds, is_own_broken=not usable)
 
     @override
     def receive(self, flight: Flight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:

@@ -12,6 +12,7 @@ from warnings import warn
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.collectives.averaging import Averaging
 from isles.comm.collectives.basic import exchange
@@ -262,3 +263,15 @@ class Courier:
         group, members = self.roster.group(round), self.members(round)
         alone = self.roster.lacks([group.ranks[position] for position in members])
         return group.among((group.rank,) if alone else members)
+
+
+class ToldCourier(Courier):
+    """Of rounds whose members others name: the snapshot stays as it is, and each attempt sends a copy."""
+
+    @override
+    def is_alone(self, fragment: Fragment) -> bool:
+        return False
+
+    @override
+    def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int, usable: bool) -> Exchange:
+        return Exchange(payload, None, round=fragment.rounds, is_own_broken=not usable)

@@ -9,7 +9,7 @@ from typing_extensions import override
 from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
-from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind
+from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind, uneven_fragments
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.fragment import Fragment
 from isles.replicas.loop.weights import weights_of
@@ -70,4 +70,6 @@ class OuterForetold(ReplicaSync):
             largest = max(fragment.flat.numel for fragment in self.fragments)
             rounds_to_leave_behind(rounds, len(self.fragments), largest)
         notices = super().advise(steps) + warnings(self.parts.choice) + idle_low_rank(self.parts.codec, self.shares)
+        if isinstance(self.cadence, EveryH):
+            notices += uneven_fragments(self.cadence.sync_every, len(self.fragments))
         return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)

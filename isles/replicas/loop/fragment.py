@@ -17,6 +17,9 @@ from isles.replicas.flat import FlatParameters, VectorMaker
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.start import OTHER_STATE
 
+_ARRIVED = ("participants", "failed", "whole", "balanced", "is_own_broken")  # of an exchange, in its state
+_NUMBERS = ("rounds", "landed", "sent", "digest", "progress", "left_ratio")  # of a fragment, in its state
+
 
 @dataclass(slots=True)
 class Exchange:
@@ -63,9 +66,8 @@ class Exchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, live ones, and numbers of what has arrived (`settle`)."""
-        told = {"participants": self.participants, "failed": self.failed, "whole": self.whole}
-        told |= {"balanced": self.balanced, "broken": list(self.broken), "is_own_broken": self.is_own_broken}
-        return {"buffer": self.buffer, "own": self.own, **told}
+        told = {name: getattr(self, name) for name in _ARRIVED}
+        return {"buffer": self.buffer, "own": self.own, "broken": list(self.broken), **told}
 
 
 @dataclass(slots=True, eq=False)
@@ -203,12 +205,7 @@ class Fragment:
             "vectors": dict(self.vectors),
             "residual": self.residual,
             "reference": None if self.reference is self.anchor else self.reference,
-            "rounds": self.rounds,
-            "landed": self.landed,
-            "sent": self.sent,
-            "digest": self.digest,
-            "progress": self.progress,
-            "left_ratio": self.left_ratio,
+            **{name: getattr(self, name) for name in _NUMBERS},
             "averaging": self.averaging.state_dict(),
             "ahead": None if self.ahead is None else self.ahead.state_dict(),
         }
@@ -227,10 +224,8 @@ class Fragment:
             self.residual.copy_(state["residual"])
         if self.reference is not self.anchor:
             self.reference.copy_(state["reference"])
-        self.rounds = state["rounds"]
-        self.landed = state["landed"]
-        self.sent, self.digest = state["sent"], state["digest"]
-        self.progress, self.left_ratio = state["progress"], state["left_ratio"]
+        for name in _NUMBERS:
+            setattr(self, name, state[name])
         self.averaging.load_state_dict(state["averaging"])
         self.latest = None
         self.ahead = None if state["ahead"] is None else self.restored(state["ahead"])
@@ -242,12 +237,8 @@ class Fragment:
             self.staging().copy_(state["buffer"]),
             None,
             None if own is None else self.staging().copy_(own),
-            state["participants"],
-            state["failed"],
-            state["whole"],
-            state["balanced"],
             broken=tuple(state["broken"]),
-            is_own_broken=state["is_own_broken"],
+            **{name: state[name] for name in _ARRIVED},
         )
 
 

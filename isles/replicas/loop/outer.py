@@ -30,8 +30,8 @@ from isles.network.noise import uniform
 from isles.replicas.checks import not_finite
 from isles.replicas.loop.config import OuterConfig
 from isles.replicas.loop.courier import Courier
-from isles.replicas.loop.couriers import courier_of
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, on_anchors, show
+from isles.replicas.loop.quorum import courier_of
 from isles.replicas.loop.saved import OuterSaved
 from isles.replicas.loop.sweep import FiniteCheck, NoCheck, Sweep
 from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unweighed, weights_of
@@ -59,7 +59,8 @@ class OuterSync(OuterSaved):
 
     def _begin(self) -> None:
         super()._begin()
-        self.parts = parts = self.compose()
+        parts, config = self.compose(), self.config
+        self.parts = parts = replace(parts, on_broken=config.on_broken) if isinstance(config, OuterConfig) else parts
         self.cadence = parts.cadence  # the one in force: `adapt` may change it
         self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
         self.courier = self.new_courier()

@@ -23,15 +23,18 @@ from isles.comm.elastic.quorum.delivery import Deliveries, Delivery
 from isles.comm.errors import DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.roster import Roster
 from isles.network.planner.memory import Held
-from isles.replicas.loop.courier import Courier, Sending
+from isles.replicas.loop.agreed import AgreedCourier
+from isles.replicas.loop.config import WeightedConfig
+from isles.replicas.loop.courier import Courier, Sending, ToldCourier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
+from isles.replicas.sync import MethodConfig
 
 _POSITIVE = (1 << 61) - 1
 _STEPS = 4.0  # inner steps that others may be behind when an exchange begins
 
 
-class QuorumCourier(Courier):
+class QuorumCourier(ToldCourier):
     """Of one fragment. land: what lands a flight. Beyond the buffer a delivery takes two more vectors, and one while it
     is exchanged.
     """
@@ -58,18 +61,8 @@ class QuorumCourier(Courier):
         super().stepped(step, sends=sends)
 
     @override
-    def is_alone(self, fragment: Fragment) -> bool:
-        """Never: who takes part is said by others."""
-        return False
-
-    @override
     def extra_memory(self, fragments: Sequence[Fragment]) -> list[Held]:
         return [Held("delivered shares", 3 * sum(fragment.anchor.nbytes for fragment in fragments), "exchange")]
-
-    @override
-    def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int, usable: bool) -> Exchange:
-        """The snapshot, kept as it is: each attempt sends a copy."""
-        return Exchange(payload, None, round=fragment.rounds, is_own_broken=not usable)
 
     @override
     def receive(self, flight: Flight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
@@ -178,3 +171,31 @@ class QuorumCourier(Courier):
 
     def _drop(self) -> None:
         self._delivery = self._flight = self._live = self._answer = None
+
+
+def courier_of(
+    roster: Roster, parts: Composition, config: MethodConfig, land: Callable[[Flight, None], None], *, agrees: bool
+) -> Courier:
+    """Which one an outer method has for a fragment's rounds: of those that all land together, where workers come and
+    go, or of any other. ValueError for late ones that cannot be left to the next round.
+    """
+    takes_quorum = isinstance(config, WeightedConfig) and config.on_late == "quorum"
+    if not (roster.grows and agrees):
+        if takes_quorum:
+            raise ValueError(
+                'on_late = "quorum": where nobody comes and goes all are waited for; choose "wait", or use isles '
+                "lighthouse, or isles simulate --churn"
+            )
+        return Courier(roster, parts)
+    if not takes_quorum:
+        return AgreedCourier(roster, parts)
+    deliveries = getattr(roster, "deliveries", None)
+    assert isinstance(deliveries, Deliveries), "a roster that grows knows of deliveries"
+    why = None
+    if parts.landing.moves_reference or parts.rule.keeps_left:
+        why = "what was learned meanwhile is added to weights that land on the anchor"
+    elif parts.feedback is not None or parts.codec.name.startswith("powersgd"):
+        why = "what a codec keeps from round to round is not kept of shares that come late"
+    if why is not None:
+        raise ValueError(f'on_late = "quorum": {why}; choose "wait", or other parts')
+    return QuorumCourier(roster, parts, deliveries, land)

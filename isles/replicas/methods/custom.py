@@ -8,19 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from typing_extensions import override
 
 from isles.comm.codecs import codec, form
-from isles.replicas.checks import (
-    at_least,
-    eager_rate,
-    group_fits,
-    momentum_in_range,
-    one_of,
-    positive_rate,
-    uneven_fragments,
-)
+from isles.replicas.checks import at_least, eager_rate, group_fits, momentum_in_range, one_of, positive_rate
 from isles.replicas.loop.config import WeightedConfig
 from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
 from isles.replicas.loop.outer import OuterSync
@@ -31,16 +24,7 @@ from isles.replicas.methods.noloco import DeltaPhi
 from isles.replicas.methods.slowmo import HeavyBall
 from isles.replicas.methods.sparta import AveragePart
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.interfaces import (
-    Composition,
-    Feedback,
-    Landing,
-    Mixing,
-    OuterRule,
-    Reading,
-    check_feedback,
-    feedback,
-)
+from isles.replicas.parts.interfaces import Composition, Feedback, Landing, Mixing, OuterRule, check_feedback, feedback
 from isles.replicas.parts.landing import Blend, Carry, Replace
 from isles.replicas.parts.legal import AXES, refuse
 from isles.replicas.parts.mixing import Everyone, Nobody, RandomGroups
@@ -57,10 +41,10 @@ ACTS_ON: dict[str, tuple[str, tuple[str, ...]]] = {
     "merge_alpha": ("landing", ("blend",)),
 }
 """Settings that only some members of an axis ask for."""
+USUAL = {"group_size": 2, "outer_lr": 1.0, "outer_momentum": 0.0, "anchor_codec": "none", "merge_alpha": 0.5}
 DEFAULTS: dict[str, dict[str, float]] = {
-    "sgd": {"outer_lr": 1.0},
     "nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9},
-    "heavy_ball": {"outer_lr": 1.0, "outer_momentum": 0.5},
+    "heavy_ball": {"outer_momentum": 0.5},
     "noloco": {"outer_lr": 0.7, "outer_momentum": 0.5},
 }
 
@@ -134,7 +118,7 @@ class CustomConfig(WeightedConfig):
     def _check_numbers(self) -> None:
         at_least("sync_every", self.sync_every, 1)
         at_least("outer_delay", self.outer_delay, 0)
-        at_least("group_size", self.groups_of, 2)
+        at_least("group_size", self.filled("group_size"), 2)
         if not 0 <= self.overlap_steps < self.sync_every:
             raise ValueError(f"overlap_steps = {self.overlap_steps}: choose 0 to {self.sync_every - 1}")
         if self.overlap_steps and self.outer_delay:
@@ -143,11 +127,11 @@ class CustomConfig(WeightedConfig):
             raise ValueError("every_step_until wants answers at once: leave out overlap_steps and outer_delay")
         at_least("every_step_until", self.every_step_until, 0)
         if self.rule in WITH_RATE:
-            positive_rate(self.rate)
-            momentum_in_range(self.momentum)
-        at_least("gamma", self.pull, 0)
-        one_of("anchor_codec", self.anchors, ("none", "bf16", "int8"))
-        if not 0 <= self.blend <= 1:
+            positive_rate(self.filled("outer_lr"))
+            momentum_in_range(self.filled("outer_momentum"))
+        at_least("gamma", self.filled("gamma"), 0)
+        one_of("anchor_codec", self.filled("anchor_codec"), ("none", "bf16", "int8"))
+        if not 0 <= self.filled("merge_alpha") <= 1:
             raise ValueError(f"merge_alpha = {self.merge_alpha}: choose the local weights' share, 0 to 1")
 
     @property
@@ -160,38 +144,12 @@ class CustomConfig(WeightedConfig):
         kind = self.codec.partition(":")[0]
         return {"cadence": late or ("overlap" if self.overlap_steps else at_once), "codec": kind, **own}
 
-    # What was left out, filled in.
-
-    @property
-    def groups_of(self) -> int:
-        """Workers a group."""
-        return 2 if self.group_size is None else self.group_size
-
-    @property
-    def rate(self) -> float:
-        """The outer learning rate."""
-        return DEFAULTS.get(self.rule, {}).get("outer_lr", 1.0) if self.outer_lr is None else self.outer_lr
-
-    @property
-    def momentum(self) -> float:
-        """The outer momentum."""
-        left_out = self.outer_momentum is None
-        return DEFAULTS.get(self.rule, {}).get("outer_momentum", 0.0) if left_out else self.outer_momentum or 0.0
-
-    @property
-    def pull(self) -> float:
-        """gamma."""
-        return self.rate if self.gamma is None else self.gamma
-
-    @property
-    def anchors(self) -> str:
-        """Form of an anchor on the wire."""
-        return "none" if self.anchor_codec is None else self.anchor_codec
-
-    @property
-    def blend(self) -> float:
-        """The local weights' share at landing."""
-        return 0.5 if self.merge_alpha is None else self.merge_alpha
+    def filled(self, setting: str) -> Any:
+        """A setting, or its default where it was left out."""
+        given = getattr(self, setting)
+        if given is None and setting == "gamma":
+            return self.filled("outer_lr")
+        return DEFAULTS.get(self.rule, {}).get(setting, USUAL[setting]) if given is None else given
 
 
 class Custom(OuterSync):
@@ -202,9 +160,10 @@ class Custom(OuterSync):
 
     @override
     def compose(self) -> Composition:
-        config = self.config
+        config, filled = self.config, self.config.filled
         fragments = cut(self.model, config.fragments, config.layers_per_fragment)
         rule = self._rule()
+        landings: dict[str, Landing] = {"blend": Blend(filled("merge_alpha")), "carry": Carry(), "replace": Replace()}
         return Composition(
             cadence=EveryH(
                 config.sync_every,
@@ -216,49 +175,38 @@ class Custom(OuterSync):
             ),
             mixing=self._mixing(),
             codec=form(config.codec),
-            reading=self._reading(),
+            reading=Eager() if config.reading == "eager" else Received(),
             rule=rule,
-            landing=self._landing(),
+            landing=landings[config.landing],
             fragments=fragments,
             feedback=feedback(config.error_feedback, config.feedback_decay),
-            anchor_codec=codec(config.anchors) if rule.shares_anchors else None,
+            anchor_codec=codec(filled("anchor_codec")) if rule.shares_anchors else None,
             prefetch_anchors=rule.shares_anchors,
-            on_broken=config.on_broken,
         )
 
     @override
     def advise(self, steps: int) -> list[str]:
-        config, notices = self.config, super().advise(steps)
-        if config.reading == "eager":
-            notices += eager_rate(config.rate, self.group.size)
-        return notices + uneven_fragments(config.sync_every, len(self.fragments))
+        is_eager = self.config.reading == "eager"
+        return super().advise(steps) + (eager_rate(self.config.filled("outer_lr"), self.group.size) if is_eager else [])
 
     def _mixing(self) -> Mixing:
-        config = self.config
+        config, filled = self.config, self.config.filled
         if config.mixing != "groups":
             return Everyone() if config.mixing == "all" else Nobody()
-        group_fits(config.groups_of, self.group.size)
+        group_fits(filled("group_size"), self.group.size)
         if config.rule == "noloco":
-            warn_unless_stable(config.momentum, config.pull, config.groups_of)
-        return RandomGroups(config.groups_of, config.seed)
-
-    def _reading(self) -> Reading:
-        return Eager() if self.config.reading == "eager" else Received()
+            warn_unless_stable(filled("outer_momentum"), filled("gamma"), filled("group_size"))
+        return RandomGroups(filled("group_size"), config.seed)
 
     def _rule(self) -> OuterRule:
-        config = self.config
-        match config.rule:
+        lr, momentum = self.config.filled("outer_lr"), self.config.filled("outer_momentum")
+        match self.config.rule:
             case "average":
-                return AveragePart() if form(config.codec).shared_mask else Average()
+                return AveragePart() if form(self.config.codec).shared_mask else Average()
             case "sgd":
-                return Descent(lr=config.rate)
+                return Descent(lr=lr)
             case "nesterov":
-                return Nesterov(lr=config.rate, momentum=config.momentum)
+                return Nesterov(lr=lr, momentum=momentum)
             case "heavy_ball":
-                return HeavyBall(lr=config.rate, momentum=config.momentum)
-        return DeltaPhi(beta=config.rate, momentum=config.momentum, gamma=config.pull)
-
-    def _landing(self) -> Landing:
-        if self.config.landing == "blend":
-            return Blend(self.config.blend)
-        return Carry() if self.config.landing == "carry" else Replace()
+                return HeavyBall(lr=lr, momentum=momentum)
+        return DeltaPhi(beta=lr, momentum=momentum, gamma=self.config.filled("gamma"))

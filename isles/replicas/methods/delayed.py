@@ -13,19 +13,15 @@ better. All workers hold equal anchors. Memory: DiLoCo's, and d more buffers for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
-from isles.comm.codecs import form
-from isles.replicas.checks import at_least, uneven_fragments
+from isles.replicas.checks import at_least
 from isles.replicas.loop.fragments import Fragments, check_fragments, cut
-from isles.replicas.loop.outer import OuterSync
-from isles.replicas.methods.diloco import DiLoCoConfig, Nesterov
+from isles.replicas.methods.diloco import DiLoCo, DiLoCoConfig
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.interfaces import Composition, Reading, feedback
-from isles.replicas.parts.landing import Replace
-from isles.replicas.parts.mixing import Everyone
+from isles.replicas.parts.interfaces import Composition, Reading
 from isles.replicas.parts.reading import Received
 
 
@@ -48,11 +44,10 @@ class DelayedConfig(DiLoCoConfig):
         check_fragments(self.fragments, self.layers_per_fragment)
 
 
-class DelayedDiLoCo(OuterSync):
+class DelayedDiLoCo(DiLoCo):
     """All workers leave each boundary with equal anchors and weights."""
 
     Config = DelayedConfig
-    is_linear = True
     config: DelayedConfig
     reading: Reading = Received()
 
@@ -60,18 +55,5 @@ class DelayedDiLoCo(OuterSync):
     def compose(self) -> Composition:
         config = self.config
         fragments = cut(self.model, config.fragments, config.layers_per_fragment)
-        return Composition(
-            cadence=EveryH(config.sync_every, len(fragments), rounds_late=config.outer_delay),
-            mixing=Everyone(),
-            reading=self.reading,
-            rule=Nesterov(lr=config.outer_lr, momentum=config.outer_momentum),
-            landing=Replace(),
-            fragments=fragments,
-            codec=form(config.codec),
-            feedback=feedback(config.error_feedback, config.feedback_decay),
-            on_broken=config.on_broken,
-        )
-
-    @override
-    def advise(self, steps: int) -> list[str]:
-        return super().advise(steps) + uneven_fragments(self.config.sync_every, len(self.fragments))
+        cadence = EveryH(config.sync_every, len(fragments), rounds_late=config.outer_delay)
+        return replace(super().compose(), cadence=cadence, reading=self.reading, fragments=fragments)

@@ -100,5 +100,4 @@ class DiLoCo(OuterSync):
             landing=Replace(),
             codec=form(self.config.codec),
             feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
-            on_broken=self.config.on_broken,
         )

@@ -67,7 +67,6 @@ class FedAvg(OuterSync):
             mixing=Everyone(),
             rule=Descent(lr=self.config.outer_lr),
             landing=Replace(),
-            on_broken=self.config.on_broken,
             codec=form(self.config.codec),
             feedback=feedback(self.config.error_feedback, self.config.feedback_decay),
         )

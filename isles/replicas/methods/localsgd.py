@@ -67,5 +67,4 @@ class LocalSGD(OuterSync):
             codec=codec("none"),  # lossy parameters, without an anchor to correct them, stay wrong for good
             rule=Average(),
             landing=Replace(),
-            on_broken=self.config.on_broken,
         )

@@ -184,5 +184,4 @@ class NoLoCo(OuterSync):
             landing=Replace(),
             prefetch_anchors=config.prefetch_phi and config.exchange == "delta+phi",
             on_peer_failure=config.on_peer_failure,
-            on_broken=config.on_broken,
         )

@@ -15,19 +15,15 @@ neither mu nor alpha of its main runs: 0.9 and 0.5 (its ablation's) are the defa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
-from isles.comm.codecs import form
-from isles.replicas.checks import uneven_fragments
 from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
-from isles.replicas.loop.outer import OuterSync
-from isles.replicas.methods.diloco import DiLoCoConfig, Nesterov
+from isles.replicas.methods.diloco import DiLoCo, DiLoCoConfig
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.interfaces import Composition, feedback
+from isles.replicas.parts.interfaces import Composition
 from isles.replicas.parts.landing import Blend
-from isles.replicas.parts.mixing import Everyone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,26 +57,19 @@ class StreamingConfig(DiLoCoConfig):
             raise ValueError(f"merge_alpha = {self.merge_alpha}: choose the local weights' share, 0 to 1")
 
 
-class StreamingDiLoCo(OuterSync):
+class StreamingDiLoCo(DiLoCo):
     """Anchors stay equal on all workers; live weights differ by what they did since the sending."""
 
     Config = StreamingConfig
+    is_linear = False
     config: StreamingConfig
 
     @override
     def compose(self) -> Composition:
         config = self.config
         fragments = cut(self.model, config.fragments, config.layers_per_fragment)
-        return Composition(
-            cadence=EveryH(config.sync_every, len(fragments), self._overlap(), first_sync=config.first_sync),
-            mixing=Everyone(),
-            rule=Nesterov(lr=config.outer_lr, momentum=config.outer_momentum),
-            landing=Blend(config.merge_alpha),
-            fragments=fragments,
-            codec=form(config.codec),
-            feedback=feedback(config.error_feedback, config.feedback_decay),
-            on_broken=config.on_broken,
-        )
+        cadence = EveryH(config.sync_every, len(fragments), self._overlap(), first_sync=config.first_sync)
+        return replace(super().compose(), cadence=cadence, fragments=fragments, landing=Blend(config.merge_alpha))
 
     def _overlap(self) -> int:
         steps = self.config.overlap_steps
@@ -89,7 +78,3 @@ class StreamingDiLoCo(OuterSync):
         if len(steps) != self.group.size:
             raise ValueError(f"overlap_steps names {len(steps)} workers of {self.group.size}: give one number for each")
         return steps[self.group.rank]
-
-    @override
-    def advise(self, steps: int) -> list[str]:
-        return super().advise(steps) + uneven_fragments(self.config.sync_every, len(self.fragments))

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 from typing_extensions import override
 
-from isles.replicas.checks import uneven_fragments
 from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
 from isles.replicas.methods.noloco import NoLoCo, NoLoCoConfig
 from isles.replicas.parts.cadence import EveryH
@@ -62,7 +61,3 @@ class StreamingNoLoCo(NoLoCo):
         fragments = cut(self.model, config.fragments, config.layers_per_fragment)
         cadence = EveryH(config.sync_every, len(fragments), config.overlap_steps, first_sync=config.first_sync)
         return replace(super().compose(), cadence=cadence, fragments=fragments, landing=Blend(config.merge_alpha))
-
-    @override
-    def advise(self, steps: int) -> list[str]:
-        return super().advise(steps) + uneven_fragments(self.config.sync_every, len(self.fragments))

@@ -14,11 +14,8 @@ class Replace:
     """live = anchor: the next inner steps start from the anchor."""
 
     moves_reference: bool = False
+    kept: float | None = 0.0
     name: ClassVar[str] = "replace"
-
-    @property
-    def kept(self) -> float | None:
-        return 0.0
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
         torch._foreach_copy_(live, anchor)
@@ -30,16 +27,12 @@ class Blend:
     2501.18512, Algorithm 2). alpha = 1: the anchor is never landed on.
     """
 
-    alpha: float
+    kept: float  # alpha
     moves_reference: bool = False
     name: ClassVar[str] = "blend"
 
-    @property
-    def kept(self) -> float | None:
-        return self.alpha
-
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
-        torch._foreach_lerp_(live, [a.to(x) for a, x in zip(anchor, live, strict=True)], 1 - self.alpha)
+        torch._foreach_lerp_(live, [a.to(x) for a, x in zip(anchor, live, strict=True)], 1 - self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +43,8 @@ class Carry:
     """
 
     moves_reference: bool = True
+    kept: float | None = None
     name: ClassVar[str] = "carry"
-
-    @property
-    def kept(self) -> float | None:
-        return None
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
         progress = torch._foreach_sub(reference, [x.to(r) for x, r in zip(live, reference, strict=True)])

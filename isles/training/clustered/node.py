@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from isles.comm.collectives.same import numbers
 from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
@@ -93,11 +94,7 @@ class ClusterWorker:
         """All who begin together ask for what concerns all of them."""
         text = self._holding.text
         own = [0, 0] if text is None else [int(text.judges), text.loader.sequences]
-        said = torch.stack(
-            self.world.world.among(present).all_gather(
-                torch.tensor(own, dtype=torch.int64, device="cpu"), channel="control"
-            )
-        )
+        said = torch.stack(self.world.world.among(present).all_gather(numbers(*own), channel="control"))
         judges, sequences = said.amax(0).tolist()
         self._know(judges=judges, most=sequences // self.reading.batch)
 

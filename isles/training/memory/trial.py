@@ -53,14 +53,8 @@ def try_out(
 
 
 def _batch(step: int) -> Tensor:
-    return torch.randint(
-        0,
-        _SHAPE.vocab,
-        (2, _SHAPE.context + 1),
-        generator=torch.Generator().manual_seed(step),
-        dtype=torch.int64,
-        device="cpu",
-    )
+    draw, shape = torch.Generator().manual_seed(step), (2, _SHAPE.context + 1)
+    return torch.randint(0, _SHAPE.vocab, shape, generator=draw, dtype=torch.int64, device="cpu")
 
 
 def _trained(made: Profile, device: torch.device, engine: Engine) -> list[Tensor]:

@@ -38,9 +38,8 @@ class Sample:
         # A random place in each of `count` equal stretches: no place twice, and every tensor has its share.
         edges = torch.arange(count + 1, dtype=torch.float64, device="cpu") * sum(sizes) / count
         low, high = edges[:-1].ceil(), edges[1:].ceil()
-        places = (
-            low + (torch.rand(count, generator=draw, dtype=torch.float64, device="cpu") * (high - low)).floor()
-        ).long()
+        shares = torch.rand(count, generator=draw, dtype=torch.float64, device="cpu")
+        places = (low + (shares * (high - low)).floor()).long()
         self._chosen = []
         start = 0
         for parameter, size in zip(parameters, sizes, strict=True):

@@ -20,6 +20,7 @@ from typing_extensions import override
 from isles.comm.codecs import Codec, codec
 from isles.comm.codecs.sign import Sign
 from isles.comm.codecs.topk import pack_places, unpack_places
+from isles.comm.collectives.same import numbers
 from isles.comm.errors import Malformed
 from isles.replicas.methods.demo.blocks import BlockGroup, Blocks
 from isles.replicas.methods.demo.config import Values
@@ -92,10 +93,7 @@ class Packing:
 
     def pack(self, step: int, digest: int, values: Tensor, places: Tensor) -> Tensor:
         """The message, uint8 (nbytes,), of CPU tensors as in `Sent`."""
-        parts = [
-            torch.tensor([step, digest], dtype=torch.int64, device="cpu").view(torch.uint8),
-            self.codec.encode(values),
-        ]
+        parts = [numbers(step, digest).view(torch.uint8), self.codec.encode(values)]
         for index, group in enumerate(self.groups):
             if self.is_listed(index):
                 parts.append(_pack(group, places[self._of(index)]))

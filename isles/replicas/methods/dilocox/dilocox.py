@@ -161,7 +161,6 @@ class DiLoCoX(OuterSync):
             landing=Carry() if config.delay == "carry" else Replace(),
             codec=form,
             feedback=feedback(config.error_feedback, config.feedback_decay),
-            on_broken=config.on_broken,
         )
 
     @override

@@ -12,12 +12,14 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from isles.comm.collectives.same import numbers
 from isles.models.subnet import Axes, Axis, layers_of
 
 SAMPLERS = ("random", "stratified", "rolling", "fixed")
@@ -46,27 +48,16 @@ def partition(layer: str, units: int, workers: int, sampler: str, seed: int, rou
 def _partition(layer: str, units: int, workers: int, sampler: str, seed: int, round: int) -> tuple[Tensor, ...]:
     counts = sizes(units, workers)
     if sampler in ("rolling", "fixed"):
-        order = (torch.arange(units, dtype=torch.int64, device="cpu") + (round if sampler == "rolling" else 0)) % units
+        order = (_run(units) + (round if sampler == "rolling" else 0)) % units
         return tuple(part.sort().values for part in order.split(counts))
     draw = torch.Generator().manual_seed(_seed(f"isles ist {seed} {round} {layer}"))
     if sampler == "random":
-        return tuple(
-            part.sort().values
-            for part in torch.randperm(units, generator=draw, dtype=torch.int64, device="cpu").split(counts)
-        )
+        return tuple(part.sort().values for part in _shuffled(units, draw).split(counts))
     # Deal the shuffled runs one after the other, in an order of workers whose first ones have a unit more.
     more = units % workers
-    order = torch.cat(
-        [
-            torch.randperm(more, generator=draw, dtype=torch.int64, device="cpu"),
-            more + torch.randperm(workers - more, generator=draw, dtype=torch.int64, device="cpu"),
-        ]
-    )
-    runs = [
-        part[torch.randperm(len(part), generator=draw, dtype=torch.int64, device="cpu")]
-        for part in torch.arange(units, dtype=torch.int64, device="cpu").split(counts)
-    ]
-    owners = order[torch.arange(units, dtype=torch.int64, device="cpu") % workers]
+    order = torch.cat([_shuffled(more, draw), more + _shuffled(workers - more, draw)])
+    runs = [part[_shuffled(len(part), draw)] for part in _run(units).split(counts)]
+    owners = order[_run(units) % workers]
     dealt = torch.cat(runs)
     return tuple(dealt[owners == worker].sort().values for worker in range(workers))
 
@@ -75,7 +66,7 @@ def kept_by(units: int, workers: int, server: str) -> list[tuple[int, int]]:
     """First and last + 1 of the units that each worker keeps between rounds. central: worker 0 all of them."""
     if server == "central":
         return [(0, units), *[(units, units)] * (workers - 1)]
-    stops = torch.tensor(sizes(units, workers), dtype=torch.int64, device="cpu").cumsum(0).tolist()
+    stops = list(accumulate(sizes(units, workers)))
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
@@ -124,11 +115,7 @@ class Division:
         """The units of a parameter that `worker` keeps."""
         lead = self.lead(name)
         return tuple(
-            None
-            if axis is None
-            else torch.arange(
-                *(self._kept(axis.layer, worker) if axis is lead else (axis.units,)), dtype=torch.int64, device="cpu"
-            )
+            None if axis is None else _run(*(self._kept(axis.layer, worker) if axis is lead else (axis.units,)))
             for axis in self.axes[name]
         )
 
@@ -145,7 +132,7 @@ class Division:
             first, last = self._between(axis.layer, holder, keeper, round) if axis is lead else (0, len(units))
             if first == last:
                 return None
-            held.append(torch.arange(first, last, dtype=torch.int64, device="cpu"))
+            held.append(_run(first, last))
             kept.append(units[first:last] - (self._kept(axis.layer, keeper)[0] if axis is lead else 0))
         return EntryPositions(tuple(held), tuple(kept))
 
@@ -153,10 +140,8 @@ class Division:
         """How many units each worker (rows) holds of what each keeps (columns), (n, n)."""
         n, units = self.workers, self.layers[layer]
         held = torch.cat(partition(layer, units, n, self.sampler, self.seed, round))
-        holders = torch.arange(n, dtype=torch.int64, device="cpu").repeat_interleave(
-            torch.tensor(sizes(units, n), dtype=torch.int64, device="cpu")
-        )
-        stops = torch.tensor([stop for _, stop in kept_by(units, n, self.server)], dtype=torch.int64, device="cpu")
+        holders = _run(n).repeat_interleave(numbers(*sizes(units, n)))
+        stops = numbers(*(stop for _, stop in kept_by(units, n, self.server)))
         keepers = torch.bucketize(held, stops, right=True)
         return torch.bincount(holders * n + keepers, minlength=n * n).view(n, n)
 
@@ -191,9 +176,18 @@ class Division:
 
     def _between(self, layer: str, holder: int, keeper: int, round: int) -> tuple[int, int]:
         """Where in the holder's units the keeper's lie: a run, for both ascend."""
-        edges = torch.tensor(self._kept(layer, keeper), dtype=torch.int64, device="cpu")
+        edges = numbers(*self._kept(layer, keeper))
         first, last = torch.searchsorted(self.held(layer, holder, round), edges).tolist()
         return first, last
+
+
+def _run(*ends: int) -> Tensor:
+    """Neighbouring units, ascending."""
+    return torch.arange(*ends, dtype=torch.int64, device="cpu")
+
+
+def _shuffled(units: int, draw: torch.Generator) -> Tensor:
+    return torch.randperm(units, generator=draw, dtype=torch.int64, device="cpu")
 
 
 def _seed(text: str) -> int:

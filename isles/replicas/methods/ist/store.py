@@ -18,6 +18,7 @@ from torch import Tensor
 from isles.comm.call import Call
 from isles.comm.codecs.base import as_bytes
 from isles.comm.collectives.basic import all_to_all
+from isles.comm.collectives.same import numbers
 from isles.comm.transport import Steps
 from isles.comm.trust import JUMPS, mean_square
 from isles.models.subnet import put, take
@@ -79,11 +80,7 @@ class Store:
         for key in self.keys(moments=moments):
             lead = division.lead(key.name)
             held = [division.held_numel(key.name, worker) for worker in range(division.workers)]
-            each = (
-                torch.tensor(held, dtype=torch.int64, device="cpu")
-                // torch.tensor(sizes(lead.units, division.workers), dtype=torch.int64, device="cpu")
-                * self.kept[key].itemsize
-            )
+            each = numbers(*held) // numbers(*sizes(lead.units, division.workers)) * self.kept[key].itemsize
             of_unit[lead.layer] = of_unit.get(lead.layer, 0) + each
         for layer, each in of_unit.items():
             total += division.units_between(layer, round) * each[:, None]
