@@ -32,6 +32,7 @@ from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
 from isles.models.stages import Stage
 from isles.models.subspace import Subspace
+from isles.modes import torch_threads
 from isles.network.planner.memory import WorkerMemory
 from isles.network.planner.stages import StagedSteps
 from isles.parsing import parse_json
@@ -373,9 +374,7 @@ def measured_step(config: Config, sequences: int, context: int) -> float:
     """Median seconds of an inner step (forward, backward, inner optimizer) of one worker that has this machine to
     itself.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.world.threads or 1)
-    try:
+    with torch_threads(config.world.start_threads):
         model = build(config.model, seed=config.run.seed)
         device = next(model.parameters()).device
         optimizer = inner_optimizer(model, config.inner, method(config.method).usual_inner)
@@ -393,5 +392,3 @@ def measured_step(config: Config, sequences: int, context: int) -> float:
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - started)
         return statistics.median(times[1:])
-    finally:
-        torch.set_num_threads(before)

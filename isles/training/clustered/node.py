@@ -85,7 +85,7 @@ class ClusterWorker:
         self.reading = SharedReading(len(seats.clusters), batch)
         self.stale, self._has_come = 0.0, False
         self._end_at = 0
-        self.meter = NodeMeter(config, world)
+        self.meter = NodeMeter(config, world, self.device)
         self._holding = NodeHolding(config, world, corpus, self.quorum, cuts, self._update, is_open=self._is_open)
         self.average = self._holding.average
 

@@ -48,7 +48,7 @@ def _as_island(config: Config, where: tuple[str, Token, Here]) -> str:
     leaves the run then.
     """
     world = config.world
-    pool = LocalWorkers(island_worker, world.inner, args=where, threads=world.threads or 1, deadlines=deadlines(config))
+    pool = LocalWorkers(island_worker, world.inner, args=where, threads=world.start_threads, deadlines=deadlines(config))
     try:
         with first_interrupt(pool.stop):
             results = pool.join()
