@@ -244,7 +244,20 @@ def test_the_page_has_the_table_of_now(rows: Rows) -> None:
 
 
 def test_an_island_looks_at_its_copy_with_one_wait(rows: Rows) -> None:
-    assert _found(rows, "islands")["is_sound"] == 1
+    assert _found(rows, "islands")["is_sound"]["waits"] == 1
+
+
+def test_an_island_spreads_with_one_wait(rows: Rows) -> None:
+    """Each of two workers sends its half of each tensor; for the other half, which lands, only kernels wait."""
+    found, shape = _found(rows, "islands")["spread"], rows["shape"]
+    assert (found["to_host"], found["to_device"], found["waits"]) == (len(shape["sizes"]), len(shape["sizes"]), 1)
+    assert found["to_host_bytes"] == found["to_device_bytes"] == shape["bytes"] // 2
+
+
+def test_a_message_between_stages_is_waited_for_once(rows: Rows) -> None:
+    """By who sends it: (copies down, up, waits) of stream and tokens, packed and unpacked, and of gradient and loss."""
+    found = _found(rows, "between stages")
+    assert found["counts"] == [[2, 0, 1], [0, 2, 0]] * 2 and all(found["arrived"])
 
 
 def test_what_is_said_of_a_gpu_is_said_of_the_own_one(rows: Rows) -> None:
@@ -269,6 +282,15 @@ def test_seconds_are_those_of_the_gpu(rows: Rows) -> None:
         assert line["mfu"] == pytest.approx(6 * found["parameters"] * 2 * 2 * 16 / seconds / 312e12)
         assert 0 < line["memory_bytes"] < line["memory_peak_bytes"] and line["memory_reserved_bytes"] > 0
     assert len(found["lines"]) == 3
+
+
+def test_seconds_of_a_node_of_a_cluster_are_those_of_the_gpu(rows: Rows) -> None:
+    """Lines in the middle of a stretch count what has been until then."""
+    found = _found(rows, "node's seconds")
+    assert found["seconds"] == pytest.approx(found["kernels"] / 1000)
+    first, second = (line["compute_seconds"] for line in found["lines"])
+    assert 0 < first < second < found["seconds"]
+    assert found["lines"][0]["memory_bytes"] > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------

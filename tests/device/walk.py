@@ -40,6 +40,11 @@ import isles  # noqa: E402
 from isles.comm import mesh  # noqa: E402
 from isles.comm.codecs import FORMS, form  # noqa: E402
 from isles.memory.engines.cuda import CudaMoves  # noqa: E402
+from isles.pipeline.boundaries.base import FullStream  # noqa: E402
+from isles.pipeline.wire import StageForm  # noqa: E402
+from isles.replicas.island.island import Copies  # noqa: E402
+from isles.training.clustered.meter import NodeMeter  # noqa: E402
+from isles.training.config.reading import read_config  # noqa: E402
 from isles.training.trainer import Trainer  # noqa: E402
 from tests.device import ordered, workers  # noqa: E402
 from tests.device.table import ALIKE  # noqa: E402
@@ -169,16 +174,59 @@ def _shape(_: Path) -> dict[str, Any]:
     return {"bytes": 4 * sum(sizes), "sizes": sizes}
 
 
-def _islands(_: Path) -> dict[str, int]:
-    """Waits of a worker of an island that looks whether its copy is finite."""
+def _islands(_: Path) -> dict[str, Any]:
+    """Of a worker of an island: what it counts while it looks whether its copy is finite, and while it spreads its
+    shares.
+    """
 
-    def waits(world: isles.Mesh) -> int:
-        optimizer = workers.made(world, "ddp", torch.device("cuda", world.rank + 1))
-        replica, before = optimizer.as_replica(), fake_cuda.counts(world.rank + 1)
-        assert replica.is_sound()
-        return fake_cuda.since(before, world.rank + 1)["waits"]
+    def counted(world: isles.Mesh) -> list[dict[str, int]]:
+        optimizer, found = workers.made(world, "ddp", torch.device("cuda", world.rank + 1)), []
+        replica, every = Copies(optimizer), range(len(optimizer.parameters))
+        for part in (replica.is_sound, lambda: replica.spread(every)):
+            before = fake_cuda.counts(world.rank + 1)
+            part()
+            found.append(fake_cuda.since(before, world.rank + 1))
+        return found
 
-    return {"is_sound": max(isles.run_virtual(waits, 2))}
+    return dict(zip(("is_sound", "spread"), isles.run_virtual(counted, 2)[1], strict=True))
+
+
+def _between_stages(_: Path) -> dict[str, Any]:
+    """Copies down, up and waits of a message forward and one backward, packed and unpacked; whether they arrived."""
+    form = StageForm(sequences=2, length=16, vocab=200, dtype=torch.float32, boundary=FullStream(8))
+    there = torch.device("cuda:1")
+    stream, ids = torch.randn(form.payload_shape, device=there), torch.randint(0, 200, form.ids_shape, device=there)
+    counts: list[list[int]] = []
+
+    def counted(call: Callable[..., Any], *args: Any) -> Any:
+        before = fake_cuda.counts(1)
+        made, now = call(*args), fake_cuda.since(before, 1)
+        counts.append([now[key] for key in ("to_host", "to_device", "waits")])
+        return made
+
+    payload, _side, tokens = counted(form.unpack, counted(form.pack, stream, None, ids), there)
+    gradient, loss = counted(form.unpack_back, counted(form.pack_back, stream, stream.sum()), there)
+    pairs = ((payload, stream), (tokens, ids), (gradient, stream), (loss, stream.sum()))
+    return {"counts": counts, "arrived": [torch.equal(one, other) for one, other in pairs]}
+
+
+def _node_seconds(_: Path) -> dict[str, Any]:
+    """Kernels of two stretches of a node of a cluster, with a line in the middle of either; its seconds."""
+    config, own = read_config(None, {"replicas.method": "none", "world.workers": 1}, []), torch.ones(4, device="cuda:1")
+    lines: list[dict[str, Any]] = []
+    meter = NodeMeter(config, replace(isles.init(), report=lines.append), own.device)
+    kernels = [fake_cuda.counts(1)["kernels"]]
+    for step in (1, 2):
+        meter.begin()
+        meter.take([own.sum()])
+        meter.line(step, 8 * step, None, {})
+        own.add_(1)
+        meter.end()
+        kernels.append(fake_cuda.counts(1)["kernels"])
+        time.sleep(0.002)  # of no stretch
+    meter.conclude(2, [])
+    told = [line for line in lines if "loss" in line]
+    return {"kernels": kernels[-1] - kernels[0], "seconds": meter.totals()["compute_seconds"], "lines": told}
 
 
 def _ordered(judge: Callable[[str], dict[str, Any]], name: str, _: Path) -> dict[str, Any]:
@@ -208,7 +256,6 @@ def _lanes(_: Path) -> dict[str, Any]:
 def _machines(_: Path) -> dict[str, Any]:
     """What is said of cuda:1, which is half as large as cuda:0 is."""
     from isles.training.clustered import describing, peering
-    from isles.training.config.reading import read_config
     from isles.training.memory.planned import _free_bytes, machine_of
 
     describing._FOR = 0.0
@@ -235,9 +282,6 @@ def _of_codec(name: str) -> dict[str, Any]:
 
 def _measured(_: Path) -> dict[str, Any]:
     """A run of one worker on cuda:1, on the host's clock: what its steps called there, and what it tells of that."""
-    from isles.training.config.reading import read_config
-    from isles.training.trainer import Trainer
-
     on = [*TINY[:-2], "model.device=cuda:1", "world.threads=1"]
     lines: list[dict[str, Any]] = []
     world = replace(isles.init(), report=lines.append)
@@ -507,6 +551,8 @@ CASES: dict[str, Case] = {  # worlds first: a process that has run a backward pa
     "own state": _own_state,
     "shape": _shape,
     "islands": _islands,
+    "between stages": _between_stages,
+    "node's seconds": _node_seconds,
     "machines": _machines,
     "measured": _measured,
     "lanes": _lanes,
