@@ -21,8 +21,13 @@ STREAMING = ("streaming-diloco", "streaming-noloco")
 """Methods that send a part of the model in each step."""
 _SECONDS = 400.0
 
-ALIKE = ("localsgd", "delayed", "fedavg", "fedadam", "fedyogi", "slowmo", "postlocal-sgd", "streaming-noloco")
-"""Methods that differ from others in no copy: the long walk takes them."""
+QUICK = (
+    *("world diloco", "native", "refusals", "counted", "own state", "shape", "islands", "between stages"),
+    *("node's seconds", "machines", "measured", "lanes", "order native", "bfloat16", "train stages"),
+    *("method ddp", "method diloco", "method streaming-diloco", "method demo", "codec int4"),
+    *("order diloco", "mutant copies do not wait for kernels"),
+)
+"""Cases of the walk that `make test` takes: one method of each family. The long walk takes all others."""
 
 
 def walk(*options: str) -> dict[str, Any]:
