@@ -31,6 +31,7 @@ from isles.comm.collectives.averaging import Averaging, Coded
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean, pattern, working_bytes
 from isles.comm.transport import Steps, Work, awaited
+from isles.modes import torch_threads
 from isles.network.planner.planned import MessagePattern, Then
 
 _DENSE, _SECOND = 2, 3  # parts of a round, see `mean`; 0 and 1 are the caller's
@@ -180,8 +181,9 @@ class Factors(Averaging):
 
 
 def _orth(x: Tensor) -> Tensor:
-    """Orthonormal columns that span those of x."""
-    return torch.linalg.qr(x).Q
+    """Orthonormal columns that span those of x, by one thread: with more, which members may have, other bits."""
+    with torch_threads(1):
+        return torch.linalg.qr(x).Q
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
