@@ -312,4 +312,3 @@ def test_a_run_goes_on_and_is_judged_on_the_gpu_that_was_asked_for(rows: Rows) -
     assert found["resumed"]["cuda"]
     assert abs(found["losses"]["cpu"] - found["losses"][""]) < 1e-3  # and on the other kind of device
     assert found["kernels"][0] > 0 and found["kernels"][1] > 0
-

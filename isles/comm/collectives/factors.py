@@ -129,8 +129,9 @@ class Factors(Averaging):
         second, lost = own_second.clone(), None if residual is None else own_second.clone()
         yield from mean(call, second, self.form.values, stamp, residual=lost, part=_SECOND)
         self.bases = self._split(second, [a.shape[1] for a in inputs])
-        for a, p, q in zip(inputs, columns, self.bases, strict=True):
-            torch.mm(p, q.T, out=a)
+        with torch_threads(1):  # as in `_orth`
+            for a, p, q in zip(inputs, columns, self.bases, strict=True):
+                torch.mm(p, q.T, out=a)
         self._place(dense, buffer)
         if residual is not None and left is not None and lost is not None:
             self._place(left, residual)
