@@ -35,17 +35,9 @@ class StepClock:
 
     @contextmanager
     def step(self, timeline: Timeline) -> Iterator[None]:
-        """Around an inner step. It does not wait for the GPU."""
-        self.begin()
-        yield
-        self.end(timeline)
-
-    def begin(self) -> None:
-        """A step begins, or several that are counted as one."""
+        """Around an inner step, or several that are counted as one. It does not wait for the GPU."""
         self._began = self._mark() if self._queues else (self._transport.now(), self._transport.away_seconds)
-
-    def end(self, timeline: Timeline) -> None:
-        """It is over."""
+        yield
         if self._queues:
             self._steps.append((self._began, self._mark()))
         else:
@@ -55,7 +47,7 @@ class StepClock:
 
     def so_far(self) -> float:
         """`seconds`, with those of the step under way; on a GPU until the last `read`."""
-        if self._began is None or self._queues:
+        if self._queues or self._began is None:
             return self.seconds
         began, away = self._began
         return self.seconds + (self._transport.now() - began - (self._transport.away_seconds - away))

@@ -223,11 +223,10 @@ def _node_seconds(_: Path) -> dict[str, Any]:
     meter = NodeMeter(config, replace(isles.init(), report=lines.append), own.device)
     kernels = [fake_cuda.counts(1)["kernels"]]
     for step in (1, 2):
-        meter.begin()
-        meter.take([own.sum()])
-        meter.line(step, 8 * step, None, {})
-        own.add_(1)
-        meter.end()
+        with meter.stretch():
+            meter.take([own.sum()])
+            meter.line(step, 8 * step, None, {})
+            own.add_(1)
         kernels.append(fake_cuda.counts(1)["kernels"])
         time.sleep(0.002)  # of no stretch
     meter.conclude(2, [])

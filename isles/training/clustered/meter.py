@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -40,14 +41,10 @@ class NodeMeter:
         """Of the run, those before it was resumed included."""
         return self.clock_before + self.world.transport.now()
 
-    def begin(self) -> None:
-        """A stretch begins."""
+    def stretch(self) -> AbstractContextManager[None]:
+        """Around a stretch, with all that follows it."""
         self._taken = 0
-        self._steps.begin()
-
-    def end(self) -> None:
-        """It is over, with all that followed it."""
-        self._steps.end(self._timeline)
+        return self._steps.step(self._timeline)
 
     def take(self, losses: Sequence[Tensor]) -> None:
         """Those of the stretch so far."""
