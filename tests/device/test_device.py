@@ -147,7 +147,7 @@ def test_real_workers_too(rows: Rows, name: str) -> None:
 def test_a_worker_that_is_killed_in_a_sum_of_gpus_is_missed(rows: Rows) -> None:
     """With a stand-in for NCCL, whose messages never end then. Before, sums are those of `two_shot`."""
     found, usual = _found(rows, "native"), _found(rows, "method ddp")["there"][0]
-    assert found["losses"] == pytest.approx(usual[:3], abs=1e-3)
+    assert found["losses"][:3] == pytest.approx(usual[:3], abs=1e-3)
     assert (found["lost"], found["aborted"]) == (1, 1) and found["seconds"] < 30
 
 

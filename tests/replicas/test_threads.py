@@ -35,7 +35,8 @@ def _consolidated(world: Mesh, name: str) -> str:
         inner = torch.optim.SGD(model.parameters(), lr=1e-3)
         optimizer = isles.method(name)(model, inner, world.outer, **SETTINGS[name])
         for _ in range(7):
-            sum((own * torch.randn(own.shape, generator=drawn)).sum() for own in model.parameters()).backward()
+            parts = [(own * torch.randn(own.shape, generator=drawn)).sum() for own in model.parameters()]
+            torch.stack(parts).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         whole = optimizer.consolidate()
