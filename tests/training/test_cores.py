@@ -87,7 +87,7 @@ def test_a_dry_run_foretells_them(
     """A step of a pair sends its gradient once either way; two_shot a header beside it, native sums one number to begin
     with.
     """
-    said = ["world.inner=2", f"world.workers={workers}", "run.steps=1"]
+    said = ["world.inner=2", f"world.workers={workers}", "run.steps=1", "replicas.sync_every=1"]
     plan, other = (
         dry_run(read_config(None, {}, [*said, f"model.device={on}"]), machines=machines) for on in (device, "cpu")
     )
