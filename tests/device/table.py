@@ -19,13 +19,12 @@ ROOT = Path(__file__).parents[2]
 EVERY_STEP = ("ddp", "dct-dp", "demo")
 STREAMING = ("streaming-diloco", "streaming-noloco")
 """Methods that send a part of the model in each step."""
-_SECONDS = 400.0
+_SECONDS = 900.0  # of the long walk, on a machine that does other things too
 
 QUICK = (
-    *("world diloco", "native", "refusals", "counted", "own state", "shape", "islands", "between stages"),
-    *("node's seconds", "machines", "measured", "lanes", "order native", "bfloat16", "train stages"),
-    *("method ddp", "method diloco", "method streaming-diloco", "method demo", "codec int4"),
-    *("order diloco", "mutant copies do not wait for kernels"),
+    *("native", "refusals", "counted", "own state", "shape", "islands", "between stages", "node's seconds"),
+    *("machines", "measured", "lanes", "order native", "order diloco", "train stages"),
+    *("method ddp", "method diloco", "method streaming-diloco", "method demo"),
 )
 """Cases of the walk that `make test` takes: one method of each family. The long walk takes all others."""
 

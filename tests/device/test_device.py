@@ -151,6 +151,7 @@ def test_a_worker_that_is_killed_in_a_sum_of_gpus_is_missed(rows: Rows) -> None:
     assert (found["lost"], found["aborted"]) == (1, 1) and found["seconds"] < 30
 
 
+@LONG
 def test_weights_in_bfloat16(rows: Rows) -> None:
     """Both ways cross in the device's format."""
     found = _found(rows, "bfloat16")
@@ -292,8 +293,7 @@ def test_seconds_of_a_node_of_a_cluster_are_those_of_the_gpu(rows: Rows) -> None
 # The command
 
 
-RUNS = ("stages", "fp16", "bf16", "swarm", "checkpoint", "memory", "clusters", "plan", "experts", "elastic")
-"""Stages: of islands."""
+RUNS = ("stages", "islands", "fp16", "bf16", "swarm", "checkpoint", "memory", "clusters", "plan", "experts", "elastic")
 
 
 @pytest.mark.parametrize("name", cases("train", (*RUNS, "demo", "dct-dp", "ist", "sparseloco")))
