@@ -30,6 +30,17 @@ _WITHIN = nullcontext()
 
 
 @contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """So many in this thread, and in those that begin within; then as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def _own_modes() -> Iterator[None]:
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled():

@@ -78,7 +78,7 @@ def train(config: Config, out: Path, resume: int | None, node_group: NodeGroup) 
     """For `launch(start_workers=...)`: the workers of a run on the pool."""
     args = (config, out, resume)
     return start(
-        train_process, config.world.workers, args=args, threads=config.world.threads or 1, deadlines=deadlines(config)
+        train_process, config.world.workers, args=args, threads=config.world.start_threads, deadlines=deadlines(config)
     )
 
 

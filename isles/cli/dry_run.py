@@ -27,9 +27,9 @@ _LABEL = 12  # characters of the left column
 _GROUPS = 3  # groups of a round that are named
 
 
-def show(config: Config, *, probe: bool, as_json: bool) -> None:
+def show(config: Config, *, probe: bool, as_json: bool, machines: int = 1) -> None:
     """Print the plan of `config`; nothing is started or written."""
-    plan = _planned(config, probe)
+    plan = _planned(config, probe, machines)
     if as_json:
         print(json.dumps(plan.as_json(), indent=2))
         return
@@ -44,10 +44,10 @@ def show(config: Config, *, probe: bool, as_json: bool) -> None:
     print("dry run: nothing was started or written")
 
 
-def _planned(config: Config, probe: bool) -> DryRun | ClusteredRun | SwarmRun:
+def _planned(config: Config, probe: bool, machines: int) -> DryRun | ClusteredRun | SwarmRun:
     of_stages = {"ravnest": dry_clusters, "swarm": dry_swarm}.get(config.pipeline.routing)
     if of_stages is None:
-        return dry_run(config, probe=probe)
+        return dry_run(config, probe=probe, machines=machines)
     if probe:
         raise ValueError("--probe: measures a whole model's step, and these workers hold stages; leave it out")
     refuse(config)

@@ -92,7 +92,7 @@ def train(
     if dry_run:
         from isles.cli.dry_run import show
 
-        show(resolved, probe=probe, as_json=json)
+        show(resolved, probe=probe, as_json=json, machines=nodes)
         return
     if torchrun.size() is None:
         from isles.training.dry_run import refuse

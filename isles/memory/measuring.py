@@ -34,6 +34,7 @@ from isles.memory.profile import Loss, own_loss
 from isles.memory.units import edge, forwards, units_of
 from isles.models.decoder import Decoder
 from isles.models.sizes import Shape, flops_per_token
+from isles.modes import torch_threads
 from isles.network.machines import Machine
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of control groups, v2 and v1
@@ -89,12 +90,8 @@ def measure_machine(folder: str, effort: MeasuringEffort | None = None) -> Measu
     peak = _products(work, device)
     mfu = min(_decoder_rate(work, device) / peak, 1.0)
     threads = torch.get_num_threads()
-    if not cuda:
-        torch.set_num_threads(1)  # as the lane that updates has
-    try:
+    with torch_threads(threads if cuda else 1):  # as the lane that updates has
         host_update = _adamw_rate(work)
-    finally:
-        torch.set_num_threads(threads)
     ram, limited = _ram()
     links = _links(work, device) if cuda else dict.fromkeys(("up", "down", "up_both", "down_both"), 0.0)
     disk, direct = _disk(folder, work)

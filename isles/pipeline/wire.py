@@ -22,6 +22,7 @@ from isles.comm.codecs.base import Codec, as_bytes
 from isles.comm.codecs.casts import Identity
 from isles.network.routing.routes import MOST_VISITS, Route, Task
 from isles.pipeline.boundaries.base import Boundary
+from isles.staging import to_device, to_host
 from isles.wrapping import host_work
 
 _KINDS = {"F": 0, "L": 1, "B": 2}
@@ -94,40 +95,38 @@ class StageForm:
     def pack(self, payload: Tensor, side: Tensor | None, tokens: Tensor | None) -> Tensor:
         """The bytes of a message forward, on the CPU; tokens: None on the way home."""
         with host_work():
-            parts = [self.codec.encode(self._flat(payload))]
-            if side is not None:
-                parts.append(as_bytes(side.to("cpu").contiguous()))
-            if tokens is not None:
-                own = tokens[:, -self.ids_shape[1] :]
-                parts.append(as_bytes(own.to(device="cpu", dtype=self.ids_dtype).contiguous()))
+            own = [payload.detach().to(self.dtype)]
+            own += [] if side is None else [side]
+            own += [] if tokens is None else [tokens[:, -self.ids_shape[1] :].to(self.ids_dtype)]
+            stream, *beside = (tensor.contiguous() for tensor in to_host(own))
+            parts = [self.codec.encode(stream.view(-1)), *map(as_bytes, beside)]
             return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
     def unpack(self, wire: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Payload, side and tokens of a message forward; the tokens are None on the way home."""
-        payload = self._decoded(self.codec, wire[: self.payload_bytes], device)
         behind = self.payload_bytes + self.boundary.sizes(self.sequences, self.length)[1]
-        side = wire[self.payload_bytes : behind].to(device) if behind > self.payload_bytes else None
-        if behind == wire.numel():
-            return payload, side, None
-        ids = wire[behind:].clone().view(self.ids_dtype)  # a copy, for what stands behind may be unaligned
-        return payload, side, ids.view(self.ids_shape).to(device=device, dtype=torch.int64)
+        own = wire[behind:].clone().view(self.ids_dtype)  # a copy, for what stands behind may be unaligned
+        parts = [self._decoded(self.codec, wire[: self.payload_bytes]), wire[self.payload_bytes : behind], own]
+        payload, side, ids = to_device(parts, device)
+        tokens = ids.view(self.ids_shape).long() if ids.numel() else None
+        return payload, side if side.numel() else None, tokens
 
     def pack_back(self, gradient: Tensor, loss: Tensor) -> Tensor:
         """The bytes of a message backward."""
         with host_work():
-            told = as_bytes(loss.reshape(1).to(device="cpu", dtype=self.loss_dtype))
-            return torch.cat([self.gradient_codec.encode(self._flat(gradient)), told])
+            own = gradient.detach().to(self.dtype), loss.reshape(1).to(self.loss_dtype)
+            stream, told = to_host(own)
+            return torch.cat([self.gradient_codec.encode(stream.contiguous().view(-1)), as_bytes(told)])
 
     def unpack_back(self, wire: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Gradient of the payload, and the microbatch's mean loss (a scalar)."""
-        gradient = self._decoded(self.gradient_codec, wire[: self.gradient_bytes], device)
-        return gradient, wire[self.gradient_bytes :].clone().view(self.loss_dtype).reshape(()).to(device)
+        told = wire[self.gradient_bytes :].clone().view(self.loss_dtype).reshape(())
+        parts = [self._decoded(self.gradient_codec, wire[: self.gradient_bytes]), told]
+        gradient, loss = to_device(parts, device)
+        return gradient, loss
 
-    def _flat(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device="cpu", dtype=self.dtype).contiguous().view(-1)
-
-    def _decoded(self, codec: Codec, wire: Tensor, device: torch.device) -> Tensor:
-        return codec.decode(wire, prod(self.payload_shape), self.dtype).view(self.payload_shape).to(device)
+    def _decoded(self, codec: Codec, wire: Tensor) -> Tensor:
+        return codec.decode(wire, prod(self.payload_shape), self.dtype).view(self.payload_shape)
 
 
 def phase(task: Task) -> int:

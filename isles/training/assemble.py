@@ -33,12 +33,14 @@ def wrapped(
     *,
     everyone: Group | None = None,
     norm: Callable[[], float] | None = None,
+    here: int | None = None,
 ) -> tuple[ReplicaSync, list[str]]:
     """The optimizer, and what a user should know about these settings. island: this worker's, where there are islands;
     `group` is then across them. peers: the stages of its replica, where `model` is one of several. manage: what is put
     around the inner optimizer of a model. everyone: all workers, where a plan gives stages unequal numbers of them; the
     `group` is then the holders of this worker's stage. norm: of the whole gradient,
-    where somebody knows it. ValueError, with the key, where the run cannot mean what they say.
+    where somebody knows it. here: workers of a machine, where the run is only planned. ValueError, with the key, where
+    the run cannot mean what they say.
     """
     kind, max_norm = method(config.method), config.inner.max_norm or None
     replicas = as_roster(group).founders
@@ -67,7 +69,7 @@ def wrapped(
                 )
             inside = method(config.world.inside)
             part = inside.local_part(model, island, inside.Config())
-            settings = inside.Config(**_native(config, part))
+            settings = inside.Config(**_native(config, part, here))
             inner = inside(part, _stepped(config, part, kind, peers, manage), island, settings, max_norm=max_norm)
             inner.batches = config.inner.accumulation
             max_norm = None  # the island clips
@@ -89,9 +91,9 @@ def wrapped(
         raise ValueError(in_section("replicas", str(error), keys)) from error
 
 
-def _native(config: Config, model: nn.Module) -> dict[str, str]:
+def _native(config: Config, model: nn.Module, here: int | None) -> dict[str, str]:
     """Settings of `ddp` inside an island whose workers have a GPU each: torch's own sums, over NCCL."""
-    own = has_own_gpu(config, next(model.parameters()).device) and config.memory.method in ("none", "checkpoint")
+    own = has_own_gpu(config, next(model.parameters()).device, here) and config.memory.method in ("none", "checkpoint")
     return {"reduction": "native"} if own and config.world.inside == "ddp" else {}
 
 

@@ -13,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.comm.virtual.transport import VirtualTransport
+from isles.modes import torch_threads
 from isles.network.churn import POOLS, ChurnEvent, churn, founders, returns, write_trace
 from isles.network.pauses import KnownPauses
 from isles.training.config.sections import Config
@@ -92,12 +91,8 @@ class ChurnedWorkers:
             begins=self.begins,
             seed=config.run.seed,
         )
-        threads = torch.get_num_threads()
-        torch.set_num_threads(world.threads or 1)
-        try:
+        with torch_threads(world.start_threads):
             cluster.run(work, before=before)
-        finally:
-            torch.set_num_threads(threads)
 
 
 def trace_of(config: Config, name: str) -> tuple[int, list[ChurnEvent]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +26,19 @@ def take_cores(config: Config, device: torch.device) -> None:
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     near = [(near_cores(gpu) & may) or may for gpu in gpus]
     cores = near[device.index]
-    os.sched_setaffinity(0, cores)  # of this thread, and of those that it starts
+    for thread in threading.enumerate():  # those that these start have the same
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(thread.native_id or 0, cores)
     torch.set_num_threads(max(1, len(cores) // max(1, near[:here].count(cores))))
 
 
-def has_own_gpu(config: Config, device: torch.device) -> bool:
-    """Whether each worker of this machine has a GPU to itself, where this one has `device`."""
+def has_own_gpu(config: Config, device: torch.device, here: int | None = None) -> bool:
+    """Whether each worker of this machine has a GPU to itself, where this one has `device`. here: how many there would
+    be, where the run is only planned.
+    """
+    on_gpu = device.type == "cuda" if here is None else config.model.device != "cpu"
     places = 1 if ":" in config.model.device else torch.cuda.device_count()
-    is_alone = int(os.environ.get(_HERE, 1)) <= places
-    return device.type == "cuda" and config.world.has_processes and is_alone
+    return on_gpu and config.world.has_processes and (here or int(os.environ.get(_HERE, 1))) <= places
 
 
 def near_cores(gpu: Any) -> set[int]:

@@ -32,6 +32,7 @@ from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
 from isles.models.stages import Stage
 from isles.models.subspace import Subspace
+from isles.modes import torch_threads
 from isles.network.planner.memory import WorkerMemory
 from isles.network.planner.stages import StagedSteps
 from isles.parsing import parse_json
@@ -115,10 +116,10 @@ class DryRun(WorkerMemory):
         return plain | {"peak_bytes": self.peak, "placed": placed}
 
 
-def dry_run(config: Config, *, probe: bool = False) -> DryRun:
+def dry_run(config: Config, *, probe: bool = False, machines: int = 1) -> DryRun:
     """The plan of a run. probe: measure a step of one worker on this machine where the configuration gives no
-    `step_seconds`. Reads the tokenizer and looks at the text's files, starts nothing, writes nothing. ValueError for
-    what the run itself would refuse before it trains.
+    `step_seconds`. machines: that train together. Reads the tokenizer and looks at the text's files, starts
+    nothing, writes nothing. ValueError for what the run itself would refuse before it trains.
     """
     if config.pipeline.routing == "swarm":
         raise ValueError(
@@ -136,7 +137,7 @@ def dry_run(config: Config, *, probe: bool = False) -> DryRun:
         model = sketch(config.model)
         parameters = sum(parameter.numel() for parameter in model.parameters())  # before a method divides them
         pieces, staged, scheme = _pieces(config, model)
-        seats = _seats(config, pieces)
+        seats = _seats(config, pieces, -(-world.workers // machines))
         optimizer, notices = seats[0]
         flops = counted_flops(config.model, model, context)
     if type(optimizer).schedule is ReplicaSync.schedule:
@@ -231,11 +232,12 @@ def _refuse_files(config: Config) -> int:
     return context
 
 
-def _seats(config: Config, pieces: Sequence[nn.Module]) -> list[tuple[ReplicaSync, list[str]]]:
+def _seats(config: Config, pieces: Sequence[nn.Module], here: int | None = None) -> list[tuple[ReplicaSync, list[str]]]:
     """The optimizers of one replica's workers; all replicas are alike."""
     holders = holders_of(layout_of(config))
+    inner = config.world.inner
     try:
-        return [_seat(config, pieces[place // config.world.inner], ranks[0]) for place, ranks in enumerate(holders)]
+        return [_seat(config, pieces[place // inner], ranks[0], here) for place, ranks in enumerate(holders)]
     except RuntimeError as error:  # of torch, whose sketches have no numbers
         if config.method in METHODS:
             raise
@@ -257,12 +259,12 @@ def _pieces(config: Config, model: nn.Module) -> tuple[list[nn.Module], StagedSt
     return list(stages), staged_steps(config, cut, scheme, stages[0], asks_norm=asks), scheme
 
 
-def _seat(config: Config, part: nn.Module, rank: int) -> tuple[ReplicaSync, list[str]]:
+def _seat(config: Config, part: nn.Module, rank: int, here: int | None) -> tuple[ReplicaSync, list[str]]:
     """The optimizer of the worker `rank`, and what its user should know."""
     world, stages = config.world, config.pipeline.stages
     mesh = dry_mesh(world.workers, inner=1, rank=rank, native=world.has_processes).arranged(layout_of(config))
-    stage = mesh.stage if stages > 1 else None
-    return wrapped(config, part, mesh.outer, mesh.inner, stage, partial(sketched, config), everyone=mesh.world)
+    stage, manage = mesh.stage if stages > 1 else None, partial(sketched, config)
+    return wrapped(config, part, mesh.outer, mesh.inner, stage, manage, everyone=mesh.world, here=here)
 
 
 def _memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
@@ -373,9 +375,7 @@ def measured_step(config: Config, sequences: int, context: int) -> float:
     """Median seconds of an inner step (forward, backward, inner optimizer) of one worker that has this machine to
     itself.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(config.world.threads or 1)
-    try:
+    with torch_threads(config.world.start_threads):
         model = build(config.model, seed=config.run.seed)
         device = next(model.parameters()).device
         optimizer = inner_optimizer(model, config.inner, method(config.method).usual_inner)
@@ -393,5 +393,3 @@ def measured_step(config: Config, sequences: int, context: int) -> float:
                 torch.cuda.synchronize(device)
             times.append(time.perf_counter() - started)
         return statistics.median(times[1:])
-    finally:
-        torch.set_num_threads(before)

@@ -26,6 +26,8 @@ class StepClock:
         self.seconds = 0.0
         self._transport, self._device = transport, device
         self._queues = device.type == "cuda" and not simulated
+        self._began: Any = None
+        """Of the step under way: an event, or when it was and the seconds away until then."""
         self._steps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._told = 0.0, 0
         if self._queues:
@@ -33,24 +35,31 @@ class StepClock:
 
     @contextmanager
     def step(self, timeline: Timeline) -> Iterator[None]:
-        """Around an inner step. It does not wait for the GPU."""
-        transport = self._transport
-        if self._queues:
-            begun = self._mark()
-            yield
-            self._steps.append((begun, self._mark()))
-            return
-        before, away = transport.now(), transport.away_seconds
+        """Around an inner step, or several that are counted as one. It does not wait for the GPU."""
+        self._began = self._mark() if self._queues else (self._transport.now(), self._transport.away_seconds)
         yield
-        after = transport.now()
-        self.seconds += after - before - (transport.away_seconds - away)
-        timeline.step(before, after)
+        if self._queues:
+            self._steps.append((self._began, self._mark()))
+        else:
+            self.seconds = self.so_far()
+            timeline.step(self._began[0], self._transport.now())
+        self._began = None
+
+    def so_far(self) -> float:
+        """`seconds`, with those of the step under way; on a GPU until the last `read`."""
+        if self._queues or self._began is None:
+            return self.seconds
+        began, away = self._began
+        return self.seconds + (self._transport.now() - began - (self._transport.away_seconds - away))
 
     def read(self, timeline: Timeline) -> None:
         """Count the steps and waits since the last call. On a GPU: wait for it."""
         if not self._queues:
             return
         last = self._mark()
+        if self._began is not None:
+            self._steps.append((self._began, last))
+            self._began = last
         last.synchronize()
         now = self._transport.now()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import astuple
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from isles.comm.collectives import basic as collectives
 from isles.comm.collectives.mean import mean
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
+from isles.modes import torch_threads
 
 
 def refusal(action) -> str:
@@ -207,3 +209,16 @@ def threads_untouched(world: Mesh) -> list[int]:
     probe.start()
     probe.join()
     return [*seen, torch.get_num_threads()]
+
+
+def threads_follow(world: Mesh) -> list[int]:
+    """torch's thread counts where reductions run, before and after the computation takes another one."""
+
+    def asked() -> Any:
+        yield [world.transport.bell(0.001)]
+        return torch.get_num_threads()
+
+    seen = [world.world.start(asked()).wait()]
+    with torch_threads(3):
+        seen.append(world.world.start(asked()).wait())
+    return seen

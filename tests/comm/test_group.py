@@ -75,6 +75,11 @@ def test_messages_leave_torchs_threads_alone() -> None:
     assert isles.run_local(group_workers.threads_untouched, 2, threads=2) == [[2, 2, 2]] * 2
 
 
+def test_reductions_take_as_many_threads_as_the_computation() -> None:
+    """Also where it has taken more since the first message: a worker whose GPU has cores near it."""
+    assert run_gloo(group_workers.threads_follow, 1) == [[1, 3]]
+
+
 @pytest.mark.parametrize("size", [9, 12, 16, 17])
 def test_all_gather_among_many(size: int) -> None:
     """Doubling: the same entries in the same order, the same bytes, but log2(size) messages and latencies."""

@@ -51,12 +51,13 @@ def _build(made: Path) -> None:
     flags = ["-O0", "-std=c++20", "-fPIC", "-w", "-D_GLIBCXX_USE_CXX11_ABI=1"]
     flags += [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include"]
     with tempfile.TemporaryDirectory(dir=made.parent) as room:
-        objects = [f"{room}/{name}.o" for name in _SOURCES]
-        for name, out in zip(_SOURCES, objects, strict=True):
-            subprocess.run(["g++", *flags, "-c", str(_HERE / name), "-o", out], check=True)
-        linked = f"{room}/library.so"
+        whole, linked = (
+            Path(room, "all.cpp"),
+            f"{room}/library.so",
+        )  # one, for most of the time goes into torch's headers
+        whole.write_text("".join(f'#include "{_HERE / name}"\n' for name in _SOURCES))
         libraries = [f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib"]
-        subprocess.run(["g++", "-shared", *objects, "-o", linked, *libraries], check=True)
+        subprocess.run(["g++", "-shared", *flags, str(whole), "-o", linked, *libraries], check=True)
         os.replace(linked, made)
 
 

@@ -79,6 +79,7 @@ void swap_memory(const c10::Storage& storage, const void* bytes, size_t copied, 
 // As torch's copy_kernel_cuda: a copy that may block converts on the host, another one on the device; the host goes on
 // at once only where it need not block and its memory is pinned.
 void count_copy(const Tensor& to, const Tensor& from, bool non_blocking) {
+  if (to.numel() == 0) return;
   if (is_device(to) && is_device(from)) {
     if (to.device() != from.device()) counts[to.device().index()][BETWEEN]++;
     return;

@@ -40,9 +40,14 @@ import isles  # noqa: E402
 from isles.comm import mesh  # noqa: E402
 from isles.comm.codecs import FORMS, form  # noqa: E402
 from isles.memory.engines.cuda import CudaMoves  # noqa: E402
+from isles.pipeline.boundaries.base import FullStream  # noqa: E402
+from isles.pipeline.wire import StageForm  # noqa: E402
+from isles.replicas.island.island import Copies  # noqa: E402
+from isles.training.clustered.meter import NodeMeter  # noqa: E402
+from isles.training.config.reading import read_config  # noqa: E402
 from isles.training.trainer import Trainer  # noqa: E402
 from tests.device import ordered, workers  # noqa: E402
-from tests.device.table import ALIKE  # noqa: E402
+from tests.device.table import QUICK  # noqa: E402
 
 Case = Callable[[Path], Any]
 _PATIENCE = 240.0  # seconds for processes that compute for a few
@@ -153,12 +158,18 @@ def _compared(name: str, options: dict[str, Any], goes_on: bool, _: Path) -> dic
 
 def _differences(on_gpu: list[dict[str, Any]], on_cpu: list[dict[str, Any]]) -> dict[str, Any]:
     pairs = list(zip(on_gpu, on_cpu, strict=True))
-    return {
-        "strays": [stray for one in on_gpu for stray in one["strays"]],
+    return _own(on_gpu) | {
         "losses": [max(abs(a["losses"][step] - b["losses"][step]) for a, b in pairs) for step in on_cpu[0]["losses"]],
         "judged": max(abs(a[key] - b[key]) for a, b in pairs for key in ("judged", "consolidated")),
         "bytes": [[a["bytes"], b["bytes"]] for a, b in pairs],
+    }
+
+
+def _own(on_gpu: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "strays": [stray for one in on_gpu for stray in one["strays"]],
         "counts": [one["counts"] for one in on_gpu],
+        "there": [[*one["losses"].values(), one["judged"], one["consolidated"]] for one in on_gpu],
     }
 
 
@@ -169,16 +180,58 @@ def _shape(_: Path) -> dict[str, Any]:
     return {"bytes": 4 * sum(sizes), "sizes": sizes}
 
 
-def _islands(_: Path) -> dict[str, int]:
-    """Waits of a worker of an island that looks whether its copy is finite."""
+def _islands(_: Path) -> dict[str, Any]:
+    """Of a worker of an island: what it counts while it looks whether its copy is finite, and while it spreads its
+    shares.
+    """
 
-    def waits(world: isles.Mesh) -> int:
-        optimizer = workers.made(world, "ddp", torch.device("cuda", world.rank + 1))
-        replica, before = optimizer.as_replica(), fake_cuda.counts(world.rank + 1)
-        assert replica.is_sound()
-        return fake_cuda.since(before, world.rank + 1)["waits"]
+    def counted(world: isles.Mesh) -> list[dict[str, int]]:
+        optimizer, found = workers.made(world, "ddp", torch.device("cuda", world.rank + 1)), []
+        replica, every = Copies(optimizer), range(len(optimizer.parameters))
+        for part in (replica.is_sound, lambda: replica.spread(every)):
+            before = fake_cuda.counts(world.rank + 1)
+            part()
+            found.append(fake_cuda.since(before, world.rank + 1))
+        return found
 
-    return {"is_sound": max(isles.run_virtual(waits, 2))}
+    return dict(zip(("is_sound", "spread"), isles.run_virtual(counted, 2)[1], strict=True))
+
+
+def _between_stages(_: Path) -> dict[str, Any]:
+    """Copies down, up and waits of a message forward and one backward, packed and unpacked; whether they arrived."""
+    form = StageForm(sequences=2, length=16, vocab=200, dtype=torch.float32, boundary=FullStream(8))
+    there = torch.device("cuda:1")
+    stream, ids = torch.randn(form.payload_shape, device=there), torch.randint(0, 200, form.ids_shape, device=there)
+    counts: list[list[int]] = []
+
+    def counted(call: Callable[..., Any], *args: Any) -> Any:
+        before = fake_cuda.counts(1)
+        made, now = call(*args), fake_cuda.since(before, 1)
+        counts.append([now[key] for key in ("to_host", "to_device", "waits")])
+        return made
+
+    payload, _side, tokens = counted(form.unpack, counted(form.pack, stream, None, ids), there)
+    gradient, loss = counted(form.unpack_back, counted(form.pack_back, stream, stream.sum()), there)
+    pairs = ((payload, stream), (tokens, ids), (gradient, stream), (loss, stream.sum()))
+    return {"counts": counts, "arrived": [torch.equal(one, other) for one, other in pairs]}
+
+
+def _node_seconds(_: Path) -> dict[str, Any]:
+    """Kernels of two stretches of a node of a cluster, with a line in the middle of either; its seconds."""
+    config, own = read_config(None, {"replicas.method": "none", "world.workers": 1}, []), torch.ones(4, device="cuda:1")
+    lines: list[dict[str, Any]] = []
+    meter = NodeMeter(config, replace(isles.init(), report=lines.append), own.device)
+    kernels = [fake_cuda.counts(1)["kernels"]]
+    for step in (1, 2):
+        with meter.stretch():
+            meter.take([own.sum()])
+            meter.line(step, 8 * step, None, {})
+            own.add_(1)
+        kernels.append(fake_cuda.counts(1)["kernels"])
+        time.sleep(0.002)  # of no stretch
+    meter.conclude(2, [])
+    told = [line for line in lines if "loss" in line]
+    return {"kernels": kernels[-1] - kernels[0], "seconds": meter.totals()["compute_seconds"], "lines": told}
 
 
 def _ordered(judge: Callable[[str], dict[str, Any]], name: str, _: Path) -> dict[str, Any]:
@@ -208,7 +261,6 @@ def _lanes(_: Path) -> dict[str, Any]:
 def _machines(_: Path) -> dict[str, Any]:
     """What is said of cuda:1, which is half as large as cuda:0 is."""
     from isles.training.clustered import describing, peering
-    from isles.training.config.reading import read_config
     from isles.training.memory.planned import _free_bytes, machine_of
 
     describing._FOR = 0.0
@@ -235,9 +287,6 @@ def _of_codec(name: str) -> dict[str, Any]:
 
 def _measured(_: Path) -> dict[str, Any]:
     """A run of one worker on cuda:1, on the host's clock: what its steps called there, and what it tells of that."""
-    from isles.training.config.reading import read_config
-    from isles.training.trainer import Trainer
-
     on = [*TINY[:-2], "model.device=cuda:1", "world.threads=1"]
     lines: list[dict[str, Any]] = []
     world = replace(isles.init(), report=lines.append)
@@ -271,22 +320,20 @@ def _measured(_: Path) -> dict[str, Any]:
 def _world(name: str, _: Path) -> dict[str, Any]:
     """Two processes over gloo, each with a GPU of its own. Forked: the fake GPU is installed in them already."""
     isles.run_virtual(_stepped, 1, args=(name,))
-    found = {}
-    for on in ("cuda", "cpu"):
-        context, port = multiprocessing.get_context("fork"), _free_port()
-        pipes, processes = zip(*(_started(context, name, on, rank, port) for rank in range(2)), strict=True)
-        found[on] = [pipe.recv() if pipe.poll(_PATIENCE) else {"error": "no answer in time"} for pipe in pipes]
-        for process in processes:
-            process.join(10)
-            process.kill()
-        if errors := [one["error"] for one in found[on] if "error" in one]:
-            raise RuntimeError(errors[0])
-    return _differences(found["cuda"], found["cpu"])
+    context, port = multiprocessing.get_context("fork"), _free_port()
+    pipes, processes = zip(*(_started(context, name, rank, port, _live) for rank in range(2)), strict=True)
+    found = [pipe.recv() if pipe.poll(_PATIENCE) else {"error": "no answer in time"} for pipe in pipes]
+    for process in processes:
+        process.join(10)
+        process.kill()
+    if errors := [one["error"] for one in found if "error" in one]:
+        raise RuntimeError(errors[0])
+    return _own(found)
 
 
 def _stepped(world: isles.Mesh, name: str) -> None:
-    """A step without a backward pass, after which autograd's threads would forbid forks: loads what four processes
-    would load each.
+    """A step without a backward pass, after which autograd's threads would forbid forks: loads what both processes
+    would load.
     """
     optimizer = workers.made(world, name, torch.device("cuda", 1))
     for parameter in optimizer.model.parameters():
@@ -320,17 +367,17 @@ class StandIn:
 def _native(_: Path) -> dict[str, Any]:
     """Two processes with native sums, of which worker 1 is killed after three steps."""
     context, port = multiprocessing.get_context("fork"), _free_port()
-    pipes, processes = zip(*(_started(context, "", "", rank, port, _summing) for rank in range(2)), strict=True)
+    pipes, processes = zip(*(_started(context, "ddp", rank, port, _summing) for rank in range(2)), strict=True)
     found = pipes[0].recv() if pipes[0].poll(_PATIENCE) else {"error": "no answer in time"}
     for process in processes:
         process.join(10)
         process.kill()
     if "error" in found:
         raise RuntimeError(found["error"])
-    return found | {"losses": [found["losses"], workers.run("ddp", "cpu")[0]["losses"]]}
+    return found
 
 
-def _summing(pipe: Any, _: str, on: str, rank: int, port: str) -> None:
+def _summing(pipe: Any, name: str, rank: int, port: str) -> None:
     from isles.comm.errors import PeerLost
     from isles.comm.gloo import transport
 
@@ -342,15 +389,15 @@ def _summing(pipe: Any, _: str, on: str, rank: int, port: str) -> None:
 
     transport._new_group = made
     _environment(rank, port)
-    device, losses = torch.device("cuda", rank + 1), {}
+    device, losses = torch.device("cuda", rank + 1), list[float]()
     try:
-        optimizer = workers.made(isles.init(), "ddp", device, {"reduction": "native"})
+        optimizer = workers.made(isles.init(), name, device, {"reduction": "native"})
         for step in range(1, 5):
             if step == 4 and rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             loss = optimizer.model(workers.batch(rank, step, device)).loss
             loss.backward()
-            losses[step], began = float(loss), time.monotonic()
+            losses, began = [*losses, float(loss)], time.monotonic()
             optimizer.step()
             optimizer.zero_grad()
     except PeerLost as lost:
@@ -368,19 +415,19 @@ def _free_port() -> str:
         return str(server.getsockname()[1])
 
 
-def _started(context: Any, name: str, on: str, rank: int, port: str, live: Any = None) -> tuple[Any, Any]:
+def _started(context: Any, name: str, rank: int, port: str, live: Any) -> tuple[Any, Any]:
     ours, theirs = context.Pipe()
-    process = context.Process(target=live or _live, args=(theirs, name, on, rank, port), daemon=True)
+    process = context.Process(target=live, args=(theirs, name, rank, port), daemon=True)
     process.start()
     theirs.close()
     return ours, process
 
 
-def _live(pipe: Any, name: str, on: str, rank: int, port: str) -> None:
+def _live(pipe: Any, name: str, rank: int, port: str) -> None:
     """A worker as torchrun starts it."""
     _environment(rank, port)
     try:
-        found = workers.train(isles.init(), name, on)
+        found = workers.train(isles.init(), name, "cuda")
         mesh.leave()
         del found["weights"], found["file"]  # a tensor would be fetched from this process, which ends
     except BaseException:
@@ -405,9 +452,14 @@ TINY = [
 
 
 def _isles(*words: str) -> None:
+    import isles.report
     from isles.cli import app
 
+    isles.report.write_report, isles.report.write_picture = Path, _nothing  # nobody looks at them
     app(list(words), standalone_mode=False)
+
+
+def _nothing(_: Path) -> None: ...
 
 
 def _train(out: Path, method: str, *settings: str, workers: int = 2, device: str = "cuda") -> float:
@@ -492,7 +544,6 @@ def _from_run_to_export(folder: Path) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-_SOME_CODECS = ("bf16", "int4", "topk:64", "powersgd:16")
 _H2 = "replicas.sync_every=2"
 _STAGES = ("pipeline.stages=2", "pipeline.microbatches=2", "model.tie_embeddings=false")
 _CLUSTERS = (*_STAGES[1:], "model.layers=4", "pipeline.routing=ravnest", "pipeline.clusters=[[2],[1]]")
@@ -500,36 +551,28 @@ _CLUSTERS += ("pipeline.clip=stage",)
 METHODS = [name for name in isles.METHODS if name != "fsdp"]
 
 CASES: dict[str, Case] = {  # worlds first: a process that has run a backward pass cannot be forked any more
-    "world diloco": partial(_world, "diloco"),
+    **{f"world {name}": partial(_world, name) for name in ("diloco", "ddp")},
     "native": _native,
     "refusals": _refusals,
     "counted": _counted,
     "own state": _own_state,
     "shape": _shape,
     "islands": _islands,
+    "between stages": _between_stages,
+    "node's seconds": _node_seconds,
     "machines": _machines,
     "measured": _measured,
     "lanes": _lanes,
     "order native": lambda _: ordered.native(),
-    **{f"method {name}": partial(_compared, name, {}, True) for name in METHODS if name not in ALIKE},
+    **{f"method {name}": partial(_compared, name, {}, True) for name in METHODS},
     **{f"order {name}": partial(_ordered, ordered.races, name) for name in ordered.METHODS},
     **{f"mutant {name}": partial(_ordered, ordered.mutant, name) for name in ordered.MUTANTS},
     "bfloat16": partial(_compared, "streaming-diloco", {"dtype": torch.bfloat16}, False),
-    **{f"codec {name}": partial(_compared, "diloco", _of_codec(name), False) for name in _SOME_CODECS},
-}
-LONG: dict[str, Case] = {
-    "world ddp": partial(_world, "ddp"),
-    "shape": _shape,
-    **{f"method {name}": partial(_compared, name, {}, True) for name in ALIKE},
+    **{f"codec {name}": partial(_compared, "diloco", _of_codec(name), False) for name in FORMS},
     "run": _from_run_to_export,
     "train fp16": _trained("diloco", _H2, "model.autocast=fp16", on_cpu=False),
     "train stages": _trained("noloco", _H2, *_STAGES, workers=4),
     "train islands": _trained("diloco", _H2, "world.inner=2", workers=4),
-    **{
-        f"codec {name}": partial(_compared, "diloco", _of_codec(name), False)
-        for name in FORMS
-        if name not in _SOME_CODECS
-    },
     "train bf16": _trained("ddp", "model.autocast=bf16"),
     "train swarm": _trained("none", *_STAGES, "pipeline.routing=swarm", workers=4),
     "train checkpoint": _trained("diloco", _H2, "memory.method=checkpoint"),
@@ -546,12 +589,11 @@ LONG: dict[str, Case] = {
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    cases = LONG if "--long" in sys.argv else CASES
     rows: dict[str, Any] = {}
-    for name, case in cases.items():
+    for name in (name for name in CASES if (name in QUICK) != ("--long" in sys.argv)):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                rows[name] = case(Path(folder))
+                rows[name] = CASES[name](Path(folder))
             except Exception:
                 rows[name] = {"error": traceback.format_exc()[-3000:]}
     Path(sys.argv[-1]).write_text(json.dumps(rows))

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,21 +93,23 @@ def _nothing(*_: Any) -> None:
     """A wait that is forgotten."""
 
 
-def _without(owner: type, method: str) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr(owner, method, _nothing)
+def _without(owner: type, method: str, race: str, name: str, marks: Any = pytest.mark.long) -> Any:
+    """One wait that is left out, as a parameter."""
+    return pytest.param(lambda patch: patch.setattr(owner, method, _nothing), race, id=name, marks=marks)
 
 
 @pytest.mark.parametrize(
     ("mutant", "race"),
     [
-        pytest.param(_without(Stream, "wait_event"), "may be at", id="a lane does not wait for the kernels"),
-        pytest.param(_without(Stream, "wait_stream"), "writes what kernels may be at", id="memory is written too soon"),
-        pytest.param(_without(CudaMoves, "_wait"), "may be at", id="a copy counts as over when it is called"),
-        pytest.param(_without(Event, "synchronize"), "may be at", id="a piece of the ring is taken too soon"),
+        _without(Stream, "wait_event", "may be at", "a lane does not wait for the kernels", marks=()),
+        _without(Stream, "wait_stream", "writes what kernels may be at", "memory is written too soon"),
+        _without(CudaMoves, "_wait", "may be at", "a copy counts as over when it is called", marks=()),
+        _without(Event, "synchronize", "may be at", "a piece of the ring is taken too soon"),
         pytest.param(
             lambda patch: patch.setattr(CudaMoves, "room", lambda moves: nullcontext()),
             "memory of memory up is given back while kernels may be at it",
             id="a lane makes memory of its own",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -122,6 +125,7 @@ def test_a_gpu_is_tried_out_before_it_is_trusted(monkeypatch: pytest.MonkeyPatch
     cpu, before = torch.device("cpu"), torch.get_rng_state()
     made: list[Any] = []
     real = trial.profile
+    monkeypatch.setattr(trial, "_SHAPE", replace(trial._SHAPE, d_model=32, heads=2, ffn=64, context=16))
     monkeypatch.setattr(trial, "profile", lambda *a, **k: made[0] if made else made.append(real(*a, **k)) or made[0])
     try_out(cpu, Paced, Inline)
     assert torch.equal(torch.get_rng_state(), before)

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from isles.comm.collectives.headers import HEADER_BYTES
+from isles.comm.collectives.mean import native_bytes
 from isles.training import assemble, cores
 from isles.training.config.reading import read_config
+from isles.training.dry_run import dry_run
 
 _NEAR = ("0-3,8", "4-7", "4-7", "")
 """By GPU, as the kernel tells it; "" where it does not."""
@@ -71,7 +74,25 @@ def test_islands_of_gpus_sum_by_torchs_own_collectives(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
     config = read_config(None, {}, ["world.workers=4", "world.inner=2", *said])
     model: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device(device))]))
-    assert assemble._native(config, model) == settings
+    assert assemble._native(config, model, None) == settings
+
+
+@pytest.mark.parametrize(
+    ("workers", "machines", "device", "native"),
+    [(4, 1, "auto", True), (8, 1, "auto", False), (8, 2, "auto", True), (4, 1, "cpu", False)],
+)
+def test_a_dry_run_foretells_them(
+    taken: dict[str, Any], workers: int, machines: int, device: str, native: bool
+) -> None:
+    """A step of a pair sends its gradient once either way; two_shot a header beside it, native sums one number to begin
+    with.
+    """
+    said = ["world.inner=2", f"world.workers={workers}", "run.steps=1", "replicas.sync_every=1"]
+    plan, other = (
+        dry_run(read_config(None, {}, [*said, f"model.device={on}"]), machines=machines) for on in (device, "cpu")
+    )
+    more = sum(other.bytes_sent) - sum(plan.bytes_sent)
+    assert more == (workers * (HEADER_BYTES - native_bytes(1, torch.float32, 2)) if native else 0)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from isles.comm.collectives.averaging import Averaging, Coded
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean, pattern, working_bytes
 from isles.comm.transport import Steps, Work, awaited
+from isles.modes import torch_threads
 from isles.network.planner.planned import MessagePattern, Then
 
 _DENSE, _SECOND = 2, 3  # parts of a round, see `mean`; 0 and 1 are the caller's
@@ -128,8 +129,9 @@ class Factors(Averaging):
         second, lost = own_second.clone(), None if residual is None else own_second.clone()
         yield from mean(call, second, self.form.values, stamp, residual=lost, part=_SECOND)
         self.bases = self._split(second, [a.shape[1] for a in inputs])
-        for a, p, q in zip(inputs, columns, self.bases, strict=True):
-            torch.mm(p, q.T, out=a)
+        with torch_threads(1):  # as in `_orth`
+            for a, p, q in zip(inputs, columns, self.bases, strict=True):
+                torch.mm(p, q.T, out=a)
         self._place(dense, buffer)
         if residual is not None and left is not None and lost is not None:
             self._place(left, residual)
@@ -180,8 +182,9 @@ class Factors(Averaging):
 
 
 def _orth(x: Tensor) -> Tensor:
-    """Orthonormal columns that span those of x."""
-    return torch.linalg.qr(x).Q
+    """Orthonormal columns that span those of x, by one thread: with more, which members may have, other bits."""
+    with torch_threads(1):
+        return torch.linalg.qr(x).Q
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 A transfer's generator takes its first step in the caller's thread, so transfers start in program order; every later
 step runs on the driver thread when the works it waits for are done. Reductions there leave Python's lock to the
-computation.
+computation, and take as many torch threads as the caller has.
 
 A deadline counts from the last sign of life of those that are waited for: from the last byte to or from them, or, where
 they have all that we have for them, from the last byte between them and others, for at most twenty deadlines.
@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
+
+import torch
 
 from isles.comm.errors import DeadlinePassed, PeerLost
 from isles.comm.gloo.life import GLANCE, Life
@@ -122,6 +124,7 @@ class BackgroundTransfer:
 
     def __init__(self, driver: Driver, steps: Steps[Any], channel: Channel, deadline: float, traffic: Traffic) -> None:
         self.driver, self.channel, self.seconds, self.traffic = driver, channel, deadline, traffic
+        self.threads = torch.get_num_threads()  # of the caller, which may have more than when the driver began
         self._steps = steps
         self._began = driver.now()
         self._start = time.monotonic()
@@ -265,6 +268,8 @@ class Driver:
                 if (transfer := self._ready.get(timeout=self._ring())) is None:
                     return
                 if isinstance(transfer, BackgroundTransfer):
+                    if torch.get_num_threads() != transfer.threads:
+                        torch.set_num_threads(transfer.threads)
                     transfer.advance()
             self.life.look()
             for waiting in list(self.under_way):

@@ -7,13 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from isles.comm import mesh
 from isles.comm.stopping import SharedStopControl
 from isles.comm.transport import Deadlines
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.comm.virtual.transport import VirtualTransport
+from isles.modes import torch_threads
 from isles.network.links import Links
 from isles.network.pauses import Pauses
 
@@ -71,9 +70,5 @@ def run_virtual(
             world = replace(world, stop_here=partial(stop_control.boundary, transport.rank))
         return worker(world, *args)
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with torch_threads(threads):
         return cluster.run(work, return_errors=return_errors)
-    finally:
-        torch.set_num_threads(before)

@@ -11,7 +11,7 @@ from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS, Channel
 from isles.network.planner.planned import Groups, PlannedExchange, Swap, by_size
-from isles.staging import to_host
+from isles.staging import HostCopies, is_away, to_host
 
 
 def spread_fragment(number: int) -> int:
@@ -44,10 +44,10 @@ class SpreadRows:
         self, group: Group, rows: Sequence[Sequence[Tensor]], channel: Channel, *, round: int, fragment: int
     ) -> None:
         self._group, self._rows = group, rows
-        own = _flat([row[group.rank] for row in rows])
+        own, pinned = _flat([row[group.rank] for row in rows]), is_away([row[group.rank] for row in rows])
         sizes = [sum(row[position].nbytes for row in rows) for position in range(group.size)]
         self._theirs = [
-            own if position == group.rank else torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            own if position == group.rank else torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             for position, nbytes in enumerate(sizes)
         ]
         call = group.call(channel, round=round, fragment=fragment)
@@ -64,7 +64,7 @@ class SpreadRows:
         for position in self._group.others:
             rows = [row[position] for row in self._rows]
             parts = self._theirs[position].split([row.nbytes for row in rows])
-            torch._foreach_copy_(rows, [_typed(part, row) for part, row in zip(parts, rows, strict=True)])
+            HostCopies([_typed(part, row) for part, row in zip(parts, rows, strict=True)]).up(rows)
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -19,20 +20,19 @@ from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.records.timeline import Timeline
 from isles.training.step import WAITS
+from isles.training.step_clock import StepClock
 
 
 class NodeMeter:
-    """One worker's. Seconds are those of its clock."""
+    """One worker's. Seconds are those of its clock, and of its GPU's events (`StepClock`)."""
 
-    def __init__(self, config: Config, world: Mesh) -> None:
-        self.config, self.world = config, world
-        self.training_seconds = self.clock_before = 0.0
+    def __init__(self, config: Config, world: Mesh, device: torch.device) -> None:
+        self.config, self.world, self.clock_before = config, world, 0.0
+        self._steps = StepClock(world.transport, device, simulated=config.world.is_simulated)
         self._left_over: list[Tensor] = []
         """Losses since the last line."""
         self._taken = 0
         """Losses of the stretch under way that are among them, or were told."""
-        self._began: tuple[float, float] | None = None
-        """When the stretch under way began, and the seconds away until then."""
         self._started = time.perf_counter()
         self._timeline = Timeline(world.rank)
 
@@ -41,17 +41,10 @@ class NodeMeter:
         """Of the run, those before it was resumed included."""
         return self.clock_before + self.world.transport.now()
 
-    def begin(self) -> None:
-        """A stretch begins."""
-        transport = self.world.transport
-        self._began, self._taken = (transport.now(), transport.away_seconds), 0
-
-    def end(self) -> None:
-        """It is over, with all that followed it."""
-        assert self._began is not None
-        self.training_seconds, (before, _) = self._trained(), self._began
-        self._began = None
-        self._timeline.step(before, self.world.transport.now())
+    def stretch(self) -> AbstractContextManager[None]:
+        """Around a stretch, with all that follows it."""
+        self._taken = 0
+        return self._steps.step(self._timeline)
 
     def take(self, losses: Sequence[Tensor]) -> None:
         """Those of the stretch so far."""
@@ -70,6 +63,7 @@ class NodeMeter:
         self._left_over.clear()
         if not all(map(math.isfinite, values)):
             raise self.diverged(f"its loss is not finite by inner step {step}")
+        self._steps.read(self._timeline)
         traffic, config = self.world.world.traffic, self.config
         blocked = traffic.total("blocked_seconds", *WAITS)
         line = Metrics(
@@ -81,9 +75,10 @@ class NodeMeter:
             bytes_sent=int(traffic.total("bytes_sent")),
             bytes_received=int(traffic.total("bytes_received")),
             blocked_seconds=blocked,
-            compute_seconds=self._trained() - blocked,
+            compute_seconds=self._steps.so_far() - blocked,
             clock_seconds=self.clock,
             val_loss=val_loss,
+            **self._steps.usage(None, tokens),
         )
         self.world.report(asdict(line) | gauges)
         self._tell(self._timeline.take(step, traffic.take_spans(), self.clock_before))
@@ -94,6 +89,7 @@ class NodeMeter:
 
     def conclude(self, step: int, played: Sequence[Span]) -> None:
         """All spans that were not told yet, and the tasks of the last step."""
+        self._steps.read(self._timeline)
         self._timeline.take(step, self.world.world.traffic.take_spans(), self.clock_before)
         self._tell(self._timeline.rest() + self._timeline.tasks(step, played, self.clock_before))
 
@@ -104,7 +100,7 @@ class NodeMeter:
         return {
             "bytes_sent": int(traffic.total("bytes_sent")),
             "bytes_received": int(traffic.total("bytes_received")),
-            "compute_seconds": self.training_seconds - blocked,
+            "compute_seconds": self._steps.seconds - blocked,
             "blocked_seconds": blocked,
             "train_seconds": time.perf_counter() - self._started,
             "virtual_seconds": self.clock,
@@ -117,11 +113,12 @@ class NodeMeter:
 
     def state_dict(self) -> dict[str, Any]:
         """The running totals, and the clock."""
+        self._steps.read(self._timeline)
         return {
             "losses": torch.stack(self._left_over) if self._left_over else None,
             "traffic": self.world.world.traffic.state_dict(),
             "transport": self.world.transport.state_dict(),
-            "training_seconds": self.training_seconds,
+            "training_seconds": self._steps.seconds,
             "clock_seconds": self.clock,
             "host_seconds": time.perf_counter() - self._started,
         }
@@ -131,7 +128,7 @@ class NodeMeter:
         self._left_over = [] if state["losses"] is None else list(state["losses"].to(device))
         self.world.transport.load_state_dict(state["transport"])
         self.world.world.traffic.load_state_dict(state["traffic"])
-        self.training_seconds = state["training_seconds"]
+        self._steps.seconds = state["training_seconds"]
         self._started = time.perf_counter() - state["host_seconds"]
         self.come_back(state)
 
@@ -139,14 +136,6 @@ class NodeMeter:
         """Take part again in a run whose clock another worker's state tells."""
         self.clock_before = state["clock_seconds"] - self.world.transport.now()
         self._timeline = Timeline(self.world.rank, resumed=True)
-
-    def _trained(self) -> float:
-        """Seconds of training so far."""
-        if self._began is None:
-            return self.training_seconds
-        transport = self.world.transport
-        since, away = self._began
-        return self.training_seconds + transport.now() - since - (transport.away_seconds - away)
 
     def _tell(self, spans: list[dict[str, Any]]) -> None:
         if spans:

@@ -86,7 +86,7 @@ class ClusterWorker:
         self.reading = SharedReading(len(seats.clusters), batch)
         self.stale, self._has_come = 0.0, False
         self._end_at = 0
-        self.meter = NodeMeter(config, world)
+        self.meter = NodeMeter(config, world, self.device)
         self._holding = NodeHolding(config, world, corpus, self.quorum, cuts, self._update, is_open=self._is_open)
         self.average = self._holding.average
 
@@ -186,21 +186,19 @@ class ClusterWorker:
         return Stretches(self.config.run, every, self.judges)
 
     def _stretch(self, updates: int) -> None:
-        until = self.steps + updates
-        self.meter.begin()
-        self._end_at = until
-        self._train(updates)
-        self.steps = until
-        if self._stretches.averages(until):
-            if self._entrance is not None:
-                self._entrance.hear(self.quorum, leaving=self.leaving)
-            self.average.average(until, (until - self.averaged) * self._holding.samples)
-            self.averaged = until
-            self._admit()
-            self._mend()
-        elif self._stretches.settles(until):
-            self.quorum.settle()
-        self.meter.end()
+        self._end_at = until = self.steps + updates
+        with self.meter.stretch():
+            self._train(updates)
+            self.steps = until
+            if self._stretches.averages(until):
+                if self._entrance is not None:
+                    self._entrance.hear(self.quorum, leaving=self.leaving)
+                self.average.average(until, (until - self.averaged) * self._holding.samples)
+                self.averaged = until
+                self._admit()
+                self._mend()
+            elif self._stretches.settles(until):
+                self.quorum.settle()
 
     def _train(self, updates: int) -> None:
         """A loss ends it: what this cluster did is worthless then."""

@@ -139,8 +139,6 @@ class WorldConfig:
                 f"inner_links = {self.inner_links!r} acts within islands on the virtual clock only: set world.inner "
                 'and world.backend = "virtual", or leave it out'
             )
-        if not 0 <= self.step_seconds < math.inf:
-            raise ValueError(f"step_seconds = {self.step_seconds}: choose 0 or more seconds")
         if not 0 < self.slowest_link < math.inf:
             raise ValueError(f"slowest_link = {self.slowest_link}: choose a positive rate in bits/s, such as 10e6")
         for key in ("outer_deadline", "pipeline_deadline", "eval_deadline", "join_deadline"):
@@ -158,7 +156,7 @@ class WorldConfig:
                 raise ValueError(f"step_factors: {factor}: choose positive factors, such as [1.0, 1.0, 2.0]")
         if not 0 <= self.step_jitter <= _MOST_JITTER:
             raise ValueError(f"step_jitter = {self.step_jitter}: choose 0 to {_MOST_JITTER:g}, such as 0.2")
-        for key in ("pause_every", "pause_seconds"):
+        for key in ("step_seconds", "pause_every", "pause_seconds"):
             if not 0 <= getattr(self, key) < math.inf:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 0 or more seconds")
         if self.pause_every and not self.pause_seconds:
@@ -185,6 +183,11 @@ class WorldConfig:
     def has_processes(self) -> bool:
         """Whether every worker is a process of its own."""
         return BACKENDS[self.backend].has_processes
+
+    @property
+    def start_threads(self) -> int:
+        """Torch threads that a worker begins with: `isles.training.cores` may add some."""
+        return self.threads or 1
 
     @property
     def pauses(self) -> Pauses | None:
@@ -239,9 +242,7 @@ class RunConfig:
         for key in ("steps", "log_every"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more steps")
-        if self.tokens < 0:
-            raise ValueError(f"tokens = {self.tokens}: choose 0 or more")
-        for key in ("validate_every", "checkpoint_every", "keep_checkpoints"):
+        for key in ("tokens", "validate_every", "checkpoint_every", "keep_checkpoints", "seed"):
             if getattr(self, key) < 0:
                 raise ValueError(f"{key} = {getattr(self, key)}: choose 0 or more")
         if not 0 < self.grace < math.inf:
@@ -251,8 +252,6 @@ class RunConfig:
                 raise ValueError(unknown_name("loggers", name, _LOGGERS))
         if len(set(self.loggers)) < len(self.loggers):
             raise ValueError(f"loggers = {list(self.loggers)}: name each one once")
-        if self.seed < 0:
-            raise ValueError(f"seed = {self.seed}: choose 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,7 +127,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
     """A worker in a seat of the run until the block ends; the leader of the island of `places`. Errors as `in_run`."""
     session, config, folder = entrance.session, entrance.config, entrance.folder
     with ExitStack() as stack:
-        torch.set_num_threads(config.world.threads or 1)
+        torch.set_num_threads(config.world.start_threads)
         corpus = load_corpus(config.data)
         entry = seat_of(session, corpus.sha256, tell)
         places.say("seat", seat=entry.seat, key=entry.key)

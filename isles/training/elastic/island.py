@@ -54,7 +54,7 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         entrance = admitted(stack, address, token, here, tell=_tell)
         places = IslandGroup(world, entrance.config.world.outer_deadline)
         config, session = entrance.config, entrance.session
-        torch.set_num_threads(config.world.threads or 1)
+        torch.set_num_threads(config.world.start_threads)
         corpus = load_corpus(config.data)
         said = places.hear()
         if said["act"] != "seat":

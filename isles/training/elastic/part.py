@@ -47,8 +47,8 @@ def _as_island(config: Config, where: tuple[str, Token, Here]) -> str:
     """All workers of an island, in processes of their own; how it ended. OSError where one of them is lost: the island
     leaves the run then.
     """
-    world = config.world
-    pool = LocalWorkers(island_worker, world.inner, args=where, threads=world.threads or 1, deadlines=deadlines(config))
+    inner, threads = config.world.inner, config.world.start_threads
+    pool = LocalWorkers(island_worker, inner, args=where, threads=threads, deadlines=deadlines(config))
     try:
         with first_interrupt(pool.stop):
             results = pool.join()

@@ -89,7 +89,7 @@ def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], 
         node_group,
         world.workers,
         store,
-        threads=world.threads or 1,
+        threads=world.start_threads,
         deadlines=deadlines(config),
         logs=out / LOGS,
     )

@@ -25,7 +25,7 @@ def train(config: Config, out: Path, resume: int | None, node_group: NodeGroup) 
         train_process,
         config.world.workers,
         args=(config, out, resume),
-        threads=config.world.threads or 1,
+        threads=config.world.start_threads,
         deadlines=deadlines(config),
         logs=out / LOGS,
         node_group=node_group,
@@ -36,7 +36,7 @@ def train(config: Config, out: Path, resume: int | None, node_group: NodeGroup) 
 def call(worker: Callable[..., Any], workers: int, config: Config, args: Sequence[Any], out: Path) -> Workers:
     """Start `worker(world, *args)` on `workers` workers."""
     return LocalWorkers(
-        worker, workers, args=args, threads=config.world.threads or 1, deadlines=deadlines(config), logs=out / LOGS
+        worker, workers, args=args, threads=config.world.start_threads, deadlines=deadlines(config), logs=out / LOGS
     )
 
 

@@ -167,7 +167,7 @@ def _attend(
         local_rank=int(os.environ.get("LOCAL_RANK", node_group.node)),
         host=node_group.host,
         port=0,
-        threads=config.world.threads or 1,
+        threads=config.world.start_threads,
         interface=loopback() if _one_machine() else interface_of(node_group.here),
         deadlines=deadlines(config),
     )

@@ -34,7 +34,7 @@ class VirtualWorkers:
             links=world.links,
             inner=world.inner * config.pipeline.neighbours,
             inner_links=world.inner_links,
-            threads=world.threads or 1,
+            threads=world.start_threads,
             step_seconds=step_seconds(config),
             speeds=replace(world, workers=workers).factors,
             compute_jitter=world.step_jitter,

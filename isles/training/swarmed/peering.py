@@ -103,7 +103,7 @@ class SeatedPeer:
     ) -> None:
         self.config, self.folder, self.wish = entrance.config, entrance.folder, wish
         self.leaving, self.tell = leaving, tell
-        torch.set_num_threads(self.config.world.threads or 1)
+        torch.set_num_threads(self.config.world.start_threads)
         self._corpus: Corpus = load_corpus(self.config.data)
         self._run = self.number()
         self._there: set[int] = set()

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from isles.modes import torch_threads
+
 PROBE = 10
 
 
@@ -65,7 +67,8 @@ class Adaptive:
 
 def ranks_used(basis: Tensor, energy: float) -> int:
     """The smallest number of singular values of basis (n, r) that hold `energy` of their squares' sum; 0 of zeros."""
-    squares = torch.linalg.svdvals(basis.double()).square().cumsum(0)
+    with torch_threads(1):  # with more, which others may have, other bits
+        squares = torch.linalg.svdvals(basis.double()).square().cumsum(0)
     if not squares[-1] > 0:
         return 0
     return int((squares < energy * squares[-1]).sum()) + 1

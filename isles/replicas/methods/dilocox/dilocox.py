@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -119,16 +120,9 @@ def usual_width(shapes: Sequence[Sequence[int]]) -> int:
     sides: Counter[int] = Counter()
     for shape in shapes:
         if len(shape) > 1:
-            rows, columns = shape[0], _product(shape[1:])
+            rows, columns = shape[0], prod(shape[1:])
             sides[min(rows, columns)] += rows * columns
     return sides.most_common(1)[0][0] if sides else 1
-
-
-def _product(sizes: Sequence[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 class DiLoCoX(OuterSync):

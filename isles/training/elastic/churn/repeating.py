@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.gifts.giving import is_written
 from isles.comm.elastic.gifts.taking import GiftRequest, NotOffered
@@ -27,6 +25,7 @@ from isles.comm.virtual.cluster import VirtualCluster
 from isles.comm.virtual.scheduler import Scheduler
 from isles.comm.virtual.transport import VirtualTransport
 from isles.data import load_corpus
+from isles.modes import torch_threads
 from isles.replicas.parts.interfaces import Mixing
 from isles.training.config.sections import Config
 from isles.training.elastic.churn.script import RecordedLife, Script, script
@@ -75,14 +74,10 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
             finally:
                 worker.close()
 
-        before = torch.get_num_threads()
-        torch.set_num_threads(world.threads or 1)
-        try:
+        with torch_threads(world.start_threads):
             VirtualCluster(max(made.lives) + 1, links="lan", step_seconds=0.0, seed=config.run.seed).run(
                 work, before=open_all
             )
-        finally:
-            torch.set_num_threads(before)
         seats = sorted(results)
         models = {seat: Path(folder) / str(seat) / f"{MODEL}.safetensors" for seat in seats}
         if not models:
