@@ -36,13 +36,14 @@ class StepClock:
     @contextmanager
     def step(self, timeline: Timeline) -> Iterator[None]:
         """Around an inner step, or several that are counted as one. It does not wait for the GPU."""
-        self._began = self._mark() if self._queues else (self._transport.now(), self._transport.away_seconds)
+        began: Any = self._mark() if self._queues else (self._transport.now(), self._transport.away_seconds)
+        self._began = began
         yield
         if self._queues:
             self._steps.append((self._began, self._mark()))
         else:
             self.seconds = self.so_far()
-            timeline.step(self._began[0], self._transport.now())
+            timeline.step(began[0], self._transport.now())
         self._began = None
 
     def so_far(self) -> float:
