@@ -34,6 +34,7 @@ MESSAGES = 8_000
 """That are played of a split."""
 _FLOAT = 4
 _INSIDE, _FEWEST = 24_000, 4  # messages that are played where workers share stages, and steps of a round
+_EACH = 2_000  # of them, about, of all means that begin together
 _ISLANDS = 8  # workers that share a stage, at most
 
 Routing = Literal["fixed", "random"]
@@ -252,7 +253,13 @@ def _exchanges(asked: StagesJob, split: WorkerSplit, steps: int, *, every: int) 
     numbers, made = count(), []
     job, island = asked.job, split.stages * split.inner
     if split.inner > 1:
-        own = replace(job, parameters=job.parameters / split.stages, workers=split.inner, matrices=None)
+        own = replace(
+            job,
+            parameters=job.parameters / split.stages,
+            workers=split.inner,
+            matrices=None,
+            messages=_EACH * split.inner / job.workers,
+        )
         inside = gradients(own, form_of("none", own), 1, None).planned(steps)
         spread = _spreads(asked, split, range(every, steps + 1, every))
         for first in range(0, job.workers, split.inner):
@@ -260,7 +267,13 @@ def _exchanges(asked: StagesJob, split: WorkerSplit, steps: int, *, every: int) 
             made += [one._replace(channel="inner") for one in among(ranks, inside, numbers)]
             made += among(ranks, spread, numbers)
     if split.replicas > 1 and every <= steps:
-        outer = replace(job, parameters=job.parameters / island, workers=split.replicas, matrices=None)
+        outer = replace(
+            job,
+            parameters=job.parameters / island,
+            workers=split.replicas,
+            matrices=None,
+            messages=_EACH / island,
+        )
         course = asked.way.exchanges(
             outer, form_of(asked.way.codec, outer), every, lambda round: random_pairs(split.replicas, round)
         )

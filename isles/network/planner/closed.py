@@ -1,8 +1,8 @@
 """The exchanges of the library's methods from closed forms: what their `schedule` makes of a real model, without one.
 
 A test holds moments, groups and kinds of patterns equal to the library's, and bytes to half a percent from 2 million
-parameters on. Large models are cut more coarsely than there: segments of a mean, and ddp's buckets, which double in
-size from both ends of the backward pass towards its middle.
+parameters on. Large models are cut more coarsely than there where a round would have more messages than the job plays:
+segments of a mean; and ddp's buckets, which double in size from both ends of the backward pass towards its middle.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 
 from isles.network.planner.forms import PlannedForm
 from isles.network.planner.job import Job
+from isles.network.planner.memory import MOST_SEGMENTS, SEGMENT
 from isles.network.planner.planned import (
     BySize,
     Cross,
@@ -39,7 +40,7 @@ _HEADER, _LENGTH = 32, 8  # bytes beside a mean, and of the length of what is ra
 _FORWARD = 1 / 3
 _BUCKET = 8 * 25 * 2**20  # bits; ddp's bucket_megabytes = 25
 _FEW_BUCKETS = 32
-_SEGMENT, _MOST_SEGMENTS = 1 << 22, 4  # entries; of the library's up to 60
+_ROUNDS_OF_PAIRS = 8  # for one of all workers: who waits for whom changes from round to round
 _LAYERS = 3  # of a fragment, or half of a shorter model's: the streaming methods' defaults
 
 Pairs = Callable[[int], Groups]
@@ -63,7 +64,8 @@ for a usual one, in which the first two are a pair.
 def gradients(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Course:
     """ddp, dct-dp: bucket by bucket behind the backward pass."""
     groups, sizes = _everyone(job), buckets(32 * job.parameters)
-    patterns = [by_size(groups, partial(_gradient, form, share * job.parameters)) for share in sizes]
+    coarse = _coarse(job)
+    patterns = [by_size(groups, partial(_gradient, form, share * job.parameters, coarse=coarse)) for share in sizes]
     left = [(1 - _FORWARD) * sum(sizes[place + 1 :]) for place in range(len(sizes))]
 
     def planned(steps: int) -> list[PlannedExchange]:
@@ -88,10 +90,10 @@ def momentum(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Co
 
 def units(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Course:
     """ist, sampler = "rolling": in round r worker i holds the units from its own r-th on."""
-    groups, size = _everyone(job), job.workers
+    groups, size, coarse = _everyone(job), job.workers, _coarse(job)
     wide = max(round(job.known_matrices[3][1]), size)
     kept, unit = wide // size, 3 * 4 * job.parameters * job.mlp_share / wide
-    rest = by_size(groups, lambda n: _mean((1 - job.mlp_share) * job.parameters, 32, 1.0, n))
+    rest = by_size(groups, lambda n: _mean((1 - job.mlp_share) * job.parameters, 32, 1.0, n, coarse))
 
     def held(round: int) -> tuple[tuple[float, ...], ...]:
         full, part = divmod(round % wide, kept)
@@ -140,12 +142,12 @@ def swaps(
 def _in_rounds(
     job: Job, form: PlannedForm, every: int, groups: Pairs, *, late: bool, streams: bool, anchors: bool
 ) -> Course:
-    sizes = fragments(job) if streams else [job.parameters]
+    sizes, coarse = fragments(job) if streams else [job.parameters], _coarse(job)
     offsets = [round(index * every / len(sizes)) for index in range(len(sizes))]
 
     def pattern(index: int, what: str, round: int, groups: Groups) -> BySize:
         now = form.first if form.first is not None and round <= form.dense else form
-        return _sized(now, sizes[index], tuple(sorted({len(group) for group in groups})))
+        return _sized(now, sizes[index], tuple(sorted({len(group) for group in groups})), coarse)
 
     made = Rounds(
         fragments=len(sizes),
@@ -202,30 +204,43 @@ def parallel_bytes(parameters: int, workers: int, steps: int) -> float:
     return steps * (2 * (workers - 1) * 4 * parameters + workers * (workers - 1) * _HEADER) / workers
 
 
-def _gradient(form: PlannedForm, entries: float, size: int) -> MessagePattern:
+def _gradient(form: PlannedForm, entries: float, size: int, coarse: float) -> MessagePattern:
     if math.isinf(form.back):
         return Ragged(form.bits * entries / 8, _HEADER + _LENGTH)
-    return _means(form, entries, size)
+    return _means(form, entries, size, coarse)
 
 
 @lru_cache(maxsize=1024)
-def _sized(form: PlannedForm, entries: float, sizes: Sequence[int]) -> BySize:
-    return BySize(tuple((size, _means(form, entries, size)) for size in sizes if size > 1))
+def _sized(form: PlannedForm, entries: float, sizes: Sequence[int], coarse: float) -> BySize:
+    return BySize(tuple((size, _means(form, entries, size, coarse)) for size in sizes if size > 1))
 
 
-def _means(form: PlannedForm, entries: float, size: int) -> MessagePattern:
-    first, *second = (_mean(entries, bits, form.back, size) for bits in form.phases)
-    beside = (_mean(entries, form.beside, form.back, size),) if form.beside else ()
-    return Then((first, *beside), second[0]) if second else first
+def _means(form: PlannedForm, entries: float, size: int, coarse: float) -> MessagePattern:
+    shares = form.entries or (1.0,) * (len(form.phases) + 1)  # of the entries, those that travel in each phase
+    made = [
+        _mean(share * entries, bits / share if share else 0.0, form.back, size, coarse)
+        for share, bits in zip(shares, (*form.phases, form.beside), strict=False)
+    ]
+    if len(form.phases) == 1:
+        return made[0]
+    return Then((made[0], *(made[2:] if form.beside else ())), made[1])
 
 
-def _mean(entries: float, bits: float, back: float, size: int) -> Mean:
-    """bits: of an entry that is sent."""
-    count = min(max(math.ceil(entries / _SEGMENT), 1), _MOST_SEGMENTS)
+def _mean(entries: float, bits: float, back: float, size: int, coarse: float) -> Mean:
+    """entries: of the buffer. bits: of an entry that is sent."""
+    most = entries / ((size - 1) * coarse * (_ROUNDS_OF_PAIRS if size == 2 else 1))
+    count = min(math.ceil(min(entries / SEGMENT, most)) or 1, MOST_SEGMENTS)
     nbytes = entries / count * bits / 8
     gathers = size <= 1 + back
     there = None if gathers else (nbytes / size,) * size
     return Mean((Segment(there, (nbytes if gathers else nbytes * back / size,) * size),) * count, _HEADER)
+
+
+def _coarse(job: Job) -> float:
+    """Entries of a segment where a round of the whole model has as many messages as the job plays, for each other
+    member of a group: a segment is one message to each of them there, and one back.
+    """
+    return 2 * job.workers * job.parameters / job.messages
 
 
 def fragments(job: Job) -> list[float]:
