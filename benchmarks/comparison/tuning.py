@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.comparison.cases import Case, tuned_settings
+from benchmarks.comparison.cases import ROWS, Case, tuned_settings
 from benchmarks.comparison.runs import Printed, append
 from isles.cli.several.study import Study, Terms
 from isles.data import load_corpus
@@ -65,7 +65,8 @@ def _tune(case: Case, out: Path, file: Path, trials: int, progress: JobProgress)
     folder = out / "tuning" / "-".join(case.key)
     text = _training_text(case.base.data, folder.parent / "text.txt")
     config = replace(case.base, data=replace(case.base.data, path=str(text)))
-    study = Study(Terms(config=config, at="tokens", seed=SEED, trials=trials), folder)
+    terms = Terms(config=config, at="tokens", seed=SEED, trials=trials)
+    study = Study(terms if ROWS[case.key[1]].searched else replace(terms, over=terms.inner), folder)
 
     def train(number: int, one: Config, place: Path, look: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         return launch(one, place, look, lambda notice: None)
