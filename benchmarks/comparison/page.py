@@ -88,7 +88,7 @@ def _methods(part: str, methods: Methods, asked: Asked) -> str:
             f"library. Seeds {', '.join(map(str, seeds))}: mean and 95 % interval (Student's t), nats a token;",
             "*behind* and *ahead*: seed by seed. Within a seed all rows have the same first weights and the same data.",
         ),
-        table(heads, [_row(row, methods, len(seeds)) for row in ordered]),
+        f"<!-- job: {part} regime, tuned -->\n" + table(heads, [_row(row, methods, len(seeds)) for row in ordered]),
         paragraph(
             "*validation loss*: of the one model of the run; of `none`, workers that never talk, the mean of their",
             f"own{mean}. *memory*: bytes a parameter of a worker at its fullest (weights, gradients, inner optimizer, method;",
