@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isles.replicas import METHODS
-from isles.report.comparison import ALONE
+from isles.report.comparison import ALONE, NEVER
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -19,7 +19,8 @@ Said = tuple[str, str, str]
 
 
 def losses(text: str) -> Iterator[Said]:
-    """Of the tables of methods that have a column of losses. The line above such a table names its job in a comment,
+    """Of the tables of methods that have a column of losses, but for workers that never talk, which have two. The line
+    above such a table names its job in a comment,
     `<!-- job: ... -->`; without one its job is "".
     """
     before, job, column = "", "", -1
@@ -30,9 +31,9 @@ def losses(text: str) -> Iterator[Said]:
             job = named[1] if named else ""
             column = next((place for place, head in enumerate(cells) if re.search(r"\bloss\b", head)), -1)
         elif line.startswith("|") and 0 < column < len(cells):
-            method = re.search(r"`([\w-]+)`", cells[0])
+            method = re.fullmatch(r"(?:\*[^*]+\* \()?`([\w-]+)`\)?(?: \(.*\))?", cells[0])
             loss = NUMBER.search(cells[column])
-            if method and loss and method[1] in {*METHODS, ALONE}:
+            if method and loss and method[1] in {*METHODS, ALONE} - {NEVER}:
                 yield job, method[1], loss[0]
         before = line
 
