@@ -1,6 +1,8 @@
 """Settings of every row by one budget each, on another seed and on text that no judged run is judged by.
 
-    settings.jsonl    {"key", "settings", "loss", "trials", "saved", "seed"}      a line a search that has ended
+    settings.jsonl    {"key", "settings", "loss", "trials", "saved", "seed", "tried": [[settings, loss], ...]}
+
+A line a search that has ended; tried: the trials that came to their end.
 
 It is committed before a judged seed is touched: `committed` refuses otherwise.
 """
@@ -77,7 +79,8 @@ def _tune(case: Case, out: Path, file: Path, trials: int, progress: JobProgress)
         return  # another process is at it, and writes the line
     best = complete(told)[0]
     record = {"key": case.key, "settings": best["settings"], "loss": best["loss"]}
-    append(file, record | {"trials": trials, "saved": round(saved(told), 4), "seed": SEED})
+    tried = [[one["settings"], round(one["loss"], 4)] for one in complete(told)]
+    append(file, record | {"trials": trials, "saved": round(saved(told), 4), "seed": SEED, "tried": tried})
     progress.end(f"{' '.join(case.key)}: {best['loss']:.4f}")
 
 
