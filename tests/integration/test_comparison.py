@@ -129,7 +129,7 @@ def test_claims_are_judged_at_their_margins_and_together() -> None:
 
 def test_rows_differ_in_nothing_but_what_they_say() -> None:
     """Within a seed all rows have one model, one text, one number of tokens; tuned ones, too."""
-    tuned = {("long", "ddp"): {"data.batch_size": 16, "inner.lr": 0.002}, ("long", "one-worker"): {"inner.lr": 0.001}}
+    tuned = {("long", "ddp"): {"data.batch_size": 8, "inner.lr": 0.002}, ("long", "one-worker"): {"inner.lr": 0.001}}
     cases = cases_of(PARTS, ["ddp", "noloco", "one-worker"], [3], {}, (), tuned)
     assert len({case.folder for case in cases}) == len(cases) == 2 * 3 + 2 * 3
     for part in PARTS:
@@ -138,7 +138,7 @@ def test_rows_differ_in_nothing_but_what_they_say() -> None:
         tokens = [one.run.steps * one.world.workers * one.data.batch_size for one in same]
         assert len(set(tokens)) == 1, part
     ddp, _, alone = [case.config for case in cases if case.key[0] == "long"]
-    assert (ddp.inner.lr, ddp.data.batch_size, ddp.run.steps, alone.inner.lr) == (0.002, 16, 750, 0.001)
+    assert (ddp.inner.lr, ddp.data.batch_size, ddp.run.steps, alone.inner.lr) == (0.002, 8, 750, 0.001)
     ladder = {case.key[2]: case.config.run.steps for case in cases if case.key[:2] == ("ladder", "ddp")}
     assert ladder == {"0.03M": round(20 * 34976 / 4096), "0.12M": round(20 * 123200 / 4096)}
 
@@ -147,7 +147,7 @@ def test_a_tuned_batch_is_paid_for_and_methods_run_as_they_are_meant() -> None:
     """Twice the batch, half the steps: as many tokens, so as many seconds of computing as 1B. `sparta` sends at every
     step in every regime; rows at a paper's settings have them whatever was tuned.
     """
-    tuned = {("long", "ddp"): {"data.batch_size": 16}, ("long", "noloco-50"): {"inner.lr": 0.001}}
+    tuned = {("long", "ddp"): {"data.batch_size": 8}, ("long", "noloco-50"): {"inner.lr": 0.001}}
     cases = cases_of(("long",), ["ddp", "sparta", "noloco-50", "one-worker"], [0], {}, (), tuned)
     by = {case.key[1]: case for case in cases}
     assert [by[name].priced_as for name in ("ddp", "one-worker")] == ["1B, H100, 262144", "1B, H100, 131072"]
