@@ -2,7 +2,7 @@
 
 A test holds moments, groups and kinds of patterns equal to the library's, and bytes to half a percent from 2 million
 parameters on. Large models are cut more coarsely than there where a round would have more messages than the job plays:
-segments of a mean; and ddp's buckets, which double in size from both ends of the backward pass towards its middle.
+segments of a mean; and ddp's buckets, which grow from both ends of the backward pass towards its middle.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import islice
 
 from isles.network.planner.forms import PlannedForm
 from isles.network.planner.job import Job
@@ -38,9 +39,9 @@ OVERLAP = 1
 """Steps; the streaming methods' overlap_steps."""
 _HEADER, _LENGTH = 32, 8  # bytes beside a mean, and of the length of what is ragged
 _FORWARD = 1 / 3
-_BUCKET = 8 * 25 * 2**20  # bits; ddp's bucket_megabytes = 25
+_BUCKET = 25 * 2**18  # entries of 4 bytes; ddp's bucket_megabytes = 25
 _FEW_BUCKETS = 32
-_ROUNDS_OF_PAIRS = 8  # for one of all workers: who waits for whom changes from round to round
+_ROUNDS_OF_PAIRS = 4  # for one of all workers: who waits for whom changes from round to round
 _LAYERS = 3  # of a fragment, or half of a shorter model's: the streaming methods' defaults
 
 Pairs = Callable[[int], Groups]
@@ -63,10 +64,13 @@ for a usual one, in which the first two are a pair.
 
 def gradients(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Course:
     """ddp, dct-dp: bucket by bucket behind the backward pass."""
-    groups, sizes = _everyone(job), buckets(32 * job.parameters)
-    coarse = _coarse(job)
-    patterns = [by_size(groups, partial(_gradient, form, share * job.parameters, coarse=coarse)) for share in sizes]
-    left = [(1 - _FORWARD) * sum(sizes[place + 1 :]) for place in range(len(sizes))]
+    groups, taken = _everyone(job), buckets(job)
+    alone, sizes = max(_coarse(job), SEGMENT / (job.workers - 1)), [sum(ones) for ones in taken]
+    patterns = [  # those that are taken for one go side by side: together as many segments as one of them has
+        by_size(groups, partial(_gradient, form, entries, coarse=len(ones) * alone))
+        for ones, entries in zip(taken, sizes, strict=True)
+    ]
+    left = [(1 - _FORWARD) * sum(sizes[place + 1 :]) / sum(sizes) for place in range(len(sizes))]
 
     def planned(steps: int) -> list[PlannedExchange]:
         return [
@@ -118,7 +122,7 @@ def units(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Cours
                 )
                 made.append(PlannedExchange(at, at, 2 * place, what, groups, moved, 2 * round + place))
             made.insert(-1, PlannedExchange(at, at, 1, "average", groups, rest, 2 * round))
-        return made
+        return [[entries] for entries in made]
 
     return Course(Rhythm(0, every), planned)
 
@@ -142,7 +146,8 @@ def swaps(
 def _in_rounds(
     job: Job, form: PlannedForm, every: int, groups: Pairs, *, late: bool, streams: bool, anchors: bool
 ) -> Course:
-    sizes, coarse = fragments(job) if streams else [job.parameters], _coarse(job)
+    sizes = fragments(job) if streams else [job.parameters]
+    coarse = _coarse(job) * (1 if groups(1) == _everyone(job) else _ROUNDS_OF_PAIRS)
     offsets = [round(index * every / len(sizes)) for index in range(len(sizes))]
 
     def pattern(index: int, what: str, round: int, groups: Groups) -> BySize:
@@ -186,17 +191,28 @@ def _everyone(job: Job) -> Groups:
     return (tuple(range(job.workers)),)
 
 
-def buckets(bits: float) -> list[float]:
-    """Shares of the parameters."""
-    count = math.ceil(bits / _BUCKET)
-    if count <= _FEW_BUCKETS:
-        return [1 / count] * count
-    sizes, left = [], count
+def buckets(job: Job) -> list[list[float]]:
+    """Entries of each, in the order of the backward pass: whole tensors, a large one by itself; the embedding is last.
+    Of many, some are taken for one.
+    """
+    blocks, others = job.known_matrices[:4], job.known_matrices[4:]
+    block = [rows * columns for rows, columns, count in blocks for _ in range(round(count / job.layers))]
+    ends = [rows * columns for rows, columns, count in others for _ in range(round(count))]
+    tensors, made = [*ends[1:], *block[::-1] * job.layers, *ends[:1]], [0.0]
+    tensors[-1] += max(job.parameters - sum(tensors), 0.0)
+    for entries in tensors:
+        if made[-1] and made[-1] + entries > _BUCKET:
+            made.append(0.0)
+        made[-1] += entries
+    if len(made) <= _FEW_BUCKETS:
+        return [[entries] for entries in made]
+    counts, left = [], len(made)
     while left > 0:
-        each = min(2 ** (len(sizes) // 2), (left + 1) // 2)
-        sizes += [each, left - each] if left <= 2 * each else [each, each]
+        each = min(2 ** (len(counts) // 4), (left + 1) // 2)
+        counts += [each, left - each] if left <= 2 * each else [each, each]
         left -= 2 * each
-    return [each / count for each in (*sizes[::2], *reversed(sizes[1::2])) if each]
+    rest = iter(made)
+    return [list(islice(rest, each)) for each in (*counts[::2], *reversed(counts[1::2])) if each]
 
 
 def parallel_bytes(parameters: int, workers: int, steps: int) -> float:
@@ -228,8 +244,8 @@ def _means(form: PlannedForm, entries: float, size: int, coarse: float) -> Messa
 
 def _mean(entries: float, bits: float, back: float, size: int, coarse: float) -> Mean:
     """entries: of the buffer. bits: of an entry that is sent."""
-    most = entries / ((size - 1) * coarse * (_ROUNDS_OF_PAIRS if size == 2 else 1))
-    count = min(math.ceil(min(entries / SEGMENT, most)) or 1, MOST_SEGMENTS)
+    played = entries / ((size - 1) * coarse)
+    count = min(math.ceil(min(entries / SEGMENT, played)) or 1, MOST_SEGMENTS)
     nbytes = entries / count * bits / 8
     gathers = size <= 1 + back
     there = None if gathers else (nbytes / size,) * size

@@ -30,7 +30,7 @@ class Job:
     step_tokens: float | None = None
     matrices: Matrices | None = None
     device_bytes: float | None = None
-    messages: float = 4_000
+    messages: float = 6_000
 
     @property
     def steps(self) -> int | None:
