@@ -55,7 +55,7 @@ def trials(out: Path) -> list[tuple[Any, ...]]:
     return [tuple(map(repr, one.values())) for one in read_tuning(out)["trials"]]
 
 
-def test_what_it_leaves(tuned: tuple[Path, Any]) -> None:
+def test_what_it_leaves(tuned: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The best as TOML that trains, a page, a table; trial 0 has the configuration's own settings."""
     out, done = tuned
     study = read_tuning(out)
@@ -72,6 +72,7 @@ def test_what_it_leaves(tuned: tuple[Path, Any]) -> None:
     assert row[1] == f"{best['loss']:.4f}"
     page = (out / "report.html").read_text()
     assert "History" in page and "Trials" in page and (out / "report.png").exists()
+    monkeypatch.setattr("isles.report.write_picture", lambda run: run)  # most of a second
     assert CliRunner().invoke(app, ["report", str(out)]).exit_code == 0 and (out / "report.html").read_text() == page
 
 
@@ -85,6 +86,7 @@ def test_stopped_and_resumed_it_is_the_same(tuned: tuple[Path, Any], monkeypatch
             os.kill(os.getpid(), signal.SIGINT)
 
     folder = tuned[0].parent
+    monkeypatch.setattr("isles.report.write_picture", lambda run: run)
     with monkeypatch.context() as patched:
         patched.setattr(Progress, "line", pressed)
         stopped = command(folder, "again")
