@@ -29,6 +29,7 @@ from isles.report.tuning import complete, read_tuning, saved
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.config.tokens import tokens_a_step
+from isles.training.running.run import launch
 from tests.training.runs import write_text
 
 pytest.importorskip("optuna", reason="needs the extra isles[tune]")
@@ -174,6 +175,19 @@ def test_pruning_saves_steps(tmp_path: Path) -> None:
     best = complete(told)[0]
     assert best["loss"] < told["trials"][0]["loss"] - 0.1 and abs(best["settings"]["inner.lr"] - 0.02) < 0.01
     assert set(told["importances"]) and best["steps"] == best["of"]
+
+
+def test_a_pruned_run_of_workers_that_never_talk_ends(tmp_path: Path) -> None:
+    """Each of them: none waits for the one that was told first."""
+    choices = Dimension(name="inner.lr", start=0.01, choices=[0.01, 0.5])
+    one = terms(4, method="none", **{"data.path": str(write_text(tmp_path / "text.txt")), "run.log_every": 1})
+    study = Study(replace(one, over=[choices]), tmp_path / "out")
+    study.work(lambda: False, lambda number, config, folder, look: launch(config, folder, look, lambda notice: None))
+    pruned = [one for one in study.told()["trials"] if one["state"] == "pruned"]
+    assert pruned
+    for one in pruned:
+        lines = (tmp_path / "out" / "trials" / str(one["index"]) / "metrics.jsonl").read_text().splitlines()
+        assert max(json.loads(line)["step"] for line in lines) <= one["steps"] + 1 < one["of"] // 2
 
 
 def work_alone(folder: Path) -> None:
