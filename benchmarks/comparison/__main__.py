@@ -5,7 +5,7 @@
     python -m benchmarks.comparison --block page --page docs/comparison.md
 
         [--parts long,ladder,short] [--rows LABEL,...] [--seeds 0,1,2,3,4] [--at-once 2] [--out runs/comparison]
-        [--records benchmarks/comparison] [--trials 10] [--set section.key=value]... [--quick]
+        [--records benchmarks/comparison] [--trials 8] [--set section.key=value]... [--quick]
 
 A block ends after its minutes, also in the middle of a run, and says what is left (exit 75); the same command goes on.
 What has a line is not made again, here or on another machine. `run` refuses settings that are not committed, and a seed

@@ -1,6 +1,6 @@
 """What is run: two regimes with every row, and a ladder of sizes, each with a configuration for every seed.
 
-    long     1,500 steps, 150 rounds of 10                      0.03M parameters
+    long     1,200 steps, 150 rounds of 8                       0.03M parameters
     ladder   20 tokens a parameter, five rows                   0.03M, 0.12M
     short    400 steps, 20 rounds of 20                         0.12M
 
@@ -82,9 +82,9 @@ AS, AS_TOKENS = "1B", 131_072
 SMALL: Settings = {"model.d_model": 32, "model.ffn": 96}
 REGIMES: dict[str, Settings] = {
     "long": {
-        "run.steps": 1500,
-        "inner.warmup_steps": 100,
-        "replicas.sync_every": 10,
+        "run.steps": 1200,
+        "inner.warmup_steps": 80,
+        "replicas.sync_every": 8,
         "data.batch_size": 4,
         "model.context": 64,
         **SMALL,

@@ -30,7 +30,7 @@ from isles.report.tuning import complete, saved
 from isles.training.config.sections import Config
 from isles.training.running.run import launch
 
-SEED, TRIALS = 1000, 10
+SEED, TRIALS = 1000, 8
 
 
 def tune_missing(cases: Sequence[Case], out: Path, file: Path, trials: int, at_once: int) -> None:

@@ -138,7 +138,7 @@ def test_rows_differ_in_nothing_but_what_they_say() -> None:
         tokens = [one.run.steps * one.world.workers * one.data.batch_size for one in same]
         assert len(set(tokens)) == 1, part
     ddp, _, alone = [case.config for case in cases if case.key[0] == "long"]
-    assert (ddp.inner.lr, ddp.data.batch_size, ddp.run.steps, alone.inner.lr) == (0.002, 8, 750, 0.001)
+    assert (ddp.inner.lr, ddp.data.batch_size, ddp.run.steps, alone.inner.lr) == (0.002, 8, 600, 0.001)
     ladder = {case.key[2]: case.config.run.steps for case in cases if case.key[:2] == ("ladder", "ddp")}
     assert ladder == {"0.03M": round(20 * 34976 / 4096), "0.12M": round(20 * 123200 / 4096)}
 
