@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import islice
 
 from isles.network.planner.forms import PlannedForm
 from isles.network.planner.job import Job
@@ -206,13 +205,11 @@ def buckets(job: Job) -> list[list[float]]:
         made[-1] += entries
     if len(made) <= _FEW_BUCKETS:
         return [[entries] for entries in made]
-    counts, left = [], len(made)
-    while left > 0:
-        each = min(2 ** (len(counts) // 4), (left + 1) // 2)
-        counts += [each, left - each] if left <= 2 * each else [each, each]
-        left -= 2 * each
-    rest = iter(made)
-    return [list(islice(rest, each)) for each in (*counts[::2], *reversed(counts[1::2])) if each]
+    front, back = list[list[float]](), list[list[float]]()
+    while made:
+        each = min(2 ** (len(front) // 2), (len(made) + 1) // 2)
+        front, back, made = [*front, made[:each]], [made[each:][-each:], *back], made[each:][:-each]
+    return [ones for ones in (*front, *back) if ones]
 
 
 def parallel_bytes(parameters: int, workers: int, steps: int) -> float:

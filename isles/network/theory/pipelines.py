@@ -66,12 +66,11 @@ DILOCOX_PARAMETERS, DILOCOX_TIMES = 107e9, 357
 """What the abstract says: the model, and how many times as fast as AllReduce over 1 Gbit/s."""
 DILOCOX_EVERY, DILOCOX_SMALLER = 125, 8
 """Ours: H, and how many times fewer bytes a round has than in half precision (int4, half of them left by the rank)."""
-_GIGABIT = 1e9
 
 
 def dilocox_times() -> dict[str, float]:
     """How many times as fast as AllReduce: DiLoCoX without compression, without overlap, and whole, which is set."""
-    whole = 2 * DILOCOX_PARAMETERS * 8 / _GIGABIT  # half precision, sent once and got once at a time: a pair's ring
+    whole = 2 * DILOCOX_PARAMETERS * 8 / 1e9  # half precision, sent once and got once at a time: a pair's ring
     computing = whole / (DILOCOX_TIMES - 1)  # of a step: all that is left of it where the exchange is hidden
     round_of = whole / DILOCOX_EVERY
     seconds = {
