@@ -119,7 +119,8 @@ def rows(found: Mapping[str, Outcome]) -> list[Row]:
 def table(found: Mapping[str, Outcome]) -> str:
     """For the page."""
     lines = [
-        "| | loss, nats/byte | rank, H | sent to other replicas | exposed, s of virtual s | tokens a virtual s | of the whole |",
+        "| | loss, nats/byte | rank, H | sent to other replicas | exposed, s of virtual s | tokens a virtual s "
+        "| of the whole |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, one in found.items():

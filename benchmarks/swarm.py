@@ -131,9 +131,7 @@ def share(policy: str, seed: int, hours: float, gift: float) -> tuple[float, int
 def table(gifts: Sequence[float], seeds: int, hours: float) -> tuple[str, list[Row]]:
     """The shares in percent for every policy and gift, as Markdown, and with the order that they must have."""
     lines = [
-        "| moves | "
-        + " | ".join(f"gift {gift:g} s: % of the best (least, most) | moves" for gift in gifts)
-        + " |",
+        "| moves | " + " | ".join(f"gift {gift:g} s: % of the best (least, most) | moves" for gift in gifts) + " |",
         "| --- |" + " ---: | ---: |" * len(gifts),
     ]
     means: dict[tuple[str, float], float] = {}

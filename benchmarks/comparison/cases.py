@@ -38,8 +38,8 @@ PARTS, FIRST = ("long", "ladder", "short"), ("long", "ladder")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A method with settings of its own. note: what to know about the row, in words. searched: whether the search has the
-    method's own settings, too, or the inner optimizer's and the batch alone.
+    """A method with settings of its own. note: what to know about the row, in words. searched: whether the search has
+    the method's own settings, too, or the inner optimizer's and the batch alone.
     """
 
     method: str
@@ -49,7 +49,9 @@ class Row:
 
 
 ROWS: dict[str, Row] = {name: Row(method=name) for name in METHODS if name not in ("fsdp", "custom")} | {
-    "sparta": Row(method="sparta", settings={"replicas.sync_every": 1}, note="a small part at every step, as it is meant"),
+    "sparta": Row(
+        method="sparta", settings={"replicas.sync_every": 1}, note="a small part at every step, as it is meant"
+    ),
     "diloco-islands": Row(
         method="diloco",
         settings={"world.inner": 2},

@@ -91,8 +91,8 @@ def _methods(part: str, methods: Methods, asked: Asked) -> str:
         f"<!-- job: {part} regime, tuned -->\n" + table(heads, [_row(row, methods, len(seeds)) for row in ordered]),
         paragraph(
             "*validation loss*: of the one model of the run; of `none`, workers that never talk, the mean of their",
-            f"own{mean}. *memory*: bytes a parameter of a worker at its fullest (weights, gradients, inner optimizer, method;",
-            f"no activations), from the dry run of the {REFERENCE.size} model.",
+            f"own{mean}. *memory*: bytes a parameter of a worker at its fullest (weights, gradients, inner optimizer,",
+            f"method; no activations), from the dry run of the {REFERENCE.size} model.",
         ),
         points(notes),
         f"![loss against bytes]({picture})" if picture else "",
@@ -116,7 +116,7 @@ def _row(row: Figures, methods: Methods, wanted: int) -> list[str]:
 
 
 def _clocks(methods: Methods) -> str:
-    """Losses at equal steps; hours as 1B, and losses at equal wall-clock: when the fastest row of all workers has ended;
+    """Losses at equal steps; hours as 1B, and losses when the fastest row of all workers has ended;
     and who is beaten by nobody.
     """
     rows = {label: row for label, row in methods.items() if label != ALONE}
@@ -130,13 +130,15 @@ def _clocks(methods: Methods) -> str:
             ends[links] = min(found)
             heads += [f"time, {words}", f"loss after {format_seconds(ends[links])}"]
     lines = [[f"`{label}`", *_clock(row, fewest, ends)] for label, row in rows.items()]
-    fronts = [f"over {words}: {named(front(rows.values(), links))}" for links, words in TOPOLOGIES.items() if links in ends]
+    fronts = [
+        f"over {words}: {named(front(rows.values(), links))}" for links, words in TOPOLOGIES.items() if links in ends
+    ]
     return joined(
         f"### Equal steps, and as {AS} equal wall-clock",
         paragraph(
-            "What a batch is worth was searched for each row, so steps differ at equal tokens. Time: what the run takes",
-            f"where messages and steps are those of {AS} on H100s (`--as {AS}`, {AS_TOKENS:,} tokens of a worker's step",
-            "before tuning). Losses before a run's end are read off between two of its validations, at a rate that still",
+            "The batch was searched for each row, so steps differ at equal tokens. Time: what the run takes",
+            f"where messages and steps are those of {AS} on H100s (`--as {AS}`, {AS_TOKENS:,} tokens of a step",
+            "before tuning). Losses before the end are read off between two validations, at a rate that still",
             "falls: they say less of a row that takes longer.",
         ),
         table(heads, lines),
@@ -149,7 +151,9 @@ def _clock(row: Figures, fewest: int, ends: Mapping[str, float]) -> list[str]:
     cells = [f"{steps:,}", loss(Spread.of(row.loss_after(fewest / steps)))]
     for links, seconds in ends.items():
         whole = row.priced("virtual_seconds", links)
-        cells += ["-", "-"] if whole is None else [format_seconds(whole), loss(Spread.of(row.loss_after(seconds / whole)))]
+        cells += (
+            ["-", "-"] if whole is None else [format_seconds(whole), loss(Spread.of(row.loss_after(seconds / whole)))]
+        )
     return cells
 
 
@@ -191,7 +195,8 @@ def _claims(judged: Sequence[Judged]) -> str:
         paragraph(
             "Claims with a margin in nats a token, chosen beforehand. The difference is the second's loss less the",
             "first's: mean and 95 % interval, seed by seed. p: of that difference from the margin, after Holm's",
-            f"correction over all claims of this page; at 0.05 or more the claim is *open*. {kept} of {len(judged)} hold.",
+            "correction over all claims of this page; at 0.05 or more the claim is *open*.",
+            f"{kept} of {len(judged)} hold.",
         ),
         table(["claim", "who says so", "difference", "p", "verdict"], rows, names=2),
     )

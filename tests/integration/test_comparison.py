@@ -158,7 +158,7 @@ def test_a_tuned_batch_is_paid_for_and_methods_run_as_they_are_meant() -> None:
 
 
 def test_the_front() -> None:
-    """Of loss, seconds and bytes: `b` is as good as `a` in two and worse in one; `c` and `d` each have the least of one."""
+    """Of loss, seconds and bytes: `b` is as good as `a` in two and worse in one; `c` and `d` have the least of one."""
     costs = {"a": (1.0, 10.0, 5.0), "b": (1.0, 10.0, 6.0), "c": (2.0, 4.0, 9.0), "d": (3.0, 30.0, 0.0)}
     rows = []
     for label, (loss, seconds, sent) in costs.items():

@@ -23,7 +23,7 @@ def test_a_hundredth_of_the_bytes_on_80_mbit_is_near_100_gbit(model) -> None:
 
 
 def test_dilocox_parts() -> None:
-    """The whole is set to the abstract's 357 times, so a step computes for a 356th of its dense exchange, 1712 s: 4.809 s.
+    """The whole is set to the abstract's 357 times: a step computes for a 356th of its dense exchange, 1712 s: 4.809 s.
     Without compression a step takes 1712 / 125 s, without overlap 4.809 + 1712 / 125 / 8.
     """
     found = dilocox_times()

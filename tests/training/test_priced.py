@@ -53,7 +53,11 @@ def agree(name: str, codec: str, size: str, network: str, steps: int, every: int
 @pytest.mark.parametrize(
     ("network", "name", "codec"),
     [
-        ("datacentres", "diloco", "int8"),  # over 30 ms each segment of a mean waits for its answer: their number counts
+        (
+            "datacentres",
+            "diloco",
+            "int8",
+        ),  # over 30 ms each segment of a mean waits for its answer: their number counts
         ("worldwide", "noloco", "none"),  # anchors that are late share lines with what pairs exchange next
         ("home-fibre", "streaming-noloco", "none"),
     ],

@@ -121,7 +121,7 @@ def units(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Cours
                 )
                 made.append(PlannedExchange(at, at, 2 * place, what, groups, moved, 2 * round + place))
             made.insert(-1, PlannedExchange(at, at, 1, "average", groups, rest, 2 * round))
-        return [[entries] for entries in made]
+        return made
 
     return Course(Rhythm(0, every), planned)
 

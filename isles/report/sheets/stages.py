@@ -78,9 +78,9 @@ def speedup() -> Sheet:
         table=Table(heads=["what", "times AllReduce"], rows=rows),
         data={"times": found},
         notes=[
-            f"The {given} times are no prediction but what a step's computing is set by: it hides its exchange, AllReduce "
+            f"The {given} times are no prediction: they set a step's computing, for it hides its exchange. AllReduce "
             "sends all of it after each step. The parts are predicted from that, by a ring of two over the line.",
-            f"Ours: H = {pipelines.DILOCOX_EVERY}, and a round has {pipelines.DILOCOX_SMALLER} times fewer bytes than in "
+            f"Ours: H = {pipelines.DILOCOX_EVERY}; a round has {pipelines.DILOCOX_SMALLER} times fewer bytes than in "
             "half precision.",
         ],
     )
