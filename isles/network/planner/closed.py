@@ -250,10 +250,10 @@ def _mean(entries: float, bits: float, back: float, size: int, coarse: float) ->
 
 
 def _coarse(job: Job) -> float:
-    """Entries of a segment where a round of the whole model has as many messages as the job plays, for each other
-    member of a group: a segment is one message to each of them there, and one back.
+    """Entries of a segment, for each other member of a group, where a round of the whole model has as many messages as
+    the job plays: one to each of them there, and one back. Of more than four workers fewer are played, for time.
     """
-    return 2 * job.workers * job.parameters / job.messages
+    return job.workers * max(job.workers, 4) * job.parameters / (2 * job.messages)
 
 
 def fragments(job: Job) -> list[float]:
