@@ -125,7 +125,8 @@ def table(found: Mapping[str, Outcome]) -> str:
     ]
     for name, one in found.items():
         lines.append(
-            f"| {name} | {one.loss:.3f} | {'-' if one.rank is None else f'{one.rank:.1f}'}, {one.every:.1f} "
+            f"| {name} | {one.loss:.3f} | {'-' if one.rank is None else f'{one.rank:.1f}'}, "
+            f"{f'{one.every:.1f}' if one.sent else '-'} "
             f"| {one.sent / 1e6:.2f} MB | {one.exposed:.2f} of {one.seconds:.1f} | {one.rate:,.0f} "
             f"| {one.rate / found['whole'].rate:.3g} |"
         )
