@@ -96,8 +96,8 @@ bench: $(STAMP)
 	[ -n "$$found" ] || echo "isles: no benchmarks here yet"; \
 	[ -z "$$failed" ] || { echo "isles: failed:$$failed" >&2; exit 1; }
 
-# Apart from `bench`: it takes hours, in blocks of 10 minutes each. What has a line in benchmarks/comparison/*.jsonl is not
-# run again; settings.jsonl is to be committed when it is whole, before the judged runs.
+# Apart from `bench`: about three hours on two idle cores, in blocks of 10 minutes each. What has a line in
+# benchmarks/comparison/*.jsonl is not run again; settings.jsonl is to be committed when it is whole, before the judged runs.
 comparison: $(STAMP)
 	$(BIN)/python -m benchmarks.comparison --block tune --minutes 10 --at-once 2
 	$(BIN)/python -m benchmarks.comparison --block run --minutes 10 --at-once 2

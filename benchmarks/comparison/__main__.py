@@ -4,8 +4,8 @@
     python -m benchmarks.comparison --block run [--minutes 20]    judged runs that are missing -> rows.jsonl; commit it
     python -m benchmarks.comparison --block page --page docs/comparison.md
 
-        [--parts short,long,ladder] [--rows LABEL,...] [--seeds 0,1,2,3,4] [--at-once 2] [--out runs/comparison]
-        [--records benchmarks/comparison] [--trials 12] [--set section.key=value]... [--quick]
+        [--parts long,ladder,short] [--rows LABEL,...] [--seeds 0,1,2,3,4] [--at-once 2] [--out runs/comparison]
+        [--records benchmarks/comparison] [--trials 8] [--set section.key=value]... [--quick]
 
 A block ends after its minutes, also in the middle of a run, and says what is left (exit 75); the same command goes on.
 What has a line is not made again, here or on another machine. `run` refuses settings that are not committed, and a seed
@@ -24,7 +24,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.comparison.cases import HERE, PARTS, QUICK, Case, cases_of, tuned_settings
+from benchmarks.comparison.cases import FIRST, HERE, PARTS, QUICK, REGIMES, Case, cases_of, tuned_settings
 from benchmarks.comparison.claims import Judged, judge
 from benchmarks.comparison.figures import collect
 from benchmarks.comparison.page import Asked, page
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.comparison", description="All methods on one job.")
     parser.add_argument("--block", choices=BLOCKS, default="page", help="what to do (default: the page)")
     parser.add_argument("--minutes", type=float, default=20.0, help="after which the block ends (default: 20)")
-    parser.add_argument("--parts", default=",".join(PARTS), help="short, long, ladder (default: all)")
+    parser.add_argument("--parts", default=",".join(FIRST), help=f"of {', '.join(PARTS)} (default: {', '.join(FIRST)})")
     parser.add_argument("--rows", help="separated by commas (default: all)")
     parser.add_argument("--seeds", help="judged ones, separated by commas (default: 0,1,2,3,4)")
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time, a process each (default: 1)")
@@ -87,11 +87,10 @@ def limited(minutes: float) -> Iterator[None]:
 
 def write(cases: Sequence[Case], rows: Path, target: Path, command: str) -> list[tuple[str, Judged]]:
     """The page and its pictures, from the lines that are there; what became of the claims, by part."""
-    found, pictures, judged = collect(cases, rows), dict[str, str](), list[tuple[str, Judged]]()
-    parts = {part: {key[1]: row for key, row in found.items() if key[0] == part} for part in ("short", "long")}
+    found, pictures = collect(cases, rows), dict[str, str]()
+    parts = {part: {key[1]: row for key, row in found.items() if key[0] == part} for part in REGIMES}
     ladder = {key[1:]: row for key, row in found.items() if key[0] == "ladder"}
-    for part, methods in parts.items():
-        judged += [(part, one) for one in judge(methods)]
+    judged = judge(parts)
     drawn = {f"bytes-{part}": bytes_picture(methods) for part, methods in parts.items() if methods}
     for name, png in {**drawn, "gap": gap_picture(ladder)}.items():
         if png:

@@ -1,8 +1,8 @@
 """What is run: two regimes with every row, and a ladder of sizes, each with a configuration for every seed.
 
-    short    400 steps, 20 rounds of 20                         0.12M parameters
-    long     1,500 steps, 150 rounds of 10                      0.03M
+    long     1,200 steps, 150 rounds of 8                       0.03M parameters
     ladder   20 tokens a parameter, five rows                   0.03M, 0.12M
+    short    400 steps, 20 rounds of 20                         0.12M
 
 Every row but for its settings is the embedded run: 4 workers, equal tokens. Settings are those of SETTINGS, which
 `tuning` finds on other seeds and other text. Losses do not depend on links: clocks are those of a model of 1B, priced
@@ -32,23 +32,42 @@ Settings = Mapping[str, Any]
 Key = tuple[str, ...]
 """(part, row), or (part, row, size)."""
 HERE = Path(__file__).parent
-PARTS = ("short", "long", "ladder")
+PARTS, FIRST = ("long", "ladder", "short"), ("long", "ladder")
+"""FIRST: those of a first pass, about three hours on two idle cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A method with settings of its own. note: what to know about the row, in words."""
+    """A method with settings of its own. note: what to know about the row, in words. searched: whether the search has
+    the method's own settings, too, or the inner optimizer's and the batch alone.
+    """
 
     method: str
     settings: Settings = field(default_factory=dict)
     note: str = ""
+    searched: bool = True
 
 
 ROWS: dict[str, Row] = {name: Row(method=name) for name in METHODS if name not in ("fsdp", "custom")} | {
+    "sparta": Row(
+        method="sparta", settings={"replicas.sync_every": 1}, note="a small part at every step, as it is meant"
+    ),
     "diloco-islands": Row(
         method="diloco",
         settings={"world.inner": 2},
         note="two islands of two workers, `ddp` inside an island over a local network, `diloco` across them",
+    ),
+    "diloco-100": Row(
+        method="diloco",
+        settings={"replicas.sync_every": 100, "replicas.outer_lr": 0.7, "replicas.outer_momentum": 0.3},
+        note="as NoLoCo's paper (arXiv 2506.10911) runs DiLoCo: H = 100, outer 0.7/0.3, not searched",
+        searched=False,
+    ),
+    "noloco-50": Row(
+        method="noloco",
+        settings={"replicas.sync_every": 50, "replicas.outer_lr": 0.7, "replicas.outer_momentum": 0.5},
+        note="as NoLoCo's paper runs it: H = 50, outer 0.7/0.5, not searched",
+        searched=False,
     ),
     ALONE: Row(method=NEVER, note="reads the tokens of all, in as many more steps of its own batch"),
 }
@@ -60,11 +79,19 @@ TOPOLOGIES = {
     "worldwide": "volunteers worldwide",
 }
 """Preset of `world.links`, in words."""
-AS = "1B"
+AS, AS_TOKENS = "1B", 131_072
+"""What runs are priced as: a size, and tokens of a worker's step before the batch is tuned."""
 SMALL: Settings = {"model.d_model": 32, "model.ffn": 96}
 REGIMES: dict[str, Settings] = {
+    "long": {
+        "run.steps": 1200,
+        "inner.warmup_steps": 80,
+        "replicas.sync_every": 8,
+        "data.batch_size": 4,
+        "model.context": 64,
+        **SMALL,
+    },
     "short": {"run.steps": 400, "inner.warmup_steps": 40},
-    "long": {"run.steps": 1500, "inner.warmup_steps": 100, "replicas.sync_every": 10, **SMALL},
 }
 LADDER_ROWS = ("ddp", "diloco", "noloco", "streaming-diloco", ALONE)
 SIZES: dict[str, Settings] = {"0.03M": SMALL, "0.12M": {}}
@@ -105,6 +132,11 @@ class Case:
         """For people."""
         return f"{' '.join(self.key)}, seed {self.seed}"
 
+    @property
+    def priced_as(self) -> str:
+        """For `priced`: a step is paid for by its tokens, so at equal tokens a batch costs nothing."""
+        return f"{AS}, H100, {round(AS_TOKENS * self.config.world.step_seconds / self.base.world.step_seconds)}"
+
 
 def tuned_settings(file: Path) -> dict[Key, Settings]:
     """Of a file of `tuning`."""
@@ -126,8 +158,9 @@ def cases_of(
     for label in labels or ():
         if label not in ROWS:
             raise ValueError(unknown_name("row", label, ROWS))
-    keys = [(part, label) for part in parts if part in REGIMES for label in ROWS]
-    keys += [("ladder", label, size) for size in SIZES for label in LADDER_ROWS if "ladder" in parts]
+    regimes: dict[str, list[Key]] = {part: [(part, label) for label in ROWS] for part in REGIMES}
+    regimes["ladder"] = [("ladder", label, size) for size in SIZES for label in LADDER_ROWS]
+    keys = [key for part in parts for key in regimes[part]]
     keys = [key for key in keys if labels is None or key[1] in labels]
     return [_case(key, seed, over, words, (tuned or {}).get(key, {})) for seed in seeds for key in keys]
 

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks.comparison.cases import ROWS
 from benchmarks.comparison.figures import Figures, differences
+from isles.report.comparison import ALONE, NEVER
 from isles.report.paired import Paired, holm, paired
 
 
@@ -58,7 +60,9 @@ CLAIMS = (
     Claim("ddp", "demo", 0.05, _OURS + ": at toy size DeMo trails AdamW"),
     Claim("ddp", "dct-dp", 0.0, _OURS),
     Claim("ddp", "ist", 0.05, _OURS + ": a subnet does not see what the others' units do"),
-    *(Claim(name, "none", 0.0, _OURS) for name in ("diloco", "noloco", "eager", "dilocox", "sparta", "demo", "ist")),
+    Claim("noloco-50", "diloco-100", 0.0, "NoLoCo, table 2, most rows"),
+    Claim(ALONE, "ddp", 0.0, _OURS + ": as many tokens in more steps"),
+    *(Claim(name, NEVER, 0.0, _OURS) for name in ROWS if name not in (NEVER, ALONE)),
 )
 
 
@@ -78,13 +82,18 @@ class Judged:
         return "holds" if self.found.mean > 0 else "does not hold"
 
 
-def judge(rows: Mapping[str, Figures]) -> list[Judged]:
-    """Every claim about rows that are asked for."""
-    claims = [claim for claim in CLAIMS if claim.better in rows and claim.worse in rows]
-    found = [differences(rows[claim.worse], rows[claim.better]) for claim in claims]
+def judge(parts: Mapping[str, Mapping[str, Figures]]) -> list[tuple[str, Judged]]:
+    """Every claim about rows that are asked for, in each part; p is corrected for all of them together."""
+    claims = [
+        (part, claim) for part, rows in parts.items() for claim in CLAIMS if {claim.better, claim.worse} <= rows.keys()
+    ]
+    found = [differences(parts[part][claim.worse], parts[part][claim.better]) for part, claim in claims]
     tests = [
         paired([one - claim.margin for one in values.values()]) if len(values) > 1 else None
-        for claim, values in zip(claims, found, strict=True)
+        for (_, claim), values in zip(claims, found, strict=True)
     ]
     ps = iter(holm([test.p for test in tests if test is not None]))
-    return [Judged(claim, test, 1.0 if test is None else next(ps)) for claim, test in zip(claims, tests, strict=True)]
+    return [
+        (part, Judged(claim, test, 1.0 if test is None else next(ps)))
+        for (part, claim), test in zip(claims, tests, strict=True)
+    ]

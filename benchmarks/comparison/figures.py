@@ -66,15 +66,14 @@ class Figures:
         found = self.values(name)
         return Spread.of(found.values()) if found else None
 
-    def seconds(self, links: str) -> float | None:
-        """Of the whole run, priced over these."""
-        found = [one["prices"][links]["virtual_seconds"] for one in self.rows.values() if links in one["prices"]]
+    def priced(self, name: str, links: str) -> float | None:
+        """Of the whole run, priced over these: "virtual_seconds", "priced_bytes_per_worker"."""
+        found = [one["prices"][links][name] for one in self.rows.values() if links in one["prices"]]
         return mean(found) if found else None
 
-    def loss_after(self, links: str, seconds: float) -> list[float]:
-        """Of each seed, so long after the start, priced over `links`; of one that has ended what it ended with."""
-        whole = self.seconds(links)
-        return [] if whole is None else [_at(one["validation"], seconds / whole) for one in self.rows.values()]
+    def loss_after(self, share: float) -> list[float]:
+        """Of each seed, after a share of its steps; of one that has ended what it ended with."""
+        return [_at(one["validation"], share) for one in self.rows.values()]
 
     @cached_property
     def memory(self) -> float:
@@ -117,3 +116,16 @@ def behind(row: Figures, reference: Figures) -> Paired | None:
     """How far a row is behind another; None: fewer than two seeds have both."""
     found = list(differences(row, reference).values())
     return paired(found) if len(found) > 1 else None
+
+
+def front(rows: Iterable[Figures], links: str) -> list[str]:
+    """The rows that no other one beats: none has at most their loss, hours and bytes as priced over `links`, and less
+    of one.
+    """
+    named = ("virtual_seconds", "priced_bytes_per_worker")
+    costs = {row.label: (mean(row.loss.values()), *(row.priced(one, links) or 0.0 for one in named)) for row in rows}
+    return [
+        label
+        for label, own in costs.items()
+        if not any(other != own and all(x <= y for x, y in zip(other, own, strict=True)) for other in costs.values())
+    ]

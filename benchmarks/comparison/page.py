@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.comparison.cases import AS, ROWS, TOPOLOGIES, Key
+from benchmarks.comparison.cases import AS, AS_TOKENS, ROWS, TOPOLOGIES, Key
 from benchmarks.comparison.claims import Judged
-from benchmarks.comparison.figures import REFERENCE, Figures, Spread, behind
+from benchmarks.comparison.figures import REFERENCE, Figures, Spread, behind, front
 from benchmarks.comparison.sweep_page import ladder_section
 from benchmarks.comparison.text import gap, interval, joined, loss, named, paragraph, points, table
 from benchmarks.comparison.words import WHY
@@ -76,6 +76,8 @@ def _methods(part: str, methods: Methods, asked: Asked) -> str:
     heads += ["of `ddp`'s", "memory"]
     ordered = sorted(methods.values(), key=lambda row: Spread.of(row.loss.values()).mean)
     notes = [f"`{label}`: {ROWS[label].note}." for label in methods if ROWS[label].note]
+    never = methods.get(NEVER)
+    mean = "" if never is None else f"; the mean of their weights has {loss(never.spread('val_loss'))}"
     picture = asked.pictures.get(f"bytes-{part}", "")
     return joined(
         f"## The {part} regime, at equal tokens",
@@ -86,11 +88,11 @@ def _methods(part: str, methods: Methods, asked: Asked) -> str:
             f"library. Seeds {', '.join(map(str, seeds))}: mean and 95 % interval (Student's t), nats a token;",
             "*behind* and *ahead*: seed by seed. Within a seed all rows have the same first weights and the same data.",
         ),
-        table(heads, [_row(row, methods, len(seeds)) for row in ordered]),
+        f"<!-- job: {part} regime, tuned -->\n" + table(heads, [_row(row, methods, len(seeds)) for row in ordered]),
         paragraph(
             "*validation loss*: of the one model of the run; of `none`, workers that never talk, the mean of their",
-            "own. *memory*: bytes a parameter of a worker at its fullest (weights, gradients, inner optimizer, method;",
-            f"no activations), from the dry run of the {REFERENCE.size} model.",
+            f"own{mean}. *memory*: bytes a parameter of a worker at its fullest (weights, gradients, inner optimizer,",
+            f"method; no activations), from the dry run of the {REFERENCE.size} model.",
         ),
         points(notes),
         f"![loss against bytes]({picture})" if picture else "",
@@ -114,30 +116,44 @@ def _row(row: Figures, methods: Methods, wanted: int) -> list[str]:
 
 
 def _clocks(methods: Methods) -> str:
-    """Hours as 1B, and losses at equal wall-clock: when the fastest row of all workers has ended."""
-    heads, ends = ["row"], dict[str, float]()
+    """Losses at equal steps; hours as 1B, and losses when the fastest row of all workers has ended;
+    and who is beaten by nobody.
+    """
     rows = {label: row for label, row in methods.items() if label != ALONE}
+    if not rows:
+        return ""
+    fewest = min(case.config.run.steps for row in rows.values() for case in row.cases.values())
+    heads, ends = ["row", "steps", f"loss after {fewest:,} steps"], dict[str, float]()
     for links, words in TOPOLOGIES.items():
-        found = [seconds for row in rows.values() if (seconds := row.seconds(links)) is not None]
+        found = [seconds for row in rows.values() if (seconds := row.priced("virtual_seconds", links)) is not None]
         if found:
             ends[links] = min(found)
             heads += [f"time, {words}", f"loss after {format_seconds(ends[links])}"]
-    lines = [[f"`{label}`", *_clock(row, ends)] for label, row in rows.items()]
+    lines = [[f"`{label}`", *_clock(row, fewest, ends)] for label, row in rows.items()]
+    fronts = [
+        f"over {words}: {named(front(rows.values(), links))}" for links, words in TOPOLOGIES.items() if links in ends
+    ]
     return joined(
-        f"### As {AS}: equal wall-clock",
+        f"### Equal steps, and as {AS} equal wall-clock",
         paragraph(
-            f"What the run takes where messages and steps are those of {AS} on H100s (`--as {AS}`), and the validation",
-            "loss when the fastest row has ended, read off between two validations of a run whose rate still falls.",
+            "The batch was searched for each row, so steps differ at equal tokens. Time: what the run takes",
+            f"where messages and steps are those of {AS} on H100s (`--as {AS}`, {AS_TOKENS:,} tokens of a step",
+            "before tuning). Losses before the end are read off between two validations, at a rate that still",
+            "falls: they say less of a row that takes longer.",
         ),
         table(heads, lines),
+        paragraph("Beaten by no other row in loss, hours and bytes at once (Pareto):", "; ".join(fronts) + "."),
     )
 
 
-def _clock(row: Figures, ends: Mapping[str, float]) -> list[str]:
-    cells = []
+def _clock(row: Figures, fewest: int, ends: Mapping[str, float]) -> list[str]:
+    steps = next(iter(row.cases.values())).config.run.steps
+    cells = [f"{steps:,}", loss(Spread.of(row.loss_after(fewest / steps)))]
     for links, seconds in ends.items():
-        whole, losses = row.seconds(links), row.loss_after(links, seconds)
-        cells += ["-" if whole is None else format_seconds(whole), loss(Spread.of(losses)) if losses else "-"]
+        whole = row.priced("virtual_seconds", links)
+        cells += (
+            ["-", "-"] if whole is None else [format_seconds(whole), loss(Spread.of(row.loss_after(seconds / whole)))]
+        )
     return cells
 
 
@@ -179,7 +195,8 @@ def _claims(judged: Sequence[Judged]) -> str:
         paragraph(
             "Claims with a margin in nats a token, chosen beforehand. The difference is the second's loss less the",
             "first's: mean and 95 % interval, seed by seed. p: of that difference from the margin, after Holm's",
-            f"correction over all claims; at 0.05 or more the claim is *open*. {kept} of {len(judged)} hold.",
+            "correction over all claims of this page; at 0.05 or more the claim is *open*.",
+            f"{kept} of {len(judged)} hold.",
         ),
         table(["claim", "who says so", "difference", "p", "verdict"], rows, names=2),
     )

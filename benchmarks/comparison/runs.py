@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparison.cases import AS, TOPOLOGIES, Case, Key
+from benchmarks.comparison.cases import TOPOLOGIES, Case, Key
 from isles.experts.jobs import JobProgress
 from isles.experts.tasks import ExpertTask, carry_out
 from isles.report.paired import never_talks
@@ -102,7 +102,7 @@ def _prices(case: Case, rows: Path) -> dict[str, Any]:
     for (key, _), one in finished(rows).items():
         if key == case.key:
             return one["prices"]
-    return {links: priced(case.config, AS, links) for links in TOPOLOGIES}
+    return {links: priced(case.config, case.priced_as, links) for links in TOPOLOGIES}
 
 
 def _same(case: Case, folder: Path) -> bool:

@@ -1,6 +1,8 @@
 """Settings of every row by one budget each, on another seed and on text that no judged run is judged by.
 
-    settings.jsonl    {"key", "settings", "loss", "trials", "saved", "seed"}      a line a search that has ended
+    settings.jsonl    {"key", "settings", "loss", "trials", "saved", "seed", "tried": [[settings, loss], ...]}
+
+A line a search that has ended; tried: the trials that came to their end.
 
 It is committed before a judged seed is touched: `committed` refuses otherwise.
 """
@@ -16,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.comparison.cases import Case, tuned_settings
+from benchmarks.comparison.cases import ROWS, Case, tuned_settings
 from benchmarks.comparison.runs import Printed, append
 from isles.cli.several.study import Study, Terms
 from isles.data import load_corpus
@@ -28,7 +30,7 @@ from isles.report.tuning import complete, saved
 from isles.training.config.sections import Config
 from isles.training.running.run import launch
 
-SEED, TRIALS = 1000, 12
+SEED, TRIALS = 1000, 8
 
 
 def tune_missing(cases: Sequence[Case], out: Path, file: Path, trials: int, at_once: int) -> None:
@@ -65,7 +67,8 @@ def _tune(case: Case, out: Path, file: Path, trials: int, progress: JobProgress)
     folder = out / "tuning" / "-".join(case.key)
     text = _training_text(case.base.data, folder.parent / "text.txt")
     config = replace(case.base, data=replace(case.base.data, path=str(text)))
-    study = Study(Terms(config=config, at="tokens", seed=SEED, trials=trials), folder)
+    terms = Terms(config=config, at="tokens", seed=SEED, trials=trials)
+    study = Study(terms if ROWS[case.key[1]].searched else replace(terms, over=terms.inner), folder)
 
     def train(number: int, one: Config, place: Path, look: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         return launch(one, place, look, lambda notice: None)
@@ -76,7 +79,8 @@ def _tune(case: Case, out: Path, file: Path, trials: int, progress: JobProgress)
         return  # another process is at it, and writes the line
     best = complete(told)[0]
     record = {"key": case.key, "settings": best["settings"], "loss": best["loss"]}
-    append(file, record | {"trials": trials, "saved": round(saved(told), 4), "seed": SEED})
+    tried = [[one["settings"], round(one["loss"], 4)] for one in complete(told)]
+    append(file, record | {"trials": trials, "saved": round(saved(told), 4), "seed": SEED, "tried": tried})
     progress.end(f"{' '.join(case.key)}: {best['loss']:.4f}")
 
 

@@ -34,6 +34,7 @@ MESSAGES = 8_000
 """That are played of a split."""
 _FLOAT = 4
 _INSIDE, _FEWEST = 24_000, 4  # messages that are played where workers share stages, and steps of a round
+_EACH = 2_000  # of them, about, of all means that begin together
 _ISLANDS = 8  # workers that share a stage, at most
 
 Routing = Literal["fixed", "random"]
@@ -248,11 +249,17 @@ class _Routes:
         return self.home and self.stages > 1
 
 
+def _part(job: Job, pieces: int, workers: int) -> Job:
+    """One of so many, of the workers that hold it."""
+    each = job.parameters / pieces
+    return replace(job, parameters=each, workers=workers, matrices=None, messages=_EACH * workers / job.workers)
+
+
 def _exchanges(asked: StagesJob, split: WorkerSplit, steps: int, *, every: int) -> list[PlannedExchange]:
     numbers, made = count(), []
     job, island = asked.job, split.stages * split.inner
     if split.inner > 1:
-        own = replace(job, parameters=job.parameters / split.stages, workers=split.inner, matrices=None)
+        own = _part(job, split.stages, split.inner)
         inside = gradients(own, form_of("none", own), 1, None).planned(steps)
         spread = _spreads(asked, split, range(every, steps + 1, every))
         for first in range(0, job.workers, split.inner):
@@ -260,7 +267,7 @@ def _exchanges(asked: StagesJob, split: WorkerSplit, steps: int, *, every: int) 
             made += [one._replace(channel="inner") for one in among(ranks, inside, numbers)]
             made += among(ranks, spread, numbers)
     if split.replicas > 1 and every <= steps:
-        outer = replace(job, parameters=job.parameters / island, workers=split.replicas, matrices=None)
+        outer = _part(job, island, split.replicas)
         course = asked.way.exchanges(
             outer, form_of(asked.way.codec, outer), every, lambda round: random_pairs(split.replicas, round)
         )
@@ -284,7 +291,7 @@ def _opening(asked: StagesJob, split: WorkerSplit) -> list[PlannedExchange]:
     if split.replicas == 1:
         return []
     job, island, numbers = asked.job, split.stages * split.inner, count()
-    own = replace(job, parameters=job.parameters / island, workers=split.replicas, matrices=None)
+    own = _part(job, island, split.replicas)
     found = [among(range(place, job.workers, island), opening(own), numbers) for place in range(island)]
     return [one for place in found for one in place]
 

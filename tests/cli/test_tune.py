@@ -20,15 +20,16 @@ from typer.testing import CliRunner
 import isles
 from isles.cli import app
 from isles.cli.progress import Progress
-from isles.cli.several.rows import quick
+from isles.cli.several.rows import quick, read_beside, rows_of
 from isles.cli.several.study import Study, Terms
-from isles.cli.several.terms import applied
+from isles.cli.several.terms import applied, tuned_in
 from isles.replicas.methods.diloco import DiLoCoConfig
 from isles.replicas.space import MOMENTUM, STEP, Dimension, settings_of
 from isles.report.tuning import complete, read_tuning, saved
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.config.tokens import tokens_a_step
+from isles.training.running.run import launch
 from tests.training.runs import write_text
 
 pytest.importorskip("optuna", reason="needs the extra isles[tune]")
@@ -55,7 +56,7 @@ def trials(out: Path) -> list[tuple[Any, ...]]:
     return [tuple(map(repr, one.values())) for one in read_tuning(out)["trials"]]
 
 
-def test_what_it_leaves(tuned: tuple[Path, Any]) -> None:
+def test_what_it_leaves(tuned: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The best as TOML that trains, a page, a table; trial 0 has the configuration's own settings."""
     out, done = tuned
     study = read_tuning(out)
@@ -72,6 +73,7 @@ def test_what_it_leaves(tuned: tuple[Path, Any]) -> None:
     assert row[1] == f"{best['loss']:.4f}"
     page = (out / "report.html").read_text()
     assert "History" in page and "Trials" in page and (out / "report.png").exists()
+    monkeypatch.setattr("isles.report.write_picture", lambda run: run)  # most of a second
     assert CliRunner().invoke(app, ["report", str(out)]).exit_code == 0 and (out / "report.html").read_text() == page
 
 
@@ -85,6 +87,7 @@ def test_stopped_and_resumed_it_is_the_same(tuned: tuple[Path, Any], monkeypatch
             os.kill(os.getpid(), signal.SIGINT)
 
     folder = tuned[0].parent
+    monkeypatch.setattr("isles.report.write_picture", lambda run: run)
     with monkeypatch.context() as patched:
         patched.setattr(Progress, "line", pressed)
         stopped = command(folder, "again")
@@ -97,40 +100,37 @@ def test_stopped_and_resumed_it_is_the_same(tuned: tuple[Path, Any], monkeypatch
     assert isinstance(other.exception, ValueError) and "holds a search with another at" in str(other.exception)
 
 
-def test_a_comparison_takes_what_was_tuned(tuned: tuple[Path, Any]) -> None:
+def test_a_comparison_takes_what_was_tuned(tuned: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Each row the best settings of its own search, for as many tokens; those that are given stand over them; what has
-    none is said. Real runs, as --quick makes them.
+    none is said.
     """
     folder = tuned[0].parent
-    (folder / "studies").mkdir()
-    (folder / "studies" / "diloco").symlink_to(tuned[0])
-    lone = folder / "studies" / "one-worker"
-    lone.mkdir()
+    studies, lone = folder / "studies", folder / "studies" / "one-worker"
+    lone.mkdir(parents=True)
+    (studies / "diloco").symlink_to(tuned[0])
     other = {"state": "complete", "loss": 1.0, "settings": {"inner.lr": 0.03, "data.batch_size": 4}}
-    text = "[model]\nlayers = 3\n"
-    (lone / "tune.json").write_text(json.dumps({"trials": [other], "config": text}))
-    words = ["--set", f"data.path={folder / 'text.txt'}", "--methods", "diloco,diloco@inner.lr=0.5", "--seeds", "3"]
-    words += ["--tuned", str(folder / "studies"), "--out", str(folder / "compared")]
-    done = CliRunner().invoke(app, ["compare", "--quick", *words])
-    assert done.exit_code == 0, done.output
-    assert "holds no search: none\n" in done.stderr
-    assert [line for line in done.stderr.splitlines() if "another" in line] == [
-        f"note: {lone} was tuned on another model"
-    ]
+    (lone / "tune.json").write_text(json.dumps({"trials": [other], "config": "[model]\nlayers = 3\n"}))
+    words, rows = [f"data.path={folder / 'text.txt'}"], rows_of("diloco,diloco@inner.lr=0.5")
+    before = read_beside(None, rows, [3], quick(), words)
+    found = tuned_in(studies, {label.split("@")[0]: one for (label, _), one in before.items()})
+    made = {label: one for (label, _), one in read_beside(None, rows, [3], quick(), words, found).items()}
+    said = capsys.readouterr().err
+    assert "holds no search: none\n" in said
+    assert [line for line in said.splitlines() if "another" in line] == [f"note: {lone} was tuned on another model"]
     best = complete(read_tuning(tuned[0]))[0]["settings"]
-    made = {
-        name: read_config(str(folder / "compared" / f"{name}-3" / "config.toml"), {}, [])
-        for name in ("diloco", "diloco@inner.lr=0.5", "none", "one-worker")
-    }
     for name, rate in (("diloco", best["inner.lr"]), ("diloco@inner.lr=0.5", 0.5)):
         one = made[name]
-        found = {key: getattr(getattr(one, key.split(".")[0]), key.split(".")[1]) for key in best}
-        assert found == {**best, "inner.lr": rate}
+        held = {key: getattr(getattr(one, key.split(".")[0]), key.split(".")[1]) for key in best}
+        assert held == {**best, "inner.lr": rate}
     assert (made["none"].inner.lr, made["none"].data.batch_size) == (0.01, 2)
     assert (made["one-worker"].inner.lr, made["one-worker"].run.steps) == (0.03, 12)  # twice the batch of 24 steps
     tokens = [one.run.steps * tokens_a_step(one, one.replicas_in_all) for one in made.values()]
     assert max(tokens) - min(tokens) <= 4 * 16 * 2  # less than a step
-    nobody = CliRunner().invoke(app, ["compare", "--quick", *words[:6], "--tuned", str(folder / "compared")])
+    flags = ["--methods", "diloco", "--seeds", "3", "--dry-run", "--set", words[0], "--tuned"]
+    done = CliRunner().invoke(app, ["compare", "--quick", *flags, str(studies)])
+    steps = {line.split()[0]: line.split()[3] for line in done.stdout.splitlines() if line.split()[:1]}
+    assert steps["one-worker"] == "12" and steps["diloco"] == str(made["diloco"].run.steps)
+    nobody = CliRunner().invoke(app, ["compare", "--quick", *flags, str(folder)])
     assert isinstance(nobody.exception, ValueError) and "make one with isles tune" in str(nobody.exception)
 
 
@@ -175,6 +175,19 @@ def test_pruning_saves_steps(tmp_path: Path) -> None:
     best = complete(told)[0]
     assert best["loss"] < told["trials"][0]["loss"] - 0.1 and abs(best["settings"]["inner.lr"] - 0.02) < 0.01
     assert set(told["importances"]) and best["steps"] == best["of"]
+
+
+def test_a_pruned_run_of_workers_that_never_talk_ends(tmp_path: Path) -> None:
+    """Each of them: none waits for the one that was told first."""
+    choices = Dimension(name="inner.lr", start=0.01, choices=[0.01, 0.5])
+    one = terms(4, method="none", **{"data.path": str(write_text(tmp_path / "text.txt")), "run.log_every": 1})
+    study = Study(replace(one, over=[choices]), tmp_path / "out")
+    study.work(lambda: False, lambda number, config, folder, look: launch(config, folder, look, lambda notice: None))
+    pruned = [one for one in study.told()["trials"] if one["state"] == "pruned"]
+    assert pruned
+    for one in pruned:
+        lines = (tmp_path / "out" / "trials" / str(one["index"]) / "metrics.jsonl").read_text().splitlines()
+        assert max(json.loads(line)["step"] for line in lines) <= one["steps"] + 1 < one["of"] // 2
 
 
 def work_alone(folder: Path) -> None:

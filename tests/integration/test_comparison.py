@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from benchmarks.comparison.__main__ import LEFT, main
-from benchmarks.comparison.cases import PARTS, cases_of
+from benchmarks.comparison.cases import PARTS, ROWS, cases_of
 from benchmarks.comparison.claims import Claim, Judged, judge
-from benchmarks.comparison.figures import Figures
+from benchmarks.comparison.figures import Figures, front
 from isles.report.paired import Paired
 
 QUICK = ("--quick", "--parts", "short", "--rows", "none,ddp,one-worker", "--trials", "2")
@@ -119,15 +119,17 @@ def test_claims_are_judged_at_their_margins_and_together() -> None:
         "localsgd": figures("localsgd", [1.11, 1.19, 1.3, 1.4]),
         "diloco": figures("diloco", [1.01, 1.13, 1.21, 1.33]),
     }
-    one, other, third = judge(rows)
+    found = judge({"long": rows, "short": {"ddp": rows["ddp"], "diloco": rows["diloco"]}})
+    assert [part for part, _ in found] == ["long"] * 3 + ["short"]
+    one, other, third = [judged for part, judged in found if part == "long"]
     assert (one.claim.worse, one.verdict, other.verdict, third.verdict) == ("localsgd", "holds", "open", "holds")
     assert one.found is not None and one.found.mean == pytest.approx(0.05)
-    assert one.p > one.found.p  # three claims
+    assert one.p == pytest.approx(min(1.0, 4 * one.found.p))  # the least of four claims, of all parts
 
 
 def test_rows_differ_in_nothing_but_what_they_say() -> None:
     """Within a seed all rows have one model, one text, one number of tokens; tuned ones, too."""
-    tuned = {("long", "ddp"): {"data.batch_size": 16, "inner.lr": 0.002}, ("long", "one-worker"): {"inner.lr": 0.001}}
+    tuned = {("long", "ddp"): {"data.batch_size": 8, "inner.lr": 0.002}, ("long", "one-worker"): {"inner.lr": 0.001}}
     cases = cases_of(PARTS, ["ddp", "noloco", "one-worker"], [3], {}, (), tuned)
     assert len({case.folder for case in cases}) == len(cases) == 2 * 3 + 2 * 3
     for part in PARTS:
@@ -136,6 +138,30 @@ def test_rows_differ_in_nothing_but_what_they_say() -> None:
         tokens = [one.run.steps * one.world.workers * one.data.batch_size for one in same]
         assert len(set(tokens)) == 1, part
     ddp, _, alone = [case.config for case in cases if case.key[0] == "long"]
-    assert (ddp.inner.lr, ddp.data.batch_size, ddp.run.steps, alone.inner.lr) == (0.002, 16, 750, 0.001)
+    assert (ddp.inner.lr, ddp.data.batch_size, ddp.run.steps, alone.inner.lr) == (0.002, 8, 600, 0.001)
     ladder = {case.key[2]: case.config.run.steps for case in cases if case.key[:2] == ("ladder", "ddp")}
     assert ladder == {"0.03M": round(20 * 34976 / 4096), "0.12M": round(20 * 123200 / 4096)}
+
+
+def test_a_tuned_batch_is_paid_for_and_methods_run_as_they_are_meant() -> None:
+    """Twice the batch, half the steps: as many tokens, so as many seconds of computing as 1B. `sparta` sends at every
+    step in every regime; rows at a paper's settings have them whatever was tuned.
+    """
+    tuned = {("long", "ddp"): {"data.batch_size": 8}, ("long", "noloco-50"): {"inner.lr": 0.001}}
+    cases = cases_of(("long",), ["ddp", "sparta", "noloco-50", "one-worker"], [0], {}, (), tuned)
+    by = {case.key[1]: case for case in cases}
+    assert [by[name].priced_as for name in ("ddp", "one-worker")] == ["1B, H100, 262144", "1B, H100, 131072"]
+    sparta, paper = by["sparta"].config.replicas, by["noloco-50"].config.replicas
+    assert sparta.sync_every == 1  # type: ignore[attr-defined]
+    assert (paper.sync_every, paper.outer_lr, paper.outer_momentum) == (50, 0.7, 0.5)  # type: ignore[attr-defined]
+    assert not ROWS["noloco-50"].searched and by["noloco-50"].config.inner.lr == 0.001
+
+
+def test_the_front() -> None:
+    """Of loss, seconds and bytes: `b` is as good as `a` in two and worse in one; `c` and `d` have the least of one."""
+    costs = {"a": (1.0, 10.0, 5.0), "b": (1.0, 10.0, 6.0), "c": (2.0, 4.0, 9.0), "d": (3.0, 30.0, 0.0)}
+    rows = []
+    for label, (loss, seconds, sent) in costs.items():
+        price = {"lan": {"virtual_seconds": seconds, "priced_bytes_per_worker": sent}}
+        rows.append(Figures(("long", label), {}, {0: {"summary": {"val_loss": loss}, "prices": price}}))
+    assert front(rows, "lan") == ["a", "c", "d"]

@@ -50,14 +50,24 @@ def agree(name: str, codec: str, size: str, network: str, steps: int, every: int
     assert found["priced_bytes_per_worker"] == pytest.approx(sent, rel=0.01), (name, codec, network)
 
 
-@pytest.mark.parametrize("network", ["home-fibre", "datacentres"])
-def test_seconds_and_bytes_are_those_of_isles_plan(network: str) -> None:
-    for name, codec in (("diloco", "int8"), ("noloco", "none"), ("streaming-diloco", "fp4"), ("eager", "none")):
-        agree(name, codec, "35M", network, 20, 10)
+@pytest.mark.parametrize(
+    ("network", "name", "codec"),
+    [
+        (
+            "datacentres",
+            "diloco",
+            "int8",
+        ),  # over 30 ms each segment of a mean waits for its answer: their number counts
+        ("worldwide", "noloco", "none"),  # anchors that are late share lines with what pairs exchange next
+        ("home-fibre", "streaming-noloco", "none"),
+    ],
+)
+def test_seconds_and_bytes_are_those_of_isles_plan(network: str, name: str, codec: str) -> None:
+    agree(name, codec, "1B", network, 60, 20)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("network", ["home-fibre", "worldwide"])
+@pytest.mark.parametrize("network", ["datacentres", "home-fibre", "worldwide"])
 @pytest.mark.parametrize(
     ("name", "codec"),
     [
@@ -73,8 +83,6 @@ def test_seconds_and_bytes_are_those_of_isles_plan(network: str) -> None:
     ],
 )
 def test_as_1b(name: str, codec: str, network: str) -> None:
-    if network == "worldwide" and "noloco" in name:
-        pytest.skip("1.1 to 1.7 % apart in so short a run")
     agree(name, codec, "1B", network, 8 if name == "ddp" else 60, 20)
 
 
@@ -88,10 +96,11 @@ def trained(folder: Path, name: str, *more: str) -> tuple[dict[str, Any], str]:
     return json.loads((folder / name / "summary.json").read_text()), done.stdout
 
 
-def test_a_run_priced_as_itself(tmp_path: Path) -> None:
+def test_a_run_priced_as_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own model and step: its own clock, from the first step to the last one. As a larger one: the losses and bytes
     of the run, the clock of the other; the title says so, on every page.
     """
+    monkeypatch.setattr("isles.report.write_picture", lambda run: run)  # 0.3 s each
     (own, _), (longer, _) = (trained(tmp_path, name, "--steps", name) for name in ("4", "8"))
     same = [priced(read_config(str(tmp_path / name / "config.toml"), {}, []), "0.12M, 100ms") for name in ("4", "8")]
     more = same[1]["virtual_seconds"] - same[0]["virtual_seconds"]  # before the first step and after the last are alike

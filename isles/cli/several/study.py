@@ -174,10 +174,12 @@ class Study:
 
     def _try(self, trial: optuna.Trial, train: Train) -> None:
         index, folder = trial.user_attrs["index"], self.out / "trials" / str(trial.user_attrs["index"])
-        steps, final, seen = 0, None, dict[int, list[float | None]]()
+        steps, final, behind, seen = 0, None, False, dict[int, list[float | None]]()
 
         def look(line: dict[str, Any]) -> None:
-            nonlocal steps
+            nonlocal steps, behind
+            if behind:  # workers that never talk do not hear of each other's end
+                raise _Pruned
             steps, every = line["step"], config.run.validate_every
             at = seen.setdefault(steps, [])
             at.append(line.get("val_loss"))
@@ -186,7 +188,8 @@ class Study:
             if losses := [loss for loss in at if loss is not None]:
                 loss = math.fsum(losses) / len(losses)
                 trial.report(loss, steps // every)
-                if not math.isfinite(loss) or self._is_behind(loss, steps // every):
+                behind = not math.isfinite(loss) or self._is_behind(loss, steps // every)
+                if behind:
                     raise _Pruned
 
         try:

@@ -1,8 +1,8 @@
 """The exchanges of the library's methods from closed forms: what their `schedule` makes of a real model, without one.
 
 A test holds moments, groups and kinds of patterns equal to the library's, and bytes to half a percent from 2 million
-parameters on. Large models are cut more coarsely than there: segments of a mean, and ddp's buckets, which double in
-size from both ends of the backward pass towards its middle.
+parameters on. Large models are cut more coarsely than there where a round would have more messages than the job plays:
+segments of a mean; and ddp's buckets, which grow from both ends of the backward pass towards its middle.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 
 from isles.network.planner.forms import PlannedForm
 from isles.network.planner.job import Job
+from isles.network.planner.memory import MOST_SEGMENTS, SEGMENT
 from isles.network.planner.planned import (
     BySize,
     Cross,
@@ -37,9 +38,9 @@ OVERLAP = 1
 """Steps; the streaming methods' overlap_steps."""
 _HEADER, _LENGTH = 32, 8  # bytes beside a mean, and of the length of what is ragged
 _FORWARD = 1 / 3
-_BUCKET = 8 * 25 * 2**20  # bits; ddp's bucket_megabytes = 25
+_BUCKET = 25 * 2**18  # entries of 4 bytes; ddp's bucket_megabytes = 25
 _FEW_BUCKETS = 32
-_SEGMENT, _MOST_SEGMENTS = 1 << 22, 4  # entries; of the library's up to 60
+_ROUNDS_OF_PAIRS = 4  # for one of all workers: who waits for whom changes from round to round
 _LAYERS = 3  # of a fragment, or half of a shorter model's: the streaming methods' defaults
 
 Pairs = Callable[[int], Groups]
@@ -62,9 +63,13 @@ for a usual one, in which the first two are a pair.
 
 def gradients(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Course:
     """ddp, dct-dp: bucket by bucket behind the backward pass."""
-    groups, sizes = _everyone(job), buckets(32 * job.parameters)
-    patterns = [by_size(groups, partial(_gradient, form, share * job.parameters)) for share in sizes]
-    left = [(1 - _FORWARD) * sum(sizes[place + 1 :]) for place in range(len(sizes))]
+    groups, taken = _everyone(job), buckets(job)
+    alone, sizes = max(_coarse(job), SEGMENT / (job.workers - 1)), [sum(ones) for ones in taken]
+    patterns = [  # those that are taken for one go side by side: together as many segments as one of them has
+        by_size(groups, partial(_gradient, form, entries, coarse=len(ones) * alone))
+        for ones, entries in zip(taken, sizes, strict=True)
+    ]
+    left = [(1 - _FORWARD) * sum(sizes[place + 1 :]) / sum(sizes) for place in range(len(sizes))]
 
     def planned(steps: int) -> list[PlannedExchange]:
         return [
@@ -88,10 +93,10 @@ def momentum(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Co
 
 def units(job: Job, form: PlannedForm, every: int, pairs: Pairs | None) -> Course:
     """ist, sampler = "rolling": in round r worker i holds the units from its own r-th on."""
-    groups, size = _everyone(job), job.workers
+    groups, size, coarse = _everyone(job), job.workers, _coarse(job)
     wide = max(round(job.known_matrices[3][1]), size)
     kept, unit = wide // size, 3 * 4 * job.parameters * job.mlp_share / wide
-    rest = by_size(groups, lambda n: _mean((1 - job.mlp_share) * job.parameters, 32, 1.0, n))
+    rest = by_size(groups, lambda n: _mean((1 - job.mlp_share) * job.parameters, 32, 1.0, n, coarse))
 
     def held(round: int) -> tuple[tuple[float, ...], ...]:
         full, part = divmod(round % wide, kept)
@@ -141,11 +146,12 @@ def _in_rounds(
     job: Job, form: PlannedForm, every: int, groups: Pairs, *, late: bool, streams: bool, anchors: bool
 ) -> Course:
     sizes = fragments(job) if streams else [job.parameters]
+    coarse = _coarse(job) * (1 if groups(1) == _everyone(job) else _ROUNDS_OF_PAIRS)
     offsets = [round(index * every / len(sizes)) for index in range(len(sizes))]
 
     def pattern(index: int, what: str, round: int, groups: Groups) -> BySize:
         now = form.first if form.first is not None and round <= form.dense else form
-        return _sized(now, sizes[index], tuple(sorted({len(group) for group in groups})))
+        return _sized(now, sizes[index], tuple(sorted({len(group) for group in groups})), coarse)
 
     made = Rounds(
         fragments=len(sizes),
@@ -184,17 +190,26 @@ def _everyone(job: Job) -> Groups:
     return (tuple(range(job.workers)),)
 
 
-def buckets(bits: float) -> list[float]:
-    """Shares of the parameters."""
-    count = math.ceil(bits / _BUCKET)
-    if count <= _FEW_BUCKETS:
-        return [1 / count] * count
-    sizes, left = [], count
-    while left > 0:
-        each = min(2 ** (len(sizes) // 2), (left + 1) // 2)
-        sizes += [each, left - each] if left <= 2 * each else [each, each]
-        left -= 2 * each
-    return [each / count for each in (*sizes[::2], *reversed(sizes[1::2])) if each]
+def buckets(job: Job) -> list[list[float]]:
+    """Entries of each, in the order of the backward pass: whole tensors, a large one by itself; the embedding is last.
+    Of many, some are taken for one.
+    """
+    blocks, others = job.known_matrices[:4], job.known_matrices[4:]
+    block = [rows * columns for rows, columns, count in blocks for _ in range(round(count / job.layers))]
+    ends = [rows * columns for rows, columns, count in others for _ in range(round(count))]
+    tensors, made = [*ends[1:], *block[::-1] * job.layers, *ends[:1]], [0.0]
+    tensors[-1] += max(job.parameters - sum(tensors), 0.0)
+    for entries in tensors:
+        if made[-1] and made[-1] + entries > _BUCKET:
+            made.append(0.0)
+        made[-1] += entries
+    if len(made) <= _FEW_BUCKETS:
+        return [[entries] for entries in made]
+    front, back = list[list[float]](), list[list[float]]()
+    while made:
+        each = min(2 ** (len(front) // 2), (len(made) + 1) // 2)
+        front, back, made = [*front, made[:each]], [made[each:][-each:], *back], made[each:][:-each]
+    return [ones for ones in (*front, *back) if ones]
 
 
 def parallel_bytes(parameters: int, workers: int, steps: int) -> float:
@@ -202,30 +217,43 @@ def parallel_bytes(parameters: int, workers: int, steps: int) -> float:
     return steps * (2 * (workers - 1) * 4 * parameters + workers * (workers - 1) * _HEADER) / workers
 
 
-def _gradient(form: PlannedForm, entries: float, size: int) -> MessagePattern:
+def _gradient(form: PlannedForm, entries: float, size: int, coarse: float) -> MessagePattern:
     if math.isinf(form.back):
         return Ragged(form.bits * entries / 8, _HEADER + _LENGTH)
-    return _means(form, entries, size)
+    return _means(form, entries, size, coarse)
 
 
 @lru_cache(maxsize=1024)
-def _sized(form: PlannedForm, entries: float, sizes: Sequence[int]) -> BySize:
-    return BySize(tuple((size, _means(form, entries, size)) for size in sizes if size > 1))
+def _sized(form: PlannedForm, entries: float, sizes: Sequence[int], coarse: float) -> BySize:
+    return BySize(tuple((size, _means(form, entries, size, coarse)) for size in sizes if size > 1))
 
 
-def _means(form: PlannedForm, entries: float, size: int) -> MessagePattern:
-    first, *second = (_mean(entries, bits, form.back, size) for bits in form.phases)
-    beside = (_mean(entries, form.beside, form.back, size),) if form.beside else ()
-    return Then((first, *beside), second[0]) if second else first
+def _means(form: PlannedForm, entries: float, size: int, coarse: float) -> MessagePattern:
+    shares = form.entries or (1.0,) * (len(form.phases) + 1)  # of the entries, those that travel in each phase
+    made = [
+        _mean(share * entries, bits / share if share else 0.0, form.back, size, coarse)
+        for share, bits in zip(shares, (*form.phases, form.beside), strict=False)
+    ]
+    if len(form.phases) == 1:
+        return made[0]
+    return Then((made[0], *(made[2:] if form.beside else ())), made[1])
 
 
-def _mean(entries: float, bits: float, back: float, size: int) -> Mean:
-    """bits: of an entry that is sent."""
-    count = min(max(math.ceil(entries / _SEGMENT), 1), _MOST_SEGMENTS)
+def _mean(entries: float, bits: float, back: float, size: int, coarse: float) -> Mean:
+    """entries: of the buffer. bits: of an entry that is sent."""
+    played = entries / ((size - 1) * coarse)
+    count = min(math.ceil(min(entries / SEGMENT, played)) or 1, MOST_SEGMENTS)
     nbytes = entries / count * bits / 8
     gathers = size <= 1 + back
     there = None if gathers else (nbytes / size,) * size
     return Mean((Segment(there, (nbytes if gathers else nbytes * back / size,) * size),) * count, _HEADER)
+
+
+def _coarse(job: Job) -> float:
+    """Entries of a segment, for each other member of a group, where a round of the whole model has as many messages as
+    the job plays: one to each of them there, and one back. Of more than four workers fewer are played, for time.
+    """
+    return job.workers * max(job.workers, 4) * job.parameters / (2 * job.messages)
 
 
 def fragments(job: Job) -> list[float]:

@@ -17,7 +17,8 @@ Matrices = tuple[tuple[float, float, int], ...]
 class Job:
     """What is to be trained. layers: of the decoder. step_seconds: of one inner step of computing. tokens: of the whole
     run, and of one step of all workers; None: not asked for. matrices: of the model; None: `usual_matrices`.
-    device_bytes: memory of a worker's GPU; None: not known.
+    device_bytes: memory of a worker's GPU; None: not known. messages: of a round, about, that a replay plays: where the
+    library has more, its buffers are cut more coarsely.
     """
 
     parameters: float
@@ -29,6 +30,7 @@ class Job:
     step_tokens: float | None = None
     matrices: Matrices | None = None
     device_bytes: float | None = None
+    messages: float = 6_000
 
     @property
     def steps(self) -> int | None:

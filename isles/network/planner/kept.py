@@ -36,7 +36,7 @@ def _outer(
 
 def gradients(job: Job, form: PlannedForm, lossless: bool, *, feedback: bool = False) -> list[Held]:
     """ddp: buckets, and the means of each."""
-    sizes = [share * job.parameters for share in buckets(32 * job.parameters)]
+    sizes = [entries for ones in buckets(job) for entries in ones]
     residual = ("error feedback", "error feedback of the step") if feedback else ()
     held = [Held(what, _vector(job), "always") for what in ("gradient buckets", *residual)]
     held += [Held("bases of the factors", int(form.kept * job.parameters), "always")] if form.kept else []

@@ -40,7 +40,7 @@ EVERY = (10, 20, 30, 50, 100, 200, 300, 500)
 """Rounds that are tried, in inner steps."""
 MOST_REPLAYED = 16
 """Workers."""
-_MESSAGES = 4_000  # that are played of a plan
+_MESSAGES = 6_000  # that are played of a plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

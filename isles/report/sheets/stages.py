@@ -13,36 +13,27 @@ from isles.pipeline.planning import StagesJob, WorkerSplit, planned
 from isles.report.panels import Table
 from isles.report.sheet import Sheet
 
-_PRINTED = {  # SWARM's table of utilisation, per cent, by round trip and width; None: what the abstract says is met
-    0.0: (18.0, 32.1, 82.1),
-    0.010: (11.8, 28.9, 79.3),
-    0.050: (4.88, 20.1, 70.3),
-    0.100: (2.78, 14.9, 60.2),
-    0.200: (1.53, 10.1, 48.5),
-}
-_WIDTHS = (768, 4096, 12_288)
+_WIDTHS, _ROUND_TRIPS = (768, 4096, 12_288), (0.0, 0.010, 0.050, 0.100, 0.200)
 
 
 def square_cube() -> Sheet:
     """Utilisation of a stage a device, by width and round trip."""
     rows, data = [], []
-    for round_trip, printed in _PRINTED.items():
+    for round_trip in _ROUND_TRIPS:
         ours = [100 * pipelines.stage_utilisation(width, round_trip) for width in _WIDTHS]
-        cells = [f"{own:.3g} ({paper:g})" for own, paper in zip(ours, printed, strict=True)]
-        rows.append([f"{1000 * round_trip:.0f}", *cells])
-        data.append({"round_trip_seconds": round_trip, "ours": ours, "paper": list(printed)})
+        rows.append([f"{1000 * round_trip:.0f}", *(f"{own:.3g}" for own in ours)])
+        data.append({"round_trip_seconds": round_trip, "ours": ours})
     return Sheet(
         name="swarm-square-cube",
         title="Computing of a stage grows faster than what it sends",
-        subtitle="A layer a V100, 500 Mbit/s, after SWARM (arXiv 2301.11913): per cent computing, the paper's beside",
+        subtitle="A layer a V100, 500 Mbit/s, after SWARM (arXiv 2301.11913): per cent computing",
         what="Computing n^3, sending n^2: the wider the model, the busier the stage.",
-        table=Table(heads=["round trip, ms", *(f"d = {width} (paper)" for width in _WIDTHS)], rows=rows),
+        table=Table(heads=["round trip, ms", *(f"d = {width}" for width in _WIDTHS)], rows=rows),
         data={"widths": list(_WIDTHS), "rows": data},
         notes=[
-            f"Ours: 72 d^2 FLOPs a token and layer at {pipelines.V100 / 1e12:.0f} TFLOP/s, 8 bits an entry both ways, "
+            f"72 d^2 FLOPs a token and layer at {pipelines.V100 / 1e12:.0f} TFLOP/s, 8 bits an entry both ways, "
             f"microbatches of {pipelines.TOKENS} tokens, nothing hidden: computing / (computing + sending + round "
-            "trip). The paper's models differ in layers a stage and batch: the shape is the same, not each digit.",
-            "The paper's cells other than the corners are from memory of its text.",
+            "trip). The paper has a table of its own, of models with other layers a stage and batches.",
         ],
     )
 
@@ -77,28 +68,20 @@ def eighty_mbit() -> Sheet:
 
 def speedup() -> Sheet:
     """DiLoCoX against AllReduce over 1 Gbit/s, and its parts."""
-    rows, data = [], []
-    for case in pipelines.DILOCOX:
-        found = pipelines.rates(case)
-        for words, rate in found.items():
-            paper = case.printed.get(words)
-            beside = "-" if paper is None else f"{paper:g}"
-            given = words in ("AllReduce", "DiLoCoX")
-            times = rate / found["AllReduce"]
-            rows.append([case.name, f"{words} (set)" if given else words, f"{rate:.4g}", beside, f"{times:.0f}"])
-            data.append({"model": case.name, "what": words, "tokens_per_second": rate, "paper": paper, "times": times})
+    found, given = pipelines.dilocox_times(), pipelines.DILOCOX_TIMES
+    rows = [[words, f"{times:.0f}"] for words, times in found.items()]
     return Sheet(
         name="dilocox-speedup",
         title="DiLoCoX over 1 Gbit/s",
-        subtitle="After arXiv 2506.21263: tokens a second, the paper's beside; its abstract says 357 times for 107B",
-        what="AllReduce: half-precision gradients every step. DiLoCoX: H = 125, a round late, low rank and int4.",
-        table=Table(heads=["model", "what", "tokens/s", "paper", "times AllReduce"], rows=rows, names=2),
-        data={"rows": data},
+        subtitle=f"107B, after the abstract of arXiv 2506.21263, which says {given} times for the whole",
+        what="AllReduce: half-precision gradients every step. DiLoCoX: H steps, a round late, low rank and int4.",
+        table=Table(heads=["what", "times AllReduce"], rows=rows),
+        data={"times": found},
         notes=[
-            "AllReduce and DiLoCoX are no predictions but what ours is set by, so their ratio is the paper's: the "
-            "first gives the tokens of a step, the second the pace of computing, for it hides its exchange. What lies "
-            "between is predicted: a ring of two over the line.",
-            "The paper's tokens a second are from memory of its tables, unverified; 357 is the abstract's.",
+            f"The {given} times are no prediction: they set a step's computing, for it hides its exchange. AllReduce "
+            "sends all of it after each step. The parts are predicted from that, by a ring of two over the line.",
+            f"Ours: H = {pipelines.DILOCOX_EVERY}; a round has {pipelines.DILOCOX_SMALLER} times fewer bytes than in "
+            "half precision.",
         ],
     )
 
