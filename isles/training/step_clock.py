@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -36,7 +36,8 @@ class StepClock:
     @contextmanager
     def step(self, timeline: Timeline) -> Iterator[None]:
         """Around an inner step, or several that are counted as one. It does not wait for the GPU."""
-        self._began = self._mark() if self._queues else (self._transport.now(), self._transport.away_seconds)
+        at = self._mark() if self._queues else (self._transport.now(), self._transport.away_seconds)
+        self._began = cast("Any", at)
         yield
         if self._queues:
             self._steps.append((self._began, self._mark()))
