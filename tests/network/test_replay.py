@@ -105,7 +105,7 @@ def of_library(way: Way, size: str, steps: int, tmp_path) -> list[PlannedExchang
     config = read_config(None, flags, [*settings_of(way), f"data.path={tmp_path}"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _seat(config, sketch(config.model), 0)[0].schedule(steps)
+        return _seat(config, sketch(config.model), 0, None)[0].schedule(steps)
 
 
 def kind(pattern: MessagePattern) -> object:

@@ -34,6 +34,7 @@ PARAMETERS = ("first", "bias", "second")
 REFUSED = (
     "was frozen when the optimizer was made",
     "were loaded into the model after its optimizer was made",
+    "the model does not have the weights of that moment",
     "was float32 when the optimizer was made",
     "gradient is not finite",
     "momentum is not finite",
