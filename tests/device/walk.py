@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -483,7 +484,7 @@ def _by_a_plan(folder: Path) -> dict[str, Any]:
 
 
 def _experts(folder: Path) -> dict[str, float]:
-    """Experts of a router, and their mixture."""
+    """Experts of a router, and the loss of their mixture, in nats a byte."""
     from isles.experts.jobs import JobProgress
     from tests.experts import small
 
@@ -491,7 +492,7 @@ def _experts(folder: Path) -> dict[str, float]:
     for on in ("cuda", "cpu"):
         out, asked = folder / on, (f"model.device={on}", "world.backend=virtual")
         mean = small.made("smalltalk", config, out, *asked).evaluate(JobProgress())["mean"]
-        found[on] = mean["trained"]["all"]["mixture"]
+        found[on] = math.log(mean["trained"]["all"]["mixture"])
     return found
 
 
