@@ -194,8 +194,11 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps of this worker depend on, and its running totals: live tensors, no copies."""
         self.step_clock.read(self.timeline)
+        began = self.world.transport.now()
+        optimizer = self.optimizer.live_state()  # first: it waits for what is under way
+        self.step_clock.seconds += self.world.transport.now() - began  # it was blocked for so long
         return {
-            "optimizer": self.optimizer.live_state(),  # first: it waits for what is under way
+            "optimizer": optimizer,
             "model": self.optimizer.weights(),
             "schedule": self.schedule.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
