@@ -30,7 +30,7 @@ def test_without_a_gpu_each_block_says_so(tmp_path: Path) -> None:
     assert [(line[0], line[1]) for line in _ran(tmp_path)] == [(name, "skipped") for name in BLOCKS]
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=0)
 @pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 def test_its_blocks_run_on_the_fake_gpu(tmp_path: Path) -> None:
     """Losses are the CPU's for all methods, and a run goes on to the bit."""

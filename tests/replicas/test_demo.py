@@ -652,7 +652,7 @@ def test_every_setting_is_told_and_kept() -> None:
     run(worker)
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=0)
 def test_losses_come_in_the_papers_order(tmp_path: Path) -> None:
     """66 thousand parameters over bytes, 300 steps: fewer coefficients learn less; without a transform, or with nothing
     subtracted, far less; one bit a value and random bases make no great difference.

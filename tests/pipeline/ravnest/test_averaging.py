@@ -180,7 +180,7 @@ def test_who_takes_a_place_holds_the_others_bits() -> None:
         assert all(torch.equal(own, other) for own, other in zip(moments[0][name], values, strict=True)), name
 
 
-@LONG
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("aside", [0, 1])
 @pytest.mark.parametrize("victim", range(6))
 def test_a_node_lost_at_any_message_takes_its_cluster_out(victim: int, aside: int) -> None:

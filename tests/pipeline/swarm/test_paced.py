@@ -99,7 +99,7 @@ def share(slow: int, *, is_fixed: bool = False) -> float:
     return reached
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("slow", [0, 3, 6])
 def test_paced_processes_come_within_ten_points_of_the_virtual_clock(slow: int) -> None:
     """Where nine tenths of the sum of their rates are reached. A busy machine keeps sleepers waiting."""
@@ -107,7 +107,7 @@ def test_paced_processes_come_within_ten_points_of_the_virtual_clock(slow: int) 
     assert share(slow) >= virtual - 0.10 and virtual >= 0.90
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=0)
 def test_paced_processes_on_fixed_ways_wait_for_the_slow_one() -> None:
     """A third of the sum, there and here."""
     assert abs(share(3, is_fixed=True) - 1 / 3) <= 0.10

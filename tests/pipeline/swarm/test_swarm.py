@@ -104,8 +104,9 @@ def test_a_peer_killed_at_any_message_changes_nothing(victim: int) -> None:
 @pytest.mark.long(cases=1)
 @pytest.mark.parametrize("consistency", ["exact", "strict"])
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_a_peer_killed_at_every_message_changes_nothing(victim: int, consistency: Any) -> None:
-    check_killed([(victim, message) for message in range(messages()[victim])], consistency)
+@pytest.mark.parametrize("every", [4, 1])
+def test_a_peer_killed_at_every_message_changes_nothing(victim: int, consistency: Any, every: int) -> None:
+    check_killed([(victim, message) for message in range(0, messages()[victim], every)], consistency)
 
 
 def check_pairs(number: int) -> None:
