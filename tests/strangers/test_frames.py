@@ -93,17 +93,17 @@ def test_errors_of_others_show_no_control_characters() -> None:
 class Doctor:
     """`isles doctor --listen` as a thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         listening = listen(0, "127.0.0.1")
         self.port: int = listening.getsockname()[1]
         self.failures: list[str] = []
         self.found: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._wait, args=(listening,))
+        self.thread = threading.Thread(target=self._wait, args=(listening, seconds))
         self.thread.start()
 
-    def _wait(self, listening: socket.socket) -> None:
+    def _wait(self, listening: socket.socket, seconds: float) -> None:
         try:
-            self.found.put(probe.wait_for_call(listening, 120.0, self.failures.append))
+            self.found.put(probe.wait_for_call(listening, seconds, self.failures.append))
         except LinkLost as error:
             self.found.put(error)
 
@@ -124,7 +124,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_doctor_survives_strangers() -> None:
     """Garbage, resets, silence, callers that lie, callers that begin and stop: then the right one."""
-    doctor = Doctor()
+    doctor = Doctor(120.0)
     for said in GARBAGE.values():
         call(doctor.port, said).close()
     for _ in range(20):
@@ -155,7 +155,7 @@ def test_a_doctor_survives_ten_thousand_fuzzed_frames() -> None:
 
 
 def fuzz(how: Callable[..., Any], at_least: int = 1) -> None:
-    doctor = Doctor()
+    doctor = Doctor(900.0)
     how(given(st.lists(SAID, min_size=at_least, max_size=4))(lambda frames: shout(doctor.port, frames)))()
     doctor.is_well()
 
