@@ -55,14 +55,14 @@ def test_small_instances_are_solved() -> None:
     assert max(gaps) <= 0.03
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=0)
 def test_four_equal_blocks() -> None:
     gaps = _gaps([(seed, True, "exact") for seed in range(20)], "auto", 4)
     assert _optimal(gaps) >= 18
     assert max(gaps) <= 0.02
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=1)
 @pytest.mark.parametrize("update", ["exact", "early"])
 def test_four_unequal_blocks(update: str) -> None:
     gaps = _gaps([(seed, False, update) for seed in range(20)], "auto", 4)
@@ -70,7 +70,7 @@ def test_four_unequal_blocks(update: str) -> None:
     assert max(gaps) <= 0.08
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=0)
 def test_activations_alone() -> None:
     gaps = _gaps([(seed, seed % 2 == 0, "exact") for seed in range(40)], "karma", 8)
     assert _optimal(gaps) >= 36
