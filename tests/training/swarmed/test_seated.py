@@ -303,8 +303,9 @@ def test_each_command_joins_its_own_kind_of_run(tmp_path: Path) -> None:
         pass
     run.stop()
     plain = Run(small(tmp_path, 60, 2), tmp_path / "plain")
+    here = Here(own={"data": {"path": str(tmp_path / "text.txt")}})
     with pytest.raises(ValueError, match="join it with isles join"):
-        take_part(plain.address, parse_token(plain.token), Here(), -1, tell=plain.notices.append)
+        take_part(plain.address, parse_token(plain.token), here, -1, tell=plain.notices.append)
     plain.stop()
 
 
