@@ -14,7 +14,7 @@ from tests.cli.command import Command
 TRAINED = ("tables", "english", "code")
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=1)  # three seeds: minutes
 @pytest.mark.parametrize("form", [["--quick"], ["--at-once", "2"]], ids=["quick", "three seeds"])
 def test_hdee_on_the_default_domains(form: list[str], tmp_path: Path) -> None:
     command = Command("experts", "hdee", *form, "--out", "run", folder=tmp_path)
