@@ -121,6 +121,7 @@ def test_killed_frozen_asked_to_leave_and_coming_later(commands: Make, tmp_path:
     assert summary["val_loss"] is not None and "its line could not be measured" not in run.logs()
 
 
+@pytest.mark.long(cases=0)
 def test_all_and_the_lighthouse_are_killed(commands: Make) -> None:
     """`isles resume RUN` lights it again; new nodes go on from what it keeps."""
     run = commands("run.steps=300")

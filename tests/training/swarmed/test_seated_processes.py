@@ -119,7 +119,7 @@ def test_killed_frozen_and_asked_to_leave(commands: Callable[..., Commands], tmp
     assert all("Traceback" not in path.read_text() for path in run.folder.glob("*.log"))
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=0)
 @pytest.mark.parametrize("at", [40, 57])
 def test_all_and_the_lighthouse_are_killed(commands: Callable[..., Commands], tmp_path: Path, at: int) -> None:
     """`isles resume RUN` goes on, with new peers: no more is lost than the interval, wherever in it that is."""
