@@ -15,7 +15,7 @@ TOY = ["model.d_model=32", "model.layers=4", "model.heads=2", "model.ffn=64", "m
 FLAGS = {"replicas.method": "none", "world.workers": 8, "run.steps": 100}
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=0)
 def test_random_routes_keep_replicas_alike(tmp_path: Path) -> None:
     found: dict[str, list[tuple[float, float]]] = {"fixed": [], "random": []}
     for routing, told in found.items():

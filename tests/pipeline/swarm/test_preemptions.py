@@ -26,7 +26,7 @@ def test_a_log_ends_where_it_ended_before() -> None:
     assert share("hysteresis", 3, 2.0, 60.0) == share("hysteresis", 3, 2.0, 60.0)
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=0)
 def test_the_policies_stand_in_their_order_over_ten_logs() -> None:
     _, rows = table([0.0, 60.0], seeds=10, hours=32.0)
     assert all(row.kept for row in rows), rows

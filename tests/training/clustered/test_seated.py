@@ -138,7 +138,7 @@ def test_a_joiner_tells_what_was_measured(tmp_path: Path) -> None:
     """Memory, speed and its line to the lighthouse, so that it makes a cluster of its own."""
     from isles.network.clusters.telling import heard
 
-    run = ClusterRun(tmp_path / "run", "run.steps=400", "run.validate_every=0")
+    run = ClusterRun(tmp_path / "run", "run.steps=150", "run.validate_every=0")
     for _ in range(4):
         run.join()
     run.until(lambda: run.step(0) >= 8)

@@ -200,7 +200,7 @@ def test_the_records_lines_are_checked() -> None:
             from_line({**as_line(line), **bad})
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=0)
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
 @pytest.mark.parametrize("churn", ["100%/h", "10%/h"])
 def test_churn_costs_what_is_planned(tmp_path: Path, method: str, churn: str) -> None:
