@@ -46,7 +46,7 @@ def test_one_pair_of_constants_explains_six_ratios(bed: Testbed, shapes: dict[st
     assert fitted(bed, shapes) <= 0.15
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=0)
 def test_policies_of_karma_come_in_their_order() -> None:
     rows = karma_rows()
     eager, capacity, planner = (
