@@ -65,7 +65,7 @@ def committed(file: Path) -> str:
 
 def _tune(case: Case, out: Path, file: Path, trials: int, progress: JobProgress) -> None:
     folder = out / "tuning" / "-".join(case.key)
-    text = _training_text(case.base.data, folder.parent / "text.txt")
+    text = training_text(case.base.data, folder.parent / "text.txt")
     config = replace(case.base, data=replace(case.base.data, path=str(text)))
     terms = Terms(config=config, at="tokens", seed=SEED, trials=trials)
     study = Study(terms if ROWS[case.key[1]].searched else replace(terms, over=terms.inner), folder)
@@ -84,7 +84,7 @@ def _tune(case: Case, out: Path, file: Path, trials: int, progress: JobProgress)
     progress.end(f"{' '.join(case.key)}: {best['loss']:.4f}")
 
 
-def _training_text(data: DataConfig, file: Path) -> Path:
+def training_text(data: DataConfig, file: Path) -> Path:
     """What judged runs train on, whose own end is kept out of training in a search."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)

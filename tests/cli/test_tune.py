@@ -219,7 +219,7 @@ def test_two_commands_of_which_one_is_killed(tmp_path: Path) -> None:
     both = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
     try:
         ends = time.monotonic() + 300
-        while len(list((out / "trials").glob("*/summary.json"))) < 3 and time.monotonic() < ends:
+        while not list((out / "trials").glob("*/summary.json")) and time.monotonic() < ends:  # most are still to come
             time.sleep(0.05)
         both[0].kill()
         assert both[1].wait(300) == 0
