@@ -53,8 +53,8 @@ def test_losses_and_weights_are_those_of_the_delayed_recursion(row: Row) -> None
 
 
 def test_an_update_is_as_stale_as_its_oldest_gradient() -> None:
-    """Of two microbatches an update, four stages: the third update of stage 0 has gradients of ages 2 and 1. Of the 3, 2
-    and 1 others that are under way, two at a time make a version of weights.
+    """Of two microbatches an update, four stages: the third update of stage 0 has gradients of ages 2 and 1. Of the 3,
+    2 and 1 others that are under way two at a time make a version of weights.
     """
     row = Row(4, "adamw", every=2, microbatches=(8, 6))
     for stage, node in enumerate(virtual(row)):
