@@ -14,6 +14,7 @@ from isles.experts.jobs import ExpertJob, JobProgress, state, train
 from isles.experts.reading import ExperimentConfig, keep, make_directory, refuse_others
 from isles.experts.tasks import ExpertTask, carry_out
 from isles.models import limits
+from isles.models.factory import placement
 
 RESULTS = "results.json"
 Own = TypeVar("Own")
@@ -109,6 +110,7 @@ class System(ABC, Generic[Own]):
         paths = {job.config.data.path for job in wanted.values()}
         # All of them: an empty domain is found before hours are spent on the others.
         self._bind(self._read(domain for domain in self.domains if domain.path in paths) if only else self.texts)
+        progress.notice(f"device: {placement(self.base.model, self.base.world.workers)}")
         carry_out(tasks, at_once, progress)
         return all(state == "done" for _, state in self.jobs().values())
 

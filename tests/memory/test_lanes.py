@@ -24,6 +24,13 @@ def test_all_on_the_device_is_the_sum_of_its_tasks() -> None:
     assert [found.busy[name] for name in ("up", "down", "host", "read", "write")] == [0.0] * 5
 
 
+def test_an_update_on_the_device_by_hand() -> None:
+    """Weights and states are read and written, gradients read: 2 (8 + 16) + 8 bytes, at 7 bytes a second."""
+    made, machine = instance(random.Random(1), 1, equal=True)
+    unit = replace(made.units[0], weights=8, states=16)
+    assert unit_time(unit, Placement("device", "keep"), replace(machine, device_rate=7.0)).update == 8.0
+
+
 def test_a_step_by_hand() -> None:
     # Two units on the host: 1 s up each, forward 1 s, backward 2 s, gradients 2 s down, update 3 s.
     made, machine = instance(random.Random(1), 2, equal=True)

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from isles.network.churn import POOLS, ChurnEvent, Poisson, check, churn, founders, living, read_trace, write_trace
+from isles.network.churn import (
+    POOLS,
+    ChurnEvent,
+    Poisson,
+    check,
+    churn,
+    founders,
+    living,
+    pool,
+    read_trace,
+    write_trace,
+)
 
 HOUR = 3600.0
 
@@ -110,6 +121,12 @@ def test_pools_compute_the_same(name: str) -> None:
     ends = [at for at, _ in sizes[1:]] + [1000.0]
     assert sum(count * (end - at) for (at, count), end in zip(sizes, ends, strict=True)) == pytest.approx(6000.0)
     assert founders("constant", 8) == 6 and founders("10%/h", 8) == 8
+
+
+def test_who_came_last_leaves_first() -> None:
+    """Two of four, all four, two again, one."""
+    leave = [ChurnEvent(at, "leave", seat) for at, seat in ((4.0, 3), (4.0, 2), (6.0, 1))]
+    assert pool((0.5, 1.0, 0.5, 0.25), workers=4, seconds=8.0) == [ChurnEvent(2.0, "join", 2), *leave]
 
 
 def test_a_pool_of_one_stays() -> None:

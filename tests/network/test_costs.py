@@ -48,6 +48,13 @@ def test_latency_counts_once_a_hop():
     assert costs.partner_seconds(lines, 1.0) == pytest.approx((0.5 + 0.01 + 0.01) / 3)
 
 
+def test_each_is_served_in_turn_from_the_one_behind():
+    """1 s a message, and 5 s from 0 to 1, whom 0 serves first: there after 1 + 5 s; served last, after 2 + 5."""
+    far = np.zeros((3, 3))
+    far[0, 1] = 5.0
+    assert costs.all_gather_seconds(lines_of(Links(bandwidth=1.0, latency=far), 3), 1.0) == 6.0
+
+
 def test_shared_and_asymmetric_lines():
     household = Links(bandwidth=[40e6, 40e6], uplinks=[0, 0, 1, 1])
     assert costs.two_shot_seconds(lines_of(household, 4), 1e6) == pytest.approx(

@@ -16,6 +16,7 @@ from isles.comm.mesh import Mesh
 from isles.models import Decoder
 from isles.models.subspace import held_inside
 from isles.pipeline.boundaries.dct import LargestEntries, largest
+from isles.pipeline.boundaries.grassmann import turned
 from isles.pipeline.boundaries.names import entries_kept
 from isles.pipeline.boundaries.scheme import Crossings, Inside, crossing
 from isles.pipeline.turning import BasisTurns
@@ -258,6 +259,13 @@ def test_over_a_narrow_line_seconds_are_in_the_order_of_bytes() -> None:
         found.append((max(end for end, _ in ends), sum(sent for _, sent in ends)))
     assert sorted(found) == sorted(found, key=lambda pair: pair[1])
     assert [sent for _, sent in found] == sorted((sent for _, sent in found), reverse=True)
+
+
+def test_a_turn_by_hand() -> None:
+    """U = (1, 0), M = [[1, 1], [1, 1]] of norm 2: U + 2 rate / 2 (0, 1) = (1, rate), made as long as 1."""
+    basis, total = torch.tensor([[1.0], [0.0]], dtype=torch.float64), torch.ones(2, 2, dtype=torch.float64)
+    wanted = torch.tensor([[0.8], [0.6]], dtype=torch.float64)
+    assert torch.allclose(turned(basis, total, 0.75), wanted, rtol=0, atol=1e-12)
 
 
 def test_gradients_turn_a_subspace_once() -> None:

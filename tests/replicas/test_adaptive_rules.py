@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ def test_fedadam_by_hand() -> None:
 
 def test_fedyogi_by_hand() -> None:
     """b1 = 1/2, b2 = 3/4, tau = 1, lr = 1/2; v starts at 1. g = 1: v is g^2 and stays. g = 3: v grows by 9/4 to 13/4.
-    Then g = 1: v falls by a quarter of 1, not of v, to 3.
+    Then g = 1: v falls by a quarter of 1, not of v, to 3. With tau = 1/2 v starts at its square, 1/4.
     """
     rule = Yogi(lr=0.5, momentum=0.5, b2=0.75, tau=1.0)
     anchor, vectors = applied(rule, [3.0])
@@ -56,6 +56,7 @@ def test_fedyogi_by_hand() -> None:
     assert applied(rule, [3.0, 1.0])[1] == pytest.approx({"mean": 1.25, "square": 3.0}, abs=1e-15)
     assert applied(rule, [1.0])[1]["square"] == 1.0
     assert applied(rule, [0.0, 0.0]) == (1.0, {"mean": 0.0, "square": 1.0})
+    assert applied(replace(rule, tau=0.5), [0.0])[1]["square"] == 0.25
 
 
 def test_fedadam_is_torch_s_adam() -> None:

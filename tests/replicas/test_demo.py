@@ -18,7 +18,7 @@ from isles.replicas.methods.demo.blocks import Blocks, edge
 from isles.replicas.methods.demo.config import DeMoConfig
 from isles.replicas.methods.demo.momentum import Momentum
 from isles.replicas.methods.demo.transform import drawn, fixed, largest
-from isles.replicas.methods.demo.update import orthogonalised
+from isles.replicas.methods.demo.update import orthogonalised, snapped
 from isles.replicas.methods.demo.wire import HEADER_BYTES, Packing
 from isles.training.config.reading import read_config
 from isles.training.running.run import launch
@@ -340,6 +340,12 @@ def test_muon_of_next_to_nothing_is_finite(scale: float) -> None:
     orthogonalised([small, empty])
     assert small.isfinite().all() and float(small.norm()) < 3
     assert scale < 1e-40 or float(small.norm()) > 1
+
+
+def test_what_is_nothing_in_its_block_is_snapped_by_its_own_largest():
+    """One in a hundred of 1, and of 1e-4."""
+    blocks = snapped(torch.tensor([[1.0, 2e-3, -0.1], [-1e-4, 2e-6, 2e-7]]), 0.01)
+    assert torch.equal(blocks, torch.tensor([[1.0, 0.0, -0.1], [-1e-4, 2e-6, 0.0]]))
 
 
 def test_zeros_stay_zeros() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import isles
+from isles.pipeline.ravnest.stage import AsyncWays, most_versions
 from isles.pipeline.shares import StageShares
 from tests.gloo import run_gloo
 from tests.pipeline.ravnest import nodes
@@ -52,12 +53,16 @@ def test_losses_and_weights_are_those_of_the_delayed_recursion(row: Row) -> None
 
 
 def test_an_update_is_as_stale_as_its_oldest_gradient() -> None:
-    """Of two microbatches an update, four stages: the third update of stage 0 has gradients of ages 2 and 1."""
+    """Of two microbatches an update, four stages: the third update of stage 0 has gradients of ages 2 and 1. Of the 3,
+    2 and 1 others that are under way two at a time make a version of weights.
+    """
     row = Row(4, "adamw", every=2, microbatches=(8, 6))
     for stage, node in enumerate(virtual(row)):
         ages = [applied - used for used, applied in nodes.schedule(row, stage)]
         assert node["stales"] == [max(pair) for pair in zip(ages[::2], ages[1::2], strict=True)]
     assert virtual(row)[0]["stales"][:4] == [0, 1, 2, 2]
+    most = [most_versions(AsyncWays(in_flight=4, every=2), stage, 4) for stage in range(4)]
+    assert most == [3, 2, 2, 1] == [node["versions"] for node in virtual(row)]
 
 
 @pytest.mark.parametrize("stages", [2, 4])

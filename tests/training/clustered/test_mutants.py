@@ -15,7 +15,7 @@ from tests.training.clustered.test_churned import (
     test_who_comes_makes_clusters_takes_places_and_holds_the_others_bits as who_comes,
 )
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.long(cases=5)  # all of them: each is another mistake
 Patch = pytest.MonkeyPatch
 
 
