@@ -60,6 +60,15 @@ def since(before: dict[str, int], device: int = 0) -> dict[str, int]:
     return {name: now - before[name] for name, now in counts(device).items()}
 
 
+def memory(tensor: Any) -> Any:
+    """A contiguous tensor of a device as a flat one of the host over the same bytes, as NCCL reads and writes them."""
+    import torch
+
+    assert tensor.is_contiguous()
+    block = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(block, dtype=tensor.dtype)
+
+
 def pinned_bytes() -> int:
     """Host memory that is pinned now, each block rounded up to a power of two as torch's allocator does."""
     return _library.fake_pinned_bytes()
