@@ -166,7 +166,7 @@ def _counts(name: str, _: Path) -> dict[str, Any]:
 
 def _sharded(_: Path) -> dict[str, Any]:
     """As `_compared`, of a method whose workers are processes."""
-    import torch.distributed.fsdp  # both would
+    import torch.distributed.fsdp  # noqa: F401  # else both would load it
 
     found = worlds.found(partial(worlds.compared, "fsdp"))
     told = {key: all(one[key] for one in found) for key in ("untouched", "same_bits")}
