@@ -231,7 +231,7 @@ def _patch(devices: int) -> None:
         if hasattr(torch.cuda.random, name):  # it has them by name
             setattr(torch.cuda.random, name, what)
     common.amp_definitely_not_available = lambda: False  # type: ignore[assignment]
-    resize = torch.UntypedStorage.resize_
+    resize, cloned = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
 
     def resize_(self: Any, size: int) -> Any:
         if self.device.type != "cuda":
@@ -239,11 +239,16 @@ def _patch(devices: int) -> None:
         _library.fake_resize(self._cdata, size)
         return self
 
+    def clone(self: Any) -> Any:
+        if self.device.type != "cuda":
+            return cloned(self)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self).clone().untyped_storage()
+
     def loaded(storage: Any, location: str) -> Any:
         if not location.startswith("cuda"):
             return None
         return torch.empty(0, dtype=torch.uint8).set_(storage).to(location).untyped_storage()
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_, torch.UntypedStorage.clone = resize_, clone  # type: ignore[method-assign]
     # Before torch's own way (priority 20), which makes a storage by a constructor that knows built-in devices only.
     torch.serialization.register_package(15, lambda storage: None, loaded)

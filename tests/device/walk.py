@@ -166,7 +166,8 @@ def _counts(name: str, _: Path) -> dict[str, Any]:
 
 def _sharded(_: Path) -> dict[str, Any]:
     """As `_compared`, of a method whose workers are processes."""
-    import torch.distributed.fsdp  # noqa: F401  # else both would load it
+    import torch._dynamo
+    import torch.distributed.fsdp  # noqa: F401  # else both would load them
 
     found = worlds.found(partial(worlds.compared, "fsdp"))
     told = {key: all(one[key] for one in found) for key in ("untouched", "same_bits")}

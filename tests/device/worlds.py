@@ -30,7 +30,7 @@ from isles.comm.gloo import transport
 from tests.device import fake_cuda, workers
 
 Found = dict[str, Any]
-_PATIENCE = 240.0  # seconds for processes that compute for a few
+_PATIENCE = 600.0  # seconds for processes that compute for a few
 
 
 def found(work: Callable[[], Found], heard: int = 2) -> list[Found]:
@@ -47,7 +47,7 @@ def found(work: Callable[[], Found], heard: int = 2) -> list[Found]:
         process.join(10)
         process.kill()
     if errors := [one["error"] for one in told if "error" in one]:
-        raise RuntimeError(errors[0])
+        raise RuntimeError("\n".join(errors))
     return told
 
 
