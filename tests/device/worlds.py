@@ -43,7 +43,9 @@ def found(work: Callable[[], Found], heard: int = 2) -> list[Found]:
         theirs.close()
         started.append((ours, process))
     told = [pipe.recv() if pipe.poll(_PATIENCE) else {"error": "no answer in time"} for pipe, _ in started[:heard]]
-    for _, process in started:
+    for pipe, process in started:
+        with contextlib.suppress(OSError):  # one was killed
+            pipe.send("over")
         process.join(10)
         process.kill()
     if errors := [one["error"] for one in told if "error" in one]:
@@ -60,6 +62,7 @@ def _live(pipe: Any, work: Callable[[], Found], rank: int, port: str) -> None:
         pipe.send(work())
     except BaseException:
         pipe.send({"error": traceback.format_exc()})
+    pipe.poll(_PATIENCE)  # the other one may need this one until it is over
     os._exit(0)  # threads of a stand-in may wait for ever
 
 
