@@ -120,7 +120,7 @@ def test_a_device_has_a_state_of_its_own(rows: Rows) -> None:
 # Methods and codecs
 
 
-@pytest.mark.parametrize("name", IN_ONE_PROCESS)
+@pytest.mark.parametrize("name", cases("counts", IN_ONE_PROCESS))
 def test_a_method_stays_on_its_gpus(rows: Rows, name: str) -> None:
     """Nothing strays to the other worker's one, or to the current one; new memory there is NaN until it is written."""
     found = _found(rows, f"counts {name}")
@@ -151,6 +151,7 @@ def test_real_workers_too(rows: Rows, name: str) -> None:
     assert crossing(name, found) == crossing(name, virtual)
 
 
+@LONG
 def test_a_worker_that_is_killed_in_a_sum_of_gpus_is_missed(rows: Rows) -> None:
     """With a stand-in for NCCL, whose messages never end then. Before, sums are those of `two_shot`."""
     found, usual = _found(rows, "native"), _found(rows, "counts ddp")["there"][0]
@@ -180,14 +181,14 @@ def test_a_codec(rows: Rows, name: str) -> None:
 # What crosses, and how often the host waits
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", cases("counts", PLAIN))
 def test_a_plain_step_waits_for_nothing(rows: Rows, name: str) -> None:
     """Backward pass, clipping and inner step: the host only calls kernels."""
     found = crossed(rows, name)
     assert (found.plain_waits, found.plain_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("name", [*OUTER, "ddp", "dct-dp"])
+@pytest.mark.parametrize("name", cases("counts", [*OUTER, "ddp", "dct-dp"]))
 def test_a_round_copies_each_byte_once_each_way(rows: Rows, name: str) -> None:
     """One copy a tensor each way, one wait a fragment or bucket: for the copies down. Kernels wait for what lands."""
     found, model = crossed(rows, name), rows["shape"]["bytes"]
@@ -204,6 +205,7 @@ def test_of_an_own_share_its_rounded_values_come_back(rows: Rows) -> None:
     assert (found.up * 12, found.copies, found.waits) == (found.down * 16, 2 + 1 + 2, 1)
 
 
+@LONG
 def test_what_is_divided_crosses_once(rows: Rows) -> None:
     """IST: units with their moments, and what all hold. The host waits for either, and for whether it is finite."""
     found = crossed(rows, "ist")
@@ -236,7 +238,7 @@ def test_lanes_and_batches(rows: Rows) -> None:
     assert found["batches"] == ["cuda:1", "cuda:1"] and found["waits"] == 0
 
 
-@pytest.mark.parametrize("name", [*IN_ONE_PROCESS, pytest.param("fsdp", marks=LONG)])
+@pytest.mark.parametrize("name", cases("counts", isles.METHODS))
 def test_the_page_has_the_table_of_now(rows: Rows, name: str) -> None:
     assert table_row(rows, name) in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").splitlines()
 
