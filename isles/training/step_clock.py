@@ -28,22 +28,27 @@ class StepClock:
         self._queues = device.type == "cuda" and not simulated
         self._began: Any = None
         """Of the step under way: an event, or when it was and the seconds away until then."""
-        self._steps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._timeline: Timeline | None = None
+        self._steps: list[tuple[torch.cuda.Event, torch.cuda.Event, Timeline | None]] = []
         self._told = 0.0, 0
         if self._queues:
             transport.traffic.mark = self._mark
 
     @contextmanager
-    def step(self, timeline: Timeline) -> Iterator[None]:
-        """Around an inner step, or several that are counted as one. It does not wait for the GPU."""
+    def step(self, timeline: Timeline | None = None) -> Iterator[None]:
+        """Around an inner step, or several that are counted as one. It does not wait for the GPU. timeline: None for a
+        wait between steps, which is not shown as computing.
+        """
+        self._timeline = timeline
         began: Any = self._mark() if self._queues else (self._transport.now(), self._transport.away_seconds)
         self._began = began
         yield
         if self._queues:
-            self._steps.append((self._began, self._mark()))
+            self._steps.append((self._began, self._mark(), timeline))
         else:
             self.seconds = self.so_far()
-            timeline.step(began[0], self._transport.now())
+            if timeline is not None:
+                timeline.step(began[0], self._transport.now())
         self._began = None
 
     def so_far(self) -> float:
@@ -53,13 +58,13 @@ class StepClock:
         began, away = self._began
         return self.seconds + (self._transport.now() - began - (self._transport.away_seconds - away))
 
-    def read(self, timeline: Timeline) -> None:
+    def read(self) -> None:
         """Count the steps and waits since the last call. On a GPU: wait for it."""
         if not self._queues:
             return
         last = self._mark()
         if self._began is not None:
-            self._steps.append((self._began, last))
+            self._steps.append((self._began, last, self._timeline))
             self._began = last
         last.synchronize()
         now = self._transport.now()
@@ -67,9 +72,10 @@ class StepClock:
         def at(mark: torch.cuda.Event) -> float:
             return now - mark.elapsed_time(last) / 1000
 
-        for begun, over in self._steps:
+        for begun, over, timeline in self._steps:
             self.seconds += begun.elapsed_time(over) / 1000
-            timeline.step(at(begun), at(over))
+            if timeline is not None:
+                timeline.step(at(begun), at(over))
         self._steps.clear()
         self._transport.traffic.settle(at)
 

@@ -193,10 +193,9 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next steps of this worker depend on, and its running totals: live tensors, no copies."""
-        self.step_clock.read(self.timeline)
-        began = self.world.transport.now()
-        optimizer = self.optimizer.live_state()  # first: it waits for what is under way
-        self.step_clock.seconds += self.world.transport.now() - began  # it was blocked for so long
+        with self.step_clock.step():
+            optimizer = self.optimizer.live_state()  # first: it waits for what is under way
+        self.step_clock.read()
         return {
             "optimizer": optimizer,
             "model": self.optimizer.weights(),
@@ -318,7 +317,7 @@ class Trainer:
         self._refuse_not_finite(self.optimizer.steps, self.losses)
         loss = float(torch.stack(self.losses).mean()) if self.losses else math.nan
         self.losses.clear()
-        self.step_clock.read(self.timeline)
+        self.step_clock.read()
         traffic = self.world.world.traffic
         blocked = traffic.total("blocked_seconds", *WAITS)
         return Metrics(
@@ -339,11 +338,11 @@ class Trainer:
     def conclude(self, out: Path | None) -> dict[str, Any]:
         """Finish, judge replicas and the consolidated model, save it."""
         traffic, workers = self.world.world.traffic, self.workers
-        self.step_clock.read(self.timeline)
+        self.step_clock.read()
         computing = self.step_clock.seconds - traffic.total("blocked_seconds", *WAITS)
         self.optimizer.land_all()  # all do as many steps; `whole` proves that they end as one
         self._refuse_broken(self.optimizer.steps, {"model": self.optimizer.weights()})
-        self.step_clock.read(self.timeline)
+        self.step_clock.read()
         self.timeline.take(self.optimizer.steps, traffic.take_spans(), self.clock_before)
         self._report_last_spans()
         sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))

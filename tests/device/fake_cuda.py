@@ -60,6 +60,15 @@ def since(before: dict[str, int], device: int = 0) -> dict[str, int]:
     return {name: now - before[name] for name, now in counts(device).items()}
 
 
+def memory(tensor: Any) -> Any:
+    """A contiguous tensor of a device as a flat one of the host over the same bytes, as NCCL reads and writes them."""
+    import torch
+
+    assert tensor.is_contiguous()
+    block = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(block, dtype=tensor.dtype)
+
+
 def pinned_bytes() -> int:
     """Host memory that is pinned now, each block rounded up to a power of two as torch's allocator does."""
     return _library.fake_pinned_bytes()
@@ -222,7 +231,7 @@ def _patch(devices: int) -> None:
         if hasattr(torch.cuda.random, name):  # it has them by name
             setattr(torch.cuda.random, name, what)
     common.amp_definitely_not_available = lambda: False  # type: ignore[assignment]
-    resize = torch.UntypedStorage.resize_
+    resize, cloned = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
 
     def resize_(self: Any, size: int) -> Any:
         if self.device.type != "cuda":
@@ -230,11 +239,16 @@ def _patch(devices: int) -> None:
         _library.fake_resize(self._cdata, size)
         return self
 
+    def clone(self: Any) -> Any:
+        if self.device.type != "cuda":
+            return cloned(self)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self).clone().untyped_storage()
+
     def loaded(storage: Any, location: str) -> Any:
         if not location.startswith("cuda"):
             return None
         return torch.empty(0, dtype=torch.uint8).set_(storage).to(location).untyped_storage()
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_, torch.UntypedStorage.clone = resize_, clone  # type: ignore[method-assign]
     # Before torch's own way (priority 20), which makes a storage by a constructor that knows built-in devices only.
     torch.serialization.register_package(15, lambda storage: None, loaded)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 import isles
@@ -17,11 +18,10 @@ from isles.comm.codecs import FORMS
 from tests.device import build
 from tests.device.ordered import METHODS as ORDERED
 from tests.device.ordered import MUTANTS
-from tests.device.table import QUICK, ROOT, STREAMING, Crossing, crossing, table, walk
+from tests.device.table import EVERY_STEP, IN_ONE_PROCESS, QUICK, ROOT, STREAMING, crossed, crossing, table_row, walk
 
-METHODS = [name for name in isles.METHODS if name != "fsdp"]  # which needs NCCL between GPUs
-OUTER = [name for name in METHODS if name not in ("none", "ddp", "dct-dp", "demo", "ist")]
-PLAIN = [name for name in METHODS if name not in ("ddp", "dct-dp", "demo", *STREAMING)]
+OUTER = [name for name in IN_ONE_PROCESS if name not in ("none", "ist", *EVERY_STEP)]
+PLAIN = [name for name in IN_ONE_PROCESS if name not in (*EVERY_STEP, *STREAMING)]
 """They have steps in which nothing is due."""
 CHOOSING = ("dct-dp", "dilocox", "demo")
 """They choose entries by size or take signs: a last bit that is rounded otherwise may choose another entry."""
@@ -120,11 +120,18 @@ def test_a_device_has_a_state_of_its_own(rows: Rows) -> None:
 # Methods and codecs
 
 
-@pytest.mark.parametrize("name", cases("method", METHODS))
+@pytest.mark.parametrize("name", cases("counts", IN_ONE_PROCESS))
+def test_a_method_stays_on_its_gpus(rows: Rows, name: str) -> None:
+    """Nothing strays to the other worker's one, or to the current one; new memory there is NaN until it is written."""
+    found = _found(rows, f"counts {name}")
+    assert not found["strays"] and np.isfinite(found["there"]).all()
+
+
+@pytest.mark.parametrize("name", cases("method", isles.METHODS))
 def test_a_method_trains_as_on_the_cpu(rows: Rows, name: str) -> None:
-    """Two workers with a GPU each: nothing strays to the other one's, or to the current device, which is a third one.
-    Losses of each step, of the weights to be judged and of the consolidated model are the CPU's, bytes too. From a
-    checkpoint it goes on there to the bit.
+    """Two workers with a GPU each, while a third one is the current device. Losses of each step, of the
+    weights to be judged and of the consolidated model are the CPU's, bytes too. From a checkpoint it goes on there to
+    the bit.
     """
     found = _found(rows, f"method {name}")
     assert found["untouched"] and not found["strays"]
@@ -139,14 +146,15 @@ def test_a_method_trains_as_on_the_cpu(rows: Rows, name: str) -> None:
 @pytest.mark.parametrize("name", cases("world", ["diloco", "ddp"]))
 def test_real_workers_too(rows: Rows, name: str) -> None:
     """Two processes over gloo. They come to the bits of virtual workers, and count what those do."""
-    found, virtual = _found(rows, f"world {name}"), _found(rows, f"method {name}")
+    found, virtual = _found(rows, f"world {name}"), _found(rows, f"counts {name}")
     assert not found["strays"] and found["there"] == virtual["there"]
     assert crossing(name, found) == crossing(name, virtual)
 
 
+@LONG
 def test_a_worker_that_is_killed_in_a_sum_of_gpus_is_missed(rows: Rows) -> None:
     """With a stand-in for NCCL, whose messages never end then. Before, sums are those of `two_shot`."""
-    found, usual = _found(rows, "native"), _found(rows, "method ddp")["there"][0]
+    found, usual = _found(rows, "native"), _found(rows, "counts ddp")["there"][0]
     assert found["losses"][:3] == pytest.approx(usual[:3], abs=1e-3)
     assert (found["lost"], found["aborted"]) == (1, 1) and found["seconds"] < 30
 
@@ -173,21 +181,17 @@ def test_a_codec(rows: Rows, name: str) -> None:
 # What crosses, and how often the host waits
 
 
-def _crossed(rows: Rows, name: str) -> Crossing:
-    return crossing(name, _found(rows, f"method {name}"))
-
-
-@pytest.mark.parametrize("name", cases("method", PLAIN))
+@pytest.mark.parametrize("name", cases("counts", PLAIN))
 def test_a_plain_step_waits_for_nothing(rows: Rows, name: str) -> None:
     """Backward pass, clipping and inner step: the host only calls kernels."""
-    found = _crossed(rows, name)
+    found = crossed(rows, name)
     assert (found.plain_waits, found.plain_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("name", cases("method", [*OUTER, "ddp", "dct-dp"]))
+@pytest.mark.parametrize("name", cases("counts", [*OUTER, "ddp", "dct-dp"]))
 def test_a_round_copies_each_byte_once_each_way(rows: Rows, name: str) -> None:
     """One copy a tensor each way, one wait a fragment or bucket: for the copies down. Kernels wait for what lands."""
-    found, model = _crossed(rows, name), rows["shape"]["bytes"]
+    found, model = crossed(rows, name), rows["shape"]["bytes"]
     assert (found.down, found.up) == (model, model)
     assert found.copies == 2 * len(rows["shape"]["sizes"])
     assert found.waits == (_FRAGMENTS if name in STREAMING else 1)
@@ -197,14 +201,14 @@ def test_of_an_own_share_its_rounded_values_come_back(rows: Rows) -> None:
     """DeMo: 4 bytes of a value and 8 of its place go down, both come up of the other worker; of the own share only
     values, as the other one decodes them: what stands where is there.
     """
-    found = _crossed(rows, "demo")
+    found = crossed(rows, "demo")
     assert (found.up * 12, found.copies, found.waits) == (found.down * 16, 2 + 1 + 2, 1)
 
 
 @LONG
 def test_what_is_divided_crosses_once(rows: Rows) -> None:
     """IST: units with their moments, and what all hold. The host waits for either, and for whether it is finite."""
-    found = _crossed(rows, "ist")
+    found = crossed(rows, "ist")
     assert found.up == found.down and found.copies % 2 == 0
     assert found.waits == 3
 
@@ -234,9 +238,9 @@ def test_lanes_and_batches(rows: Rows) -> None:
     assert found["batches"] == ["cuda:1", "cuda:1"] and found["waits"] == 0
 
 
-@pytest.mark.long
-def test_the_page_has_the_table_of_now(rows: Rows) -> None:
-    assert table(rows) in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", cases("counts", isles.METHODS))
+def test_the_page_has_the_table_of_now(rows: Rows, name: str) -> None:
+    assert table_row(rows, name) in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").splitlines()
 
 
 def test_an_island_looks_at_its_copy_with_one_wait(rows: Rows) -> None:
@@ -270,6 +274,7 @@ def test_seconds_are_those_of_the_gpu(rows: Rows) -> None:
     kernels = found["kernels"]
     assert max(found["waits"]) <= 1  # for the batch; the clock needs none
     assert found["seconds"] == pytest.approx(sum(kernels) / 1000)
+    assert _is_of_kernels(1000 * found["saved"])
     assert found["stretches"] == pytest.approx([number / 1000 for number in kernels])
     for number, line in enumerate(found["lines"], 1):
         seconds = sum(kernels[2 * number - 2 : 2 * number]) / 1000
@@ -278,6 +283,16 @@ def test_seconds_are_those_of_the_gpu(rows: Rows) -> None:
         assert line["mfu"] == pytest.approx(6 * found["parameters"] * 2 * 2 * 16 / seconds / 312e12)
         assert 0 < line["memory_bytes"] < line["memory_peak_bytes"] and line["memory_reserved_bytes"] > 0
     assert len(found["lines"]) == 3
+
+
+def _is_of_kernels(milliseconds: float) -> bool:
+    """Whether none are the host's, of whose seconds some fraction of a millisecond would be left."""
+    return milliseconds > 0 and abs(milliseconds - round(milliseconds)) < 1e-6
+
+
+@LONG
+def test_seconds_of_a_swarms_waits_are_those_of_the_gpu(rows: Rows) -> None:
+    assert all(map(_is_of_kernels, _found(rows, "swarm's milliseconds")))
 
 
 def test_seconds_of_a_node_of_a_cluster_are_those_of_the_gpu(rows: Rows) -> None:

@@ -7,17 +7,11 @@ writes a row a case to OUT, as JSON by the case's name: what was found, or {"err
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import multiprocessing
-import os
 import shutil
-import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
@@ -35,10 +29,8 @@ DEVICES = 3  # two workers have one each, and cuda:0, which is the current one e
 fake_cuda.install(DEVICES)
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 
 import isles  # noqa: E402
-from isles.comm import mesh  # noqa: E402
 from isles.comm.codecs import FORMS, form  # noqa: E402
 from isles.memory.engines.cuda import CudaMoves  # noqa: E402
 from isles.pipeline.boundaries.base import FullStream  # noqa: E402
@@ -46,12 +38,13 @@ from isles.pipeline.wire import StageForm  # noqa: E402
 from isles.replicas.island.island import Copies  # noqa: E402
 from isles.training.clustered.meter import NodeMeter  # noqa: E402
 from isles.training.config.reading import read_config  # noqa: E402
+from isles.training.placement import layout_of  # noqa: E402
+from isles.training.swarmed.trainer import SwarmTrainer  # noqa: E402
 from isles.training.trainer import Trainer  # noqa: E402
-from tests.device import ordered, workers  # noqa: E402
-from tests.device.table import QUICK  # noqa: E402
+from tests.device import ordered, workers, worlds  # noqa: E402
+from tests.device.table import IN_ONE_PROCESS, QUICK  # noqa: E402
 
 Case = Callable[[Path], Any]
-_PATIENCE = 240.0  # seconds for processes that compute for a few
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -164,6 +157,27 @@ def _differences(on_gpu: list[dict[str, Any]], on_cpu: list[dict[str, Any]]) -> 
         "judged": max(abs(a[key] - b[key]) for a, b in pairs for key in ("judged", "consolidated")),
         "bytes": [[a["bytes"], b["bytes"]] for a, b in pairs],
     }
+
+
+def _counts(name: str, _: Path) -> dict[str, Any]:
+    """Of a method on the GPU alone."""
+    return _own(workers.run(name, "cuda"))
+
+
+def _sharded(_: Path) -> dict[str, Any]:
+    """As `_compared`, of a method whose workers are processes."""
+    import torch._dynamo
+    import torch.distributed.fsdp  # noqa: F401  # else both would load them
+
+    found = worlds.found(partial(worlds.compared, "fsdp"))
+    told = {key: all(one[key] for one in found) for key in ("untouched", "same_bits")}
+    return told | _differences([one["cuda"] for one in found], [one["cpu"] for one in found])
+
+
+def _world(name: str, _: Path) -> dict[str, Any]:
+    """Of two processes, each with a GPU of its own."""
+    worlds.load(name)
+    return _own(worlds.found(partial(worlds.trained, name)))
 
 
 def _own(on_gpu: list[dict[str, Any]]) -> dict[str, Any]:
@@ -303,6 +317,7 @@ def _measured(_: Path) -> dict[str, Any]:
 
     trainer.step = counted
     result = trainer.run(None)
+    saved = trainer.state_dict()
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     return {
         "kernels": [one["kernels"] for one in steps],
@@ -310,140 +325,24 @@ def _measured(_: Path) -> dict[str, Any]:
         "stretches": stretches,
         "lines": [line for line in lines if "loss" in line],
         "seconds": result["compute_seconds"],
+        "saved": saved["training_seconds"],
         "parameters": parameters,
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Real worlds
+def _swarm_seconds(_: Path) -> list[float]:
+    """Milliseconds of the peers of a swarm: of their steps, and of what they wait for between them."""
+    return [one["milliseconds"] for one in worlds.found(_peer)]
 
 
-def _world(name: str, _: Path) -> dict[str, Any]:
-    """Two processes over gloo, each with a GPU of its own. Forked: the fake GPU is installed in them already."""
-    isles.run_virtual(_stepped, 1, args=(name,))
-    context, port = multiprocessing.get_context("fork"), _free_port()
-    pipes, processes = zip(*(_started(context, name, rank, port, _live) for rank in range(2)), strict=True)
-    found = [pipe.recv() if pipe.poll(_PATIENCE) else {"error": "no answer in time"} for pipe in pipes]
-    for process in processes:
-        process.join(10)
-        process.kill()
-    if errors := [one["error"] for one in found if "error" in one]:
-        raise RuntimeError(errors[0])
-    return _own(found)
+def _peer() -> dict[str, float]:
+    on = [*TINY[:-2], "model.device=cuda", *_STAGES, "pipeline.routing=swarm"]
+    config = read_config(None, {"replicas.method": "none", "world.workers": 2, "run.steps": 4}, on)
+    trainer = SwarmTrainer(config, isles.init().arranged(layout_of(config)))
+    trainer.run(None)
+    trainer.step_clock.read()
+    return {"milliseconds": 1000 * trainer.step_clock.seconds}
 
-
-def _stepped(world: isles.Mesh, name: str) -> None:
-    """A step without a backward pass, after which autograd's threads would forbid forks: loads what both processes
-    would load.
-    """
-    optimizer = workers.made(world, name, torch.device("cuda", 1))
-    for parameter in optimizer.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-
-
-class StandIn:
-    """In NCCL's place: sums over gloo, behind a message that never ends where a member is lost."""
-
-    def __init__(self, processes: Any) -> None:
-        self.processes, self.aborted = processes, 0
-
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
-        (tensor,), over = tensors, threading.Event()
-
-        def add_up() -> None:
-            host = tensor.cpu()
-            with contextlib.suppress(RuntimeError):
-                dist.all_reduce(host, group=self.processes)
-                tensor.copy_(host)
-                over.set()
-
-        threading.Thread(target=add_up, daemon=True).start()
-        return SimpleNamespace(is_completed=over.is_set)
-
-    def abort(self) -> None:
-        self.aborted += 1
-
-
-def _native(_: Path) -> dict[str, Any]:
-    """Two processes with native sums, of which worker 1 is killed after three steps."""
-    context, port = multiprocessing.get_context("fork"), _free_port()
-    pipes, processes = zip(*(_started(context, "ddp", rank, port, _summing) for rank in range(2)), strict=True)
-    found = pipes[0].recv() if pipes[0].poll(_PATIENCE) else {"error": "no answer in time"}
-    for process in processes:
-        process.join(10)
-        process.kill()
-    if "error" in found:
-        raise RuntimeError(found["error"])
-    return found
-
-
-def _summing(pipe: Any, name: str, rank: int, port: str) -> None:
-    from isles.comm.errors import PeerLost
-    from isles.comm.gloo import transport
-
-    new_group, groups = transport._new_group, []
-
-    def made(join: float, **how: Any) -> Any:
-        groups.append(StandIn(new_group(join, **{**how, "backend": "gloo"})))
-        return groups[-1]
-
-    transport._new_group = made
-    _environment(rank, port)
-    device, losses = torch.device("cuda", rank + 1), list[float]()
-    try:
-        optimizer = workers.made(isles.init(), name, device, {"reduction": "native"})
-        for step in range(1, 5):
-            if step == 4 and rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            loss = optimizer.model(workers.batch(rank, step, device)).loss
-            loss.backward()
-            losses, began = [*losses, float(loss)], time.monotonic()
-            optimizer.step()
-            optimizer.zero_grad()
-    except PeerLost as lost:
-        seconds = time.monotonic() - began
-        while not groups[0].aborted and time.monotonic() < began + 60:
-            time.sleep(0.01)  # another thread does it
-        pipe.send({"losses": losses, "lost": lost.rank, "seconds": seconds, "aborted": groups[0].aborted})
-    except BaseException:
-        pipe.send({"error": traceback.format_exc()})
-    os._exit(0)  # threads of the stand-in may wait for ever
-
-
-def _free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
-def _started(context: Any, name: str, rank: int, port: str, live: Any) -> tuple[Any, Any]:
-    ours, theirs = context.Pipe()
-    process = context.Process(target=live, args=(theirs, name, rank, port), daemon=True)
-    process.start()
-    theirs.close()
-    return ours, process
-
-
-def _live(pipe: Any, name: str, rank: int, port: str) -> None:
-    """A worker as torchrun starts it."""
-    _environment(rank, port)
-    try:
-        found = workers.train(isles.init(), name, "cuda")
-        mesh.leave()
-        del found["weights"], found["file"]  # a tensor would be fetched from this process, which ends
-    except BaseException:
-        found = {"error": traceback.format_exc()}
-    pipe.send(found)
-
-
-def _environment(rank: int, port: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    torch.set_num_threads(1)  # makes the pool anew, which autograd's threads would do all at once
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command, in this process
 
 TINY = [
     *("model.d_model=16", "model.layers=2", "model.heads=2", "model.ffn=24", "model.context=16", "data.batch_size=2"),
@@ -549,11 +448,11 @@ _H2 = "replicas.sync_every=2"
 _STAGES = ("pipeline.stages=2", "pipeline.microbatches=2", "model.tie_embeddings=false")
 _CLUSTERS = (*_STAGES[1:], "model.layers=4", "pipeline.routing=ravnest", "pipeline.clusters=[[2],[1]]")
 _CLUSTERS += ("pipeline.clip=stage",)
-METHODS = [name for name in isles.METHODS if name != "fsdp"]
-
-CASES: dict[str, Case] = {  # worlds first: a process that has run a backward pass cannot be forked any more
+CASES: dict[str, Case] = {  # worlds first, see there
     **{f"world {name}": partial(_world, name) for name in ("diloco", "ddp")},
-    "native": _native,
+    "method fsdp": _sharded,
+    "swarm's milliseconds": _swarm_seconds,
+    "native": lambda _: worlds.found(worlds.killed, heard=1)[0],
     "refusals": _refusals,
     "counted": _counted,
     "own state": _own_state,
@@ -565,7 +464,8 @@ CASES: dict[str, Case] = {  # worlds first: a process that has run a backward pa
     "measured": _measured,
     "lanes": _lanes,
     "order native": lambda _: ordered.native(),
-    **{f"method {name}": partial(_compared, name, {}, True) for name in METHODS},
+    **{f"counts {name}": partial(_counts, name) for name in IN_ONE_PROCESS},
+    **{f"method {name}": partial(_compared, name, {}, True) for name in IN_ONE_PROCESS},
     **{f"order {name}": partial(_ordered, ordered.races, name) for name in ordered.METHODS},
     **{f"mutant {name}": partial(_ordered, ordered.mutant, name) for name in ordered.MUTANTS},
     "bfloat16": partial(_compared, "streaming-diloco", {"dtype": torch.bfloat16}, False),

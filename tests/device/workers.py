@@ -66,6 +66,7 @@ def train(
     device = torch.device(on) if on == "cpu" else torch.device(on, world.rank + 1)
     optimizer = made(world, name, device, **(options or {}))
     found: dict[str, Any] = {"losses": {}, "counts": {}, "file": b""}
+    sent = world.world.traffic["outer"].bytes_sent
     if saved is not None:
         load(optimizer, saved[world.rank])
     while optimizer.steps < STEPS:
@@ -89,7 +90,7 @@ def train(
         found["consolidated"] = float(whole(batch(99, 0, device)).loss)
     found["weights"] = torch.cat([parameter.detach().reshape(-1).cpu() for parameter in whole.parameters()])
     found["strays"] += [str(one.device) for one in whole.parameters() if one.device != device]
-    found["bytes"] = world.world.traffic["outer"].bytes_sent
+    found["bytes"] = world.world.traffic["outer"].bytes_sent - sent
     return found
 
 

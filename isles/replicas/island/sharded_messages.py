@@ -27,6 +27,11 @@ from isles.comm.group import Group
 from isles.comm.transport import native_collectives
 from isles.comm.trust import JUMPS, mean_square
 
+_all_gather = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)  # whose older name warns from torch 2.13 on
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class Messages:
     """Messages of `group` on `channel`, which whoever judges the model sets to "eval" meanwhile."""
@@ -111,7 +116,7 @@ class NativeGather(Messages):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         self._count(input_tensor)
-        return self._native(partial(dist.all_gather_into_tensor, output_tensor, input_tensor, group=group), async_op)
+        return self._native(partial(_all_gather, output_tensor, input_tensor, group=group), async_op)
 
 
 class NativeScatter(Messages):
@@ -119,5 +124,5 @@ class NativeScatter(Messages):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         self._count(output_tensor)
-        start = partial(dist.reduce_scatter_tensor, output_tensor, input_tensor, op=op, group=group)
+        start = partial(_reduce_scatter, output_tensor, input_tensor, op=op, group=group)
         return self._native(start, async_op)

@@ -63,7 +63,7 @@ class NodeMeter:
         self._left_over.clear()
         if not all(map(math.isfinite, values)):
             raise self.diverged(f"its loss is not finite by inner step {step}")
-        self._steps.read(self._timeline)
+        self._steps.read()
         traffic, config = self.world.world.traffic, self.config
         blocked = traffic.total("blocked_seconds", *WAITS)
         line = Metrics(
@@ -89,7 +89,7 @@ class NodeMeter:
 
     def conclude(self, step: int, played: Sequence[Span]) -> None:
         """All spans that were not told yet, and the tasks of the last step."""
-        self._steps.read(self._timeline)
+        self._steps.read()
         self._timeline.take(step, self.world.world.traffic.take_spans(), self.clock_before)
         self._tell(self._timeline.rest() + self._timeline.tasks(step, played, self.clock_before))
 
@@ -113,7 +113,7 @@ class NodeMeter:
 
     def state_dict(self) -> dict[str, Any]:
         """The running totals, and the clock."""
-        self._steps.read(self._timeline)
+        self._steps.read()
         return {
             "losses": torch.stack(self._left_over) if self._left_over else None,
             "traffic": self.world.world.traffic.state_dict(),

@@ -78,9 +78,8 @@ class SwarmTrainer(Trainer):
         self.world.leaving.can(self._ask_to_leave)
         try:
             if self.world.rank not in self._present:
-                began = self.world.transport.now()
-                self._enter()
-                self.step_clock.seconds += self.world.transport.now() - began  # it was blocked for so long
+                with self.step_clock.step():  # it is blocked for so long
+                    self._enter()
             return super().run(out)
         except Left:
             self._depart()
@@ -232,10 +231,8 @@ class SwarmTrainer(Trainer):
     def _judge(self) -> float | None:
         if not self.judges:
             return None
-        began = self.world.transport.now()
-        loss = self.model_step.judge(())
-        self.step_clock.seconds += self.world.transport.now() - began  # waits of the swarm count as those of steps
-        return loss
+        with self.step_clock.step():  # waits of the swarm count as those of steps
+            return self.model_step.judge(())
 
     @override
     def conclude(self, out: Path | None) -> dict[str, Any]:
@@ -254,13 +251,12 @@ class SwarmTrainer(Trainer):
 
     def _take_last(self) -> None:
         """The last update, where it is still to come."""
-        began = self.world.transport.now()
-        if not self._is_concluded and self.model_step.take_last():
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.optimizer.steps = self.config.run.steps
+        with self.step_clock.step():
+            if not self._is_concluded and self.model_step.take_last():
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.optimizer.steps = self.config.run.steps
         self._is_concluded = True
-        self.step_clock.seconds += self.world.transport.now() - began
 
 
 def _read(given: Tensor, last: int) -> Any:
