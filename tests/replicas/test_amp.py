@@ -19,6 +19,7 @@ import isles
 from isles.comm.mesh import Mesh
 from tests.covers import cover
 from tests.gloo import run_gloo
+from tests.replicas.deferred import LateUpdates
 from tests.replicas.test_parameters import one_of_two_kinds, two_of_a_kind
 from tests.replicas.trainers import TRAINERS, plain
 from tests.replicas.workers import Net, bits, loss_of, sgd, usual_inner, weights, wrap
@@ -155,14 +156,16 @@ def test_in_processes() -> None:
 
 
 def test_demo_asks_the_others_of_overflows() -> None:
-    """8 bytes to each of them, in a step with a scaler."""
+    """8 bytes to each of them, in a step with a scaler, as a plan says that is told of it."""
 
     def worker(world: Mesh, enabled: bool) -> int:
         optimizer, scaler = wrap(world, "demo", Net()), torch.amp.GradScaler("cpu", enabled=enabled)
-        before = world.world.traffic["control"].bytes_sent
+        optimizer.scales_loss = enabled
+        before = world.world.traffic["control"].bytes_sent, world.world.traffic.total("bytes_sent")
         scaler.scale(loss_of(optimizer.model, world.rank, 1)).backward()
         scaler.step(optimizer)
-        return world.world.traffic["control"].bytes_sent - before
+        assert world.world.traffic.total("bytes_sent") - before[1] == optimizer.outline(1).sent[world.rank]
+        return world.world.traffic["control"].bytes_sent - before[0]
 
     assert (run(worker, 3, True), run(worker, 3, False)) == ([16] * 3, [0] * 3)
 
@@ -219,6 +222,37 @@ def test_edits_between_backward_and_step_are_edits_of_the_mean(edit: str, megaby
         inner.zero_grad()
     for found in run(edited, 2, edit, megabytes):
         torch.testing.assert_close(found, weights(model), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("why", ["reentrant", "late"])
+def test_means_that_come_in_step_leave_no_room_for_edits(why: str) -> None:
+    """Where all of a backward pass is within one checkpoint, and with an inner optimizer that works late."""
+
+    def worker(world: Mesh) -> None:
+        model = Net()
+        inner = LateUpdates(model, sgd(model)) if why == "late" else sgd(model)
+        optimizer = isles.DDP(model, inner, world.outer)
+        x = torch.ones(4, 5, requires_grad=True)
+        out = model(x) if why == "late" else checkpoint(model, x, use_reentrant=True)
+        out.square().mean().backward()
+        _clip(model)
+        with pytest.raises(ValueError, match=r"changed between backward\(\) and step\(\).*clip with max_norm="):
+            optimizer.step()
+
+    run(worker, 2)
+
+
+def test_an_edit_of_the_mean_on_one_worker_is_told_at_the_end() -> None:
+    def worker(world: Mesh) -> None:
+        optimizer = isles.DDP(model := Net(), sgd(model), world.outer)
+        loss_of(model, world.rank, 1).backward()
+        if world.rank == 1:
+            _data(model)
+        optimizer.step()
+        with pytest.raises(isles.Diverged, match="worker 1 diverged at step 1: bias differ where all must be equal"):
+            optimizer.finish()
+
+    run(worker, 2)
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp, int4", "demo"])

@@ -102,13 +102,14 @@ def accumulate(world: Mesh, style: str, megabytes: float) -> tuple[Tensor, int]:
 
 @pytest.mark.parametrize("megabytes", BUCKETS.values(), ids=BUCKETS)
 def test_accumulation(megabytes: float) -> None:
-    """With no_sync: one reduction a step. Without: a warning, the bytes of each pass, the same result."""
+    """With no_sync: one reduction a step. Without: one warning, the bytes of each pass, the same result."""
     whole = run(accumulate, 3, "whole", megabytes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet = run(accumulate, 3, "no_sync", megabytes)
-    with pytest.warns(UserWarning, match="no_sync"):
+    with pytest.warns(UserWarning, match="no_sync") as told:
         loud = run(accumulate, 3, "plain", megabytes)
+    assert len(told) == 3, "each worker says it once"
     for (a, sent), (b, quiet_sent), (c, loud_sent) in zip(whole, quiet, loud, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
         torch.testing.assert_close(b, c, rtol=0, atol=1e-12)

@@ -236,7 +236,7 @@ class OuterSync(OuterSaved):
                 self._alone(fragment)
             else:
                 payload = fragment.staging()
-                check = NoCheck() if self.courier.is_only_one else FiniteCheck()
+                check = NoCheck() if self.courier.is_only_one and self.parts.feedback is None else FiniteCheck()
                 Sweep(fragment, self.parts, self.agrees).snapshot(payload, check)
                 leaving.append((fragment, payload, check.is_usable and self.replica.is_sound()))
         return leaving

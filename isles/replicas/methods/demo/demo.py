@@ -44,8 +44,6 @@ from isles.replicas.methods.demo.config import DeMoConfig
 from isles.replicas.methods.demo.momentum import Momentum
 from isles.replicas.methods.demo.update import orthogonalised
 from isles.replicas.methods.demo.wire import Sent
-from isles.replicas.replica import largest
-from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone
 from isles.replicas.start import OTHER_SETTINGS, OTHER_STATE, among_even
 from isles.replicas.sync import StepsAlike
@@ -115,12 +113,6 @@ class DeMo(StepsAlike):
     def data_transmit(self) -> int:
         """Bytes that this worker handed to the transport in its last step: one message for each other worker."""
         return (self.group.size - 1) * self.payload_bytes if self._exchanged else 0
-
-    @override
-    def agree_on_overflow(self, scaled: Scaled) -> None:
-        """8 bytes to each other worker, in steps with a gradient scaler."""
-        if largest(self.group, int(scaled.overflowed)):
-            scaled.overflow()
 
     @torch.no_grad()
     @override
@@ -203,7 +195,13 @@ class DeMo(StepsAlike):
     def schedule(self, steps: int) -> list[PlannedExchange]:
         groups = everyone(self.group.size)
         pattern = by_size(groups, lambda size: gathered(self.payload_bytes, size))
-        return [PlannedExchange(step, step, 0, "momentum", groups, pattern, step) for step in range(1, steps + 1)]
+        asked = by_size(groups, lambda size: gathered(8, size))
+        plan = []
+        for step in range(1, steps + 1):
+            if self.scales_loss:
+                plan.append(PlannedExchange(step, step, 0, "overflow", groups, asked, -step, "control"))
+            plan.append(PlannedExchange(step, step, 0, "momentum", groups, pattern, step))
+        return plan
 
     @override
     def memory(self) -> list[Held]:
