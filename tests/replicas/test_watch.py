@@ -151,13 +151,13 @@ def test_what_is_thawed_later_is_refused(name: str) -> None:
 def test_workers_that_freeze_different_parameters_are_told() -> None:
     def worker(world: Mesh, name: str) -> None:
         model = Net()
-        optimizer = wrap(world, name, model, momentum)
+        optimizer = wrap(world, name, model, sgd if name == "demo" else momentum)
         for step in range(1, 14):
             if step == 4:
                 (model.first if world.rank else model.second).requires_grad_(False)
             train_step(optimizer, world.rank, step)
 
-    for name in ("ddp", "diloco"):
+    for name in ("ddp", "diloco", "demo"):
         errors = run(worker, 2, name, return_errors=True)
         assert any(isinstance(error, isles.Diverged) for error in errors), errors
 
