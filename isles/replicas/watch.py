@@ -118,6 +118,7 @@ class ModelWatch:
     def awaits(self, weights: int) -> None:
         """The state that was loaded is of weights with this hash: if these are others, they are to be loaded yet."""
         self._before = None if weights == (now := self.digest()) else now
+        self._is_restored = self._before is not None  # else whatever is loaded from now on are others
 
     def refuse_forgotten(self) -> None:
         """ValueError where the weights are still those that `awaits` has found to be others."""

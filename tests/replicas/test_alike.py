@@ -168,6 +168,25 @@ def test_weights_and_states_come_in_any_order(where: str, name: str) -> None:
         assert ended == again
 
 
+@pytest.mark.parametrize("name", ["ddp", "diloco", "noloco"])
+def test_other_weights_on_top_of_a_checkpoint_are_told(name: str) -> None:
+    """Weights and state of one moment, and then another file's weights."""
+
+    def worker(world: Mesh) -> None:
+        first = wrap(world, name, Net())
+        for step in range(1, 5):
+            train_step(first, world.rank, step)
+        second = wrap(world, name, Net(1))
+        second.model.load_state_dict(first.model.state_dict())
+        second.load_state_dict(first.state_dict())
+        second.model.load_state_dict(Net(7).state_dict())
+        loss_of(second.model, world.rank, 5).backward()
+        with pytest.raises(ValueError, match="weights were loaded into the model after its optimizer was made"):
+            second.step()
+
+    run(worker)
+
+
 class Boxed(nn.Module):
     """A model inside a container that calls it `module`."""
 

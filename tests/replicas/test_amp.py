@@ -416,6 +416,41 @@ def test_in_torchs_order_what_is_kept_follows_the_scale(name: str) -> None:
     assert run(growing, 2, name, True) == run(growing, 2, name, False)
 
 
+SCALERS: dict[str, tuple[float | None, float | None]] = {  # of four steps, and of the next four; None: no scaler
+    "another scaler": (1024.0, 16.0),
+    "one from step 5 on": (None, 16.0),
+    "none from step 5 on": (1024.0, None),
+    "a state without the scaler's": (1024.0, 65536.0),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), cover(["ddp, int4", "dct-dp", "ddp, low rank"], list(SCALERS), each=2))
+def test_another_scale_than_what_is_kept_is_told(name: str, change: str) -> None:
+    """A residual is multiplied as the loss was: of another scaler it would count for nothing, or for all."""
+
+    def worker(world: Mesh) -> None:
+        optimizer = wrap(world, name, Net())
+        for scale in SCALERS[change]:
+            if change.startswith("a state") and optimizer.steps:
+                state, held = optimizer.state_dict(), optimizer.model.state_dict()
+                optimizer = wrap(world, name, Net(5))
+                optimizer.model.load_state_dict(held)
+                optimizer.load_state_dict(state)
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+            last = optimizer.steps + 4
+            while optimizer.steps < last:
+                scaler.scale(loss_of(optimizer.model, world.rank, optimizer.steps + 1)).backward()
+                if optimizer.steps == 4:
+                    with pytest.raises(ValueError, match="the loss is scaled by .*, what error feedback holds back by "):
+                        scaler.step(optimizer)
+                    return
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+    run(worker, 2)
+
+
 def checkpointed(world: Mesh, inside: str, reentrant: bool) -> tuple[str, int]:
     model, before = Net(dtype=torch.float64), world.world.traffic["outer"].bytes_sent
     optimizer = isles.DDP(model, sgd(model), world.outer, bucket_megabytes=1e-4)
