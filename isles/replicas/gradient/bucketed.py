@@ -281,7 +281,7 @@ class BucketedSync(BucketsForetold):
             if bucket.reduction.residual is not None:
                 bucket.reduction.residual.copy_(residual)
             bucket.reduction.load_state_dict(own)
-        self.skipped, self._unit = state["skipped"], state["unit"]
+        self.skipped, self._unit, self._scaled = state["skipped"], state["unit"], None
 
     @classmethod
     @override
