@@ -140,10 +140,11 @@ class BucketedSync(BucketsForetold):
                 "bfloat16, or update exactly"
             )
         scale = 1.0 if scaled is None else scaled.scale
+        if self._careful:
+            self._follow_scale()  # where nothing has been sent yet
         if self._unit not in (0.0, scale) and any(bucket.reduction.residual is not None for bucket in self.buckets):
             raise ValueError(
-                f"the loss is scaled by {scale:g}, what error feedback holds back by {self._unit:g}: go on with one "
-                "scaler, and load its state_dict() too"
+                f"the loss is scaled by {scale:g}, error feedback by {self._unit:g}: keep one scaler, load its state_dict()"
             )
         self._is_scaled = scaled is not None
         super().take_step(scaled)
