@@ -293,7 +293,19 @@ def test_seconds_of_a_node_of_a_cluster_are_those_of_the_gpu(rows: Rows) -> None
 # The command
 
 
-RUNS = ("stages", "islands", "fp16", "fp16 demo", "bf16", "swarm", "checkpoint", "memory", "clusters", "plan", "experts")
+RUNS = (
+    "stages",
+    "islands",
+    "fp16",
+    "fp16 demo",
+    "bf16",
+    "swarm",
+    "checkpoint",
+    "memory",
+    "clusters",
+    "plan",
+    "experts",
+)
 
 
 @pytest.mark.parametrize("name", cases("train", (*RUNS, "elastic", "demo", "dct-dp", "ist", "sparseloco")))

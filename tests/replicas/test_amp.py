@@ -441,7 +441,7 @@ def test_another_scale_than_what_is_kept_is_told(name: str, change: str) -> None
             while optimizer.steps < last:
                 scaler.scale(loss_of(optimizer.model, world.rank, optimizer.steps + 1)).backward()
                 if optimizer.steps == 4:
-                    with pytest.raises(ValueError, match="the loss is scaled by .*, error feedback by "):
+                    with pytest.raises(ValueError, match=r"the loss is scaled by .*, error feedback by "):
                         scaler.step(optimizer)
                     return
                 scaler.step(optimizer)

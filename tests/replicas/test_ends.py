@@ -131,7 +131,7 @@ ENDING = {"ddp": 16, "demo": 16, "localsgd": 16, "diloco, topk": 16, "ist": 16, 
 
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in ENDING), ("noloco", SOLO)])
 def test_what_finish_costs(name: str, options: dict[str, Any]) -> None:
-    """Bytes to each other worker on "control": 8 that all have done as many rounds, or have the same settings; 8 for the
+    """Bytes to each other worker on "control": 8 that all have done as many rounds, or have equal settings; 8 for the
     hash of what all hold. Nothing where workers may be lost.
     """
 

@@ -367,7 +367,7 @@ def test_one_worker_alone_is_not_looked_at(name: str) -> None:
 @pytest.mark.parametrize("name", ["ddp", "demo", "ist"])
 def test_one_worker_alone_ends_too(name: str) -> None:
     """By the others, as in any world."""
-    with pytest.raises(WorkerFailed, match="worker 0 failed: its .* not finite at inner step"):
+    with pytest.raises(WorkerFailed, match=r"worker 0 failed: its .* not finite at inner step"):
         run(stays, 1, name)
 
 

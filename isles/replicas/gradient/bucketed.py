@@ -144,7 +144,7 @@ class BucketedSync(BucketsForetold):
             self._follow_scale()  # where nothing has been sent yet
         if self._unit not in (0.0, scale) and any(bucket.reduction.residual is not None for bucket in self.buckets):
             raise ValueError(
-                f"the loss is scaled by {scale:g}, error feedback by {self._unit:g}: keep one scaler, load its state too"
+                f"the loss is scaled by {scale:g}, error feedback by {self._unit:g}: keep one, load its state too"
             )
         self._is_scaled = scaled is not None
         super().take_step(scaled)
