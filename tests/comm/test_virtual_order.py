@@ -233,4 +233,4 @@ def test_workers_that_compute_at_once_share_torchs_generator():
 
     torch.manual_seed(1)
     drawn = float(torch.rand(()))
-    assert VirtualCluster(2, slots=2).run(worker)[0] == drawn
+    assert VirtualCluster(2, links="lan", slots=2).run(worker)[0] == drawn

@@ -94,8 +94,8 @@ def test_feedback_follows_the_law_of_1_over_t(name: str, form: str) -> None:
 
 
 def test_a_global_residual_keeps_how_far_a_worker_is_from_the_mean() -> None:
-    """Outer gradients v and -v, whose mean is 0: after t rounds it is t v, and `feedback_ratio` is t. A local one is what
-    int8 loses of one round.
+    """Outer gradients v and -v, whose mean is 0: after t rounds it is t v, and `feedback_ratio` is t. A local one is
+    what int8 loses of one round.
     """
 
     def worker(world: Mesh, form: str) -> list[float]:
