@@ -277,6 +277,43 @@ def test_gradients_may_be_set_by_hand(name: str) -> None:
     assert run(worker, 2, True) == run(worker, 2, False)
 
 
+@pytest.mark.parametrize("name", ["ddp, small buckets", "dct-dp"])
+def test_gradients_may_be_views_of_one_buffer(name: str) -> None:
+    """As loops keep them that set all to zero at once: whoever writes to one has not written to the others."""
+
+    def worker(world: Mesh, views: bool) -> str:
+        optimizer = wrap(world, name, Net())
+        flat = torch.zeros(sum(own.numel() for own in optimizer.parameters))
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            if views:
+                parts = flat.zero_().split([own.numel() for own in optimizer.parameters])
+                for own, part in zip(optimizer.parameters, parts, strict=True):
+                    own.grad = part.view(own.shape)
+            loss_of(optimizer.model, world.rank, step).backward()
+            optimizer.step()
+        return bits(weights(optimizer.model))
+
+    assert run(worker, 2, True) == run(worker, 2, False)
+
+
+@pytest.mark.parametrize("name", ["ddp", "demo"])
+def test_a_gradient_may_be_expanded(name: str) -> None:
+    """As `torch.autograd.grad` gives that of a sum: one entry in memory, which no mean could be written to."""
+
+    def worker(world: Mesh, expanded: bool) -> str:
+        model = nn.ParameterList([torch.zeros(3, 4), torch.zeros(5)])
+        optimizer = wrap(world, name, model, sgd)
+        for own in model:
+            (gradient,) = torch.autograd.grad(own.sum() * (1 + world.rank), own)
+            assert 0 in gradient.stride()
+            own.grad = gradient if expanded else gradient.contiguous()
+        optimizer.step()
+        return bits(weights(model))
+
+    assert run(worker, 2, True) == run(worker, 2, False)
+
+
 def _quarter(parameter: Tensor) -> None:
     parameter.grad.data.mul_(0.25)  # type: ignore[union-attr]
 

@@ -146,13 +146,13 @@ def test_what_the_inner_optimizer_was_given_it_may_take_and_hold_for_a_moment() 
     taken.grad, left.grad = torch.ones(3), torch.ones(3)
     bucket.load()
     gradient, taken.grad = taken.grad, None
-    assert bucket.is_changed()  # nobody was given it
+    assert bucket.is_changed(in_pass=False)  # nobody was given it
     bucket.handed_on()
-    assert not bucket.is_changed()
+    assert not bucket.is_changed(in_pass=False)
     taken.grad = gradient  # as `Optimizer.step` wants it
-    assert not bucket.is_changed()
+    assert not bucket.is_changed(in_pass=False)
     left.grad.mul_(0.5)
-    assert bucket.is_changed()
+    assert bucket.is_changed(in_pass=False)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

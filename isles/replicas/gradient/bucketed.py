@@ -161,7 +161,7 @@ class BucketedSync(BucketsForetold):
             bucket.keep()
         self._passes, self._reduced, self._unusable, self._proof = 0, False, None, 0
 
-    def _reduce(self) -> None:
+    def _reduce(self, *, in_pass: bool = False) -> None:
         """The gradients of this step become their means, or NaN everywhere where one of them is not finite."""
         self._unusable = None
         self._launch(len(self.buckets))
@@ -170,7 +170,7 @@ class BucketedSync(BucketsForetold):
                 self._wait(bucket)
                 bucket.load()
                 self._start(bucket, again=True)
-        if any(bucket.is_changed() for bucket in self.buckets):
+        if any(bucket.is_changed(in_pass=in_pass) for bucket in self.buckets):
             raise ValueError(
                 "gradients were changed between backward() and step(), but here they travel until step(): clip with "
                 "max_norm=, unscale with step(scaler=)"
@@ -188,7 +188,7 @@ class BucketedSync(BucketsForetold):
         """Autograd calls it when a backward pass has made all gradients."""
         self._pass = None
         with own_modes(), host_work():
-            self._reduce()
+            self._reduce(in_pass=True)
 
     def _land_together(self) -> None:
         """Once all buckets have come: their means become the gradients, or NaN, which a gradient scaler looks for."""

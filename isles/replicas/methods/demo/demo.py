@@ -158,7 +158,7 @@ class DeMo(StepsAlike):
 
     def _hand_over(self) -> None:
         for parameter in self.parameters:
-            if parameter.grad is None:
+            if parameter.grad is None or 0 in parameter.grad.stride():  # expanded: it could not be written to
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         self.momentum.write(gradients)
