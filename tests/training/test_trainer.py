@@ -339,8 +339,8 @@ def test_autocast_trains_in_bf16_on_float32_weights(text: Path, tmp_path: Path) 
 def test_autocast_in_fp16_scales_the_loss(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """On the CPU, which Isles refuses: it learns something, though the first scale of 65,536 may overflow; `demo` asks the
-    others in each step, and a dry run knows of these bytes.
+    """On the CPU, which Isles refuses: it learns, though the first scale of 65,536 may overflow; `demo` asks the others
+    in each step, and a dry run knows of these bytes.
     """
     monkeypatch.setattr("isles.models.factory._refuse_fp16_on_cpu", lambda *_: None)
     config = tiny(text, "model.autocast=fp16", "model.device=auto", method=name)
