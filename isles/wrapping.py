@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
+from types import CodeType, FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -50,13 +51,15 @@ def is_within_function() -> bool:
     """Whether a backward pass goes on inside the backward function of an autograd.Function: there it is a part of
     another one, as torch.utils.checkpoint with use_reentrant=True makes it.
     """
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not _BACKWARD:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+    return call_of(torch.autograd.function.BackwardCFunction.apply.__code__) is not None
 
 
-_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
+def call_of(code: CodeType) -> FrameType | None:
+    """The innermost call of it that goes on in this thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
 
 
 @runtime_checkable

@@ -185,12 +185,12 @@ def current(join: float | None = None) -> Transport:
 
 
 def _current(join: float) -> _Place:
+    data: Any = sys.modules.get("torch.utils.data")
+    if data is not None and data.get_worker_info() is not None:  # forked, it has what its worker knew
+        raise ValueError("this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`")
     place = _here.own or next(iter(_process), None)
     if place is None and any(thread.is_alive() for thread in list(_virtual)):
         raise ValueError("several workers run in this process, and this thread is none of theirs: pass it `world`")
-    data: Any = sys.modules.get("torch.utils.data")
-    if place is None and data is not None and data.get_worker_info() is not None:
-        raise ValueError("this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`")
     if place is None or (place.is_found and cast(DistributedTransport, place.transport).is_closed):
         transport, local_rank = DistributedTransport.from_environment(join)
         place = _Place(transport, local_rank, is_found=True)

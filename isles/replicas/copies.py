@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from isles.replicas.flat import views
 from isles.replicas.island.sharded import own_rows
 from isles.wrapping import Deferred, each_of, innermost
 
@@ -140,8 +141,9 @@ class WeightCopies:
 
     def _some(self) -> list[Tensor]:
         """Of each parameter the first entries, copied."""
-        own = (own_rows(parameter.detach()).reshape(-1)[:_LOOKED_AT] for parameter in self._parameters.values())
-        return [some.to(torch.float64, copy=True) for some in own]
+        own = (own_rows(parameter.detach()) for parameter in self._parameters.values())
+        some = ([view.reshape(-1) for view in views(one, 0, min(one.numel(), _LOOKED_AT))] for one in own)
+        return [torch.cat(parts).to(torch.float64) for parts in some]
 
 
 def _product(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:

@@ -213,19 +213,19 @@ def _runs(tensor: Tensor) -> list[Sequence[Tensor]]:
     """Each run of BLOCK entries as views of `tensor`: one, or a few where its memory is in another order."""
     if tensor.is_contiguous():
         return [(part,) for part in tensor.view(-1).split(BLOCK)]
-    return [_views(tensor, first, min(first + BLOCK, tensor.numel())) for first in range(0, tensor.numel(), BLOCK)]
+    return [views(tensor, first, min(first + BLOCK, tensor.numel())) for first in range(0, tensor.numel(), BLOCK)]
 
 
-def _views(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
+def views(tensor: Tensor, start: int, stop: int) -> list[Tensor]:
     """The entries [start, stop) of a strided tensor: whole rows, and parts of the rows before and behind."""
     if stop - start == tensor.numel():
         return [tensor]
     row = tensor[0].numel()
     first, last = -(-start // row), stop // row
     if first > last:
-        return _views(tensor[last], start - last * row, stop - last * row)
-    before = _views(tensor[first - 1], start - (first - 1) * row, row) if start < first * row else []
-    behind = _views(tensor[last], 0, stop - last * row) if last * row < stop else []
+        return views(tensor[last], start - last * row, stop - last * row)
+    before = views(tensor[first - 1], start - (first - 1) * row, row) if start < first * row else []
+    behind = views(tensor[last], 0, stop - last * row) if last * row < stop else []
     return [*before, *([tensor[first:last]] if first < last else []), *behind]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from isles.wrapping import Wrapping, each_of
+from isles.wrapping import Wrapping, call_of, each_of
 
 _LATEST = WeakIdKeyDictionary()  # by parameter: a weak reference to the method that was made last around it
 
@@ -88,8 +88,4 @@ def asked_by_torch(function: str) -> FrameType | None:
     """The call of that function of torch.distributed.checkpoint.state_dict that goes on, if one does."""
     module: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
     called = getattr(module, function, None)  # another torch may name it otherwise: then nobody has asked
-    code = None if called is None else unwrap(called).__code__
-    frame = None if code is None else sys._getframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame
+    return None if called is None else call_of(unwrap(called).__code__)

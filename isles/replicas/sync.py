@@ -33,7 +33,7 @@ from isles.replicas.ending import EndsAsOne
 from isles.replicas.flat import VectorMaker
 from isles.replicas.guarded import Guarded
 from isles.replicas.names import all_names, warn_if_not_held
-from isles.replicas.replica import Replica, as_replica
+from isles.replicas.replica import Replica, as_replica, largest
 from isles.replicas.scaled import Scaled, TakesScalers
 from isles.replicas.schedule import Outline, outline
 from isles.replicas.space import Dimension, usual_space
@@ -119,6 +119,8 @@ class ReplicaSync(TakesScalers, Guarded, EndsAsOne):
         """Whether the state was loaded since the last step: the next exchange proves that it is the others' too."""
         self.batches = 1
         """Backward passes of a step, which `schedule` and `memory` count with: more where gradients accumulate."""
+        self.scales_loss = False
+        """Whether a gradient scaler takes part, which `schedule` counts with."""
         self.gradient_norm: Tensor | None = None
         """2-norm of the last reduced gradient before clipping, where `max_norm` is set."""
         self._charged = 0.0
@@ -187,7 +189,11 @@ class ReplicaSync(TakesScalers, Guarded, EndsAsOne):
         """Gradient level: make `.grad` the mean over the replicas."""
 
     def agree_on_overflow(self, scaled: Scaled) -> None:
-        """Where workers want equal steps of gradients that are each one's own: all take this step, or none does."""
+        """Optimizer level, whose equal steps are of gradients that are each worker's own: all take this step, or none.
+        Bytes sent: 8 to each of the others.
+        """
+        if self.level == "optimizer" and largest(self.group, int(scaled.overflowed)):
+            scaled.overflow()
 
     def norm(self) -> Tensor:
         """2-norm of the reduced gradient of the whole replica."""

@@ -67,8 +67,9 @@ class ModelWatch:
                     )
         for number, (parameter, dtype) in enumerate(zip(self.parameters, self._dtypes, strict=True)):
             if parameter.dtype != dtype:
+                now, before = (str(one).removeprefix("torch.") for one in (parameter.dtype, dtype))
                 raise ValueError(
-                    f"{self.name(parameter)} is {_short(parameter.dtype)} now and was {_short(dtype)} when the "
+                    f"{self.name(parameter)} is {now} now and was {before} when the "
                     "optimizer was made, so rounding would count as progress: convert the model before"
                 )
             if parameter.requires_grad or parameter.grad is not None:
@@ -118,6 +119,7 @@ class ModelWatch:
     def awaits(self, weights: int) -> None:
         """The state that was loaded is of weights with this hash: if these are others, they are to be loaded yet."""
         self._before = None if weights == (now := self.digest()) else now
+        self._is_restored = self._before is not None  # else whatever is loaded from now on are others
 
     def refuse_forgotten(self) -> None:
         """ValueError where the weights are still those that `awaits` has found to be others."""
@@ -181,10 +183,6 @@ def refuse_unfit(model: nn.Module, parameters: Sequence[nn.Parameter], inner: Op
             "LBFGS evaluates its closure several times a step, each with gradients of its own, of which only one could "
             "be exchanged: use an optimizer of one gradient a step, such as AdamW or SGD"
         )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def warn_of_torchs_means(model: nn.Module, parameters: Sequence[Tensor], group: Group) -> None:

@@ -45,10 +45,6 @@ def wrapped(
     kind, max_norm = method(config.method), config.inner.max_norm or None
     replicas = as_roster(group).founders
     try:
-        if kind.level == "optimizer" and config.model.autocast == "fp16":
-            raise ValueError(
-                f'model.autocast = "fp16" wants a gradient scaler, which {config.method} does not take: choose "bf16"'
-            )
         if island is None or island.size == 1:
             part = kind.local_part(model, replicas, config.replicas)
             inner = _stepped(config, part, kind, peers, manage)
@@ -78,7 +74,7 @@ def wrapped(
         optimizer = kind(part, inner, group, config.replicas, max_norm=max_norm, vectors=vectors)
         if config.world.drop_outer:
             optimizer.drop_outer(config.world.drop_outer, config.run.seed)
-        optimizer.batches = config.inner.accumulation
+        optimizer.batches, optimizer.scales_loss = config.inner.accumulation, config.model.autocast == "fp16"
         notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
         if config.pipeline.lossy:
             notices.append(f"lossy between stages: {', '.join(config.pipeline.lossy)}")

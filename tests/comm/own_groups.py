@@ -7,6 +7,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 import isles
 from isles.comm.errors import RendezvousFailed
@@ -36,7 +37,7 @@ def work(rank: int, port: int, store: str) -> None:
     assert sums() == 2
     dist.destroy_process_group()
     world = init()  # whose keys are not those of the group that was
-    assert world.size == 2
+    assert world.size == 2 and DistributedSampler(range(4)).rank == rank, "torch's tools find a default group"
     try:
         dist.init_process_group("gloo")
         raise AssertionError("torch has two default groups")

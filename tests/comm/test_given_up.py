@@ -18,6 +18,7 @@ from isles.comm.collectives.mean import mean
 from isles.comm.errors import CommError, Elsewhere
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
+from isles.comm.tags import Tag
 
 MEAN = sys.modules[mean.__module__]
 ENTRIES = 3000
@@ -106,3 +107,23 @@ def test_calls_without_a_round_begin_anew_in_a_new_view() -> None:
         return [*before, attempt(replace(group, view=1, ledger=ledger), None)]
 
     assert isles.run_virtual(worker, 2) == [[[0.5]] * 3] * 2
+
+
+def unequal(world: Mesh, length: int) -> list[int]:
+    """Worker 0 sends 64 bytes to worker 1, which waits for `length`."""
+    out, tag = torch.full((length,), 7, dtype=torch.uint8), Tag("control", 1)
+    if world.rank:
+        work = world.transport.recv(0, out, tag)
+    else:
+        work = world.transport.send(1, torch.ones(64, dtype=torch.uint8), tag)
+    while not work.done():
+        time.sleep(0.01)
+    return out.tolist()
+
+
+@pytest.mark.long
+def test_gloo_believes_its_peers() -> None:
+    """A short message is taken as whole, with what was there before behind it; a long one ends the process."""
+    assert isles.run_local(unequal, 2, args=(96,))[1] == [1] * 64 + [7] * 32
+    with pytest.raises(isles.WorkerFailed, match="worker 1 failed: its process ended with exit code -6"):
+        isles.run_local(unequal, 2, args=(32,))

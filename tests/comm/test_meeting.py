@@ -194,11 +194,16 @@ class Asks(torch.utils.data.Dataset[Any]):
             return str(error)
 
 
+def asked(world: Mesh | None = None) -> Any:
+    return next(iter(torch.utils.data.DataLoader(Asks(), num_workers=1, batch_size=None)))
+
+
 def test_a_process_of_a_dataloader_is_no_world_of_one() -> None:
-    """It has the environment of its worker, or of none, and never what Isles knows there."""
+    """It has the environment of its worker, and where it is forked what Isles knows there."""
+    told = "this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`"
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(lambda: list(torch.utils.data.DataLoader(Asks(), num_workers=1, batch_size=None))).result()
-    assert told == ["this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`"]
+        assert pool.submit(asked).result() == told
+    assert isles.run_virtual(asked, 1) == [told]
 
 
 def test_own_process_groups(tmp_path: Path) -> None:

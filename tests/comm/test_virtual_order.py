@@ -218,3 +218,19 @@ def test_many_workers_pair_up():
 
     clocks = VirtualCluster(256, links="home-fibre", compute_jitter=0.2).run(worker)
     assert len(set(clocks)) > 100 and 8 < min(clocks) < max(clocks) < 16
+
+
+def test_workers_that_compute_at_once_share_torchs_generator():
+    """Of two slots: who draws, draws on from the seed that another one has set last."""
+    met = threading.Barrier(2)
+
+    def worker(transport):
+        for rank in range(2):
+            if transport.rank == rank:
+                torch.manual_seed(rank)
+            met.wait(10)
+        return None if transport.rank else float(torch.rand(()))
+
+    torch.manual_seed(1)
+    drawn = float(torch.rand(()))
+    assert VirtualCluster(2, links="lan", slots=2).run(worker)[0] == drawn

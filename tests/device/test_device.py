@@ -308,10 +308,22 @@ def test_seconds_of_a_node_of_a_cluster_are_those_of_the_gpu(rows: Rows) -> None
 # The command
 
 
-RUNS = ("stages", "islands", "fp16", "bf16", "swarm", "checkpoint", "memory", "clusters", "plan", "experts", "elastic")
+RUNS = (
+    "stages",
+    "islands",
+    "fp16",
+    "fp16 demo",
+    "bf16",
+    "swarm",
+    "checkpoint",
+    "memory",
+    "clusters",
+    "plan",
+    "experts",
+)
 
 
-@pytest.mark.parametrize("name", cases("train", (*RUNS, "demo", "dct-dp", "ist", "sparseloco")))
+@pytest.mark.parametrize("name", cases("train", (*RUNS, "elastic", "demo", "dct-dp", "ist", "sparseloco")))
 def test_a_run_on_gpus_is_the_cpus(rows: Rows, name: str) -> None:
     found = _found(rows, f"train {name}")
     assert 0 < found["cuda"] < 8

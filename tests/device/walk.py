@@ -472,6 +472,7 @@ CASES: dict[str, Case] = {  # worlds first, see there
     **{f"codec {name}": partial(_compared, "diloco", _of_codec(name), False) for name in FORMS},
     "run": _from_run_to_export,
     "train fp16": _trained("diloco", _H2, "model.autocast=fp16", on_cpu=False),
+    "train fp16 demo": _trained("demo", "model.autocast=fp16", on_cpu=False),
     "train stages": _trained("noloco", _H2, *_STAGES, workers=4),
     "train islands": _trained("diloco", _H2, "world.inner=2", workers=4),
     "train bf16": _trained("ddp", "model.autocast=bf16"),

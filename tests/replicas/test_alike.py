@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from schedulefree import AdamWScheduleFree
+from torch import Tensor, nn
 
 import isles
 from isles.comm.errors import CommError
@@ -165,6 +166,86 @@ def test_weights_and_states_come_in_any_order(where: str, name: str) -> None:
 
     for ended, again in run(worker):
         assert ended == again
+
+
+@pytest.mark.parametrize("name", ["ddp", "diloco", "noloco"])
+def test_other_weights_on_top_of_a_checkpoint_are_told(name: str) -> None:
+    """Weights and state of one moment, and then another file's weights."""
+
+    def worker(world: Mesh) -> None:
+        first = wrap(world, name, Net())
+        for step in range(1, 5):
+            train_step(first, world.rank, step)
+        second = wrap(world, name, Net(1))
+        second.model.load_state_dict(first.model.state_dict())
+        second.load_state_dict(first.state_dict())
+        second.model.load_state_dict(Net(7).state_dict())
+        loss_of(second.model, world.rank, 5).backward()
+        with pytest.raises(ValueError, match="weights were loaded into the model after its optimizer was made"):
+            second.step()
+
+    run(worker)
+
+
+class Boxed(nn.Module):
+    """A model inside a container that calls it `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)  # type: ignore[no-any-return]
+
+
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+AROUND: dict[str, Callable[[nn.Module], Any]] = {
+    "nothing": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "in place": compiled_in_place,
+    "boxed": Boxed,
+}
+CHANGES = [("compiled", "boxed"), ("boxed", "in place"), ("nothing", "compiled")]
+
+
+@pytest.mark.parametrize(
+    ("saves", "loads"),
+    [
+        pytest.param(saves, loads, marks=() if (saves, loads) in CHANGES else pytest.mark.long)
+        for saves in AROUND
+        for loads in AROUND
+    ],
+)
+def test_what_is_around_a_model_does_not_change_its_hash(saves: str, loads: str) -> None:
+    """The state of a compiled model, or of one inside a container, goes on in any other; forgotten weights are told
+    there too, and then may be loaded.
+    """
+
+    def worker(world: Mesh) -> None:
+        def four_steps(optimizer: isles.ReplicaSync) -> str:
+            for step in range(5, 9):
+                train_step(optimizer, world.rank, step)
+            return bits(weights(optimizer.model))
+
+        first = wrap(world, "diloco", AROUND[saves](Net()), two)
+        for step in range(1, 5):
+            train_step(first, world.rank, step)
+        state, held = copy.deepcopy((first.state_dict(), list(first.model.state_dict().values())))
+        ended = four_steps(first)
+        second = wrap(world, "diloco", AROUND[loads](Net(1)), two)
+        second.load_state_dict(state)
+        loss_of(second.model, world.rank, 5).backward()
+        with pytest.raises(ValueError, match=FORGOTTEN):
+            second.step()
+        second.zero_grad()
+        second.model.load_state_dict(dict(zip(second.model.state_dict(), held, strict=True)))
+        assert four_steps(second) == ended
+
+    run(worker)
 
 
 @pytest.mark.parametrize("saves", ["train", "eval"])

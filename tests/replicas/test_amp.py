@@ -19,6 +19,7 @@ import isles
 from isles.comm.mesh import Mesh
 from tests.covers import cover
 from tests.gloo import run_gloo
+from tests.replicas.deferred import LateUpdates
 from tests.replicas.test_parameters import one_of_two_kinds, two_of_a_kind
 from tests.replicas.trainers import TRAINERS, plain
 from tests.replicas.workers import Net, bits, loss_of, sgd, usual_inner, weights, wrap
@@ -155,14 +156,16 @@ def test_in_processes() -> None:
 
 
 def test_demo_asks_the_others_of_overflows() -> None:
-    """8 bytes to each of them, in a step with a scaler."""
+    """8 bytes to each of them, in a step with a scaler, as a plan says that is told of it."""
 
     def worker(world: Mesh, enabled: bool) -> int:
         optimizer, scaler = wrap(world, "demo", Net()), torch.amp.GradScaler("cpu", enabled=enabled)
-        before = world.world.traffic["control"].bytes_sent
+        optimizer.scales_loss = enabled
+        before = world.world.traffic["control"].bytes_sent, world.world.traffic.total("bytes_sent")
         scaler.scale(loss_of(optimizer.model, world.rank, 1)).backward()
         scaler.step(optimizer)
-        return world.world.traffic["control"].bytes_sent - before
+        assert world.world.traffic.total("bytes_sent") - before[1] == optimizer.outline(1).sent[world.rank]
+        return world.world.traffic["control"].bytes_sent - before[0]
 
     assert (run(worker, 3, True), run(worker, 3, False)) == ([16] * 3, [0] * 3)
 
@@ -221,6 +224,39 @@ def test_edits_between_backward_and_step_are_edits_of_the_mean(edit: str, megaby
         torch.testing.assert_close(found, weights(model), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("why", ["reentrant", "late"])
+def test_means_that_come_in_step_leave_no_room_for_edits(why: str) -> None:
+    """Where all of a backward pass is within one checkpoint, and with an inner optimizer that works late: what has been
+    sent must not change.
+    """
+
+    def worker(world: Mesh) -> None:
+        model = Net()
+        inner = LateUpdates(model, sgd(model)) if why == "late" else sgd(model)
+        optimizer = isles.DDP(model, inner, world.outer, bucket_megabytes=1e-4)
+        x = torch.ones(4, 5, requires_grad=True)
+        out = model(x) if why == "late" else checkpoint(model, x, use_reentrant=True)
+        out.square().mean().backward()
+        _clip(model)
+        with pytest.raises(ValueError, match=r"changed between backward\(\) and step\(\).*clip with max_norm="):
+            optimizer.step()
+
+    run(worker, 2)
+
+
+def test_an_edit_of_the_mean_on_one_worker_is_told_at_the_end() -> None:
+    def worker(world: Mesh) -> None:
+        optimizer = isles.DDP(model := Net(), sgd(model), world.outer)
+        loss_of(model, world.rank, 1).backward()
+        if world.rank == 1:
+            _data(model)
+        optimizer.step()
+        with pytest.raises(isles.Diverged, match="worker 1 diverged at step 1: bias differ where all must be equal"):
+            optimizer.finish()
+
+    run(worker, 2)
+
+
 @pytest.mark.parametrize("name", ["ddp", "ddp, int4", "demo"])
 def test_gradients_may_be_set_by_hand(name: str) -> None:
     """From `torch.autograd.grad`, which calls no hook: as `backward` makes them."""
@@ -237,6 +273,43 @@ def test_gradients_may_be_set_by_hand(name: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         return bits(weights(optimizer.model))
+
+    assert run(worker, 2, True) == run(worker, 2, False)
+
+
+@pytest.mark.parametrize("name", ["ddp, small buckets", "dct-dp"])
+def test_gradients_may_be_views_of_one_buffer(name: str) -> None:
+    """As loops keep them that set all to zero at once: whoever writes to one has not written to the others."""
+
+    def worker(world: Mesh, views: bool) -> str:
+        optimizer = wrap(world, name, Net())
+        flat = torch.zeros(sum(own.numel() for own in optimizer.parameters))
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            if views:
+                parts = flat.zero_().split([own.numel() for own in optimizer.parameters])
+                for own, part in zip(optimizer.parameters, parts, strict=True):
+                    own.grad = part.view(own.shape)
+            loss_of(optimizer.model, world.rank, step).backward()
+            optimizer.step()
+        return bits(weights(optimizer.model))
+
+    assert run(worker, 2, True) == run(worker, 2, False)
+
+
+@pytest.mark.parametrize("name", ["ddp", "demo"])
+def test_a_gradient_may_be_expanded(name: str) -> None:
+    """As `torch.autograd.grad` gives that of a sum: one entry in memory, which no mean could be written to."""
+
+    def worker(world: Mesh, expanded: bool) -> str:
+        model = nn.ParameterList([torch.zeros(3, 4), torch.zeros(5)])
+        optimizer = wrap(world, name, model, sgd)
+        for own in model:
+            (gradient,) = torch.autograd.grad(own.sum() * (1 + world.rank), own)
+            assert 0 in gradient.stride()
+            own.grad = gradient if expanded else gradient.contiguous()
+        optimizer.step()
+        return bits(weights(model))
 
     assert run(worker, 2, True) == run(worker, 2, False)
 
@@ -380,6 +453,41 @@ def growing(world: Mesh, name: str, scaled: bool) -> str:
 @pytest.mark.parametrize("name", ["ddp, int4", "dct-dp"])
 def test_in_torchs_order_what_is_kept_follows_the_scale(name: str) -> None:
     assert run(growing, 2, name, True) == run(growing, 2, name, False)
+
+
+SCALERS: dict[str, tuple[float | None, float | None]] = {  # of four steps, and of the next four; None: no scaler
+    "another scaler": (1024.0, 16.0),
+    "one from step 5 on": (None, 16.0),
+    "none from step 5 on": (1024.0, None),
+    "a state without the scaler's": (1024.0, 65536.0),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), cover(["ddp, int4", "dct-dp", "ddp, low rank"], list(SCALERS), each=2))
+def test_another_scale_than_what_is_kept_is_told(name: str, change: str) -> None:
+    """A residual is multiplied as the loss was: of another scaler it would count for nothing, or for all."""
+
+    def worker(world: Mesh) -> None:
+        optimizer = wrap(world, name, Net())
+        for scale in SCALERS[change]:
+            if change.startswith("a state") and optimizer.steps:
+                state, held = optimizer.state_dict(), optimizer.model.state_dict()
+                optimizer = wrap(world, name, Net(5))
+                optimizer.model.load_state_dict(held)
+                optimizer.load_state_dict(state)
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+            last = optimizer.steps + 4
+            while optimizer.steps < last:
+                scaler.scale(loss_of(optimizer.model, world.rank, optimizer.steps + 1)).backward()
+                if optimizer.steps == 4:
+                    with pytest.raises(ValueError, match=r"the loss is scaled by .*, error feedback by "):
+                        scaler.step(optimizer)
+                    return
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+    run(worker, 2)
 
 
 def checkpointed(world: Mesh, inside: str, reentrant: bool) -> tuple[str, int]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.mesh import Mesh
+from isles.replicas.copies import copies_of
 from tests.covers import cover, share
 from tests.gloo import run_gloo
 from tests.replicas.workers import RUNS, Net, Whole, bits, loss_of, sgd, train_step, weights, wrap
@@ -122,6 +123,26 @@ def test_masters_take_what_has_landed(name: str) -> None:
 @pytest.mark.parametrize("name", ["diloco", "streaming, int4", "noloco"])
 def test_an_optimizer_may_renew_its_copies_itself(name: str) -> None:
     assert run(trained, 2, name, Renewed) == by_sgd(name)
+
+
+def test_who_renews_its_copies_is_left_alone() -> None:
+    """Its state stays as its own step has left it, whatever is in it. torch's own optimizers are not looked at."""
+
+    class Renews(Masters):
+        def after_landing(self, parameters: list[nn.Parameter]) -> None:
+            self.renewed = parameters
+
+    def worker(world: Mesh) -> None:
+        model = Net()
+        optimizer: Any = wrap(world, "localsgd", model, Renews, sync_every=1)
+        train_step(optimizer, world.rank, 1)
+        assert optimizer.inner.renewed == list(model.parameters()), "that have landed"
+        for p, before in zip(model.parameters(), Net().parameters(), strict=True):
+            own = optimizer.state[p]["master"]  # by its own gradient, which is not the mean of both
+            assert not torch.equal(own, p) and not torch.equal(own, before)
+        assert not copies_of(torch.optim.AdamW(model.parameters()), list(model.parameters()))
+
+    run(worker)
 
 
 def of_two(matrices: Any, rest: Any) -> Callable[[nn.Module], Any]:

@@ -102,13 +102,14 @@ def accumulate(world: Mesh, style: str, megabytes: float) -> tuple[Tensor, int]:
 
 @pytest.mark.parametrize("megabytes", BUCKETS.values(), ids=BUCKETS)
 def test_accumulation(megabytes: float) -> None:
-    """With no_sync: one reduction a step. Without: a warning, the bytes of each pass, the same result."""
+    """With no_sync: one reduction a step. Without: one warning, the bytes of each pass, the same result."""
     whole = run(accumulate, 3, "whole", megabytes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet = run(accumulate, 3, "no_sync", megabytes)
-    with pytest.warns(UserWarning, match="no_sync"):
+    with pytest.warns(UserWarning, match="no_sync") as told:
         loud = run(accumulate, 3, "plain", megabytes)
+    assert len(told) == 3, "each worker says it once"
     for (a, sent), (b, quiet_sent), (c, loud_sent) in zip(whole, quiet, loud, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
         torch.testing.assert_close(b, c, rtol=0, atol=1e-12)
@@ -145,13 +146,13 @@ def test_what_the_inner_optimizer_was_given_it_may_take_and_hold_for_a_moment() 
     taken.grad, left.grad = torch.ones(3), torch.ones(3)
     bucket.load()
     gradient, taken.grad = taken.grad, None
-    assert bucket.is_changed()  # nobody was given it
+    assert bucket.is_changed(in_pass=False)  # nobody was given it
     bucket.handed_on()
-    assert not bucket.is_changed()
+    assert not bucket.is_changed(in_pass=False)
     taken.grad = gradient  # as `Optimizer.step` wants it
-    assert not bucket.is_changed()
+    assert not bucket.is_changed(in_pass=False)
     left.grad.mul_(0.5)
-    assert bucket.is_changed()
+    assert bucket.is_changed(in_pass=False)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

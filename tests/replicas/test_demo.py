@@ -342,10 +342,26 @@ def test_muon_of_next_to_nothing_is_finite(scale: float) -> None:
     assert scale < 1e-40 or float(small.norm()) > 1
 
 
+<<<<<<< HEAD
 def test_what_is_nothing_in_its_block_is_snapped_by_its_own_largest():
     """One in a hundred of 1, and of 1e-4."""
     blocks = snapped(torch.tensor([[1.0, 2e-3, -0.1], [-1e-4, 2e-6, 2e-7]]), 0.01)
     assert torch.equal(blocks, torch.tensor([[1.0, 0.0, -0.1], [-1e-4, 2e-6, 0.0]]))
+=======
+def test_rows_without_a_gradient_move_with_their_block() -> None:
+    """By the full rate, with the usual 32 coefficients: rows of tokens that no batch held, beside others of it."""
+
+    def worker(world: Mesh) -> float:
+        model = nn.Module()
+        model.w = nn.Parameter(torch.zeros(64, 64))
+        optimizer = isles.DeMo(model, sgd(model, RATE), world.outer)
+        model.w.grad = normal(64, 64)
+        model.w.grad[:32] = 0.0
+        optimizer.step()
+        return float(((model.w[:32].abs() - RATE).abs() < 1e-6).float().mean())
+
+    assert run(worker)[0] > 0.95
+>>>>>>> k-w
 
 
 def test_zeros_stay_zeros() -> None:
@@ -449,7 +465,9 @@ class Branches(nn.Module):
 
 
 def test_a_gradient_that_is_missing_counts_as_zero() -> None:
-    """Workers stay equal, what one worker alone used moves everywhere, what nobody uses only decays."""
+    """Workers stay equal, what one worker alone used moves everywhere, what nobody uses only decays; what a momentum
+    still holds goes on being sent.
+    """
 
     def worker(world: Mesh) -> list[Tensor]:
         model = Branches()
@@ -461,6 +479,11 @@ def test_a_gradient_that_is_missing_counts_as_zero() -> None:
         optimizer.step()
         assert not torch.equal(model.even, before[1]) and model.never.grad is not None
         torch.testing.assert_close(model.never.detach(), before[2] * (1 - 0.5 * RATE))
+        optimizer.zero_grad()
+        decayed = model.even.detach() * (1 - 0.5 * RATE)
+        model(normal(2, 5), False).sum().backward()
+        optimizer.step()
+        assert float((model.even.detach() - decayed).abs().max()) > 0.9 * RATE
         return [parameter.detach() for parameter in model.parameters()]
 
     results = run(worker, 3)
@@ -468,16 +491,23 @@ def test_a_gradient_that_is_missing_counts_as_zero() -> None:
 
 
 def test_what_is_frozen_later_stands_still() -> None:
-    """Its momentum is not spent, but it moves nothing, and neither does the weight decay."""
+    """Its momentum goes on being sent and moves nothing, and neither does the weight decay."""
 
     def worker(world: Mesh) -> None:
         model = Net()
-        optimizer = wrap(world, "demo", model)
+        optimizer: Any = wrap(world, "demo", model)
+
+        def held() -> Tensor:
+            momentum = optimizer.momentum
+            return torch.cat([view.reshape(-1) for view in momentum.blocks.views(momentum.vector, 2)])
+
         train_step(optimizer, world.rank, 1)
+        spent = float(held().norm())
         model.second.requires_grad_(False)
         before = model.second.clone(), model.first.detach().clone()
         train_step(optimizer, world.rank, 2)
         assert torch.equal(model.second, before[0]) and not torch.equal(model.first, before[1])
+        assert 0 < float(held().norm()) < 0.9 * spent
 
     run(worker, 2)
 

@@ -15,7 +15,7 @@ from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
 from tests.covers import cover, share
 from tests.gloo import run_gloo
-from tests.replicas.workers import RUNS, Net, bits, loss_of, sgd, train_step, usual_inner, weights, wrap
+from tests.replicas.workers import RUNS, Net, Whole, bits, loss_of, sgd, train_step, usual_inner, weights, wrap
 
 APART = [name for name in RUNS if RUNS[name][0] in ("none", "noloco", "streaming-noloco", "eager", "sparta")]
 ALIKE = [name for name in RUNS if name not in APART]
@@ -123,6 +123,27 @@ def test_islands_are_proven_inside_and_across() -> None:
     assert told[2] == told[3] == f"worker 3 {differs}" and told[:2] == ["", ""]
     told = run(worker, 4, 2)
     assert told[0] == told[2] == f"worker 2 {differs}"
+
+
+SOLO = {"on_peer_failure": "solo"}
+ENDING = {"ddp": 16, "demo": 16, "localsgd": 16, "diloco, topk": 16, "ist": 16, "noloco": 8, "none": 0}
+
+
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in ENDING), ("noloco", SOLO)])
+def test_what_finish_costs(name: str, options: dict[str, Any]) -> None:
+    """Bytes to each other worker on "control": 8 that all have done as many rounds, or have equal settings; 8 for the
+    hash of what all hold. Nothing where workers may be lost.
+    """
+
+    def worker(world: Mesh) -> int:
+        optimizer = wrap(world, name, Whole(0) if name == "ist" else Net(), **options)
+        for step in range(1, 4):
+            train_step(optimizer, world.rank, step)
+        before = world.world.traffic["control"].bytes_sent
+        optimizer.finish()
+        return world.world.traffic["control"].bytes_sent - before
+
+    assert run(worker, 3) == [0 if options else 2 * ENDING[name]] * 3
 
 
 # Other numbers of inner steps.

@@ -93,6 +93,27 @@ def test_feedback_follows_the_law_of_1_over_t(name: str, form: str) -> None:
     assert without[1] > 0.9 * without[0] > 3 * late
 
 
+def test_a_global_residual_keeps_how_far_a_worker_is_from_the_mean() -> None:
+    """Outer gradients v and -v, whose mean is 0: after t rounds it is t v, and `feedback_ratio` is t. A local one is
+    what int8 loses of one round.
+    """
+
+    def worker(world: Mesh, form: str) -> list[float]:
+        model = nn.ParameterList([torch.zeros(64)])
+        options = {"outer_lr": 1.0, "outer_momentum": 0.0, "codec": "int8", "error_feedback": form}
+        optimizer = isles.DiLoCo(model, sgd(model, 1.0), world.outer, sync_every=1, **options)
+        ratios = []
+        for _ in range(10):
+            model[0].grad = noise(64, 5) * (1 - 2 * world.rank)
+            optimizer.step()
+            ratios.append(optimizer.gauges()["feedback_ratio"])
+        return ratios
+
+    for ratios in isles.run_virtual(worker, 2, links=LINKS, args=("global",)):
+        assert ratios == pytest.approx(range(1, 11), rel=0.01)
+    assert max(map(max, isles.run_virtual(worker, 2, links=LINKS, args=("local",)))) < 0.02
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("options", [{}, {"codec": "int4"}, {"codec": "powersgd:1+int8"}])
 def test_a_share_that_is_not_finite_is_skipped_by_all(options: dict[str, Any], bad: float) -> None:

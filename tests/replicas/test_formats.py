@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import isles
 from isles.comm.mesh import Mesh
 from isles.network.planner.memory import BLOCK
+from isles.replicas.copies import WeightCopies
 from isles.replicas.flat import FlatParameters
 from tests.covers import cover
 from tests.gloo import run_gloo
@@ -101,3 +103,34 @@ def test_a_flat_vector_is_the_same_in_any_order_of_memory(order: tuple[int, ...]
     assert other.digest(other.read(other.new())) == plain.digest(plain.read(plain.new()))
     other.write(torch.arange(other.numel, dtype=torch.float32))
     assert torch.equal(strided.reshape(-1), torch.arange(3, other.numel, dtype=torch.float32))
+
+
+class Made(TorchDispatchMode):
+    """The entries of the largest memory that was made within, beside that of `known`."""
+
+    def __init__(self, known: nn.ParameterList) -> None:
+        super().__init__()
+        self.known, self.most = {one.untyped_storage().data_ptr() for one in known}, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in self.known:
+            self.most = max(self.most, made.untyped_storage().nbytes() // made.itemsize)
+        return made
+
+
+class OwnSGD(torch.optim.SGD):
+    """Somebody's own, at whose landings is looked."""
+
+
+def test_a_look_at_a_landing_copies_few_entries() -> None:
+    """512 of each weight, whatever its memory format, and the same ones."""
+    model = nn.ParameterList([torch.randn(64, 32, 3, 3), torch.randn(2, 90_000), torch.randn(()), torch.randn(0, 4)])
+    expected = [parameter.detach().reshape(-1)[:512].double() for parameter in model]
+    model[0].data = model[0].data.to(memory_format=torch.channels_last)
+    model[1].data = model[1].data.T.contiguous().T
+    copies = WeightCopies(OwnSGD(model, lr=0.1), list(model))
+    with Made(model) as made:
+        copies.before_landing()
+    assert made.most == 512
+    assert copies._start is not None and all(map(torch.equal, copies._start, expected))

@@ -22,7 +22,7 @@ from isles.models.subnet import Axes, Axis, put, reads, take
 from isles.network.theory.ist_theory import homogeneous, stationary_mean
 from isles.replicas.methods.ist.partition import SAMPLERS, partition, sizes
 from tests.covers import cover
-from tests.replicas.workers import LINKS, Net, adamw, bits, counted, loss_of, sgd, train_step, weights, wrap
+from tests.replicas.workers import LINKS, Net, adamw, batch, bits, counted, loss_of, sgd, train_step, weights, wrap
 
 SHAPE = Shape(d_model=32, layers=2, heads=4, ffn=64, vocab=64, context=16, tie_embeddings=True)
 
@@ -277,6 +277,32 @@ def test_the_full_model_reads_a_mean_of_subnets(scale: str) -> None:
             optimizer.step()
 
     isles.run_virtual(worker, 4, links=LINKS)
+
+
+class Normed(Net):
+    """With a BatchNorm in training mode behind the division."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(super().forward(x), None, None, training=True)
+
+
+def test_a_norm_by_the_batch_makes_the_scale_no_matter() -> None:
+    """For such networks eval_scale = "none" is right too; for others it doubles what two workers' units add up to."""
+
+    def worker(world: Mesh, model: Net) -> list[Tensor]:
+        optimizer = of(world, model, sgd)
+        train_step(optimizer, world.rank, 1)
+        found = []
+        for scale in ("keep_fraction", "none"):
+            optimizer.config = replace(optimizer.config, eval_scale=scale)
+            with optimizer.evaluation_weights() as whole, torch.no_grad():
+                found.append(whole(batch(9, 9, rows=16)[0]))
+        return found
+
+    for scaled, plain in isles.run_virtual(lambda world: worker(world, Normed()), 2, links=LINKS):
+        torch.testing.assert_close(plain, scaled, rtol=0.01, atol=1e-3)
+    for scaled, plain in isles.run_virtual(lambda world: worker(world, Net()), 2, links=LINKS):
+        torch.testing.assert_close(plain, 2 * scaled)
 
 
 @pytest.mark.long(cases=1)

@@ -252,6 +252,27 @@ def test_a_worker_may_be_ahead_by_what_it_computes_meanwhile(name: str, delay: i
         run(worker, 2, 1000.0, **slow)
 
 
+@pytest.mark.parametrize("pause", [50.0, 80.0])
+def test_late_answers_have_twice_the_time_that_is_computed_meanwhile(pause: float) -> None:
+    """A round of 30 s lies between sending and landing, and the deadline is 10 s: 10 + 2 x 30 = 70 s, so that who is 50
+    late is waited for, and who is 80 late is not.
+    """
+
+    def worker(world: Mesh) -> None:
+        optimizer = wrap(world, "delayed", Net(), sync_every=3)
+        for step in range(1, 16):
+            if step == 9 and world.rank:
+                world.transport.compute(pause)
+            train_step(optimizer, world.rank, step)
+
+    slow = {"step_seconds": 10.0, "deadlines": Deadlines(outer=10.0, control=1e6)}
+    if pause < 70:
+        run(worker, 2, **slow)
+    else:
+        with pytest.raises(DeadlinePassed, match=r"worker 1 did not answer on channel 'outer' within 70 s"):
+            run(worker, 2, **slow)
+
+
 # Fragments.
 
 

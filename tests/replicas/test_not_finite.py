@@ -16,9 +16,10 @@ from isles.comm.codecs.lowrank import LowRank
 from isles.comm.collectives.factors import averaging
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean
-from isles.comm.errors import WorkerFailed
+from isles.comm.errors import Refused, WorkerFailed
 from isles.comm.mesh import Mesh
 from tests.covers import share
+from tests.gloo import run_gloo
 from tests.replicas.workers import HALVES, LINKS, Net, adamw, held_out, loss_of, sgd, train_step, weights, wrap
 
 CALM: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.0}  # so short a run wants none
@@ -319,3 +320,69 @@ def test_a_mean_leaves_out_who_is_broken(name: str, workers: int, broken: tuple[
         for rank in left[1:]:
             total += results[rank][3]
         assert torch.equal(results[0][1], total / len(left))
+
+
+# Where nobody looks.
+
+
+def stays(world: Mesh, name: str) -> bool:
+    """Whether the numbers of a run are not finite after a gradient of worker 0 was not, and nothing was said."""
+    model: Any = Net()
+    optimizer = wrap(world, name, model, sgd)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(1, 7):
+            loss = loss_of(model, world.rank, step)
+            (loss * torch.nan if step == 2 and world.rank == 0 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return not weights(optimizer.consolidate()).isfinite().any()
+
+
+def test_torchs_own_sums_are_not_looked_at() -> None:
+    assert run_gloo(stays, args=("ddp, native",)) == [True, True]
+
+
+def sharded(world: Mesh) -> str:
+    model: Any = isles.shard(Net(), world.outer)
+    optimizer = wrap(world, "fsdp", model, sgd)
+    (loss_of(model, world.rank, 1) * (1.0 if world.rank else torch.nan)).backward()
+    try:
+        optimizer.step()
+    except Refused as error:
+        return str(error)
+    return ""
+
+
+def test_fsdp_on_cpus_names_the_worker() -> None:
+    assert run_gloo(sharded) == ["", "worker 0's payload is refused: its gradient is not finite"]
+
+
+@pytest.mark.parametrize("name", ["localsgd", "eager", "noloco", "diloco, int8"])
+def test_one_worker_alone_is_not_looked_at(name: str) -> None:
+    """By methods that exchange parameters: what it does is its inner optimizer's business."""
+    assert run(stays, 1, name) == [True]
+
+
+@pytest.mark.parametrize("name", ["ddp", "demo", "ist"])
+def test_one_worker_alone_ends_too(name: str) -> None:
+    """By the others, as in any world."""
+    with pytest.raises(WorkerFailed, match=r"worker 0 failed: its .* not finite at inner step"):
+        run(stays, 1, name)
+
+
+@pytest.mark.parametrize("name", ["diloco, topk", "streaming, int4"])
+def test_one_worker_alone_heals_where_something_is_held_back(name: str) -> None:
+    """Error feedback looks at what it adds up; then the moments must go too, or each later round is skipped."""
+
+    def worker(world: Mesh) -> tuple[bool, int, bool]:
+        optimizer: Any = wrap(world, name, Net())
+        for step in range(1, 13):
+            loss = loss_of(optimizer.model, 0, step)
+            (loss * torch.nan if step == 2 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer.skipped > 0, optimizer.healed, bool(weights(optimizer.consolidate()).isfinite().all())
+
+    with pytest.warns(UserWarning, match="what worker 0 learned up to inner step .* is not finite"):
+        assert run(worker, 1) == [(True, 1, True)]

@@ -151,13 +151,13 @@ def test_what_is_thawed_later_is_refused(name: str) -> None:
 def test_workers_that_freeze_different_parameters_are_told() -> None:
     def worker(world: Mesh, name: str) -> None:
         model = Net()
-        optimizer = wrap(world, name, model, momentum)
+        optimizer = wrap(world, name, model, sgd if name == "demo" else momentum)
         for step in range(1, 14):
             if step == 4:
                 (model.first if world.rank else model.second).requires_grad_(False)
             train_step(optimizer, world.rank, step)
 
-    for name in ("ddp", "diloco"):
+    for name in ("ddp", "diloco", "demo"):
         errors = run(worker, 2, name, return_errors=True)
         assert any(isinstance(error, isles.Diverged) for error in errors), errors
 
@@ -204,7 +204,9 @@ def test_ddp_leaves_alone_what_nobody_used(options: dict[str, Any]) -> None:
 
 def test_forms_that_lose_the_sign_of_zero_count_no_gradient_as_zero() -> None:
     """What the documentation says of them: weight decay and momentum go on, the same on all."""
-    for name, options in (("ddp", {"codec": "int8"}), ("dct-dp", {"exclude_below": 1, "sparsity": 0.5})):
+    fed = {"error_feedback": "local"}  # without a loss
+    forms = [("ddp", {"codec": "int8"}), ("ddp", fed), ("dct-dp", {"exclude_below": 1, "sparsity": 0.5})]
+    for name, options in forms:
         (mine, one), (theirs, other) = run(branching, 2, name, options)
         assert mine == theirs == [True, True, True] and one == other
 

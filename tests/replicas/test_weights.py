@@ -108,9 +108,10 @@ def test_samples_must_be_told() -> None:
         for samples in (-1, float("nan")):
             with pytest.raises(ValueError, match="number of samples"):
                 optimizer.weigh(samples)
+        sent = world.world.traffic["control"].bytes_sent
         with pytest.raises(ValueError, match="at least one"):
             optimizer.weigh(0)
-        assert counted(world) == before
+        assert counted(world) == before and world.world.traffic["control"].bytes_sent == sent + 8  # to one other
         with pytest.raises(ValueError, match='for weights = "samples"'):
             wrap(world, "diloco", Net(), sgd).weigh(3)  # type: ignore[attr-defined]
 

@@ -22,6 +22,7 @@ from isles.models.sizes import parameters as count_parameters
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
+from isles.training.dry_run import dry_run
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.trainer import Trainer
 from isles.training.worker import train_worker
@@ -332,6 +333,23 @@ def test_autocast_trains_in_bf16_on_float32_weights(text: Path, tmp_path: Path) 
     assert mixed[0] == pytest.approx(plain[0], rel=0.02)
     run(config, tmp_path / "run")
     assert all(tensor.dtype == torch.float32 for tensor in load_file(tmp_path / "run" / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("name", ["demo", "ddp"])
+def test_autocast_in_fp16_scales_the_loss(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """On the CPU, which Isles refuses: it learns, though the first scale of 65,536 may overflow; `demo` asks the others
+    in each step, and a dry run knows of these bytes.
+    """
+    monkeypatch.setattr("isles.models.factory._refuse_fp16_on_cpu", lambda *_: None)
+    config = tiny(text, "model.autocast=fp16", "model.device=auto", method=name)
+    summary = run(config, tmp_path / "run")
+    assert summary["val_loss"] < math.log(256)
+    sent = dry_run(config).bytes_sent
+    assert sum(sent) == 2 * summary["bytes_sent_per_worker"]
+    plain = dry_run(tiny(text, method=name)).bytes_sent
+    assert [own - other for own, other in zip(sent, plain, strict=True)] == [6 * 8 if name == "demo" else 0] * 2
 
 
 def test_by_file_gives_each_worker_its_own_documents(tmp_path: Path) -> None:

@@ -17,20 +17,15 @@ _H = TypeVar("_H", bound=Hashable)
 
 
 def same_text(group: Group, text: str, detail: str, step: int = 0) -> None:
-    """As `same_number`, of a text."""
-    same_number(group, hashed(text), detail, step)
+    """Diverged with `detail`, naming the odd worker, unless `text` is the same on all."""
+    odd, _ = odd_one([int(theirs) for theirs in group.all_gather(numbers(hashed(text)))])
+    if odd is not None:
+        raise Diverged(group.ranks[odd], step, detail)
 
 
 def hashed(text: str) -> int:
     """64 bits."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-
-
-def same_number(group: Group, value: int, detail: str, step: int = 0) -> None:
-    """Diverged with `detail`, naming the odd worker, unless `value`, of 64 bits, is the same on all."""
-    odd, _ = odd_one([int(theirs) for theirs in group.all_gather(numbers(value))])
-    if odd is not None:
-        raise Diverged(group.ranks[odd], step, detail)
 
 
 def odd_one(told: Sequence[_H]) -> tuple[int | None, int]:

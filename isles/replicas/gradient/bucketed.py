@@ -41,10 +41,7 @@ from isles.wrapping import Deferred, Phased, Sharing, host_work, is_within_funct
 
 
 class BucketedSync(BucketsForetold):
-    """All workers hold equal weights after every step.
-
-    With gradient accumulation, wrap all backward passes of a step but the last in `no_sync()`: each other one sends.
-    """
+    """All workers hold equal weights after every step."""
 
     level = "gradient"
     agrees = True
@@ -70,7 +67,7 @@ class BucketedSync(BucketsForetold):
         """Steps that all skipped, because some worker's gradients were not finite."""
         self._careful = any(bucket.reduction.careful for bucket in self.buckets)
         self._scaled: Scaled | None = None  # of the last step
-        self._scale = 0.0  # in the last step
+        self._unit = 0.0  # what gradients that are kept are multiplied by; 0: before the first step
         self._is_scaled = False  # whether a gradient scaler takes part in this step
         self._settings_now = start.SettingsHash()
         self._proof = 0  # after a state was loaded: a hash of the weights that this step begins with
@@ -142,9 +139,16 @@ class BucketedSync(BucketsForetold):
                 "a gradient scaler may skip a step after the inner optimizer has updated by its first buckets: use "
                 "bfloat16, or update exactly"
             )
+        scale = 1.0 if scaled is None else scaled.scale
+        if self._careful:
+            self._follow_scale()  # where nothing has been sent yet
+        if self._unit not in (0.0, scale) and any(bucket.reduction.residual is not None for bucket in self.buckets):
+            raise ValueError(
+                f"the loss is scaled by {scale:g}, error feedback by {self._unit:g}: keep one, load its state too"
+            )
         self._is_scaled = scaled is not None
         super().take_step(scaled)
-        self._scaled, self._scale = scaled, 0.0 if scaled is None else scaled.scale
+        self._scaled, self._unit = scaled, scale
 
     @torch.no_grad()
     @override
@@ -157,7 +161,7 @@ class BucketedSync(BucketsForetold):
             bucket.keep()
         self._passes, self._reduced, self._unusable, self._proof = 0, False, None, 0
 
-    def _reduce(self) -> None:
+    def _reduce(self, *, in_pass: bool = False) -> None:
         """The gradients of this step become their means, or NaN everywhere where one of them is not finite."""
         self._unusable = None
         self._launch(len(self.buckets))
@@ -166,7 +170,7 @@ class BucketedSync(BucketsForetold):
                 self._wait(bucket)
                 bucket.load()
                 self._start(bucket, again=True)
-        if any(bucket.is_changed() for bucket in self.buckets):
+        if any(bucket.is_changed(in_pass=in_pass) for bucket in self.buckets):
             raise ValueError(
                 "gradients were changed between backward() and step(), but here they travel until step(): clip with "
                 "max_norm=, unscale with step(scaler=)"
@@ -184,7 +188,7 @@ class BucketedSync(BucketsForetold):
         """Autograd calls it when a backward pass has made all gradients."""
         self._pass = None
         with own_modes(), host_work():
-            self._reduce()
+            self._reduce(in_pass=True)
 
     def _land_together(self) -> None:
         """Once all buckets have come: their means become the gradients, or NaN, which a gradient scaler looks for."""
@@ -264,10 +268,9 @@ class BucketedSync(BucketsForetold):
             raise ValueError("gradients are under way: call state_dict() after step(), before the next backward pass")
         if not self._careful:
             return {}
-        if self._scaled is not None:
-            self._follow_scale(self._scaled)
+        self._follow_scale()
         kept = [{"residual": bucket.reduction.residual, **bucket.reduction.state_dict()} for bucket in self.buckets]
-        return {"buckets": kept, "skipped": self.skipped}
+        return {"buckets": kept, "skipped": self.skipped, "unit": self._unit}
 
     @override
     def load_outer_state(self, state: dict[str, Any]) -> None:
@@ -279,14 +282,12 @@ class BucketedSync(BucketsForetold):
             if bucket.reduction.residual is not None:
                 bucket.reduction.residual.copy_(residual)
             bucket.reduction.load_state_dict(own)
-        self.skipped = state["skipped"]
+        self.skipped, self._unit, self._scaled = state["skipped"], state["unit"], None
 
     @classmethod
     @override
     def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
-        """The mean of the old workers' residuals held by every new one adds as much to the
-        means to come as they would have.
-        """
+        """The mean of the old workers' residuals, held by every new one, adds as much to the means to come."""
         return outer
 
     def _ready(self, bucket: Bucket, parameter: Tensor) -> None:
@@ -357,8 +358,8 @@ class BucketedSync(BucketsForetold):
 
     def _launch(self, stop: int) -> None:
         """Start the buckets up to `stop`; the computation that made their gradients is charged before."""
-        if stop > 0 == self._launched and self._careful and self._scaled is not None:
-            self._follow_scale(self._scaled)
+        if stop > 0 == self._launched and self._careful:
+            self._follow_scale()
         for bucket in self.buckets[self._launched : stop]:
             share = (1 - FORWARD_SHARE) * bucket.layout.numel / self._elements
             self.charge((share + (FORWARD_SHARE if bucket.index == 0 else 0.0)) / self.batches)
@@ -366,20 +367,19 @@ class BucketedSync(BucketsForetold):
             self._start(bucket)
         self._launched = max(self._launched, stop)
 
-    def _follow_scale(self, before: Scaled) -> None:
+    def _follow_scale(self) -> None:
         """What is kept of gradients is multiplied as the loss is since the last step."""
-        factor = before.scaler.get_scale() / before.scale
-        if factor != 1.0:
+        if self._scaled is not None and (scale := self._scaled.scaler.get_scale()) != self._unit:
             for bucket in self.buckets:
-                bucket.reduction.rescale(factor)
-        self._scaled = None
+                bucket.reduction.rescale(scale / self._unit)
+            self._unit = scale
 
     def _start(self, bucket: Bucket, again: bool = False) -> None:
         step, group = self.steps + 1, self.group
         if self.is_loaded and not self._proof:
             self._proof = start.hash_of(self.shares)
         bucket.reduction.digest = packed(
-            bucket.frozen_digest, self._settings_now.of(self.param_groups, self._scale), self._proof
+            bucket.frozen_digest, self._settings_now.of(self.param_groups, self._unit), self._proof
         )
         bucket.reduction.begin(bucket.flat, step)
         call = group.call(round=2 * step + (again or self._passes > 0), fragment=bucket.index, leeway=JUMPS)

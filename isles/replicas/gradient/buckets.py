@@ -57,6 +57,9 @@ class Bucket:
         """
         if any(p.grad is not None and p.grad.layout != torch.strided for p in self.parameters):
             raise ValueError("a gradient is sparse, buckets hold dense ones: make its layer with sparse=False")
+        for parameter in self.parameters:
+            if parameter.grad is not None and 0 in parameter.grad.stride():  # expanded: nobody could write to it
+                parameter.grad = parameter.grad.contiguous()
         if {id(mean) for mean in self.means} & {id(p.grad) for p in self.parameters}:
             self.keep()  # this pass adds to what was told of the earlier ones
         self.means = []
@@ -88,12 +91,14 @@ class Bucket:
         """Its means were given to the inner optimizer, which may take the gradients when it will."""
         self._loaded, self._given = self._gradients(), True
 
-    def is_changed(self) -> bool:
+    def is_changed(self, *, in_pass: bool) -> bool:
         """Whether somebody else wrote to a gradient since `load`: what travels does not know of it. What the inner
         optimizer was given it takes away, and has on the parameter for a moment while it updates, in another thread.
+        in_pass: at the end of a backward pass, which writes to all that are views of one buffer by turns.
         """
         return any(
-            (old is not new or before != now) and not (self._given and (old is None or new is None))
+            (old is not new or (before != now and not (in_pass and new is not None and new._is_view())))
+            and not (self._given and (old is None or new is None))
             for (old, before), (new, now) in zip(self._loaded, self._gradients(), strict=True)
         )
 

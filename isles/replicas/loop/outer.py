@@ -236,7 +236,7 @@ class OuterSync(OuterSaved):
                 self._alone(fragment)
             else:
                 payload = fragment.staging()
-                check = NoCheck() if self.courier.is_only_one else FiniteCheck()
+                check = NoCheck() if self.courier.is_only_one and self.parts.feedback is None else FiniteCheck()
                 Sweep(fragment, self.parts, self.agrees).snapshot(payload, check)
                 leaving.append((fragment, payload, check.is_usable and self.replica.is_sound()))
         return leaving
@@ -321,13 +321,12 @@ class OuterSync(OuterSaved):
 
     @override
     def anchors(self) -> Mapping[int, Tensor]:
-        parts = (
-            fragment.anchor.split(list(map(Tensor.numel, fragment.flat.parameters))) for fragment in self.fragments
-        )
-        places = (place for fragment in self.fragments for place in fragment.places)
-        found = zip(places, (part for own in parts for part in own), strict=True)
-        whole = ((place, part) for place, part in found if self.shares[place] is self.parameters[place])
-        return {place: part.view(self.shares[place].shape) for place, part in whole}
+        return {
+            place: fragment.anchor[span].view(self.shares[place].shape)
+            for fragment in self.fragments
+            for place, span in zip(fragment.places, fragment.flat.spans(range(len(fragment.places))), strict=True)
+            if self.shares[place] is self.parameters[place]
+        }
 
     def _land(self, flight: Flight, fresh: Tensor | None) -> None:
         fragment = flight.fragment

@@ -44,8 +44,6 @@ from isles.replicas.methods.demo.config import DeMoConfig
 from isles.replicas.methods.demo.momentum import Momentum
 from isles.replicas.methods.demo.update import orthogonalised
 from isles.replicas.methods.demo.wire import Sent
-from isles.replicas.replica import largest
-from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone
 from isles.replicas.start import OTHER_SETTINGS, OTHER_STATE, among_even
 from isles.replicas.sync import StepsAlike
@@ -116,12 +114,6 @@ class DeMo(StepsAlike):
         """Bytes that this worker handed to the transport in its last step: one message for each other worker."""
         return (self.group.size - 1) * self.payload_bytes if self._exchanged else 0
 
-    @override
-    def agree_on_overflow(self, scaled: Scaled) -> None:
-        """8 bytes to each other worker, in steps with a gradient scaler."""
-        if largest(self.group, int(scaled.overflowed)):
-            scaled.overflow()
-
     @torch.no_grad()
     @override
     def before_inner_step(self) -> None:
@@ -166,7 +158,7 @@ class DeMo(StepsAlike):
 
     def _hand_over(self) -> None:
         for parameter in self.parameters:
-            if parameter.grad is None:
+            if parameter.grad is None or 0 in parameter.grad.stride():  # expanded: it could not be written to
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         self.momentum.write(gradients)
@@ -203,7 +195,13 @@ class DeMo(StepsAlike):
     def schedule(self, steps: int) -> list[PlannedExchange]:
         groups = everyone(self.group.size)
         pattern = by_size(groups, lambda size: gathered(self.payload_bytes, size))
-        return [PlannedExchange(step, step, 0, "momentum", groups, pattern, step) for step in range(1, steps + 1)]
+        asked = by_size(groups, lambda size: gathered(8, size))
+        plan = []
+        for step in range(1, steps + 1):
+            if self.scales_loss:
+                plan.append(PlannedExchange(step, step, 0, "overflow", groups, asked, -step, "control"))
+            plan.append(PlannedExchange(step, step, 0, "momentum", groups, pattern, step))
+        return plan
 
     @override
     def memory(self) -> list[Held]:
