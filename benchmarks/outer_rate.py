@@ -69,7 +69,11 @@ def main(words: Sequence[str]) -> int:
     print(text)
     if asked.write:
         seeds = ", ".join(map(str, sorted({seed for seed, _ in _known()})))
-        written(PAGE, "benchmarks.outer_rate", f"Seeds {seeds}.\n\n{text}\n\n![loss against the outer step](pictures/{PICTURE})")
+        written(
+            PAGE,
+            "benchmarks.outer_rate",
+            f"Seeds {seeds}.\n\n{text}\n\n![loss against the outer step](pictures/{PICTURE})",
+        )
         drawn = picture("Validation loss against the outer step", _BELOW, [_panel(one, losses) for one in shown])
         (DOCS / "pictures" / PICTURE).write_bytes(drawn)
     return 0

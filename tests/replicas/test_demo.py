@@ -342,12 +342,12 @@ def test_muon_of_next_to_nothing_is_finite(scale: float) -> None:
     assert scale < 1e-40 or float(small.norm()) > 1
 
 
-<<<<<<< HEAD
-def test_what_is_nothing_in_its_block_is_snapped_by_its_own_largest():
+def test_what_is_nothing_in_its_block_is_snapped_by_its_own_largest() -> None:
     """One in a hundred of 1, and of 1e-4."""
     blocks = snapped(torch.tensor([[1.0, 2e-3, -0.1], [-1e-4, 2e-6, 2e-7]]), 0.01)
     assert torch.equal(blocks, torch.tensor([[1.0, 0.0, -0.1], [-1e-4, 2e-6, 0.0]]))
-=======
+
+
 def test_rows_without_a_gradient_move_with_their_block() -> None:
     """By the full rate, with the usual 32 coefficients: rows of tokens that no batch held, beside others of it."""
 
@@ -361,7 +361,6 @@ def test_rows_without_a_gradient_move_with_their_block() -> None:
         return float(((model.w[:32].abs() - RATE).abs() < 1e-6).float().mean())
 
     assert run(worker)[0] > 0.95
->>>>>>> k-w
 
 
 def test_zeros_stay_zeros() -> None:

@@ -220,7 +220,7 @@ class Study:
         """
         came = [one.intermediate_values for one in self._there()]
         losses = sorted(values[rung] for values in came if rung in values)
-        return rung in _RUNGS and loss > losses[:max(len(losses) // _FACTOR, 2)][-1]
+        return rung in _RUNGS and loss > losses[: max(len(losses) // _FACTOR, 2)][-1]
 
     def told(self) -> dict[str, Any]:
         """Terms and trials as tune.json has them."""
