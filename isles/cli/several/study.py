@@ -215,8 +215,8 @@ class Study:
             self._write()
 
     def _is_behind(self, loss: float, rung: int) -> bool:
-        """Whether a trial is neither among the best third so far nor among the best two: one early look is too little to
-        end all trials but one of a short search. Optuna's own rule counts failed trials too, see above.
+        """Whether a trial is neither among the best third so far nor among the best two, since one early look is too
+        little to end all trials but one of a short search. Optuna's own rule counts failed trials too, see above.
         """
         came = [one.intermediate_values for one in self._there()]
         losses = sorted(values[rung] for values in came if rung in values)
