@@ -215,12 +215,12 @@ class Study:
             self._write()
 
     def _is_behind(self, loss: float, rung: int) -> bool:
-        """Whether a trial is neither among the best third so far nor among the best two, since one early look is too
-        little to end all trials but one of a short search. Optuna's own rule counts failed trials too, see above.
+        """Whether a trial is not among the best third so far; after the first look, which says little, nor among the
+        best two. Optuna's own rule counts failed trials too, see above.
         """
         came = [one.intermediate_values for one in self._there()]
-        losses = sorted(values[rung] for values in came if rung in values)
-        return rung in _RUNGS and loss > losses[: max(len(losses) // _FACTOR, 2)][-1]
+        losses, least = sorted(values[rung] for values in came if rung in values), 2 if rung == _RUNGS[0] else 1
+        return rung in _RUNGS and loss > losses[: max(len(losses) // _FACTOR, least)][-1]
 
     def told(self) -> dict[str, Any]:
         """Terms and trials as tune.json has them."""
