@@ -92,7 +92,7 @@ def table_row(rows: dict[str, Any], name: str) -> str:
     """Of the table, Markdown."""
     found, model = crossed(rows, name), rows["shape"]["bytes"]
     plain = ("-" if number is None else str(number) for number in (found.plain_waits, found.plain_bytes))
-    sizes = (f"{number / model:.3g}" for number in (found.down, found.up))
+    sizes = (f"{number} B" if 0 < number < 100 else f"{number / model:.3g}" for number in (found.down, found.up))
     return "| " + " | ".join([name, *plain, *sizes, str(found.copies), str(found.waits)]) + " |"
 
 
