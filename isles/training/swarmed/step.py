@@ -173,7 +173,7 @@ class Swarmed:
         for change in self._arrange():
             if change.peer == self.swarm.me:
                 self._move(change)
-            elif self.swarm.me == self.swarm.agreement.members[0]:
+            if self.swarm.me == self.swarm.agreement.members[0]:  # of its own, too
                 self._tell(change)
         self._gifts.open()
         self.swarm.number = self.step
@@ -257,7 +257,7 @@ class Swarmed:
         for change in mend(self.swarm, self.step, self.config.pipeline.stage_patience, comers=comers):
             if change.peer == self.swarm.me:
                 self._move(change)
-            elif self.swarm.me == self.swarm.agreement.members[0]:
+            if self.swarm.me == self.swarm.agreement.members[0]:  # of its own, too
                 self._tell(change, " and makes it of its neighbours, for it had no peer left")
 
     def _move(self, change: StageChange) -> None:

@@ -54,7 +54,7 @@ def test_peers_that_are_asked_leave_and_nothing_is_lost(
 def test_somebody_takes_the_place_of_the_last_of_a_stage(well: dict[str, Tensor], tmp_path: Path) -> None:
     code, error = run(tmp_path, 1, 9, "pipeline.peers=[2,1,2]", "world.workers=5")
     assert code == 0, error
-    assert "to stage 1 before step" in error and "worker 2 has left after step" in error
+    assert "to stage 1 before step" in error and "worker 2 has left after step" in error, error
     assert furthest(model(tmp_path), well) < CLOSE
 
 
