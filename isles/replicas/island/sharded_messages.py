@@ -27,9 +27,8 @@ from isles.comm.group import Group
 from isles.comm.transport import native_collectives
 from isles.comm.trust import JUMPS, mean_square
 
-_all_gather = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)  # whose older name warns from torch 2.13 on
+# The older names warn from torch 2.13 on.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
