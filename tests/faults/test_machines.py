@@ -117,7 +117,7 @@ class Nodes:
     def finishes_with_the_bits(self) -> None:
         """Of the run on one machine."""
         codes, last = self.end()
-        assert codes == [0] * len(self.machines), last
+        assert codes == [0] * len(self.machines), "\n".join(last)
         model = self.folder / f"{self.name}0" / "model.safetensors"
         assert model.read_bytes() == whole(self.folder, len(self.machines), self.settings)
 

@@ -39,8 +39,9 @@ def _trained(
 ) -> list[torch.Tensor]:
     """A few steps; the weights that they leave."""
     torch.manual_seed(0)
+    made = profiled(DECODER, autocast)  # kept for all tests of this process: not of the host's work, and not watched
     with host_work():
-        model, made = DECODER.make(), profiled(DECODER, autocast)
+        model = DECODER.make()
     inner = adamw(model)
     engine = Paced() if watch is None else WatchedCuda(watch)
     chosen, cpu = plan_of(made, plan, accumulation=accumulation), torch.device("cpu")
@@ -114,6 +115,7 @@ def _without(owner: type, method: str, race: str, name: str, marks: Any = pytest
     ],
 )
 def test_a_wait_that_is_left_out_is_a_race(mutant: Callable[..., None], race: str, monkeypatch: Any) -> None:
+    profiled(DECODER, "bf16")
     mutant(monkeypatch)
     with watching() as watch:
         _trained(tuple(EVERY[-4:]), "bf16", 1, watch, steps=2)
