@@ -101,8 +101,8 @@ def test_own_model_is_that_of_the_documents() -> None:
 def test_the_next_commands_of_the_readme(
     dry: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As printed there, into another directory; dry: what is to be trained is planned only, in this process. Compared at
-    equal tokens, data parallel is best and those that exchange beat those that do not, as the field reports.
+    """As printed there, into another directory; dry: what is to be trained is planned only, in this process. Compared
+    at equal tokens, data parallel is best and those that exchange beat those that do not, as the field reports.
     """
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("signal.signal", lambda *_: None)
@@ -124,6 +124,6 @@ def test_the_next_commands_of_the_readme(
     if not dry:
         compared = json.loads((tmp_path / "2" / "compare.json").read_text())
         assert len({one["tokens"] for (one,) in compared.values()}) == 1
-        loss = {name: compared[name][0]["val_loss_replicas"] for name in ("none", "ddp", "localsgd", "diloco", "noloco")}
+        loss = {name: one["val_loss_replicas"] for name, (one,) in compared.items() if name != "one-worker"}
         assert loss["ddp"] == min(loss.values()), loss
         assert loss["diloco"] <= loss["none"] - 0.05 and loss["noloco"] <= loss["none"] - 0.03, loss
