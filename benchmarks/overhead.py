@@ -215,7 +215,7 @@ def memory_worker(world: Mesh, name: str, parameters: int) -> tuple[float, float
             sync.step()
         peak, after = resident("VmHWM") - before, resident("VmRSS") - before
         sync.finish()
-        said = sum(held.nbytes for held in sync.memory() if held.when != "end")
+        said = sum(held.nbytes for held in sync.memory() if held.when not in ("pinned", "end"))
         return model, peak, after, said
 
     give_back_at_once()

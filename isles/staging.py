@@ -11,6 +11,7 @@ of tensors has one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -28,14 +29,22 @@ def arena(tensors: Sequence[Tensor], *, pinned: bool | None = None) -> list[Tens
     """Uninitialised tensors of their shapes and formats on the host, in one block of memory. pinned None: where there
     are GPUs.
     """
-    starts, end = list[int](), 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.numel() * tensor.itemsize // _ALIGNED) * _ALIGNED
+    *starts, end = _places(tensors)
     pinned = torch.cuda.is_available() if pinned is None else pinned
     block = torch.empty(end, dtype=torch.uint8, pin_memory=pinned, device="cpu")
     parts = zip(starts, tensors, strict=True)
     return [block[at : at + own.numel() * own.itemsize].view(own.dtype).view(own.shape) for at, own in parts]
+
+
+def pinned_bytes(tensors: Sequence[Tensor]) -> int:
+    """Of the host's memory that a pinned `arena` of them takes."""
+    end = _places(tensors)[-1]
+    return 1 << (end - 1).bit_length() if end else 0
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    """Where each of them begins in one block, and where that ends."""
+    return list(accumulate((-(-own.numel() * own.itemsize // _ALIGNED) * _ALIGNED for own in tensors), initial=0))
 
 
 class HostCopies:

@@ -95,9 +95,9 @@ def _memory(plan: DryRun) -> list[str]:
         else [("weights", plan.weights)]
     )
     own += [("gradients", plan.gradients), ("inner optimizer", plan.inner)]
-    when = {"always": "", "exchange": "from the first exchange on", "end": "when validating, and at the end"}
+    when = {"exchange": "from the first exchange on", "end": "when validating, and at the end"}
     rows = [(what, nbytes, f"on {plan.device}") for what, nbytes in own]
-    rows += [(held.what, held.nbytes, ", ".join(filter(None, ("host", when[held.when])))) for held in plan.held]
+    rows += [(held.what, held.nbytes, ", ".join(filter(None, ("host", when.get(held.when))))) for held in plan.held]
     fullest = ", of the fullest stage" if plan.stages else ""
     rows.append(("at the peak", plan.peak, f"without activations{fullest}"))
     width = max(len(what) for what, _, _ in rows)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -201,19 +202,25 @@ def next_token_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 def initialise(module: nn.Module, shape: Shape, seed: int) -> None:
     """Draw every parameter of `module`, a decoder or a part with the decoder's parameter names; see the module
-    docstring.
+    docstring. A generator draws on one core, so as many draw at a time as torch has threads.
     """
-    for name, parameter in module.named_parameters():  # a tied matrix comes once, as embed.weight
-        if parameter.is_meta:
-            continue
-        with torch.no_grad():
+    is_inference = torch.is_inference_mode_enabled()
+
+    def draw(named: tuple[str, nn.Parameter]) -> None:
+        name, parameter = named
+        with torch.inference_mode(is_inference), torch.no_grad():  # modes are a thread's own
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
-                continue
+                return
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
-            draw = torch.empty(parameter.shape, dtype=torch.float32)
-            parameter.copy_(draw.normal_(std=_init_std(name, parameter.shape[1], shape.layers), generator=generator))
+            drawn = torch.empty(parameter.shape, dtype=torch.float32)
+            parameter.copy_(drawn.normal_(std=_init_std(name, parameter.shape[1], shape.layers), generator=generator))
+
+    # A tied matrix comes once, as embed.weight.
+    named = [(name, parameter) for name, parameter in module.named_parameters() if not parameter.is_meta]
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list((map if torch.get_num_threads() == 1 else threads.map)(draw, named))
 
 
 def _init_std(name: str, fan_in: int, layers: int) -> float:

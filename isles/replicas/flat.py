@@ -121,13 +121,6 @@ class FlatParameters:
         """Whether the last `blocks` stand for weights on a GPU."""
         return self._staging is not None
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Of the host's memory; torch takes a power of two."""
-        kept = self._staging is not None and self._pinned
-        nbytes = sum(parameter.nbytes for parameter in self.parameters) if kept else 0
-        return 1 << (nbytes - 1).bit_length() if nbytes else 0
-
     def down(self) -> None:
         """Bring the weights into the blocks, unless they are there. A GPU's host waits for that once."""
         if self._staging is not None and not self.is_read:

@@ -181,7 +181,7 @@ def dry_run(config: Config, *, probe: bool = False, machines: int = 1) -> DryRun
         steps=run.steps,
         parameters=parameters,
         flops=flops,
-        device=choose_device(config.model).type if config.model.device == "auto" else config.model.device,
+        device=_device(config),
         tokens_per_step=readers * sequences * context,
         weights=memory.weights,
         gradients=memory.gradients,
@@ -275,8 +275,12 @@ def _memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
         tables=drawn + sum(buffer.nbytes for buffer in optimizer.model.buffers()),
         gradients=sum(parameter.nbytes for parameter in optimizer.parameters),
         inner=inner_bytes(optimizer.parameters, inner_kind(config.inner, optimizer.usual_inner)),
-        held=tuple(optimizer.memory()),
+        held=tuple(one for one in optimizer.memory() if one.when != "pinned" or _device(config) != "cpu"),
     )
+
+
+def _device(config: Config) -> str:
+    return choose_device(config.model).type if config.model.device == "auto" else config.model.device
 
 
 def _stage_plans(

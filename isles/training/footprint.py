@@ -54,7 +54,8 @@ def _footprint(name: str, workers: int, stages: int) -> Footprint | None:
                 return None
             raise
         for held in optimizer.memory():
-            sums[held.when] += held.nbytes / parameters / stages
+            if held.when in sums:
+                sums[held.when] += held.nbytes / parameters / stages
     return Footprint(method=name, **sums)
 
 

@@ -58,6 +58,13 @@ class StepClock:
         began, away = self._began
         return self.seconds + (self._transport.now() - began - (self._transport.away_seconds - away))
 
+    def reading(self) -> float:
+        """Seconds until now, from any start: those in which this worker was not away; on a GPU, for which this waits,
+        those of its steps.
+        """
+        self.read()
+        return self.seconds if self._queues else self._transport.now() - self._transport.away_seconds
+
     def read(self) -> None:
         """Count the steps and waits since the last call. On a GPU: wait for it."""
         if not self._queues:

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from isles.comm.errors import PeerLost
-from isles.comm.gloo import native
+from isles.comm.gloo import meeting, native, transport
 from isles.comm.gloo.life import Life
 from isles.comm.gloo.native import NativeGroup
 from isles.comm.gloo.transfers import PostedWork
@@ -31,6 +32,7 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+        assert self.now < 10_000, "nobody is missed"
         due, self.at = [one for one in self.at if one[0] <= self.now], [one for one in self.at if one[0] > self.now]
         for _, act in due:
             act()
@@ -108,18 +110,33 @@ def test_a_queue_of_many_is_waited_for_while_it_moves(clock: Clock) -> None:
     assert group.error is None and not group.processes.aborted and clock.now >= 250
 
 
+def test_a_lost_group_is_made_anew_under_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its members would find what they left behind when they met before."""
+    prefixes: list[str] = []
+    monkeypatch.setattr(meeting, "meet", lambda *_: None)
+    monkeypatch.setattr(Life, "meet", lambda life, make, *_: make())
+    monkeypatch.setattr(transport, "_new_group", lambda join, **_: Processes())
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, _: prefixes.append(prefix))
+    own = DistributedTransport(1, 7)
+    own._store = dist.HashStore()
+    first = own.process_group((1, 4, 6), "cuda")
+    assert own.process_group((1, 4, 6), "cuda") is first
+    own._native_groups[(1, 4, 6), "nccl"].error = PeerLost(4, "killed")
+    again = own.process_group((1, 4, 6), "cuda")
+    assert again is not first and len(set(prefixes)) == len(prefixes) == 2
+    own.close()
+
+
 def test_the_next_call_of_a_sharded_model_raises_the_loss(clock: Clock) -> None:
-    """Nobody waits for FSDP's own collectives: the next one says who was lost. Its group is made anew where it is
-    asked for again.
-    """
-    transport = DistributedTransport()
+    """Nobody waits for FSDP's own collectives: the next one says who was lost."""
+    own = DistributedTransport()
     group, life = made()
-    transport._native_groups[(1, 4, 6), "nccl"] = group
+    own._native_groups[(1, 4, 6), "nccl"] = group
     life.lose(4, "killed")
     group.follow([Message(clock)])
     calls: list[str] = []
-    over: Any = SimpleNamespace(ranks=(1, 4, 6), channel="inner", transport=transport)
+    over: Any = SimpleNamespace(ranks=(1, 4, 6), channel="inner", transport=own)
     with pytest.raises(PeerLost, match="worker 4"):
         NativeGather(over, 0)._native(lambda async_op: calls.append("posted"), False)
     assert not calls and group.processes.aborted == 1
-    transport.close()
+    own.close()

@@ -18,6 +18,8 @@ from isles.parsing import parse_json
 ROOT = Path(__file__).parents[2]
 IN_ONE_PROCESS = [name for name in isles.METHODS if name != "fsdp"]
 """On the virtual backend; fsdp wants a process for each worker."""
+BFLOAT16 = ("diloco", "streaming-diloco")
+"""Methods that are walked with such weights: landings that are copied, and that are mixed with the local weights."""
 EVERY_STEP = ("ddp", "fsdp", "dct-dp", "demo")
 STREAMING = ("streaming-diloco", "streaming-noloco")
 """Methods that send a part of the model in each step."""

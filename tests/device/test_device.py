@@ -18,7 +18,18 @@ from isles.comm.codecs import FORMS
 from tests.device import build
 from tests.device.ordered import METHODS as ORDERED
 from tests.device.ordered import MUTANTS
-from tests.device.table import EVERY_STEP, IN_ONE_PROCESS, QUICK, ROOT, STREAMING, crossed, crossing, table_row, walk
+from tests.device.table import (
+    BFLOAT16,
+    EVERY_STEP,
+    IN_ONE_PROCESS,
+    QUICK,
+    ROOT,
+    STREAMING,
+    crossed,
+    crossing,
+    table_row,
+    walk,
+)
 
 OUTER = [name for name in IN_ONE_PROCESS if name not in ("none", "ist", *EVERY_STEP)]
 PLAIN = [name for name in IN_ONE_PROCESS if name not in (*EVERY_STEP, *STREAMING)]
@@ -159,12 +170,12 @@ def test_a_worker_that_is_killed_in_a_sum_of_gpus_is_missed(rows: Rows) -> None:
     assert (found["lost"], found["aborted"]) == (1, 1) and found["seconds"] < 30
 
 
-@LONG
-def test_weights_in_bfloat16(rows: Rows) -> None:
+@pytest.mark.parametrize("name", cases("bfloat16", BFLOAT16))
+def test_weights_in_bfloat16(rows: Rows, name: str) -> None:
     """Both ways cross in the device's format."""
-    found = _found(rows, "bfloat16")
+    found = _found(rows, f"bfloat16 {name}")
     assert found["untouched"] and not found["strays"] and max(found["losses"]) < 0.02
-    crossed, model = crossing("streaming-diloco", found), rows["shape"]["bytes"]
+    crossed, model = crossing(name, found), rows["shape"]["bytes"]
     assert (crossed.down, crossed.up) == (model // 2, model // 2)
 
 
@@ -254,6 +265,15 @@ def test_an_island_spreads_with_one_wait(rows: Rows) -> None:
     assert found["to_host_bytes"] == found["to_device_bytes"] == shape["bytes"] // 2
 
 
+@LONG
+def test_what_is_pinned_is_foretold(rows: Rows) -> None:
+    """Of two workers of each family; of `ddp` the buffers that travel lie in it too."""
+    found, model = _found(rows, "pinned"), rows["shape"]["bytes"]
+    found["ddp"][1] += 2 * model
+    assert all(there == told for there, told in found.values())
+    assert found["demo"][0] == 0 and all(found[name][0] >= 2 * model for name in found if name != "demo")
+
+
 def test_a_message_between_stages_is_waited_for_once(rows: Rows) -> None:
     """By who sends it: (copies down, up, waits) of stream and tokens, packed and unpacked, and of gradient and loss."""
     found = _found(rows, "between stages")
@@ -295,6 +315,17 @@ def test_seconds_of_a_swarms_waits_are_those_of_the_gpu(rows: Rows) -> None:
     assert all(map(_is_of_kernels, _found(rows, "swarm's milliseconds")))
 
 
+@LONG
+def test_seconds_of_an_elastic_worker_are_those_of_the_gpu(rows: Rows) -> None:
+    """What it tells the lighthouse of its first step, and of two steps of either round. A round took three such ones,
+    less the moments for which the host waited for the lighthouse.
+    """
+    found = _found(rows, "elastic milliseconds")
+    assert len(found["told"]) == 3 and len(found["rounds"]) == 2
+    assert all(_is_of_kernels(2 * told) for told in found["told"])
+    assert found["rounds"] == pytest.approx([3 * told for told in found["told"][1:]], rel=0.05)
+
+
 def test_seconds_of_a_node_of_a_cluster_are_those_of_the_gpu(rows: Rows) -> None:
     """Lines in the middle of a stretch count what has been until then."""
     found = _found(rows, "node's seconds")
@@ -328,6 +359,7 @@ def test_a_run_on_gpus_is_the_cpus(rows: Rows, name: str) -> None:
     found = _found(rows, f"train {name}")
     assert 0 < found["cuda"] < 8
     assert found.get("gifts cuda", 1) == found.get("gifts cpu", 1) >= 1
+    assert found.get("joiner cuda", 20) == found.get("joiner cpu", 20) > 10  # of twenty steps
     if "cpu" in found:
         assert abs(found["cuda"] - found["cpu"]) < (0.02 if name == "bf16" else 1e-3)
 

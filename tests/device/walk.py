@@ -7,6 +7,7 @@ writes a row a case to OUT, as JSON by the case's name: what was found, or {"err
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shutil
@@ -22,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from tests.device import fake_cuda
 
@@ -42,7 +44,7 @@ from isles.training.placement import layout_of  # noqa: E402
 from isles.training.swarmed.trainer import SwarmTrainer  # noqa: E402
 from isles.training.trainer import Trainer  # noqa: E402
 from tests.device import ordered, workers, worlds  # noqa: E402
-from tests.device.table import IN_ONE_PROCESS, QUICK  # noqa: E402
+from tests.device.table import BFLOAT16, IN_ONE_PROCESS, QUICK  # noqa: E402
 
 Case = Callable[[Path], Any]
 
@@ -231,6 +233,30 @@ def _between_stages(_: Path) -> dict[str, Any]:
     return {"counts": counts, "arrived": [torch.equal(one, other) for one, other in pairs]}
 
 
+def _pinned(_: Path) -> dict[str, list[int]]:
+    """Bytes of the host that two workers have pinned between rounds, by method, and what they say themselves."""
+
+    def worked(world: isles.Mesh, name: str) -> tuple[int, int]:
+        device = torch.device("cuda", world.rank + 1)
+        optimizer = workers.made(world, name, device)
+        while optimizer.steps < 4:
+            optimizer.model(workers.batch(world.rank, optimizer.steps, device)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        world.world.barrier()
+        now = fake_cuda.pinned_bytes()
+        world.world.barrier()
+        return now, sum(held.nbytes for held in optimizer.memory() if held.when == "pinned")
+
+    found = {}
+    for name in ("diloco", "streaming-diloco", "ddp", "ist", "demo"):
+        gc.collect()  # what earlier methods have pinned
+        before = fake_cuda.pinned_bytes()
+        told = isles.run_virtual(worked, 2, args=(name,))
+        found[name] = [told[0][0] - before, sum(foretold for _, foretold in told)]
+    return found
+
+
 def _node_seconds(_: Path) -> dict[str, Any]:
     """Kernels of two stretches of a node of a cluster, with a line in the middle of either; its seconds."""
     config, own = read_config(None, {"replicas.method": "none", "world.workers": 1}, []), torch.ones(4, device="cuda:1")
@@ -344,6 +370,33 @@ def _peer() -> dict[str, float]:
     return {"milliseconds": 1000 * trainer.step_clock.seconds}
 
 
+def _elastic_seconds(folder: Path) -> dict[str, list[float]]:
+    """Milliseconds of a step that the worker of an elastic run on cuda:1 tells the lighthouse, and of its rounds."""
+    from isles.comm.elastic.line import LighthouseLine
+    from isles.training.config.reading import gather
+    from isles.training.elastic.terms import elastic
+    from tests.training.elastic.runs import Run
+
+    on = [*TINY[:-2], "model.device=cuda:1", "run.steps=6", "world.workers=1", "replicas.sync_every=3"]
+    config, told, pace = elastic(gather(None, {"replicas.method": "diloco"}, on)), list[float](), LighthouseLine.pace
+
+    def heard(line: LighthouseLine, seconds: float) -> None:
+        told.append(1000 * seconds)
+        pace(line, seconds)
+
+    with mock.patch.object(LighthouseLine, "pace", heard):
+        world = Run(config, folder / "run")
+        world.own = {}
+        world.join()
+        world.end()
+    return {"told": told, "rounds": [1000 * row["seconds"] for row in _rounds(world.out)]}
+
+
+def _rounds(out: Path) -> list[dict[str, Any]]:
+    """Of all workers of an elastic run."""
+    return [row for row in map(json.loads, (out / "exchanges.jsonl").read_text().splitlines()) if "outcome" in row]
+
+
 TINY = [
     *("model.d_model=16", "model.layers=2", "model.heads=2", "model.ffn=24", "model.context=16", "data.batch_size=2"),
     *("data.validation_sequences=4", "inner.warmup_steps=2", "run.validate_every=0", "run.log_every=2"),
@@ -402,11 +455,12 @@ def _coming_and_going(folder: Path) -> dict[str, float]:
     trace.write_text('{"at": 0.25, "join": 1}\n')
     for on in ("cuda", "cpu"):
         words = [word for one in (*TINY[:-2], _H2, f"model.device={on}", "world.links=lan") for word in ("--set", one)]
-        plain = ("--methods", "diloco", "--workers", "2", "--steps", "12", "--churn", str(trace))
+        plain = ("--methods", "diloco", "--workers", "2", "--steps", "20", "--churn", str(trace))
         _isles("simulate", *plain, *words, "--out", str(folder / on))
         (summary,) = (folder / on).rglob("summary.json")
         told = json.loads(summary.read_text())
-        found |= {on: told["val_loss"], f"gifts {on}": told["gifts"]}
+        steps = sum(row["steps"] for row in _rounds(summary.parent) if row["seat"] == 2)
+        found |= {on: told["val_loss"], f"gifts {on}": told["gifts"], f"joiner {on}": steps}
     return found
 
 
@@ -453,11 +507,13 @@ CASES: dict[str, Case] = {  # worlds first, see there
     "method fsdp": _sharded,
     "swarm's milliseconds": _swarm_seconds,
     "native": lambda _: worlds.found(worlds.killed, heard=1)[0],
+    "elastic milliseconds": _elastic_seconds,
     "refusals": _refusals,
     "counted": _counted,
     "own state": _own_state,
     "shape": _shape,
     "islands": _islands,
+    "pinned": _pinned,
     "between stages": _between_stages,
     "node's seconds": _node_seconds,
     "machines": _machines,
@@ -468,7 +524,7 @@ CASES: dict[str, Case] = {  # worlds first, see there
     **{f"method {name}": partial(_compared, name, {}, True) for name in IN_ONE_PROCESS},
     **{f"order {name}": partial(_ordered, ordered.races, name) for name in ordered.METHODS},
     **{f"mutant {name}": partial(_ordered, ordered.mutant, name) for name in ordered.MUTANTS},
-    "bfloat16": partial(_compared, "streaming-diloco", {"dtype": torch.bfloat16}, False),
+    **{f"bfloat16 {name}": partial(_compared, name, {"dtype": torch.bfloat16}, False) for name in BFLOAT16},
     **{f"codec {name}": partial(_compared, "diloco", _of_codec(name), False) for name in FORMS},
     "run": _from_run_to_export,
     "train fp16": _trained("diloco", _H2, "model.autocast=fp16", on_cpu=False),

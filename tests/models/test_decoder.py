@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from isles.models import SIZES, Decoder, Shape, next_token_loss
+from isles.models import SIZES, Decoder, Shape, decoder, next_token_loss
 from isles.models.decoder import Block, initialise
+from isles.modes import torch_threads
 
 SHAPE = Shape(d_model=24, layers=2, heads=3, ffn=40, vocab=31, context=16, tie_embeddings=True)
 
@@ -129,6 +131,22 @@ def test_initialisation_depends_on_the_seed_alone() -> None:
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["embed.weight"], other["embed.weight"])
     assert not torch.equal(first["blocks.0.mlp.up.weight"], first["blocks.1.mlp.up.weight"])
+
+
+def test_matrices_are_drawn_by_as_many_threads_as_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for another one that draws: with one thread nobody would come. The numbers are those of one."""
+    shape, spread, both = replace(SHAPE, tie_embeddings=False), decoder._init_std, threading.Barrier(2)
+    alone = Decoder(shape, seed=1).state_dict()
+    assert sum(weight.ndim > 1 for weight in alone.values()) == 12
+
+    def met(name: str, fan_in: int, layers: int) -> float:
+        both.wait(10.0)
+        return spread(name, fan_in, layers)
+
+    monkeypatch.setattr(decoder, "_init_std", met)
+    with torch_threads(2):
+        together = Decoder(shape, seed=1).state_dict()
+    assert all(torch.equal(weight, together[name]) for name, weight in alone.items())
 
 
 def test_initialisation_has_the_stated_spread() -> None:

@@ -122,7 +122,7 @@ def test_memory_is_what_the_method_allocates(text: Path, case: str) -> None:
         optimizer = trainer.optimizer
         inner = sum(value.nbytes for state in optimizer.inner.state.values() for value in state.values())
         weights = sum(t.nbytes for t in trainer.model.parameters())
-        assert optimizer.memory() == list(planned.held)  # the same, asked of the running one
+        assert [one for one in optimizer.memory() if one.when != "pinned"] == list(planned.held)  # on a GPU all of it
         held = owned(optimizer)
         optimizer.finish()
         return held, inner, weights, sum(p.nbytes for p in optimizer.parameters)
@@ -130,6 +130,35 @@ def test_memory_is_what_the_method_allocates(text: Path, case: str) -> None:
     for held, inner, weights, gradients in run_virtual(worker, 2):
         assert held == sum(one.nbytes for one in kept)
         assert (inner, weights, gradients) == (planned.inner, planned.weights, planned.gradients)
+
+
+_WIDE = 34_560
+"""Bytes of `own_models.wide`: 256 x 8, 8 x 24, 256 x 24 and 256 entries."""
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "pinned"),
+    [
+        ("diloco", [], 65_536),  # torch takes a power of two
+        ("diloco", ["model.dtype=bfloat16"], 32_768),
+        ("ddp", [], 65_536 - _WIDE),  # what is left of the block in which the bucket lies
+        ("ddp", ["model.dtype=bfloat16"], 32_768),  # beside the bucket, which is of float32
+        # Half of the units and two moments: 3 x 12,672 bytes. What all hold: 9,216.
+        ("ist", ["replicas.split=all"], 65_536 + 16_384),
+        ("diloco", ["world.workers=4", "world.inner=2"], 32_768 + 65_536 - _WIDE),  # half of the rows; the bucket
+        ("demo", [], 0),
+    ],
+)
+def test_on_gpus_pinned_copies_are_counted(text: Path, method: str, more: list[str], pinned: int) -> None:
+    own = [f"data.path={text}", "model.factory=tests.training.own_models:wide", "model.context=16"]
+    flags = {"replicas.method": method, "world.workers": 2, "run.steps": 6}
+    every = ["replicas.sync_every=3"] if method in ("diloco", "ist") else []
+    there, here = (
+        dry_run(read_config(None, flags, [*own, *every, *more, f"model.device={device}"])) for device in ("cuda", "cpu")
+    )
+    new = [held for held in there.held if held.when == "pinned"]
+    assert sum(held.nbytes for held in new) == there.peak - here.peak == pinned
+    assert [held for held in there.held if held.when != "pinned"] == list(here.held)
 
 
 @pytest.mark.parametrize("name", ["none", "bf16", "int8"])

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 COMPARED = "weights and their mean"
 """What a comparison of replicas holds; workers of one replica are not compared."""
-UNDER_WAY = "messages under way"
+UNDER_WAY, PINNED = "messages under way", "pinned copies"
 BLOCK = 1 << 17
 """Entries of a flat vector that are handled at a time; 512 KB of float32."""
 SEGMENT, MOST_SEGMENTS = 1 << 22, 60
@@ -28,13 +28,13 @@ SEGMENT, MOST_SEGMENTS = 1 << 22, 60
 class Held(NamedTuple):
     """Memory that a method takes beside weights, gradients and the inner optimizer's state, on the host.
 
-    when: "always"; "exchange": from the first round on, while one is under way and kept for the next; "end": for
-    validation and what follows the last step.
+    when: "always"; "pinned": likewise, where the weights are on GPUs; "exchange": from the first round on, while one is
+    under way and kept for the next; "end": for validation and what follows the last step.
     """
 
     what: str
     nbytes: int
-    when: Literal["always", "exchange", "end"]
+    when: Literal["always", "pinned", "exchange", "end"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class WorkerMemory:
     @property
     def training(self) -> int:
         """With an exchange under way."""
-        return self.computing + self._sum("always") + self._sum("exchange")
+        return self.computing + self._sum("always") + self._sum("pinned") + self._sum("exchange")
 
     @property
     def peak(self) -> int:

@@ -54,10 +54,6 @@ class BucketedSync(BucketsForetold):
     def as_replica(self) -> Replica:
         return Copies(self)
 
-    def device(self) -> torch.device:
-        """Where buckets lie."""
-        return torch.device("cpu")
-
     def _begin(self) -> None:
         super()._begin()
         self.buckets = cut_buckets(self.parameters, self.config.bucket_megabytes * 2**20, self.device())

@@ -11,7 +11,7 @@ from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
 from isles.replicas.flat import FlatParameters
 from isles.replicas.gradient.reduction import Reduction
-from isles.staging import HostCopies, arena, is_away
+from isles.staging import HostCopies, arena, is_away, pinned_bytes
 
 _NOBODYS = -0.0
 """First entry of what has no gradient here. -0.0 is the sum of nothing but such ones, and a gradient's own is made 0.0:
@@ -50,6 +50,12 @@ class Bucket:
     def split(self, flat: Tensor) -> tuple[Tensor, ...]:
         """A flat vector of the bucket as one view (p,) a parameter."""
         return flat.split([parameter.numel() for parameter in self.parameters])
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What it pins for gradients on GPUs beside its buffer: of that the rest of the block, where it is pinned."""
+        exact = self.layout.exact
+        return pinned_bytes([self.flat]) - self.flat.nbytes if exact else pinned_bytes(self.parameters)
 
     def load(self) -> None:
         """Copy the gradients in, with those of earlier passes of the step unless they were thrown away. One that was

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from typing_extensions import override
 
-from isles.network.planner.memory import Held
+from isles.network.planner.memory import PINNED, Held
 from isles.network.planner.planned import PlannedExchange, Rhythm, by_size
 from isles.replicas.gradient.buckets import Bucket
 from isles.replicas.gradient.reduction import together
@@ -39,6 +40,10 @@ class BucketsForetold(ReplicaSync):
     buckets: list[Bucket]
     _careful: bool
     _portions: list[list[int]]
+
+    def device(self) -> torch.device:
+        """Where buckets lie."""
+        return torch.device("cpu")
 
     def phases(self, steps: int) -> list[tuple[int, int]]:
         """The steps of a run that send differently: (the first, how many are like it), one behind the other."""
@@ -95,6 +100,8 @@ class BucketsForetold(ReplicaSync):
         """With reduction = "native" the buckets lie where the gradients do."""
         buffers = Held("gradient buckets", sum(bucket.flat.nbytes for bucket in self.buckets), "always")
         held = [one for bucket in self.buckets for one in bucket.reduction.memory(self.group.size)]
+        if self.device().type == "cpu":
+            held += [Held(PINNED, bucket.pinned_bytes, "pinned") for bucket in self.buckets]
         return [*super().memory(), *together([buffers, *held])]
 
     def _sent(self, bucket: Bucket, step: int, position: int) -> int:

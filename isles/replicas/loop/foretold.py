@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from isles.network.planner.memory import Held
+from isles.network.planner.memory import PINNED, Held
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind, uneven_fragments
@@ -18,6 +18,7 @@ from isles.replicas.parts.interfaces import Cadence, Composition
 from isles.replicas.parts.legal import warnings
 from isles.replicas.schedule import landings, opening_exchanges, outer_memory, planned_rounds
 from isles.replicas.sync import ReplicaSync
+from isles.staging import pinned_bytes
 
 
 class OuterForetold(ReplicaSync):
@@ -52,9 +53,8 @@ class OuterForetold(ReplicaSync):
     @override
     def memory(self) -> list[Held]:
         outer = outer_memory(self.parts, self.fragments, self.group.size)
-        pinned = sum(fragment.flat.pinned_bytes for fragment in self.fragments)
-        staging = [Held("pinned copies of the weights", pinned, "always")] if pinned else []
-        return [*super().memory(), *outer, *staging, *self.courier.extra_memory(self.fragments)]
+        pinned = sum(pinned_bytes(fragment.flat.parameters) for fragment in self.fragments)
+        return [*super().memory(), *outer, Held(PINNED, pinned, "pinned"), *self.courier.extra_memory(self.fragments)]
 
     @override
     def opening_exchanges(self) -> list[PlannedExchange]:

@@ -193,13 +193,12 @@ class Acts:
         self._text.take_from(positions(self._config, self.seat, map(Batch._make, batches), spare, self.reader))
         self.optimizer.steps = done
         self.schedule_at(done)
-        transport = self._alone.transport
-        began, away = transport.now(), transport.away_seconds
+        clock, began = self.trainer.step_clock, self.trainer.step_clock.reading()
         for left in reversed(range(count)):
             self.trainer.step()
             if left == 1 or (left and not self._paced):  # the last one exchanges, too, and waits for others
                 self._paced = True
-                self.paced((transport.now() - began - transport.away_seconds + away) / (count - left))
+                self.paced((clock.reading() - began) / (count - left))
 
     def look(self) -> float | None:
         """Validation loss."""

@@ -222,10 +222,9 @@ class Participant:
 
     def _train_cell(self, done: int, read: Sequence[Batch], spare: int) -> float:
         """The inner steps of a round, see `Acts.train`; seconds of computing that they took."""
-        began, waited = self.transport.now(), self._waited()
+        began = self._computed()
         self._do("train", done=done, batches=read, spare=spare)
-        took = self.transport.now() - began
-        return max(took - (self._waited() - waited), 0.0)
+        return max(self._computed() - began, 0.0)
 
     def _outcome(self, round: int, *, is_put_off: bool) -> tuple[tuple[int, ...], str]:
         """(who took part in the exchange of `round`, what became of it), as a `RoundLine` has them."""
@@ -285,10 +284,10 @@ class Participant:
             )
         return True
 
-    def _waited(self) -> float:
-        """Seconds so far in which this worker waited for others, or was stopped."""
-        blocked = self.transport.traffic.total("blocked_seconds", "outer")
-        return blocked + self.company.waited + self.transport.away_seconds
+    def _computed(self) -> float:
+        """Seconds so far in which this worker neither waited for others nor was stopped."""
+        seconds = self.trainer.step_clock.reading()
+        return seconds - self.transport.traffic.total("blocked_seconds", "outer") - self.company.waited
 
     def _tell(self) -> None:
         for name, told in self._tells().items():

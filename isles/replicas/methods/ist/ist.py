@@ -41,7 +41,7 @@ from isles.comm.tags import Channel
 from isles.models.decoder import Decoder
 from isles.models.sizes import like_size
 from isles.models.subnet import put, reads, split_axes, take
-from isles.network.planner.memory import Held
+from isles.network.planner.memory import PINNED, Held
 from isles.network.planner.planned import Cross, PlannedExchange, Rhythm, by_size
 from isles.replicas.checks import at_least, one_of
 from isles.replicas.flat import FlatParameters, all_finite
@@ -54,7 +54,7 @@ from isles.replicas.schedule import everyone
 from isles.replicas.space import Dimension, rounds
 from isles.replicas.start import OTHER_STATE, among_even
 from isles.replicas.sync import MethodConfig, ReplicaSync
-from isles.staging import HostCopies, arena, is_away, to_host
+from isles.staging import HostCopies, arena, is_away, pinned_bytes, to_host
 
 _OTHER_DIVISION = "its units are divided otherwise: it is in another round, or has another seed"
 _FEW = 64  # units of an MLP: below it subnets are poor; one head each will do
@@ -229,7 +229,9 @@ class IST(ReplicaSync):
         between = self.store.messages(0)
         pieces = int(between[rank].sum() + between[:, rank].sum())
         averaging = flat.numel * flat.dtype.itemsize + working_bytes(flat.numel, flat.dtype, codec("none"), size)
+        units = [self.subnet.parameters[key.name] for key in self.store.keys(moments=True)]  # moments are as large
         return [
+            Held(PINNED, pinned_bytes(units) + pinned_bytes(self.shares), "pinned"),
             Held("units kept between rounds", self.store.nbytes(), "always"),
             Held("messages under way", pieces + averaging, "exchange"),
             Held("the full model and its parts", 2 * self.subnet.full_bytes, "end"),
