@@ -116,6 +116,7 @@ class Library:
         inner = torch.optim.SGD(model.parameters(), lr=1e-3)
         self.sync = method(model, inner, isles.init().outer, sync_every=1)
 
+    @torch.no_grad()
     def __call__(self) -> None:
         self.sync.steps += 1
         self.sync.after_inner_step()

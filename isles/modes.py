@@ -4,8 +4,7 @@ modes a caller is in. The default dtype is that of all threads and stays: every 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -13,20 +12,30 @@ from typing import Any
 import torch
 from torch._C import _len_torch_function_stack as _function_modes
 
-
-class _Here(threading.local):
-    within = False
+_NOTHING = nullcontext()
 
 
-_HERE = _Here()
+def own_modes() -> AbstractContextManager[Any]:
+    """No autocast, no inference mode, no gradients, and new tensors on the CPU. Each step enters them: what is so
+    already costs next to nothing.
+    """
+    modes: list[AbstractContextManager[Any]] = []
+    if torch.is_inference_mode_enabled():
+        modes.append(torch.inference_mode(False))
+    if modes or torch.is_grad_enabled():
+        modes.append(torch.no_grad())
+    modes += [torch.autocast(kind, enabled=False) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if _function_modes():  # torch.set_default_device, or `with torch.device(...)`
+        modes.append(torch.device("cpu"))
+    return _all_of(modes) if len(modes) > 1 else modes[0] if modes else _NOTHING
 
 
-def own_modes() -> AbstractContextManager[None]:
-    """No autocast, no inference mode, no gradients, and new tensors on the CPU."""
-    return _WITHIN if _HERE.within else _own_modes()
-
-
-_WITHIN = nullcontext()
+@contextmanager
+def _all_of(modes: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as entered:
+        for mode in modes:
+            entered.enter_context(mode)
+        yield
 
 
 @contextmanager
@@ -38,22 +47,6 @@ def torch_threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _own_modes() -> Iterator[None]:
-    with ExitStack() as modes:
-        if torch.is_inference_mode_enabled():
-            modes.enter_context(torch.inference_mode(False))
-        modes.enter_context(torch.no_grad())
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                modes.enter_context(torch.autocast(kind, enabled=False))
-        if _function_modes():  # torch.set_default_device, or `with torch.device(...)`
-            modes.enter_context(torch.device("cpu"))
-        _HERE.within = True
-        modes.callback(setattr, _HERE, "within", False)
-        yield
 
 
 def _entered(call: Callable[..., Any]) -> Callable[..., Any]:

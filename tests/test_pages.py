@@ -64,3 +64,11 @@ def test_what_differs(loss: str, wrong: bool) -> None:
     said = [(name, one) for name, value in (("a", "1.5014"), ("b", loss)) for one in losses(table.format(value))]
     assert [one for _, one in said] == [("J", "ddp", "1.5014"), ("J", "ddp", loss)]
     assert bool(differing(said)) is wrong
+
+
+def test_the_tests_that_a_page_names_are_there() -> None:
+    named = [pair for page in PAGES for pair in re.findall(r"`([\w/]+\.py)::(\w+)", page.read_text(encoding="utf-8"))]
+    assert len(named) > 80
+    for file, name in named:
+        found = [folder / file for folder in (ROOT / "tests" / "replicas", ROOT / "tests", ROOT)]
+        assert any(one.is_file() and f"def {name}(" in one.read_text(encoding="utf-8") for one in found), (file, name)

@@ -142,7 +142,7 @@ class _Place:
 
     transport: Transport
     local_rank: int | None = None
-    is_found: bool = False  # by `current`, which may look again once it is closed
+    is_found: bool = False  # by `_current`, which may look again once it is closed
     ledger: Ledger = field(default_factory=Ledger)
 
 
@@ -176,15 +176,11 @@ def _enter(place: _Place) -> None:
         _process[:] = [place]
 
 
-def current(join: float | None = None) -> Transport:
-    """This worker's transport: the one entered here or by this process, else the one that the environment describes,
-    else a world of one. join: seconds in which all processes meet. ValueError in a thread of its own that a virtual
-    worker has started, or a process that a DataLoader has.
-    """
-    return _current(Deadlines().join if join is None else join).transport
-
-
 def _current(join: float) -> _Place:
+    """That entered here or by this process, else the one that the environment describes, else a world of one. join:
+    seconds in which all processes meet. ValueError in a thread of its own that a virtual worker has started, or a
+    process that a DataLoader has.
+    """
     data: Any = sys.modules.get("torch.utils.data")
     if data is not None and data.get_worker_info() is not None:  # forked, it has what its worker knew
         raise ValueError("this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`")

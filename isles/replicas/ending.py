@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from isles.comm.collectives.same import same_text
@@ -112,7 +111,6 @@ class EndsAsOne(Saved):
             flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control")))
             self._prove(tensors)
 
-    @torch.no_grad()
     def consolidate(self) -> nn.Module:
         """Finish, then give every worker the one model of the run and return it: where workers agree they have it
         already, else it is the mean of the survivors' weights. Floating-point buffers of the state are averaged.

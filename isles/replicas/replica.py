@@ -273,7 +273,6 @@ class Plain(Replica):
             square = summed(self._clipped_with, square, "inner")
         return square.sqrt().reshape(()).to(own)
 
-    @torch.no_grad()
     def clip(self, max_norm: float, norm: Tensor) -> None:
         gradients = self._gradients()
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_

@@ -26,12 +26,11 @@ class Scaled:
         """Divide the gradients by the scale, unless `scaler.unscale_` has."""
         factor = getattr(self._optimizer, "grad_scale", None)
         if factor is not None:  # torch's way: it has looked at the gradients, and left them
-            with torch.no_grad():
-                inverse = factor.double().reciprocal().float()
-                for group in self._optimizer.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            parameter.grad.mul_(inverse.to(parameter.grad.device))
+            inverse = factor.double().reciprocal().float()
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(inverse.to(parameter.grad.device))
         elif not self._found():
             self.scaler.unscale_(self._optimizer)
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -124,7 +124,9 @@ class ReplicaSync(TakesScalers, Guarded, EndsAsOne):
         self.gradient_norm: Tensor | None = None
         """2-norm of the last reduced gradient before clipping, where `max_norm` is set."""
         self._charged = 0.0
-        if self.group.rank == 0 and not isinstance(self.inner, ReplicaSync):
+        if isinstance(self.inner, ReplicaSync):
+            self.inner.watch.is_inside = True
+        elif self.group.rank == 0:
             warn_if_not_held(model, self.parameters, self.inner, type(self).__name__)
         self._begin()
         self._take_over()
@@ -167,7 +169,10 @@ class ReplicaSync(TakesScalers, Guarded, EndsAsOne):
             self.before_inner_step()
         self.guards_inner = False
         try:
-            self.replica.apply(scaled)
+            if self.watch.has_heard:
+                self.replica.apply(scaled)
+            else:
+                self.watch.hear(partial(self.replica.apply, scaled), self.inner)
         finally:
             self.guards_inner = True
         for copies in self.copies:
@@ -230,7 +235,6 @@ class ReplicaSync(TakesScalers, Guarded, EndsAsOne):
 
     # What all methods have.
 
-    @torch.no_grad()
     def replica_std(self) -> float:
         """Spread of the survivors' live weights that all hold: sqrt(sum over replicas and parameters of (p - mean p)^2
         / (replicas * parameters)). Costs one mean over the group; the weights are not touched.
@@ -247,7 +251,6 @@ class ReplicaSync(TakesScalers, Guarded, EndsAsOne):
 
     # The common start.
 
-    @torch.no_grad()
     def _begin(self) -> None:
         """Same settings everywhere, then rank 0's weights everywhere, then proof."""
         if self.is_sketch:

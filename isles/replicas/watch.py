@@ -5,15 +5,19 @@ thawed, weights that are loaded, formats that change, a DistributedDataParallel 
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import chain
-from operator import is_, methodcaller
+from operator import is_
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -24,19 +28,29 @@ from isles.replicas.island.sharded import is_sharded, own_rows
 from isles.replicas.start import hash_of
 from isles.wrapping import each_of, innermost
 
-_VALUES = methodcaller("values")
+_TALK = {"all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast"}
+_MADE = [0]  # DistributedDataParallels, since this file was loaded
+
+
+def _count(module: nn.Module, *_: object) -> None:
+    _MADE[0] += isinstance(module, DistributedDataParallel)
+
+
+register_module_module_registration_hook(_count)  # a model knows nothing of what is put around it
 
 
 class ModelWatch:
     """Of the parameters that are exchanged, in their order."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], group: Group) -> None:
-        self._group, self._looked_around = group, False
+        self._group, self._made = group, -1  # DistributedDataParallels that there were at the last look around
         self.parameters = list(parameters)
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._known = set(map(id, self.parameters))
         self._dtypes = [parameter.dtype for parameter in self.parameters]
         self._since: dict[int, int] = {}  # by number, of what is frozen now: the first inner step that found it so
+        self.has_heard = False  # whether an inner step was listened to
+        self.is_inside = False  # of an island whose workers step as one: a norm over them is as it should be
         self._is_restored = False  # the optimizer's state was loaded since the last step
         self._before: int | None = None
         """Hash of the weights that the next step must find: some were loaded that nobody told of yet. Restored: of
@@ -52,12 +66,14 @@ class ModelWatch:
         """Called in inner step `step`, with gradients in place. groups: the inner optimizer's. ValueError, in one line
         with the mend, for what would be trained without being exchanged, or exchanged without having been trained.
         """
-        if not self._looked_around:  # not before: whoever drives the model may have put something around it since
-            self._looked_around = True
-            warn_of_torchs_means(self._model, self.parameters, self._group)
-        placed = [*chain.from_iterable(map(_VALUES, self._places))]
-        if len(placed) != len(self._placed) or not all(map(is_, placed, self._placed)):
+        placed = [*chain.from_iterable(map(dict.values, self._places))]
+        is_other = len(placed) != len(self._placed) or not all(map(is_, placed, self._placed))
+        if is_other:
             self._refuse_new()
+        if is_other or self._made != _MADE[0]:  # whoever drives the model may have put something into it, or around it
+            around, self._made = self._made != _MADE[0], _MADE[0]
+            norms = () if self.is_inside else self._model.named_modules()
+            warn_of_torchs_means(norms, self.parameters, self._group, around=around)
         for group in groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and id(parameter) not in self._known:
@@ -89,11 +105,12 @@ class ModelWatch:
         them by itself.
         """
         modules = () if is_sharded(self._model) else self._model.modules()
-        self._places = [own for one in modules for own in (one._parameters, one._modules)]
-        self._placed = [*chain.from_iterable(map(_VALUES, self._places))]
+        self._places: list[dict[str, Any]] = [own for one in modules for own in (one._parameters, one._modules)]
+        self._placed = [*chain.from_iterable(map(dict.values, self._places))]
 
     def _refuse_new(self) -> None:
         """Something was put in another's place, or taken away. What is frozen may come, but not for what is trained."""
+        refuse_sharded(self._model)
         trained = {self.name(parameter) for parameter in self.parameters}
         for name, parameter in self._model.named_parameters():
             if (parameter.requires_grad or name in trained) and id(parameter) not in self._names:
@@ -102,6 +119,32 @@ class ModelWatch:
                     "assign=True)), so it would never be exchanged: make the optimizers anew, or load without assign"
                 )
         self._take_places()
+
+    def hear(self, step: Callable[[], object], optimizer: Optimizer) -> None:
+        """Take the first inner step, with a warning where the optimizer talks to other workers of the group in it."""
+        heard, self.has_heard = list[str](), True
+        listens = _is_told(self._group) and sys.getprofile() is None
+
+        def called(frame: FrameType, event: str, _: object) -> None:
+            code = frame.f_code
+            if event == "call" and code.co_name in _TALK and code.co_filename.endswith("distributed_c10d.py"):
+                heard.extend([code.co_name] * _meets(self._group, frame.f_locals["group"]))
+
+        if listens:
+            sys.setprofile(called)
+        try:
+            step()
+        finally:
+            if listens:
+                sys.setprofile(None)
+        if heard:
+            names = " and ".join(type(one).__name__ for one in each_of(innermost(optimizer)))
+            warnings.warn(
+                f"{names} calls torch.distributed.{heard[0]}: it talks to these workers in every inner step, outside "
+                "of what is counted, and this method exchanges on top of it. Give an optimizer for one process; to "
+                "divide its state, isles.shard(model, world.inner)",
+                stacklevel=4,
+            )
 
     def at_rest(self, numbers: Collection[int], since: int) -> tuple[int, ...]:
         """Those of the parameters `numbers` that stood still in all inner steps after step `since`, being frozen."""
@@ -148,14 +191,19 @@ class ModelWatch:
         return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
 
 
-def refuse_unfit(model: nn.Module, parameters: Sequence[nn.Parameter], inner: Optimizer) -> None:
-    """ValueError, with the mend, for what no method can exchange, or step."""
-    sharded = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())  # FSDP1
-    if sharded or (any(hasattr(parameter, "to_local") for parameter in parameters) and not is_sharded(model)):
+def refuse_sharded(model: nn.Module) -> None:
+    """ValueError for a model that somebody else than `shard` has cut."""
+    sharded = any(_is_called(module, "FullyShardedDataParallel") for module in model.modules())  # FSDP1
+    if sharded or (any(hasattr(own, "to_local") for own in model.parameters()) and not is_sharded(model)):
         raise ValueError(
             "the model is sharded by torch (fully_shard, or a tensor parallel plan), which sends what Isles does not "
             "know: shard the plain model with isles.shard(model, world.inner) instead"
         )
+
+
+def refuse_unfit(model: nn.Module, parameters: Sequence[nn.Parameter], inner: Optimizer) -> None:
+    """ValueError, with the mend, for what no method can exchange, or step."""
+    refuse_sharded(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             continue  # told of below, or never trained
@@ -185,28 +233,26 @@ def refuse_unfit(model: nn.Module, parameters: Sequence[nn.Parameter], inner: Op
         )
 
 
-def warn_of_torchs_means(model: nn.Module, parameters: Sequence[Tensor], group: Group) -> None:
-    """Warnings on the group's first worker where torch averages over several of its workers too: in layers of the
-    model, or in a DistributedDataParallel that is alive, as transformers' Trainer and accelerate's `prepare(model)` put
-    one around a model. That one may have been made at any time, and its model knows nothing of it, so all objects are
-    looked through: some 50 ms.
+def warn_of_torchs_means(
+    modules: Iterable[tuple[str, nn.Module]], parameters: Sequence[Tensor], group: Group, *, around: bool
+) -> None:
+    """Warnings on the group's first worker where torch averages over several of its workers too: in `modules`, or
+    `around` them, in a DistributedDataParallel that is alive, as transformers' Trainer and accelerate's
+    `prepare(model)` put one there. To find it all objects are looked through: some 50 ms.
     """
-    if group.rank > 0 or group.size == 1 or not (dist.is_available() and dist.is_initialized()):
+    if not _is_told(group):
         return
-
-    def meets(processes: Any) -> bool:
-        return len(set(dist.get_process_group_ranks(processes)) & set(group.ranks)) > 1
-
-    own = set(map(id, parameters))
-    if any(own.intersection(map(id, one.parameters())) and meets(one.process_group) for one in _wrapped_by_torch()):
+    meets = partial(_meets, group)
+    own, wrapped = set(map(id, parameters)), _wrapped_by_torch() if around else []
+    if any(own.intersection(map(id, one.parameters())) and meets(one.process_group) for one in wrapped):
         warnings.warn(
             "the model is inside a DistributedDataParallel: torch averages all gradients over these workers in every "
             "backward pass, outside of what is counted, and this method exchanges on top of it. Give accelerate's "
             "prepare() the optimizer and the loader alone, and call the model itself",
             stacklevel=4,
         )
-    norms = ((name, one) for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm))
-    name = next((name for name, norm in norms if meets(norm.process_group or dist.group.WORLD)), None)
+    norms = ((name, one) for name, one in modules if _is_called(one, "SyncBatchNorm"))
+    name = next((name for name, one in norms if meets(getattr(one, "process_group", None))), None)
     if name is not None:
         warnings.warn(
             f"{name} is a SyncBatchNorm: torch averages over these workers in every forward pass, outside of what is "
@@ -214,6 +260,20 @@ def warn_of_torchs_means(model: nn.Module, parameters: Sequence[Tensor], group: 
             "process_group of the workers of an island",
             stacklevel=4,
         )
+
+
+def _is_told(group: Group) -> bool:
+    """Whether torch may talk past Isles, and this is the worker that is told."""
+    return group.rank == 0 and group.size > 1 and dist.is_available() and dist.is_initialized()
+
+
+def _meets(group: Group, processes: Any) -> bool:
+    return len(set(dist.get_process_group_ranks(processes)) & set(group.ranks)) > 1
+
+
+def _is_called(thing: object, name: str) -> bool:
+    """Whether a class of it has that in its name: others write such ones too."""
+    return any(name in kind.__name__ for kind in type(thing).__mro__)
 
 
 def _wrapped_by_torch() -> list[DistributedDataParallel]:

@@ -6,10 +6,12 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from isles.comm.mesh import Mesh
+from tests.replicas.workers import Net, train_step, wrap
 
 
 def reports(world: Mesh) -> str:
@@ -33,6 +35,33 @@ def many(world: Mesh, given: list[torch.Tensor]) -> tuple[float, dict[str, torch
         return total, {str(number): tensor + 1 for number, tensor in enumerate(given)}
     whole = torch.arange(10.0, requires_grad=True) * 2
     return total, {"whole": whole, "part": whole[2:4], "one": torch.nn.Parameter(torch.ones(1)), "none": torch.ones(0)}
+
+
+def overwrites(world: Mesh, given: torch.Tensor) -> torch.Tensor:
+    """Tell of a loss and of many tensors; then write to the one, and to what was given to all workers."""
+    loss = torch.arange(3.0)
+    world.report({"loss": loss, "all": [torch.full((1,), float(number)) for number in range(300)]})
+    loss.fill_(-1.0)
+    given += world.rank + 1
+    world.world.barrier()
+    return given
+
+
+def learns(world: Mesh) -> list[tuple[torch.nn.Module, dict[str, Any]]]:
+    """Three steps of a method that looks on at the backward pass, and of one that does not."""
+    made = []
+    for name in ("ddp", "diloco"):
+        optimizer = wrap(world, name, Net(seed=world.rank))
+        for step in range(1, 4):
+            train_step(optimizer, world.rank, step)
+        made.append((optimizer.consolidate(), optimizer.state_dict()))
+    return made
+
+
+def gone(world: Mesh) -> None:
+    """Tell of a tensor and be gone."""
+    world.report(torch.full((3,), float(world.rank)))
+    os._exit(5)
 
 
 def raises_tensor(world: Mesh) -> None:

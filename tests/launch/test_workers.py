@@ -27,6 +27,7 @@ from isles.launch.by_value import dumps
 from isles.launch.workers import LocalWorkers
 from tests import forked, gloo
 from tests.launch import local_workers
+from tests.replicas.workers import bits, loss_of, sgd, weights
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,6 +94,37 @@ def test_tensors_come_and_go_by_value() -> None:
     second["whole"].detach()[2] = -1.0
     assert second["part"].tolist() == [-1.0, 6.0], "two looks at one memory stay so"
     assert not any(tensor.is_shared() for tensor in (*first.values(), *second.values()))
+
+
+def test_what_is_given_and_told_of_is_a_copy() -> None:
+    """Of arguments each worker has its own; what a worker has told of stays as it was told, whatever it writes there
+    later, and though it is gone.
+    """
+    given, seen = torch.zeros(2), []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        results = LocalWorkers(local_workers.overwrites, 2, args=(given,)).join(seen.append)
+        ended = LocalWorkers(local_workers.gone, 1).join(seen.append)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [own.tolist() for own in results] == [[1.0, 1.0], [2.0, 2.0]] and given.tolist() == [0.0, 0.0]
+    assert [told["loss"].tolist() for told in seen[:2]] == [[0.0, 1.0, 2.0]] * 2
+    assert [float(own) for own in seen[1]["all"]] == list(range(300))
+    assert seen[2].tolist() == [0.0] * 3 and isinstance(ended[0], WorkerFailed)
+
+
+def test_a_trained_model_is_a_result() -> None:
+    """With the hooks of its method on it, and beside it the method's state: the launcher goes on with both."""
+    first, second = isles.run_local(local_workers.learns, 2)
+    for (model, state), (other, _) in zip(first, second, strict=True):
+        assert bits(weights(model)) == bits(weights(other)) and state["steps"] == 3
+        before = weights(model)
+        loss_of(model, 0, 1).backward()
+        sgd(model).step()
+        assert not torch.equal(before, weights(model))
+        held = [*model.parameters(), *(own for one in state["state"].values() for own in one.values())]
+        assert len(held) == 12 and not any(tensor.is_shared() for tensor in held)
 
 
 def test_one_memory_goes_once() -> None:

@@ -28,22 +28,26 @@ class Prepared:
 
 
 def around(world: Mesh) -> list[tuple[list[str], list[float]]]:
-    """What is warned of in two steps, and the one model; for a model by itself and in several wrappings."""
+    """What is warned of in four steps, and the one model; for a model by itself and in several wrappings, of which one
+    is made after two steps.
+    """
     alone = [dist.new_group([rank]) for rank in range(world.size)][world.rank]
     results = []
-    for wrapped in (
-        lambda model: model,
-        DistributedDataParallel,
-        lambda model: DistributedDataParallel(nn.Sequential(model, nn.Linear(1, 1))),
-        lambda model: DistributedDataParallel(model, process_group=alone),
+    for wrapped, since in (
+        (lambda model: model, 0),
+        (DistributedDataParallel, 0),
+        (lambda model: DistributedDataParallel(nn.Sequential(model, nn.Linear(1, 1))), 0),
+        (lambda model: DistributedDataParallel(model, process_group=alone), 0),
+        (DistributedDataParallel, 2),
     ):
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
         method = isles.DiLoCo(model, sgd(model), world.outer, sync_every=2, outer_momentum=0.0)
-        optimizer, net = Prepared(method), wrapped(model)
+        optimizer, net = Prepared(method), model
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for step in range(2):
+            for step in range(4):
+                net = wrapped(model) if step == since else net
                 net(torch.full((2, 3), 1.0 + world.rank + step)).square().mean().backward()
                 optimizer.step()
                 model.zero_grad()
@@ -53,9 +57,9 @@ def around(world: Mesh) -> list[tuple[list[str], list[float]]]:
 
 
 def test_gradients_that_torch_averages_too_are_told_of() -> None:
-    """Once, by the first worker; not where the DistributedDataParallel is over others than these workers."""
+    """Once, by the first worker, also of one that is made later; not where it is over others than these workers."""
     zero, one = run_gloo(around, 2)
-    assert [len(told) for told, _ in zero] == [0, 1, 1, 0] and [len(told) for told, _ in one] == [0, 0, 0, 0]
+    assert [len(told) for told, _ in zero] == [0, 1, 1, 0, 1] and not any(told for told, _ in one)
     line = zero[1][0][0]
     assert "this method exchanges on top of it" in line and "prepare() the optimizer and the loader" in line
     assert [model for _, model in zero] == [model for _, model in one]

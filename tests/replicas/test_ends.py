@@ -258,3 +258,15 @@ def test_who_was_alone_in_the_last_round_is_told_at_the_end() -> None:
     """Of three workers in pairs one does a round by itself, and all come to the end."""
     for text in run(told_of, 3, "noloco", (10, 10, 15)):
         assert text.startswith("worker 2 diverged") and "it ends after 15 inner steps" in text and MEND in text
+
+
+def test_who_waits_in_another_call_is_told() -> None:
+    """One asks for the spread alone, while the other ends the run."""
+
+    def worker(world: Mesh) -> None:
+        optimizer = wrap(world, "localsgd", Net(), sgd)
+        train_step(optimizer, world.rank, 1)
+        optimizer.finish() if world.rank else optimizer.replica_std()
+
+    errors = run(worker, return_errors=True, deadlines=isles.Deadlines(outer=5.0, control=5.0, eval=5.0))
+    assert any("is it in another call? finish(), consolidate() and replica_std() are for all" in str(e) for e in errors)

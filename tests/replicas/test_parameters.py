@@ -293,6 +293,28 @@ def test_modules_without_new_parameters_may_change() -> None:
     run(worker, 1)
 
 
+def sharded_steps(world: Mesh, looks: bool) -> str:
+    mesh = isles.mesh(outer=1, inner=world.size)
+    model = isles.shard(Net(), mesh.inner, reshard_after_forward=False)
+    inside = isles.FSDP(model, sgd(model), mesh.inner, reshard_after_forward=False)
+    optimizer = isles.DiLoCo(model, inside, mesh.outer, sync_every=2)
+    for step in range(1, 4):
+        loss_of(model, world.rank, step).backward()
+        if looks:
+            with torch.no_grad():
+                loss_of(model, world.rank, 99)
+        optimizer.step()
+        optimizer.zero_grad()
+    return bits(weights(optimizer.consolidate()))
+
+
+def test_a_sharded_model_may_be_judged_before_its_step() -> None:
+    """A loss between backward and step gathers weights, which the next pass must not take for those of after it; the
+    model's parameters are then others, which nobody minds. So inside an island, whose method steps as it does alone.
+    """
+    assert run_gloo(sharded_steps, args=(True,)) == run_gloo(sharded_steps, args=(False,))
+
+
 # Names.
 
 
@@ -475,6 +497,23 @@ class FullyShardedDataParallel(nn.Sequential):
     """Torch's first one, whose parameters are plain ones."""
 
 
+class Averages(torch.optim.SGD):
+    """Sums gradients over processes in its step, as optimizers for many processes do (nanochat's DistAdamW)."""
+
+    def __init__(self, model: nn.Module, group: Any) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.group = group
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            dist.all_reduce(parameter.grad, group=self.group)
+        super().step()
+
+
+class NaiveSyncBatchNorm(nn.BatchNorm1d):
+    """As other libraries call theirs."""
+
+
 def test_what_sends_by_itself_is_refused() -> None:
     def worker(world: Mesh) -> None:
         model = Net()
@@ -493,7 +532,10 @@ def test_what_sends_by_itself_is_refused() -> None:
 
 
 def talkers(world: Mesh) -> list[str]:
-    """Real processes: what is said of a SyncBatchNorm, and of the user's own `fully_shard`."""
+    """Real processes: what is said of a SyncBatchNorm, of optimizers that talk, and of the user's own
+    `fully_shard`.
+    """
+    from torch.distributed import optim
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -503,6 +545,9 @@ def talkers(world: Mesh) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             train_step(wrap(world, "diloco", model, sgd), world.rank, 1)
+            optimizer = wrap(world, "noloco", Net(), lambda model, group=group: Averages(model, group))
+            for step in range(1, 3):
+                train_step(optimizer, world.rank, step)
         said.append("; ".join(str(one.message) for one in caught))
     model = nn.Sequential(nn.Linear(5, 7))
     fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
@@ -510,13 +555,84 @@ def talkers(world: Mesh) -> list[str]:
         wrap(world, "diloco", model, sgd)
     except ValueError as error:
         said.append(str(error))
+    model = Net()
+    zero = optim.ZeroRedundancyOptimizer([model.first], torch.optim.SGD, lr=0.1)
+    try:
+        wrap(world, "noloco", model, lambda _: [two(model)[1], zero])
+    except ValueError as error:
+        said.append(str(error))
     return said
 
 
 def test_what_talks_in_processes_is_told_of() -> None:
-    (norm, alone, sharded), (quiet, _, again) = run_gloo(talkers, 2)
-    assert "1 is a SyncBatchNorm: torch averages over these workers" in norm and not alone and not quiet
+    (norm, alone, sharded, zero), (quiet, _, *again) = run_gloo(talkers, 2)
+    assert "1 is a SyncBatchNorm: torch averages over these workers" in norm
+    assert "Averages calls torch.distributed.all_reduce: it talks to these workers in every inner step" in norm
+    assert norm.count("these workers") == 2 and not alone and not quiet
+    assert [sharded, zero] == again and "isles.shard(model, world.inner)" in sharded
+    assert "ZeroRedundancyOptimizer sends weights to all workers" in zero
+
+
+def converted(model: nn.Sequential) -> None:
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
+def others(model: nn.Sequential) -> None:
+    before, model[1] = model[1], NaiveSyncBatchNorm(7)
+    model[1].weight, model[1].bias = before.weight, before.bias
+
+
+def late_talkers(world: Mesh, name: str) -> list[str]:
+    """Real processes: what is said of what comes into a model that has trained already."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    said = []
+    for change in (converted, others):
+        model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 7)).eval()
+        optimizer = wrap(world, name, model, sgd)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train_step(optimizer, world.rank, 1)
+            change(model)
+            for step in range(2, 4):
+                train_step(optimizer, world.rank, step)
+        said.append("; ".join(str(one.message) for one in caught))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
+    try:
+        optimizer.step()
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("name", ["ddp", "diloco"])
+def test_what_talks_from_the_second_step_on_is_told_of(name: str) -> None:
+    (norm, other, sharded), (*quiet, again) = run_gloo(late_talkers, 2, args=(name,))
+    assert [said.count("1 is a SyncBatchNorm: torch averages") for said in (norm, other, *quiet)] == [1, 1, 0, 0]
     assert sharded == again and "isles.shard(model, world.inner)" in sharded
+
+
+def island_talkers(world: Mesh) -> list[str]:
+    """Real processes, two islands of two: a SyncBatchNorm over the workers of an island, and over all."""
+    mesh = isles.mesh(outer=2, inner=2)
+    own = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][world.rank // 2]
+    said = []
+    for group in (own, None):
+        model = nn.Sequential(nn.Linear(5, 7), nn.SyncBatchNorm(7, process_group=group), nn.Linear(7, 7)).eval()
+        optimizer = isles.DiLoCo(model, isles.DDP(model, sgd(model), mesh.inner), mesh.outer, sync_every=2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train_step(optimizer, world.rank, 1)
+        said.append("; ".join(str(one.message) for one in caught))
+    return said
+
+
+def test_an_island_may_talk_among_its_workers() -> None:
+    """Who steps as one may; across islands the first worker of each group is told."""
+    told = run_gloo(island_talkers, 4)
+    assert [own for own, _ in told] == [""] * 4
+    assert [said.count("1 is a SyncBatchNorm") for _, said in told] == [1, 1, 0, 0]
 
 
 # Torch's tools.

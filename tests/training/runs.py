@@ -10,6 +10,7 @@ from typing import Any
 from isles.comm.mesh import Mesh
 from isles.data import load_corpus
 from isles.replicas import METHODS
+from isles.replicas.methods.localsgd import LocalSGD
 from isles.replicas.methods.none import NoSync
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
@@ -46,7 +47,7 @@ class Slow(isles.NoLoCo):
         time.sleep(0.05)  # leaves the machine to the others
         super().after_inner_step()
 """
-POISONED = "tests.training.runs:Poisoned"
+POISONED, SPOILED = "tests.training.runs:Poisoned", "tests.training.runs:Spoiled"
 ON_VIRTUAL = [name for name in METHODS if name != "fsdp"]  # which torch shards between processes
 EVERY_3 = set(METHODS) - {"none", "ddp", "fsdp", "dct-dp", "demo"}  # the methods with sync_every
 COMPOSED = {
@@ -114,6 +115,15 @@ class Poisoned(NoSync):
     def after_inner_step(self) -> None:
         if self.steps == 3 and self.group.rank == 1:
             self.parameters[0].data.fill_(float("nan"))
+
+
+class Spoiled(LocalSGD):
+    """The last weights of worker 1 are not what the mean made them, as where memory fails."""
+
+    def land_all(self) -> None:
+        super().land_all()
+        if self.group.rank == 1:
+            self.parameters[0].data.view(-1)[0] += 1e-3
 
 
 class Told:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from isles.comm.errors import WorkerFailed
+from isles.comm.errors import Diverged, WorkerFailed
 from isles.comm.mesh import Mesh
 from isles.comm.virtual.run import run_virtual
 from isles.data import load_corpus
@@ -35,6 +35,7 @@ from tests.training.runs import (
     LATE,
     ON_VIRTUAL,
     POISONED,
+    SPOILED,
     Told,
     metrics,
     run,
@@ -475,3 +476,10 @@ def test_a_loss_that_is_no_number_stops_the_run(text: Path, tmp_path: Path, log_
     assert "\n" not in line and not (tmp_path / "run" / "failure.txt").exists()
     assert Checkpoints(tmp_path / "run").steps() == [2]
     assert all(line["loss"] is not None for line in metrics(tmp_path / "run"))
+
+
+def test_the_end_of_a_run_is_proven(text: Path, tmp_path: Path) -> None:
+    """Weights that differ in one entry are told by worker and name, and no model is written."""
+    with pytest.raises(Diverged, match=r"worker 1 diverged at step 4: .* differ where all must be equal"):
+        run(tiny(text, "replicas.sync_every=2", method=SPOILED, workers=3, steps=4), tmp_path / "run")
+    assert not list((tmp_path / "run").glob("*.safetensors"))

@@ -146,7 +146,6 @@ class BucketedSync(BucketsForetold):
         super().take_step(scaled)
         self._scaled, self._unit = scaled, scale
 
-    @torch.no_grad()
     @override
     def reduce_gradients(self) -> None:
         if not self._reduced:
@@ -344,13 +343,12 @@ class BucketedSync(BucketsForetold):
 
     def _launch_ready(self) -> None:
         """Start the buckets that are full, up to the first that is not."""
-        ready = self._launched
-        while ready < len(self.buckets) and self.buckets[ready].waiting <= 0:
-            ready += 1
-        with own_modes(), host_work():
-            self._launch(ready)
-            if self._phased is not None:
-                self._hand_on(self._phased, wait=False)
+        ready = next((one.index for one in self.buckets[self._launched :] if one.waiting > 0), len(self.buckets))
+        if ready > self._launched or self._phased is not None:
+            with own_modes(), host_work():
+                self._launch(ready)
+                if self._phased is not None:
+                    self._hand_on(self._phased, wait=False)
 
     def _launch(self, stop: int) -> None:
         """Start the buckets up to `stop`; the computation that made their gradients is charged before."""

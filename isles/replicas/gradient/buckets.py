@@ -66,7 +66,7 @@ class Bucket:
         for parameter in self.parameters:
             if parameter.grad is not None and 0 in parameter.grad.stride():  # expanded: nobody could write to it
                 parameter.grad = parameter.grad.contiguous()
-        if {id(mean) for mean in self.means} & {id(p.grad) for p in self.parameters}:
+        if self.means and {id(mean) for mean in self.means} & {id(p.grad) for p in self.parameters}:
             self.keep()  # this pass adds to what was told of the earlier ones
         self.means = []
         self._staging.settle()

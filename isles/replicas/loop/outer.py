@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from warnings import warn
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -81,7 +80,6 @@ class OuterSync(OuterSaved):
         """One that has nothing under way."""
         return courier_of(self.roster, self.parts, self.config, self.land, agrees=self.agrees)
 
-    @torch.no_grad()
     @override
     def after_inner_step(self) -> None:
         sending = self.cadence.sends(self.steps)
@@ -97,7 +95,6 @@ class OuterSync(OuterSaved):
         apart = self.parts.choice["mixing"] == "nobody"
         return "" if apart else repr([fragment.rounds for fragment in self.fragments])
 
-    @torch.no_grad()
     @override
     def land_all(self) -> None:
         """A last, shorter round where inner steps were taken since the last one, and all in flight lands; the live

@@ -102,6 +102,7 @@ class FSDP(StepsAlike):
         if suspects and scaled is None:
             self.group.ledger.trust.refused += 1
             raise Refused(suspects[0], "its gradient is not finite")
+        self._reshard()  # a forward pass since the backward pass has gathered what this step changes
         super().take_step(scaled)
 
     @contextmanager

@@ -114,7 +114,6 @@ class DeMo(StepsAlike):
         """Bytes that this worker handed to the transport in its last step: one message for each other worker."""
         return (self.group.size - 1) * self.payload_bytes if self._exchanged else 0
 
-    @torch.no_grad()
     @override
     def before_inner_step(self) -> None:
         """What the inner optimizer finds in `.grad` is phi(U)."""

@@ -142,7 +142,6 @@ class IST(ReplicaSync):
             raise ValueError("the model was consolidated and is no subnet any more: wrap it anew to train on")
         super().take_step(scaled)
 
-    @torch.no_grad()
     @override
     def after_inner_step(self) -> None:
         if self.steps % self.config.sync_every == 0:
@@ -152,13 +151,11 @@ class IST(ReplicaSync):
     def rounds_done(self) -> str:
         return str(self.round)
 
-    @torch.no_grad()
     @override
     def land_all(self) -> None:
         if self.merged < self.steps:
             self._next_round()
 
-    @torch.no_grad()
     @override
     def consolidate(self) -> nn.Module:
         """The full model, in place of the subnet, scaled as `eval_scale` says."""
@@ -181,8 +178,7 @@ class IST(ReplicaSync):
         shared = [parameter.detach().clone() for parameter in self.shares]
         with self.subnet.set_aside():
             try:
-                with torch.no_grad():
-                    self.subnet.set_values(self._full("eval"))
+                self.subnet.set_values(self._full("eval"))
                 yield self.model
             finally:
                 for parameter, before in zip(self.shares, shared, strict=True):

@@ -26,8 +26,7 @@ def moments_of(inner: Optimizer) -> dict[int, dict[str, torch.dtype]]:
     name = type(inner).__name__
     try:
         copy = deepcopy(inner, memo)
-        with torch.no_grad():
-            copy.step()
+        copy.step()
     except Exception as error:  # an optimizer of the user's own may do anything here
         raise ValueError(
             f"what of {name}'s state could travel is found by a step of a copy of it, which failed "
