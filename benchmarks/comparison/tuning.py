@@ -39,6 +39,8 @@ def tune_missing(cases: Sequence[Case], out: Path, file: Path, trials: int, at_o
     left = {case.key: case for case in reversed(cases) if case.key not in there}
     progress = Printed(len(left))
     progress.notice(f"{len({case.key for case in cases})} searches, {len(left)} of them to be ended")
+    for case in [*left.values()][:1]:
+        training_text(case.base.data, out / "tuning" / "text.txt")  # before several want it at once
     tasks = [ExpertTask(name=" ".join(key), work=partial(_tune, case, out, file, trials)) for key, case in left.items()]
     carry_out(tasks[::-1], at_once, progress)
 
@@ -89,6 +91,6 @@ def training_text(data: DataConfig, file: Path) -> Path:
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         stream = load_corpus(data).train
-        with replacing(file) as partial_file:  # another search may be about it, too
+        with replacing(file) as partial_file:
             partial_file.write_bytes(np.asarray(stream.tokens).astype(np.uint8).tobytes())
     return file
