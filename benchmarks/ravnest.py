@@ -1,13 +1,16 @@
 """Ravnest's asynchronous stages against the synchronous pipeline: loss, seconds, memory and bytes.
 
-    python -m benchmarks.ravnest [--steps 400] [--only "ravnest x 1" ...] [--write] [--json]
+    python -m benchmarks.ravnest [--tune] [--only "ravnest x 1" ...] [--write] [--json]
 
 1. The decoder of six blocks over bytes (the embedded text, batches and rates) in 2 stages, once (2 nodes) and twice (4
    nodes), on the simulated network: nodes that take 3 and 1, or 3, 1, 2 and 2 times as long for the same work, drawn
    anew for each task (sigma 0.3), every two of them over home fibre. A whole step takes a node of factor 1 a second.
    Each way is cut where it is fastest by its own dry run; two replicas take one cut, two clusters one each. Replicas
-   average in every step (ddp) or every 20 (localsgd), clusters every 4, with AdamW's state, or every 20. Memory is
-   counted: all storages that a stage's operations make in four steps, of the first copy.
+   average in every step (ddp) or every 20 (localsgd), clusters every 4, with AdamW's state, or every 20; those that
+   never talk are judged each by itself, and one pipeline with the text of both takes twice as many steps. Memory is
+   counted: all storages that a stage's operations make in four steps, of the first copy. --tune makes the runs by which
+   "best rate" is chosen, on a seed and on text that are not judged; commit tuned.jsonl before the others are made
+   (`benchmarks._once`).
 2. Loss against steps on a quadratic at 1, 2 and 4 clusters (`benchmarks._delayed`).
 
 --write puts the tables into docs/ravnest.md.
@@ -19,17 +22,15 @@ are -0.5 within 0.05, and C clusters are worth sqrt(C) within a tenth.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks._delayed import Course, played, slope
 from benchmarks._measure import Row, report
+from benchmarks._once import best, coursed, judging
 from benchmarks._pages import written
 from benchmarks._stage_memory import peaks
 from isles.models.sizes import Shape
@@ -38,8 +39,8 @@ from isles.training.clustered.dry import dry_clusters
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.dry_run import dry_run
-from isles.training.running.run import launch
 
+PAGE, STEPS_HERE = "ravnest.md", 400
 BLOCKS, STAGES, MICROBATCHES, BATCH = 6, 2, 2, 8
 FACTORS = {1: (3.0, 1.0), 2: (3.0, 1.0, 2.0, 2.0)}
 BASE = (
@@ -50,34 +51,40 @@ BASE = (
     "world.step_seconds=1.0",
     "pipeline.clip=stage",
 )
+NOBODY = ("replicas.method=none",)
 SELDOM = ("replicas.method=localsgd", "replicas.sync_every=20")
 OFTEN = ("replicas.method=localsgd", "replicas.sync_every=4", "pipeline.average_optimizer=true")
 MEANS = (0.25, 0.5, 0.75, 1.0)
 """Of the time that Ravnest takes, when losses are compared."""
 CLOCKS = {1: "ravnest x 1", 2: "ravnest x 2, every 4"}
+RATES = (3e-3, 6e-3, 1.2e-2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """How it is trained. copies: replicas, or clusters."""
+    """How it is trained. copies: replicas, or clusters. times: as many steps as others. is_tuned: at the best of
+    RATES.
+    """
 
     copies: int
     settings: tuple[str, ...]
     ravnest: bool = False
-    microbatches: int = MICROBATCHES
+    times: int = 1
+    is_tuned: bool = False
 
 
 WAYS: Mapping[str, Way] = {
-    "pipeline x 1": Way(copies=1, settings=("replicas.method=none",)),
-    "pipeline x 1, recomputing": Way(copies=1, settings=("replicas.method=none", "pipeline.recompute=true")),
-    "ravnest x 1": Way(copies=1, settings=("replicas.method=none",), ravnest=True),
-    "ravnest x 1, recomputing": Way(
-        copies=1, settings=("replicas.method=none", "pipeline.recompute=true"), ravnest=True
-    ),
+    "pipeline x 1": Way(copies=1, settings=NOBODY),
+    "pipeline x 1, best rate": Way(copies=1, settings=NOBODY, is_tuned=True),
+    "pipeline x 1, recomputing": Way(copies=1, settings=(*NOBODY, "pipeline.recompute=true")),
+    "ravnest x 1": Way(copies=1, settings=NOBODY, ravnest=True),
+    "ravnest x 1, recomputing": Way(copies=1, settings=(*NOBODY, "pipeline.recompute=true"), ravnest=True),
     "pipeline x 2, ddp": Way(copies=2, settings=("replicas.method=ddp",)),
     "ravnest x 2, every 4": Way(copies=2, settings=OFTEN, ravnest=True),
     "pipeline x 2, localsgd": Way(copies=2, settings=SELDOM),
     "ravnest x 2, every 20": Way(copies=2, settings=SELDOM, ravnest=True),
+    "pipeline x 2, never talk": Way(copies=2, settings=NOBODY),
+    "pipeline x 1, the text of both": Way(copies=1, settings=NOBODY, times=2),
 }
 RIVALS = {
     "ravnest x 1": "pipeline x 1",
@@ -89,11 +96,13 @@ RIVALS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a way came to. loss: nats a byte on held-out text. seconds: virtual, of training. course: (seconds, loss) of
-    each validation. sent: bytes of a node to stages, and to other copies; peaks: bytes, by stage.
+    """What a way came to. loss: nats a byte on held-out text. rate: of the inner optimizer. seconds: virtual, of
+    training. course: (seconds, loss) of each validation. sent: bytes of a node to stages, and to other copies; peaks:
+    bytes, by stage.
     """
 
     loss: float
+    rate: float
     seconds: float
     sequences: int
     course: tuple[tuple[float, float], ...]
@@ -106,18 +115,17 @@ class Outcome:
         return float(np.interp(second, *zip(*self.course, strict=True)))
 
 
-def configured(way: Way, cuts: tuple[int, ...], steps: int) -> Config:
+def configured(way: Way, cuts: tuple[int, ...], steps: int = STEPS_HERE) -> Config:
     """cuts: where the second stage begins, of each cluster; of all replicas where there is one."""
     if way.ravnest:
         where = ("pipeline.routing=ravnest", f"pipeline.clusters={[[cut] for cut in cuts]}")
     else:
         where = (f"pipeline.stages={STAGES}", f"pipeline.cut=[{cuts[0]}]", "pipeline.together=false")
-    where += (f"pipeline.microbatches={way.microbatches}",)
+    where += (f"pipeline.microbatches={MICROBATCHES}",)
     workers = STAGES * way.copies
-    more = (f"world.workers={workers}", f"world.step_factors={list(FACTORS[way.copies])}", f"run.steps={steps}")
-    return read_config(
-        None, {}, [*BASE, *way.settings, *where, *more, "run.validate_every=40", "world.step_jitter=0.3"]
-    )
+    more = [f"world.workers={workers}", f"world.step_factors={list(FACTORS[way.copies])}"]
+    more += [f"run.steps={steps * way.times}", "run.validate_every=40", "world.step_jitter=0.3"]
+    return read_config(None, {}, [*BASE, *way.settings, *where, *more])
 
 
 def best_cuts(way: Way) -> tuple[int, ...]:
@@ -140,31 +148,28 @@ def best_cuts(way: Way) -> tuple[int, ...]:
     return tuple(found)
 
 
-def outcome(name: str, steps: int, folder: Path) -> Outcome:
-    """Train it."""
+def config_of(name: str) -> tuple[Config, tuple[int, ...]]:
+    """At its rate, with its cuts."""
     way = WAYS[name]
     cuts = best_cuts(way)
-    config = configured(way, cuts, steps)
-    out = folder / name.replace(" ", "-")
-    summary = launch(config, out, lambda line: None, lambda notice: None)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    seconds: dict[int, float] = {}
-    losses: dict[int, list[float]] = {}
-    for line in lines:
-        if "compute_seconds" not in line:  # of a round
-            continue
-        step = line["step"]
-        seconds[step] = max(seconds.get(step, 0.0), line["compute_seconds"] + line["blocked_seconds"])
-        if line.get("val_loss") is not None:
-            losses.setdefault(step, []).append(line["val_loss"])
-    losses[steps] = [summary["val_loss"]]
-    channels = {name: own["bytes_sent"] for name, own in summary["channels"].items()}
+    config = configured(way, cuts)
+    if not way.is_tuned:
+        return config, cuts
+    tried = {rate: replace(config, inner=replace(config.inner, lr=rate)) for rate in RATES}
+    return tried[best(PAGE, name, tried)], cuts
+
+
+def outcome(name: str) -> Outcome:
+    """Of its run."""
+    config, cuts = config_of(name)
+    line = judging(PAGE, name, config, coursed)
     return Outcome(
-        loss=summary["val_loss"],
-        seconds=seconds[steps],
-        sequences=steps * BATCH * way.copies,
-        course=tuple((seconds[step], sum(own) / len(own)) for step, own in sorted(losses.items())),
-        sent=(channels.get("pipeline", 0.0), channels.get("outer", 0.0)),
+        loss=line["loss"],
+        rate=config.inner.lr,
+        seconds=line["seconds"],
+        sequences=config.run.steps * BATCH * WAYS[name].copies,
+        course=tuple((second, loss) for second, loss in line["course"]),
+        sent=(line["sent"][0], line["sent"][1]),
         cuts=cuts,
         peaks=tuple(peaks(_shape(config), BATCH, _alone(config, cuts[0]))),
     )
@@ -195,10 +200,11 @@ def table(found: Mapping[str, Outcome]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, one in found.items():
-        clock = found.get(CLOCKS[WAYS[name].copies], one)
+        clock = found.get(CLOCKS[WAYS[name].copies * WAYS[name].times], one)
         ahead = ", ".join(f"{one.at(share * clock.seconds):.3f}" for share in MEANS)
+        rate = f" ({one.rate:g})" if WAYS[name].is_tuned else ""
         lines.append(
-            f"| {name} | {', '.join(map(str, one.cuts))} | {one.loss:.3f} | {one.seconds / one.sequences:.4f} "
+            f"| {name}{rate} | {', '.join(map(str, one.cuts))} | {one.loss:.3f} | {one.seconds / one.sequences:.4f} "
             f"| {ahead} | {', '.join(f'{peak / 1e6:.1f}' for peak in one.peaks)} "
             f"| {one.sent[0] / 1e6:.1f}, {one.sent[1] / 1e6:.1f} |"
         )
@@ -252,21 +258,20 @@ def quadratic_rows(found: Mapping[int, list[float]]) -> list[Row]:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in given.only:
-            found[name] = outcome(name, given.steps, Path(folder))
-            print(name, found[name], file=sys.stderr, flush=True)
+    if given.tune:
+        print({name: config_of(name)[0].inner.lr for name, way in WAYS.items() if way.is_tuned})
+        return 0
+    found = {name: outcome(name) for name in given.only}
     squares = quadratic()
     print(table(found), quadratic_table(squares), sep="\n\n")
     if given.write:
-        written("ravnest.md", "benchmarks.ravnest", table(found))
-        written("ravnest.md", "benchmarks.ravnest, quadratic", quadratic_table(squares))
+        written(PAGE, "benchmarks.ravnest", table(found))
+        written(PAGE, "benchmarks.ravnest, quadratic", quadratic_table(squares))
     return report(rows(found) + quadratic_rows(squares), given.json)
 
 

@@ -17,7 +17,6 @@ from isles.comm.tags import rounds_apart
 from isles.errors import unknown_name
 
 _C = TypeVar("_C")  # a dataclass
-_MANY_LR = 0.2  # of eager methods, for more than two workers
 
 
 def own_config(method: str, kind: type[_C], config: object, options: dict[str, Any]) -> _C:
@@ -82,13 +81,14 @@ def rounds_for_momentum(rounds: int, momentum: float) -> list[str]:
     return [f"outer_momentum = {momentum:g} wants {needed} rounds or more, this run has {rounds}: {mend}"]
 
 
-def eager_rate(outer_lr: float, workers: int) -> list[str]:
-    """A warning where an eager reading slides towards plain delay."""
-    if workers <= 2 or outer_lr <= _MANY_LR:
+def eager_rate(outer_lr: float, outer_momentum: float, workers: int) -> list[str]:
+    """A warning where an eager reading goes further than its workers did: docs/outer-rate.md."""
+    most = 1 - outer_momentum
+    if workers <= 2 or outer_lr <= most + 1e-9:
         return []
     return [
-        f"outer_lr = {outer_lr:g} with {workers} workers: an eager step is fresh by 1/{workers} only; choose "
-        f"outer_lr <= {_MANY_LR:g}, or streaming-diloco"
+        f"outer_lr = {outer_lr:g} with {workers} workers: an eager step is fresh by 1/{workers} only, and goes astray "
+        f"above 1 - outer_momentum; choose outer_lr <= {most:.3g}, or streaming-diloco"
     ]
 
 

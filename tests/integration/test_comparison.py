@@ -13,6 +13,8 @@ from benchmarks.comparison.__main__ import LEFT, main
 from benchmarks.comparison.cases import PARTS, ROWS, cases_of
 from benchmarks.comparison.claims import Claim, Judged, judge
 from benchmarks.comparison.figures import Figures, front
+from benchmarks.comparison.words import WHY
+from isles.report.comparison import ALONE
 from isles.report.paired import Paired
 
 QUICK = ("--quick", "--parts", "short", "--rows", "none,ddp,one-worker", "--trials", "2")
@@ -165,3 +167,7 @@ def test_the_front() -> None:
         price = {"lan": {"virtual_seconds": seconds, "priced_bytes_per_worker": sent}}
         rows.append(Figures(("long", label), {}, {0: {"summary": {"val_loss": loss}, "prices": price}}))
     assert front(rows, "lan") == ["a", "c", "d"]
+
+
+def test_a_row_that_loses_is_told_why() -> None:
+    assert set(ROWS) - set(WHY) == {"ddp", ALONE}  # to which all others are held

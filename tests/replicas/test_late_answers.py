@@ -321,15 +321,19 @@ def test_fragments_are_numbered_in_a_byte() -> None:
 
 
 def test_eager_tells_many_workers_to_go_slowly() -> None:
-    """The method and the same reading in a composition of one's own; not two workers, nor a low rate."""
+    """The method and the same reading in a composition of one's own: where the outer step, outer_lr / (1 -
+    outer_momentum), is above 1; not two workers.
+    """
 
-    def worker(world: Mesh, name: str, rate: float) -> list[str]:
+    def worker(world: Mesh, name: str, rate: float, momentum: float) -> list[str]:
         options = {"reading": "eager", "outer_delay": 1} if name == "custom" else {}
-        optimizer = wrap(world, name, Net(), sync_every=EVERY, outer_lr=rate, outer_momentum=0.0, **options)
+        optimizer = wrap(world, name, Net(), sync_every=EVERY, outer_lr=rate, outer_momentum=momentum, **options)
         return [notice for notice in optimizer.advise(100) if "fresh by" in notice]
 
     for name in ("eager", "custom"):
-        assert run(worker, 3, name, 0.4)[0] and not run(worker, 3, name, 0.2)[0] and not run(worker, 2, name, 0.4)[0]
+        assert run(worker, 3, name, 1.1, 0.0)[0] and run(worker, 3, name, 0.6, 0.5)[0]
+        assert not run(worker, 3, name, 1.0, 0.0)[0] and not run(worker, 3, name, 0.5, 0.5)[0]
+        assert not run(worker, 2, name, 1.1, 0.0)[0]
 
 
 def test_a_model_without_blocks_has_no_pattern() -> None:

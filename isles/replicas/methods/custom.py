@@ -186,8 +186,10 @@ class Custom(OuterSync):
 
     @override
     def advise(self, steps: int) -> list[str]:
-        is_eager = self.config.reading == "eager"
-        return super().advise(steps) + (eager_rate(self.config.filled("outer_lr"), self.group.size) if is_eager else [])
+        if self.config.reading != "eager":
+            return super().advise(steps)
+        rate, momentum = self.config.filled("outer_lr"), self.config.filled("outer_momentum")
+        return super().advise(steps) + eager_rate(rate, momentum, self.group.size)
 
     def _mixing(self) -> Mixing:
         config, filled = self.config, self.config.filled

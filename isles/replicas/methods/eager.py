@@ -9,8 +9,8 @@ this worker's own share of it is replaced by its fresh one.
 
 theta_i: live weights of worker i; H: sync_every; d: outer_delay; M: workers. Anchors and momenta are each worker's own:
 they differ by the rounds in flight, a bounded amount; the model of the run is their mean. With d rounds' fresh shares
-being 1/M of a step, it is meant for two islands; lower outer_lr with more. Memory: DiLoCo's, d + 1 buffers of own
-shares, and d + 1 for what is under way.
+being 1/M of a step, it is meant for two islands; with more, lr <= 1 - mu (docs/outer-rate.md). Memory: DiLoCo's, d + 1
+buffers of own shares, and d + 1 for what is under way.
 """
 
 from __future__ import annotations
@@ -41,4 +41,5 @@ class EagerDiLoCo(DelayedDiLoCo):
 
     @override
     def advise(self, steps: int) -> list[str]:
-        return super().advise(steps) + eager_rate(self.config.outer_lr, self.group.size)
+        config = self.config
+        return super().advise(steps) + eager_rate(config.outer_lr, config.outer_momentum, self.group.size)

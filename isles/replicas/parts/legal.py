@@ -183,7 +183,7 @@ BY_NUMBERS: tuple[tuple[Literal["refused", "warned"], str, str], ...] = (
     ("refused", "ist with fewer units in a layer than workers", "somebody would hold none"),
     ("warned", "gamma >= 2 (1 - outer_momentum^2), in pairs", "replicas drift apart in large worlds"),
     ("warned", "fewer rounds than 20 / (1 - outer_momentum)", "the momentum does not come up to speed"),
-    ("warned", "eager with more than 2 workers and outer_lr > 0.2", "a step is fresh by 1/workers only"),
+    ("warned", "eager with more than 2 workers and outer_lr > 1 - outer_momentum", "it is fresh by 1/workers only"),
     ("warned", "sync_every no multiple of the fragments", "they are sent at uneven steps"),
 )
 """What numbers decide, and methods that are no choice of parts: said where they are known."""
