@@ -113,8 +113,8 @@ def test_a_closed_terminal(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     mark = os.urandom(8).hex()
     script = (
-        "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], "
-        "sys.argv[1:])"
+        "import fcntl, os, signal, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"  # nohup ignores it
     )
     process = subprocess.Popen(
         [sys.executable, "-c", script, ISLES, *endless(folder, "run")],
