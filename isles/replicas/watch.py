@@ -128,7 +128,7 @@ class ModelWatch:
         def called(frame: FrameType, event: str, _: object) -> None:
             code = frame.f_code
             if event == "call" and code.co_name in _TALK and code.co_filename.endswith("distributed_c10d.py"):
-                heard.extend([code.co_name] * _meets(self._group, frame.f_locals["group"]))
+                heard.extend([code.co_name] * _meets(self._group, frame.f_locals.get("group")))
 
         if listens:
             sys.setprofile(called)
@@ -268,7 +268,8 @@ def _is_told(group: Group) -> bool:
 
 
 def _meets(group: Group, processes: Any) -> bool:
-    return len(set(dist.get_process_group_ranks(processes)) & set(group.ranks)) > 1
+    """Whether several of the group's workers are in a process group of torch's; None: its default one."""
+    return len(set(dist.get_process_group_ranks(processes or dist.group.WORLD)) & set(group.ranks)) > 1
 
 
 def _is_called(thing: object, name: str) -> bool:
