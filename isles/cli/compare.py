@@ -44,6 +44,10 @@ def compare(
     from isles.training.config.reading import method_tables
 
     end_in_order()
+    stray = [one for one in sources or [] if methods and not one.endswith(".toml") and not Path(one).exists()]
+    if stray:
+        words = f"--methods {','.join([str(methods), *stray])}"
+        raise ValueError(f"{' '.join(stray)}: no such file or folder; methods are one word, with commas: {words}")
     folders = [Path(source) for source in sources or [] if Path(source).is_dir()]
     if len(sources or []) > max(len(folders), not folders):
         raise ValueError(f"{' '.join(sources or [])}: finished runs, or one CONFIG.toml, but not both")

@@ -232,6 +232,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["compare", "--methods", "none,dilco"], ["did you mean 'diloco'"]),
     (["compare", "--methods", "ddp,ddp"], ["--methods ddp,ddp", "once"]),
     (["compare", "--methods", ","], ["--methods"]),
+    (["compare", "--methods", "ddp", "diloco", "noloco"], ["diloco noloco: no", "--methods ddp,diloco,noloco"]),
     (["compare", "--seeds", "0,x"], ["--seeds", "'x' is no seed"]),
     (["compare", "--seeds", "-1"], ["--seeds", "'-1'"]),
     (["compare", "--out", "done"], ["--out done: is not empty", "name another directory"]),
