@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import optuna
 
 _WIDE, _NEAR = 4.0, 2.0  # factors around the inner rate: alone, and beside the method's own settings
-_PARTS, _RUNGS, _FACTOR = 9, (1, 3), 3  # judged after each ninth; after the first and the third, a third goes on
+_PARTS, RUNGS, _FACTOR = 9, (1, 3), 3  # judged after each ninth; after the first and the third, a third goes on
 _LEAST = 4  # trials before the sampler learns from them
 Train = Callable[[int, Config, Path, Callable[[dict[str, Any]], None]], dict[str, Any]]
 """(number, config, folder, on_line) -> the summary of the run."""
@@ -219,8 +219,8 @@ class Study:
         best two. Optuna's own rule counts failed trials too, see above.
         """
         came = [one.intermediate_values for one in self._there()]
-        losses, least = sorted(values[rung] for values in came if rung in values), 2 if rung == _RUNGS[0] else 1
-        return rung in _RUNGS and loss > losses[: max(len(losses) // _FACTOR, least)][-1]
+        losses, least = sorted(values[rung] for values in came if rung in values), 2 if rung == RUNGS[0] else 1
+        return rung in RUNGS and loss > losses[: max(len(losses) // _FACTOR, least)][-1]
 
     def told(self) -> dict[str, Any]:
         """Terms and trials as tune.json has them."""
