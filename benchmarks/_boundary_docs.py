@@ -104,3 +104,13 @@ def widths(runs: Sequence[Mapping[str, Any]], parts: Sequence[float]) -> Iterato
         f"Smallest part within {NEAR} nats of the whole stream, with all larger ones too: {'; '.join(told)}. So the "
         f"part {'falls' if falls else 'does not clearly fall'} with the width."
     )
+
+
+def rates(runs: Sequence[Mapping[str, Any]], variants: Sequence[tuple[int, Any]]) -> Iterator[str]:
+    """A line of each boundary, its losses by rate."""
+    tried = sorted({variant.rate for _, variant in variants})
+    yield f"| boundary | {' | '.join(f'rate {rate:g}' for rate in tried)} |"
+    yield "|---|" + "---|" * len(tried)
+    for name in dict.fromkeys(variant.name.rpartition(", ")[0] for _, variant in variants):
+        found = {rate: losses_of(runs, 64, f"{name}, rate {rate:g}") for rate in tried}
+        yield f"| {name} | {' | '.join(f'{mean(own.values()):.3f}' if own else '' for own in found.values())} |"

@@ -1,14 +1,15 @@
 """What boundaries of few bytes cost in loss, and take in seconds.
 
-    python -m benchmarks.boundaries forms|rate|widths [--seeds 0,1,2] [--steps N] [--runs FILE] [--write] [--json]
+    python -m benchmarks.boundaries forms|rate|widths|rates [--seeds 0,1,2] [--steps N] [--runs FILE] [--write] [--json]
     python -m benchmarks.boundaries links [--runs FILE] [--plot FILE.png]
 
 A decoder of 4 blocks over bytes, on the library's own text, with 3 boundaries, in one process: what a pipeline computes
-is that to 1e-12 (tests/pipeline/test_boundaries.py). Learning rate 3e-3.
+is that to 1e-12 (tests/pipeline/test_boundaries.py). Learning rate 3e-3, where a row says no other one.
 
     forms     d 64, 600 steps of 16 x 64 tokens: every boundary, and largest entries chosen anew for the gradient
     rate      d 256, 400 steps of 8 x 64 tokens: 99 % left out, all at about equal bytes
     widths    d 64, 128, 256, 400 steps of 8 x 64 tokens: what part of the width a subspace needs
+    rates     the learning rate of `forms`, on a seed and on text that are not judged: BEST is read off it
     links     seconds of a step of `forms` in four stages on the simulated clock, 80 Mbit/s and 50 ms, beside the losses
 
 Every run is a line of FILE (benchmarks/boundaries.jsonl) as soon as it is done, and is not done again: take lines out
@@ -24,7 +25,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -38,6 +39,8 @@ import isles
 from benchmarks import _boundary_docs
 from benchmarks._boundary_docs import losses_of
 from benchmarks._measure import Row, report
+from benchmarks._once import TEXT
+from benchmarks.comparison.tuning import SEED, training_text
 from isles.comm.codecs import codec
 from isles.data import DataConfig, Loader, load_corpus
 from isles.models import Decoder, Shape
@@ -51,12 +54,16 @@ from isles.training.config.inner import InnerConfig, inner_optimizer, lr_factor
 
 CUTS = (1, 2, 3)
 INNER = InnerConfig(lr=3e-3, warmup_steps=30)
+RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
+BEST = {"dense": 3e-3, "subspace d/4": 3e-3}
+"""Of RATES, by the table `rates`; committed before the rows that take it were run."""
 
 
 @dataclass(frozen=True)
 class Variant:
     """name: of the row. boundary: of [pipeline]. form: of a subspace. codec: both ways. apart: entries of largest size
     that each direction chooses for itself. layers: blocks of the model; 1: nothing but ids crosses to the last stage.
+    rate: of learning. beside: as many steps as fit into the seconds of the row of that name (`step_seconds`).
     """
 
     name: str
@@ -65,6 +72,8 @@ class Variant:
     codec: Literal["none", "fp16", "bf16", "int8"] = "none"
     apart: int = 0
     layers: int = 4
+    rate: float = INNER.lr
+    beside: str = ""
 
     def nbytes(self, width: int) -> float:
         """Of a token and boundary, both ways, with its id."""
@@ -162,6 +171,9 @@ FORMS = [
     Variant("masks apart, d/4", apart=16),
     Variant("masks apart, d/8", apart=8),
     Variant("last stage alone", layers=1),
+    Variant("dense, best rate", rate=BEST["dense"]),
+    Variant("subspace d/4, best rate", "subspace:16", rate=BEST["subspace d/4"]),
+    Variant("dense, in the seconds of subspace d/8", beside="subspace d/8"),
 ]
 RATE = [
     Variant("dense"),
@@ -198,13 +210,23 @@ TABLES = {
         400,
         8,
     ),
+    "rates": Table(
+        [
+            (64, Variant(f"{name}, rate {rate:g}", boundary, rate=rate))
+            for name, boundary in (("dense", "none"), ("subspace d/4", "subspace:16"))
+            for rate in RATES
+        ],
+        600,
+        16,
+    ),
 }
 
 
 @cache
-def corpus(sequences: int) -> Any:
-    """The library's own text."""
-    return load_corpus(DataConfig(batch_size=sequences, validation_sequences=128))
+def corpus(sequences: int, *, apart: bool = False) -> Any:
+    """The library's own text; apart: that part of it that judged runs train on, whose own end is kept out."""
+    data = DataConfig(batch_size=sequences, validation_sequences=128)
+    return load_corpus(replace(data, path=str(training_text(data, TEXT))) if apart else data)
 
 
 def run(width: int, variant: Variant, seed: int, steps: int, sequences: int) -> dict[str, float]:
@@ -212,17 +234,17 @@ def run(width: int, variant: Variant, seed: int, steps: int, sequences: int) -> 
     data = DataConfig(batch_size=sequences, validation_sequences=128)
     ffn = 256 if width == 64 else 2 * width
     shape = Shape(d_model=width, layers=variant.layers, heads=4, ffn=ffn, vocab=256, context=64, tie_embeddings=False)
-    loader = Loader(corpus(sequences), data, context=64, seed=seed)
+    loader = Loader(corpus(sequences, apart=seed == SEED), data, context=64, seed=seed)
     model, scheme = Decoder(shape, seed=seed), variant.scheme(width, seed)
     scheme.fit(model)
     if not isinstance(scheme, Inside):  # whose boundaries change nothing
         scheme.unsplit(model)
     if variant.apart or variant.codec != "none":
         crossing(model, [cut - 1 for cut in CUTS], Apart(variant.apart) if variant.apart else Coded(variant.codec))
-    optimizer = inner_optimizer(model, INNER, "adamw")
+    optimizer = inner_optimizer(model, replace(INNER, lr=variant.rate), "adamw")
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = INNER.lr * lr_factor(step, steps, INNER)
+            group["lr"] = variant.rate * lr_factor(step, steps, INNER)
         model(next(loader)).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -253,7 +275,7 @@ def all_runs(kind: str, seeds: Sequence[int], steps: int | None, path: Path) -> 
     for seed, (width, variant) in product(seeds, table.runs):
         if (kind, width, variant.name, seed) in have:
             continue
-        found = run(width, variant, seed, steps or table.steps, table.sequences)
+        found = run(width, variant, seed, steps_of(variant, steps or table.steps), table.sequences)
         one = {"table": kind, "width": width, "name": variant.name, "seed": seed, **found}
         with path.open("a") as file:
             file.write(json.dumps(one) + "\n")
@@ -334,6 +356,14 @@ def linked(runs: Sequence[dict[str, Any]], plot: Path | None) -> list[Row]:
     ]
 
 
+def steps_of(variant: Variant, steps: int) -> int:
+    """Of a row, beside others of `steps`."""
+    if not variant.beside:
+        return steps
+    other = next(one for one in FORMS if one.name == variant.beside)
+    return round(steps * step_seconds(other) / step_seconds(variant))
+
+
 def _picture(found: Sequence[tuple[Variant, float, float]], path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -361,7 +391,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.table == "links":
         return report(linked(known(given.runs), given.plot), given.json)
-    seeds = [int(seed) for seed in given.seeds.split(",") if seed]
+    seeds = [SEED] if given.table == "rates" else [int(seed) for seed in given.seeds.split(",") if seed]
     runs = all_runs(given.table, seeds, given.steps, given.runs)
     if given.write:
         _boundary_docs.put(f"benchmarks.boundaries {given.table}", written(given.table, runs))
@@ -370,6 +400,8 @@ def main() -> int:
 
 def written(kind: str, runs: Sequence[dict[str, Any]]) -> list[str]:
     """The table for docs/boundaries.md."""
+    if kind == "rates":
+        return list(_boundary_docs.rates(runs, TABLES[kind].runs))
     if kind == "widths":
         return list(_boundary_docs.widths(runs, PARTS))
     lines = list(_boundary_docs.listing(runs, TABLES[kind].runs))

@@ -1,11 +1,12 @@
 """What leaving out stages costs in loss, and what such models are worth with stages missing.
 
-    python -m benchmarks.partial_models [--steps 300] [--seeds 0,1,2] [--runs FILE] [--known] [--write] [--json]
+    python -m benchmarks.partial_models [--tune] [--steps 300] [--seeds 0,1,2] [--runs FILE] [--known] [--write]
 
 A decoder of 6 blocks, of width 48 and 128, over bytes, on the library's own text; every block is a stage. A step is 30
 rows of 64 bytes, two for each of 15 slots, in one process: each slot runs the model in the order of its path, which is
-what a pipeline does to the bit (tests/pipeline/test_plans.py). Rates are swept with the first seed for the kinds
-`SWEPT`, each of which then takes its best one; the others take that of "plan".
+what a pipeline does to the bit (tests/pipeline/test_plans.py). Rates are swept for the kinds `SWEPT`, on a seed and on
+text that are not judged (--tune: these alone, to be committed before the others are run); each then takes its best one,
+the others that of "plan".
 
     full                all slots run all stages
     plan                orders of our plan for the second instance (4 of 6 stages)
@@ -41,8 +42,10 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks._measure import Row, report
+from benchmarks._once import TEXT
 from benchmarks._pages import written
 from benchmarks._skip_orders import LENGTH, SLOTS, STAGES, Order, drawn, planned, seconds
+from benchmarks.comparison.tuning import SEED, training_text
 from isles.data import DataConfig, Loader, load_corpus
 from isles.models import Decoder, Shape
 from isles.models.decoder import next_token_loss
@@ -162,8 +165,8 @@ def judged(model: Decoder, loader: Loader) -> Losses:
 
 
 @cache
-def _corpus() -> Any:
-    return load_corpus(DATA)
+def _corpus(*, apart: bool) -> Any:
+    return load_corpus(replace(DATA, path=str(training_text(DATA, TEXT))) if apart else DATA)
 
 
 def known_runs(steps: int, path: Path) -> Runs:
@@ -177,7 +180,7 @@ def all_runs(steps: int, seeds: Sequence[int], path: Path) -> Runs:
     done = known_runs(steps, path)
     for width, kinds in KINDS_AT.items():
         for kind, rate in product([kind for kind in SWEPT if kind in kinds], RATES[width]):
-            _do(Case(width, kind, rate, seeds[0]), steps, path, done)
+            _do(Case(width, kind, rate, SEED), steps, path, done)
         for kind, seed in product(kinds, seeds):
             _do(Case(width, kind, best_rate(done, width, kind), seed), steps, path, done)
     return done
@@ -187,7 +190,7 @@ def _do(case: Case, steps: int, path: Path, done: dict[Case, Losses]) -> None:
     """Run it, unless it has been."""
     if case in done:
         return
-    loader = Loader(_corpus(), DATA, context=SHAPES[case.width].context, seed=case.seed)
+    loader = Loader(_corpus(apart=case.seed == SEED), DATA, context=SHAPES[case.width].context, seed=case.seed)
     losses = judged(trained(case, steps_of(case.kind, steps), loader), loader)
     with path.open("a") as file:
         file.write(json.dumps({**case._asdict(), "steps": steps, "losses": losses}) + "\n")
@@ -196,10 +199,9 @@ def _do(case: Case, steps: int, path: Path, done: dict[Case, Losses]) -> None:
 
 
 def best_rate(runs: Runs, width: int, kind: str) -> float:
-    """With which the swept kind has the least loss with its first seed; of kinds that are not swept, that of "plan"."""
+    """With which the swept kind has the least loss in its sweep; of kinds that are not swept, that of "plan"."""
     swept = kind if kind in SWEPT else "plan"
-    first = min(case.seed for case in runs if (case.width, case.kind) == (width, swept))
-    tried = [case for case in runs if (case.width, case.kind, case.seed) == (width, swept, first)]
+    tried = [case for case in runs if (case.width, case.kind, case.seed) == (width, swept, SEED)]
     return min(tried, key=lambda case: runs[case]["dropped 0"]).rate
 
 
@@ -208,7 +210,7 @@ def chosen(runs: Runs, width: int) -> dict[tuple[str, int], Losses]:
     return {
         (case.kind, case.seed): losses
         for case, losses in runs.items()
-        if case.width == width and case.rate == best_rate(runs, width, case.kind)
+        if case.width == width and case.seed != SEED and case.rate == best_rate(runs, width, case.kind)
     }
 
 
@@ -265,8 +267,7 @@ def _sweep(runs: Runs) -> Iterator[str]:
         yield f"| width {width}, peak rate | {' | '.join(f'{rate:g}' for rate in RATES[width])} |"
         yield f"|{'---|' * (1 + len(RATES[width]))}"
         for kind in (kind for kind in SWEPT if kind in kinds):
-            seed = min(case.seed for case in runs if (case.width, case.kind) == (width, kind))
-            found = [runs.get(Case(width, kind, rate, seed)) for rate in RATES[width]]
+            found = [runs.get(Case(width, kind, rate, SEED)) for rate in RATES[width]]
             cells = ["" if losses is None else f"{losses['dropped 0']:.3f}" for losses in found]
             yield f"| {kind} | {' | '.join(cells)} |"
         yield ""
@@ -309,6 +310,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--runs", type=Path, default=Path(__file__).with_suffix(".jsonl"))
     parser.add_argument("--known", action="store_true", help="only what FILE has")
+    parser.add_argument("--tune", action="store_true", help="only the sweeps of the rates")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -316,8 +318,11 @@ def main() -> int:
     if seconds("plan") is None:
         print("not measured: SkipPipe's instances are not beside the repository")
         return 0
-    seeds = [int(seed) for seed in given.seeds.split(",")]
+    seeds = [] if given.tune else [int(seed) for seed in given.seeds.split(",")]
     runs = known_runs(given.steps, given.runs) if given.known else all_runs(given.steps, seeds, given.runs)
+    if given.tune:
+        print(*_sweep(runs), sep="\n")
+        return 0
     if given.write:
         written("partial-pipelines.md", "benchmarks.partial_models", tables(runs))
     return report(rows(runs), given.json)
