@@ -2,17 +2,14 @@
 
     settings.jsonl    {"key", "settings", "loss", "trials", "saved", "seed", "tried": [[settings, loss], ...]}
 
-A line a search that has ended; tried: the trials that came to their end. Those that were given up at their second look
-within TIE of the best are among them: a third of a schedule, before the rate falls, does not tell them apart, and is
-hardest on small batches and large rates.
+A line a search that has ended; tried: the trials that came to their end. (The searches of the lines here were made
+before a tie went on at the second look of `isles tune`; what they had given up in one was run to its end afterwards.)
 
 It is committed before a judged seed is touched: `committed` refuses otherwise.
 """
 
 from __future__ import annotations
 
-import math
-import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,18 +21,17 @@ import numpy as np
 
 from benchmarks.comparison.cases import ROWS, Case, tuned_settings
 from benchmarks.comparison.runs import Printed, append
-from isles.cli.several.study import RUNGS, Study, Terms
+from isles.cli.several.study import Study, Terms
 from isles.data import load_corpus
 from isles.data.config import DataConfig
 from isles.durable import replacing
 from isles.experts.jobs import JobProgress
 from isles.experts.tasks import ExpertTask, carry_out
-from isles.report.paired import judged
 from isles.report.tuning import complete, saved
 from isles.training.config.sections import Config
 from isles.training.running.run import launch
 
-SEED, TRIALS, TIE = 1000, 8, 1.02
+SEED, TRIALS = 1000, 8
 
 
 def tune_missing(cases: Sequence[Case], out: Path, file: Path, trials: int, at_once: int) -> None:
@@ -84,27 +80,11 @@ def _tune(case: Case, out: Path, file: Path, trials: int, progress: JobProgress)
     told = study.told()
     if any(one["state"] == "running" for one in told["trials"]):
         return  # another process is at it, and writes the line
-    ended = {one["index"]: (one["loss"], one["settings"]) for one in complete(told)}
-    for index, settings in _ties(study, told).items():
-        place = folder / "finals" / str(index)
-        shutil.rmtree(place, ignore_errors=True)
-        loss = judged(launch(study.terms.run(settings), place, lambda line: None, lambda notice: None))
-        assert loss is not None
-        ended[index] = loss, settings
-    tried = [[settings, round(loss, 4)] for loss, settings in sorted(ended.values(), key=lambda one: one[0])]
-    best = min(ended.values(), key=lambda one: one[0])
-    record = {"key": case.key, "settings": best[1], "loss": best[0]}
+    best = complete(told)[0]
+    record = {"key": case.key, "settings": best["settings"], "loss": best["loss"]}
+    tried = [[one["settings"], round(one["loss"], 4)] for one in complete(told)]
     append(file, record | {"trials": trials, "saved": round(saved(told), 4), "seed": SEED, "tried": tried})
-    progress.end(f"{' '.join(case.key)}: {best[0]:.4f}")
-
-
-def _ties(study: Study, told: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """The settings of trials that were given up where they were as good as the best, by number."""
-    looks = {one.user_attrs.get("index"): one.intermediate_values for one in study.study.trials}
-    second = max(RUNGS)
-    least = min((own[second] for own in looks.values() if second in own), default=math.inf)
-    pruned = {one["index"]: one["settings"] for one in told["trials"] if one["state"] == "pruned"}
-    return {index: own for index, own in pruned.items() if looks[index].get(second, math.inf) <= TIE * least}
+    progress.end(f"{' '.join(case.key)}: {best['loss']:.4f}")
 
 
 def training_text(data: DataConfig, file: Path) -> Path:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     import optuna
 
 _WIDE, _NEAR = 4.0, 2.0  # factors around the inner rate: alone, and beside the method's own settings
-_PARTS, RUNGS, _FACTOR = 9, (1, 3), 3  # judged after each ninth; after the first and the third, a third goes on
+_PARTS, _RUNGS, _FACTOR = 9, (1, 3), 3  # judged after each ninth; after the first and the third, a third goes on
+_TIE = 1.02  # of the best loss after the third: before rates fall, small batches and large rates are that far behind
 _LEAST = 4  # trials before the sampler learns from them
 Train = Callable[[int, Config, Path, Callable[[dict[str, Any]], None]], dict[str, Any]]
 """(number, config, folder, on_line) -> the summary of the run."""
@@ -215,12 +216,14 @@ class Study:
             self._write()
 
     def _is_behind(self, loss: float, rung: int) -> bool:
-        """Whether a trial is not among the best third so far; after the first look, which says little, nor among the
-        best two. Optuna's own rule counts failed trials too, see above.
+        """Whether a trial is not among the best third so far; nor, after the first look, which says little, among the
+        best two, and after the second as good as the best. Optuna's own rule counts failed trials too, see above.
         """
-        came = [one.intermediate_values for one in self._there()]
-        losses, least = sorted(values[rung] for values in came if rung in values), 2 if rung == RUNGS[0] else 1
-        return rung in RUNGS and loss > losses[: max(len(losses) // _FACTOR, least)][-1]
+        if rung not in _RUNGS:
+            return False
+        losses = sorted(one.intermediate_values[rung] for one in self._there() if rung in one.intermediate_values)
+        best = losses[: len(losses) // _FACTOR] or losses[:1]
+        return loss > (max(best[-1], losses[:2][-1]) if rung == _RUNGS[0] else max(best[-1], _TIE * losses[0]))
 
     def told(self) -> dict[str, Any]:
         """Terms and trials as tune.json has them."""
