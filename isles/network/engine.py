@@ -60,7 +60,7 @@ class EventQueue:
         event[4] = event[5] = None
         self._cancelled += 1
         if self._cancelled > _COMPACT_FROM and 2 * self._cancelled > len(self._heap):
-            self._heap = [event for event in self._heap if event[4] is not None]
+            self._heap[:] = [event for event in self._heap if event[4] is not None]
             heapq.heapify(self._heap)
             self._cancelled = 0
 
@@ -73,17 +73,19 @@ class EventQueue:
         return heap[0][0] if heap else math.inf
 
     def step(self) -> None:
-        """Move to the next event and act it out."""
-        event = heapq.heappop(self._heap)
-        while event[4] is None:
+        """Move to the next event and act it out; without one nothing happens."""
+        heap = self._heap
+        while heap:
+            event = heapq.heappop(heap)
+            if (action := event[4]) is not None:
+                self.now, event[4] = event[0], None
+                action(*event[5])
+                return
             self._cancelled -= 1
-            event = heapq.heappop(self._heap)
-        (self.now, _, _, _, action, given), event[4] = event, None
-        action(*given)
 
     def run(self) -> None:
         """Act out all events."""
-        while self.next_time() < math.inf:
+        while self._heap:
             self.step()
 
 
@@ -181,7 +183,7 @@ S = TypeVar("S", bound=Message)
 
 class Wire(ABC, Generic[S]):
     """The lines between the ranks of `topology`. Every method acts at `timeline.now`. seed: of the latencies' jitter.
-    A subclass says what becomes of a message: `left`, `arrived`.
+    A subclass says what becomes of a message: `arrived`, and `left` if it asks.
     """
 
     def __init__(self, topology: Topology, seed: int, timeline: EventQueue) -> None:
@@ -201,7 +203,6 @@ class Wire(ABC, Generic[S]):
         self._completions: list[Event | None] = [None] * len(self._pipes)
         self._ways: list[dict[int, tuple[int, int | None, float, LognormalSeries]]] = [{} for _ in self.numbers]
 
-    @abstractmethod
     def left(self, message: S) -> None:
         """The last bit has left its sender."""
 

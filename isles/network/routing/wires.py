@@ -80,9 +80,6 @@ class MessageLines(Wire[TaskMessage]):
             source, target = self._ranks[source], self._ranks[target]
         self.carry(TaskMessage(task, source, target, 8.0 * self._sizes.of(task)))
 
-    def left(self, message: TaskMessage) -> None:
-        """Nobody waits for that."""
-
     def arrived(self, message: TaskMessage) -> None:
         """Its task could start."""
         self.ready(message.task)
