@@ -163,7 +163,7 @@ class Pipe(Generic[M]):
         return self._given + (time - self._time) * self.rate / len(self._heads)
 
 
-class Message:
+class WireMessage:
     """One on its way between two ranks. bits: of it. latency: seconds that each of them takes. down: the place of the
     downlink that it goes through; None: that does not count.
     """
@@ -178,7 +178,7 @@ class Message:
         self.arrival = 0.0  # not before
 
 
-S = TypeVar("S", bound=Message)
+S = TypeVar("S", bound=WireMessage)
 
 
 class Wire(ABC, Generic[S]):

@@ -20,13 +20,13 @@ from isles.comm.errors import Malformed, PeerLost
 from isles.comm.tags import Tag
 from isles.comm.virtual.fates import Fates
 from isles.comm.virtual.transfer import VirtualWork
-from isles.network.engine import EventQueue, Message, Wire
+from isles.network.engine import EventQueue, Wire, WireMessage
 from isles.network.topology import Topology
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class VirtualMessage(Message):
+class VirtualMessage(WireMessage):
     """With what it holds, for whom."""
 
     __slots__ = ("data", "dropped", "error", "nbytes", "receive", "sent", "tag")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
-from isles.network.engine import EventQueue, Message, Wire
+from isles.network.engine import EventQueue, Wire, WireMessage
 from isles.network.planner.planned import (
     Cross,
     Doubling,
@@ -72,7 +72,7 @@ class PlannedTransfer:
             on_end()
 
 
-class PlannedMessage(Message):
+class PlannedMessage(WireMessage):
     """key: by which its receive is known."""
 
     __slots__ = ("key", "sent")

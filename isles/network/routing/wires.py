@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from isles.network.engine import ARRIVED, EventQueue, Message, Wire
+from isles.network.engine import ARRIVED, EventQueue, Wire, WireMessage
 from isles.network.routing.routes import Route, Task
 from isles.network.topology import Topology
 
@@ -52,7 +52,7 @@ class Delays:
         self.timeline.at(self.timeline.now + self._seconds[source][target], ARRIVED, source, self.ready, task)
 
 
-class TaskMessage(Message):
+class TaskMessage(WireMessage):
     """What `task` begins with."""
 
     __slots__ = ("task",)

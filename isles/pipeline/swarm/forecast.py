@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from isles.network.engine import LAST, EventQueue, Message, Wire
+from isles.network.engine import LAST, EventQueue, Wire, WireMessage
 from isles.network.topology import Topology
 from isles.pipeline.swarm.balancer import PeerBalancer
 
@@ -69,7 +69,7 @@ def forecast(
     return SwarmForecast(seconds=seconds + _settling(load), counted=tuple(counted), held=tuple(held))
 
 
-class _Letter(Message):
+class _Letter(WireMessage):
     """act: what its arrival leads to."""
 
     __slots__ = ("act",)
