@@ -469,6 +469,28 @@ def test_the_base_of_methods_knows_no_kind_of_replica() -> None:
     assert not known & kinds, f"replicas/sync.py names {sorted(known & kinds)}: ask the replica instead"
 
 
+HEAPS = {
+    "network/engine.py": "the queue of events of simulated time, and the heads of a line",
+    "comm/virtual/scheduler.py": "workers by whose turn it is",
+    "comm/gloo/transfers.py": "alarms of the real clock",
+    "network/routing/events.py": "the tasks of a worker that could start",
+    "network/routing/stopwatch.py": "a makespan in a fraction of a replay's time, for searches",
+    "memory/lanes.py": "copies and passes of one machine, in the inner loop of a search",
+    "memory/serial.py": "the queue of one lane",
+    "memory/engines/paced.py": "the queue of one lane, in real time",
+}
+
+
+def test_simulated_time_has_one_engine() -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in source_files()
+        for _, name in imported_modules(parse(path), module_name(path), path.name == "__init__.py")
+        if name.split(".")[0] == "heapq"
+    }
+    assert found == set(HEAPS), "simulate time with isles.network.engine.EventQueue, or say here what the heap is for"
+
+
 def names_of_types(tree: ast.Module) -> list[str]:
     """Public classes and type aliases at the top of a module; type variables stand for nothing by themselves."""
     found = []

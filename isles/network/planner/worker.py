@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from isles.network.engine import LAST
 from isles.network.planner.planned import PlannedExchange
 from isles.network.planner.stages import StagedSteps, SteadyStep
-from isles.network.planner.wire import TURN, PlannedMember, PlannedTransfer, PlannedWaiting, PlannedWire, play
+from isles.network.planner.wire import PlannedMember, PlannedTransfer, PlannedWaiting, PlannedWire, play
 
 PLAYED = 4
 """Steps in a row of replicas in stages that are played, where there are too many to play each task of all."""
@@ -97,14 +98,14 @@ class PlannedWorker:
         """Go on, until something takes time."""
         wire = self._wire
         if self._since is not None:
-            self._wait(self._moment, wire.now - self._since, self._for_stages)
+            self._wait(self._moment, wire.timeline.now - self._since, self._for_stages)
             self._since = None
         for what in self._life:
             if isinstance(what, float):
-                wire.at(wire.now + what, TURN, self.rank, self.turn)
+                wire.timeline.at(wire.timeline.now + what, LAST, self.rank, self.turn)
                 return
             if not what.done:
-                self._since = wire.now
+                self._since = wire.timeline.now
                 what.on_end = self._wake
                 return
 
@@ -191,4 +192,4 @@ class PlannedWorker:
             self._flying[number] = PlannedTransfer(play(one.pattern(len(group)), member))
 
     def _wake(self) -> None:
-        self._wire.at(self._wire.now, TURN, self.rank, self.turn)
+        self._wire.timeline.at(self._wire.timeline.now, LAST, self.rank, self.turn)
