@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from isles.comm.codecs import Form
-from isles.comm.codecs.lowrank import LowRank
+from isles.comm.codecs.lowrank import Form, LowRank
 from isles.comm.collectives.mean import phases
 from isles.comm.tags import rounds_apart
 from isles.errors import unknown_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from isles.comm.codecs import form
+from isles.comm.codecs.kinds import read_form
 from isles.replicas.checks import one_of
 from isles.replicas.loop.weights import Weights
 from isles.replicas.parts.interfaces import Feedback, OnBroken, check_feedback
@@ -61,5 +61,5 @@ class CompressedConfig(WeightedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        form(self.codec)  # refuses an unknown one
+        read_form(self.codec)  # refuses an unknown one
         check_feedback(self.error_feedback, self.feedback_decay)

@@ -22,8 +22,8 @@ from typing import ClassVar, Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from isles.comm.codecs import Codec, Form
-from isles.comm.codecs.lowrank import LowRank
+from isles.comm.codecs.base import Codec
+from isles.comm.codecs.lowrank import Form, LowRank
 from isles.replicas.checks import one_of
 from isles.replicas.parts.legal import refuse
 from isles.replicas.parts.reading import Received

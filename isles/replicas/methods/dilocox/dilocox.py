@@ -26,8 +26,9 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from isles.comm.codecs import CODECS, Form, codec
-from isles.comm.codecs.lowrank import LowRank
+from isles.comm.codecs import codec
+from isles.comm.codecs.kinds import CODECS
+from isles.comm.codecs.lowrank import Form, LowRank
 from isles.comm.collectives.factors import Factors
 from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
 from isles.replicas.loop.config import WeightedConfig
