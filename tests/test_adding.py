@@ -30,7 +30,6 @@ class Float8(Codec):
     """E4M3: 1 byte an entry."""
 
     name = "fp8"
-    lossless, biased, shared_mask = False, False, False
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
         return elements
@@ -94,11 +93,11 @@ ADDED: dict[str, tuple[dict[str, str], list[tuple[str, str, str]]]] = {
         {"comm/codecs/float8.py": CODEC},
         [
             (
-                "comm/codecs/__init__.py",
-                "from isles.comm.codecs.integers import",
-                "from isles.comm.codecs.float8 import Float8\nfrom isles.comm.codecs.integers import",
-            ),
-            ("comm/codecs/__init__.py", "Float4, Sign)", "Float4, Float8, Sign)"),
+                "comm/codecs/kinds.py",
+                "KINDS: dict[str, CodecKind] = {\n",
+                "KINDS: dict[str, CodecKind] = {\n"
+                '    "fp8": CodecKind(f"{_HERE}.float8:Float8", lossless=False, biased=False, shared_mask=False),\n',
+            )
         ],
     ),
     "outer rule": ({"replicas/parts/half.py": RULE}, []),
@@ -107,9 +106,9 @@ ADDED: dict[str, tuple[dict[str, str], list[tuple[str, str, str]]]] = {
         [
             (
                 "replicas/__init__.py",
-                "METHODS: dict[str, tuple[str, str]] = {\n",
-                "METHODS: dict[str, tuple[str, str]] = {\n"
-                '    "halfavg": ("isles.replicas.methods.halfavg:HalfAvg", "half of the mean change of H steps"),\n',
+                "METHODS: dict[str, MethodRow] = {\n",
+                "METHODS: dict[str, MethodRow] = {\n"
+                '    "halfavg": _row("halfavg:HalfAvg", "methods.config:FedAvgConfig", "half of the mean change of H steps"),\n',
             )
         ],
     ),
@@ -136,7 +135,7 @@ import sys
 from pathlib import Path
 
 import isles
-from isles.replicas.methods.custom import CustomConfig
+from isles.replicas.methods.custom_config import CustomConfig
 from isles.replicas.parts.legal import AXES, warnings
 from isles.report.rundir import read_run
 from isles.report.sheets.plan import not_planned
@@ -158,7 +157,7 @@ for refused in ({"rule": "average"}, {"mixing": "nobody"}):
             raise AssertionError(f"{codec} is accepted with {refused}")
 assert not any("never comes back" in line for line in warnings(CustomConfig(codec="fp8").choice))
 
-assert isles.HalfAvg.__module__ == isles.METHODS["halfavg"][0].partition(":")[0]
+assert isles.HalfAvg.__module__ == isles.METHODS["halfavg"].place.partition(":")[0]
 assert "halfavg" in not_planned() and 'method = "halfavg"' in template("halfavg")
 
 flags = {"replicas.method": "halfavg", "replicas.codec": "fp8", "replicas.sync_every": 1, "world.backend": "classroom"}

@@ -18,7 +18,7 @@ from isles.training.config.sections import Config
 OWN_METHOD = """
 from dataclasses import dataclass
 from isles.replicas.methods.none import NoSync
-from isles.replicas.sync import MethodConfig
+from isles.replicas.config import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)
 class QuietConfig(MethodConfig):

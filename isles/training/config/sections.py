@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from isles.data.config import DataConfig
 from isles.errors import unknown_name
@@ -21,11 +21,9 @@ from isles.network.named import links
 from isles.network.pauses import Pauses
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
+from isles.replicas.config import MethodConfig
 from isles.schema import BACKENDS, known_backend
 from isles.training.config.inner import InnerConfig
-
-if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
-    from isles.replicas.sync import MethodConfig
 
 _MOST_JITTER = 3.0  # beyond it one step in a thousand takes longer than all others together
 _PAUSE = 60.0  # seconds
