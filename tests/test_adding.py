@@ -108,7 +108,7 @@ ADDED: dict[str, tuple[dict[str, str], list[tuple[str, str, str]]]] = {
                 "replicas/__init__.py",
                 "METHODS: dict[str, MethodRow] = {\n",
                 "METHODS: dict[str, MethodRow] = {\n"
-                '    "halfavg": _row("halfavg:HalfAvg", "methods.config:FedAvgConfig", "half of the mean change of H steps"),\n',
+                '    "halfavg": _row("halfavg:HalfAvg", "methods.config:FedAvgConfig", "half of the mean change"),\n',
             )
         ],
     ),
