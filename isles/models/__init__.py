@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .config import ModelConfig
     from .decoder import Decoder, Output, next_token_loss
     from .factory import autocast, build, choose_device, sketch
-    from .limits import Limits, limits
+    from .model_limits import Limits, limits
     from .sizes import (
         SIZES,
         Shape,
@@ -30,7 +30,7 @@ __all__, __getattr__, __dir__ = on_first_use(
         ".config": ("ModelConfig",),
         ".decoder": ("Decoder", "Output", "next_token_loss"),
         ".factory": ("autocast", "build", "choose_device", "sketch"),
-        ".limits": ("Limits", "limits"),
+        ".model_limits": ("Limits", "limits"),
         ".sizes": (
             "SIZES",
             "Shape",

@@ -63,9 +63,13 @@ METHODS: dict[str, MethodRow] = {
     ),
     "delayed": _row("delayed:DelayedDiLoCo", "methods.config:DelayedConfig", "DiLoCo whose means arrive a round late"),
     "eager": _row("eager:EagerDiLoCo", "methods.config:EagerConfig", "the same, with the worker's own share fresh"),
-    "noloco": _row("noloco:NoLoCo", "methods.config:NoLoCoConfig", "outer step with one random partner every H steps"),
+    "noloco": _row(
+        "noloco:NoLoCo", "methods.noloco_config:NoLoCoConfig", "outer step with one random partner every H steps"
+    ),
     "streaming-noloco": _row(
-        "streaming_noloco:StreamingNoLoCo", "methods.config:StreamingNoLoCoConfig", "NoLoCo by fragments, landing later"
+        "streaming_noloco:StreamingNoLoCo",
+        "methods.noloco_config:StreamingNoLoCoConfig",
+        "NoLoCo by fragments, landing later",
     ),
     "fedavg": _row("fedavg:FedAvg", "methods.config:FedAvgConfig", "average the changes of H steps"),
     "fedadam": _row("fedadam:FedAdam", "methods.config:FedAdamConfig", "outer Adam step on the mean change of H steps"),

@@ -2,8 +2,8 @@
 checked, without the code of its method. `isles.replicas.METHODS` names the settings of each.
 
     gradient/config.py, loop/config.py      what methods of a kind share; the former also ddp and dct-dp
-    methods/config.py                       methods of one file, together: most take over another one's settings
-    methods/*/config.py, custom_config.py   methods of several files, and `custom`
+    methods/config.py                       methods of one file that take over one another's settings
+    methods/*/config.py, *_config.py        others
 """
 
 from __future__ import annotations

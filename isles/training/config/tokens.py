@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from isles.models.limits import limits
+from isles.models.model_limits import limits
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config

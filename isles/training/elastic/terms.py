@@ -11,7 +11,7 @@ from typing import Any, cast
 from isles.comm.elastic import cells
 from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
-from isles.models.limits import state_bytes
+from isles.models.model_limits import state_bytes
 from isles.replicas import METHODS, method
 from isles.replicas.loop.config import OuterConfig, WeightedConfig
 from isles.training.config.reading import Tables, resolve
