@@ -53,7 +53,7 @@ METHODS: dict[str, MethodRow] = {
     "none": _row("none:NoSync", "methods.config:NoneConfig", "every worker trains alone"),
     "ddp": _row("ddp:DDP", "gradient.config:DDPConfig", "average gradients every step"),
     "fsdp": _row(
-        "fsdp:FSDP", "methods.config:FSDPConfig", "the same, every worker holding a share of weights and inner state"
+        "fsdp:FSDP", "gradient.config:FSDPConfig", "the same, every worker holding a share of weights and inner state"
     ),
     "dct-dp": _row("dct_dp:DCTDP", "gradient.config:DCTDPConfig", "average the gradients' largest entries every step"),
     "localsgd": _row("localsgd:LocalSGD", "methods.config:LocalSGDConfig", "average parameters every H steps"),

@@ -1,7 +1,7 @@
 """What the settings of all methods have in common. No file of settings loads torch: a run's configuration is read, and
 checked, without the code of its method. `isles.replicas.METHODS` names the settings of each.
 
-    gradient/config.py, loop/config.py      what methods of a kind share; the former also ddp and dct-dp
+    gradient/config.py, loop/config.py      what methods of a kind share; the former also all of ddp, fsdp, dct-dp
     methods/config.py                       methods of one file that take over one another's settings
     methods/*/config.py, *_config.py        others
 """

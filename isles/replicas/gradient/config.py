@@ -1,6 +1,4 @@
-"""Settings of the methods that send gradients bucket by bucket; symbols as in `methods.ddp` and `methods.dct_dp`. Loads
-no torch.
-"""
+"""Settings of the methods that average gradients; symbols as in `methods.ddp` and `methods.dct_dp`. Loads no torch."""
 
 from __future__ import annotations
 
@@ -102,3 +100,13 @@ class DCTDPConfig(BucketsConfig):
     def space(self, steps: int, *, timed: bool) -> list[Dimension]:
         kept = Dimension(name="replicas.error_feedback", start=self.error_feedback, choices=("local", "none"))
         return [kept, *([Dimension.below_1("replicas.sparsity", self.sparsity, 4)] if timed else [])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig(MethodConfig):
+    """Settings of `fsdp`."""
+
+    reshard_after_forward: bool = True
+    """Gather a block's weights for its forward and again for its backward pass; false keeps them in between, which
+    sends a third less and holds the whole model meanwhile.
+    """

@@ -10,29 +10,13 @@ from typing_extensions import override
 
 from isles.replicas.checks import at_least, momentum_in_range, positive_rate
 from isles.replicas.config import Feedback, MethodConfig
-from isles.replicas.loop.config import (
-    CompressedConfig,
-    FirstSync,
-    Fragments,
-    WeightedConfig,
-    check_fragments,
-)
+from isles.replicas.loop.config import CompressedConfig, FirstSync, Fragments, WeightedConfig, check_fragments
 from isles.replicas.space import Dimension
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoneConfig(MethodConfig):
     """Nothing to set."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FSDPConfig(MethodConfig):
-    """Settings of `fsdp`."""
-
-    reshard_after_forward: bool = True
-    """Gather a block's weights for its forward and again for its backward pass; false keeps them in between, which
-    sends a third less and holds the whole model meanwhile.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ from isles.comm.errors import Refused
 from isles.comm.group import Group
 from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Swap, by_size
+from isles.replicas.gradient.config import FSDPConfig
 from isles.replicas.island.island import Shards
 from isles.replicas.island.sharded import Sharding, as_sharded, gathered, shard, sharding_of, without_meshes
-from isles.replicas.methods.config import FSDPConfig
 from isles.replicas.names import all_names
 from isles.replicas.replica import Replica
 from isles.replicas.scaled import Scaled

@@ -2,7 +2,8 @@
 
 embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --workers, --steps  <  --set section.key=value
 
-`gather` does all that needs no torch, so that a slip is answered at once; `resolve` the rest, the method's settings.
+`gather` does all that needs no method; `resolve` the rest, its settings. Neither loads torch, unless the method is
+somebody's own: `isles.replicas.config_of`.
 """
 
 from __future__ import annotations
