@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from isles.network.noise import lognormal
 
 Rate = float | Sequence[float] | Callable[[int], float]
@@ -187,9 +185,9 @@ class Links:
         ]
 
 
-def is_matrix(rates: object) -> bool:
+def is_matrix(rates: Any) -> bool:
     """Whether rates are given for pairs of workers."""
-    return isinstance(rates, Sequence | np.ndarray) and len(rates) > 0 and isinstance(rates[0], Sequence | np.ndarray)
+    return hasattr(rates, "__len__") and len(rates) > 0 and hasattr(rates[0], "__len__")
 
 
 def _of(rates: Any, uplink: int) -> float:

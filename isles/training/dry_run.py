@@ -43,7 +43,7 @@ from isles.replicas.sync import ReplicaSync
 from isles.training.assemble import wrapped
 from isles.training.clustered.cuts import cluster_cuts
 from isles.training.config.clustered import refuse_spares
-from isles.training.config.inner import inner_bytes, inner_kind, inner_optimizer
+from isles.training.config.inner import inner_kind
 from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
 from isles.training.dry_plans import NodePlan, node_plans, plan_notices, seconds_of_step
@@ -58,6 +58,7 @@ from isles.training.dry_stages import (
 )
 from isles.training.dry_time import Transfers, transfers
 from isles.training.growing import refuse_joining
+from isles.training.inner_optimizer import inner_bytes, inner_optimizer
 from isles.training.memory.planned import prepared, refusals, sketched, step_seconds
 from isles.training.placement import holders_of, layout_of
 from isles.training.records.saved import start_file

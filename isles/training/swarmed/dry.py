@@ -18,9 +18,10 @@ from isles.pipeline.swarm.books import words_for
 from isles.pipeline.swarm.forecast import HEAD, SwarmForecast, SwarmLoad, forecast
 from isles.pipeline.swarm.swarm import COMERS
 from isles.pipeline.swarm.told import PeerWord
-from isles.training.config.inner import inner_bytes, inner_kind
+from isles.training.config.inner import inner_kind
 from isles.training.config.sections import Config
 from isles.training.config.swarmed import stages_of
+from isles.training.inner_optimizer import inner_bytes
 from isles.training.memory.planned import step_seconds
 from isles.training.staged import planned_cut, run_scheme
 from isles.training.swarmed.step import ways_of
