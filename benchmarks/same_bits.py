@@ -31,7 +31,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -61,6 +61,14 @@ LOSSES = ("loss", "val_loss", "replica_std")  # in a line of metrics
 ENDS = ("val_loss", "val_loss_replicas", "replica_std")  # in a summary
 
 Row = dict[str, Any]
+
+
+class Run(NamedTuple):
+    """begin leaves in a folder what there is halfway, or at the end; end makes the row of it. goes_on: halfway."""
+
+    begin: Callable[[Path], None]
+    end: Callable[[Path], Row]
+    goes_on: bool
 
 
 class Refused(Exception):
@@ -248,8 +256,10 @@ def command(*arguments: str) -> str:
         try:
             runpy.run_module("isles", run_name="__main__")
         except SystemExit as end:
-            if end.code:
+            if end.code in (1, 2):
                 raise Refused(end.code, error.getvalue().strip()) from end
+            if end.code:  # interrupted, and so is the table
+                raise
     return out.getvalue()
 
 
@@ -274,9 +284,9 @@ def prepare(home: Path) -> None:
     command(*made(PATHS_PLAN, home=home))
 
 
-def begin_command(asked: Command, place: Path, home: Path) -> None:
+def begin_command(asked: Command, home: Path, place: Path) -> None:
     """The run, without its end where that is to be made again."""
-    command(*made([*asked.command, "--out", "{run}"], asked.settings, run=place, home=home))
+    command(*made([*asked.command, "--out", "{run}"], asked.settings, run=place, home=home))  # into an empty folder
     if asked.resume is not None:
         (place / SUMMARY).unlink()
         (place / MODEL).unlink()
@@ -331,68 +341,65 @@ def values_in(tree: Any) -> list[str]:
 # The table
 
 
-def rows(only: str, home: Path, keep: Path | None = None) -> dict[str, Row]:
-    """The table, of runs whose names hold `only`. home: of the files that settings name. keep: where runs are kept
-    halfway.
-    """
+def loop_runs() -> dict[str, Run]:
+    """The loops on the virtual clock."""
+    return {
+        name: Run(partial(begin_loop, loop), partial(end_loop, loop), loop.resume is not None)
+        for name, loop in LOOPS.items()
+    }
+
+
+def command_runs(home: Path) -> dict[str, Run]:
+    """The commands. home: of the files that settings name."""
+    return {
+        name: Run(
+            partial(begin_command, asked, home), partial(end_command, asked), asked.resume is not None or asked.replay
+        )
+        for name, asked in COMMANDS.items()
+    }
+
+
+def rows(runs: Mapping[str, Run], only: str, keep: Path | None = None) -> dict[str, Row]:
+    """Of the runs whose names hold `only`. keep: where those that can be gone on with are kept halfway."""
+
+    def whole(name: str, run: Run) -> Row:
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder)
+            run.begin(place)
+            if keep is not None and run.goes_on:
+                shutil.copytree(place, keep / name)
+            return run.end(place)
+
+    return {name: guarded(name, partial(whole, name, run)) for name, run in runs.items() if only in name}
+
+
+def rows_from_halfway(runs: Mapping[str, Run], only: str, keep: Path) -> dict[str, Row]:
+    """Of the runs that were kept."""
+
+    def rest(name: str, run: Run) -> Row:
+        with tempfile.TemporaryDirectory() as folder:
+            return run.end(shutil.copytree(keep / name, folder, dirs_exist_ok=True))
+
+    return {
+        name: guarded(name, partial(rest, name, run))
+        for name, run in runs.items()
+        if only in name and (keep / name).is_dir()
+    }
+
+
+def all_rows(only: str, home: Path, keep: Path | None = None) -> dict[str, Row]:
+    """The whole table."""
     prepare(home)
-    found = loop_rows(only, keep)
-    found |= real_rows(only)
-    for name, asked in COMMANDS.items():
-        if only in name:
-            begin = partial(begin_command, asked, home=home)
-            found[name] = row(name, begin, partial(end_command, asked), keep if goes_on(asked) else None)
+    found = rows(loop_runs(), only, keep) | dict(real_rows(only)) | rows(command_runs(home), only, keep)
     plans = {name: settings for name, settings in PLANS.items() if only in name}
     return found | {name: guarded(name, partial(plan_row, settings)) for name, settings in plans.items()}
 
 
-def loop_rows(only: str = "", keep: Path | None = None) -> dict[str, Row]:
-    """Of the loops on the virtual clock."""
-    return {
-        name: row(name, partial(begin_loop, loop), partial(end_loop, loop), keep if loop.resume else None)
-        for name, loop in LOOPS.items()
-        if only in name
-    }
-
-
-def goes_on(asked: Command) -> bool:
-    """Whether it is gone on with after some steps."""
-    return asked.resume is not None or asked.replay
-
-
-def row(name: str, begin: Callable[..., None], end: Callable[[Path], Row], keep: Path | None) -> Row:
-    """Of one run. keep: where it is kept as it is halfway."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "run"
-        place.mkdir()
-
-        def whole() -> Row:
-            begin(place=place)
-            if keep is not None:
-                shutil.copytree(place, keep / name)
-            return end(place)
-
-        return guarded(name, whole)
-
-
-def gone_on(only: str, keep: Path) -> dict[str, Row]:
-    """The rows of what was kept halfway."""
-    ends = {name: partial(end_loop, loop) for name, loop in LOOPS.items()}
-    ends |= {name: partial(end_command, asked) for name, asked in COMMANDS.items()}
-    found = {}
-    for name, end in ends.items():
-        if only in name and (keep / name).is_dir():
-            with tempfile.TemporaryDirectory() as folder:
-                place = shutil.copytree(keep / name, Path(folder) / "run")
-                found[name] = guarded(name, partial(end, place))
-    return found
-
-
 def guarded(name: str, make: Callable[[], Row]) -> Row:
-    """The row, or how it ended that was refused or broke off."""
+    """The row, or how the run ended that was refused or broke off: one must not cost the others their rows."""
     try:
         return make()
-    except Exception as error:  # one run must not cost the others their rows
+    except Exception as error:
         code = error.code if isinstance(error, Refused) else type(error).__name__
         print(f"{name}: ended with {code}: {(str(error).splitlines() or [''])[-1]}", file=sys.stderr)
         return {"end": code}
@@ -424,9 +431,11 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     only, halfway = options.only, options.halfway and options.halfway.resolve()
+    if options.write and halfway and halfway.exists():
+        parser.error(f"--halfway {halfway}: is there already; name a new folder")
     with tempfile.TemporaryDirectory() as folder:
         if options.write:
-            found = rows(only, halfway or Path(folder), halfway)
+            found = all_rows(only, halfway or Path(folder), halfway)
             options.write.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1) + "\n")
             print(f"{len(found)} runs written to {options.write}")
             return 0
@@ -435,13 +444,13 @@ def main() -> int:
             if table["machine"] != machine():
                 print(f"the table is of another machine: {table['machine']}", file=sys.stderr)
             before = {name: one for name, one in table["rows"].items() if only in name}
-            after = rows(only, Path(folder))
+            after = all_rows(only, Path(folder))
             if halfway:
-                again = gone_on(only, halfway)
+                again = rows_from_halfway(loop_runs() | command_runs(halfway), only, halfway)
                 before |= {f"{name}, from halfway": before[name] for name in again}
                 after |= {f"{name}, from halfway": one for name, one in again.items()}
         else:
-            before, after = loop_rows(only), loop_rows(only)
+            before, after = rows(loop_runs(), only), rows(loop_runs(), only)
     told = differences(before, after)
     print("\n".join(told) or f"{len(after)} runs, all the same")
     return int(bool(told))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import isles
-from benchmarks._named_runs import FOUR, NONE, SMALL, STAGES, SWARM, TWOS, UNTIED, VIRTUAL, method
+from benchmarks._named_runs import NONE, SMALL, STAGES, SWARM, TWOS, UNTIED, VIRTUAL, method
 from benchmarks.same_bits import command, made, write_text
 
 ROOT = Path(isles.__file__).resolve().parent.parent
@@ -37,7 +37,7 @@ MEMORY = [*FIXED, *method("ddp"), *TWO, "memory.method=auto", "memory.machine=RT
 STEP = "isles/training/trainer.py", "Trainer.step"
 EXCHANGE = "isles/replicas/loop/outer.py", "OuterSync._exchange"
 ROUND = "isles/training/elastic/joining.py", "Participant._round"
-SWARM_STEP = "isles/training/swarmed/trainer.py", "SwarmTrainer.step"
+SWARM_STEP = "isles/pipeline/swarm/swarm.py", "Swarm.step"
 AGREE = "isles/pipeline/swarm/agreement.py", "Agreement.agree"
 PREPARED = "isles/training/memory/planned.py", "prepared"
 
@@ -61,7 +61,7 @@ MARKS: dict[str, Mark] = {
     "churned round of 5 steps, NoLoCo, 3 workers": Mark(ROUND, [*SMALL, *method("noloco", sync_every=5), *LONG], CHURN),
     "SWARM step, 2 stages of 2 peers": Mark(SWARM_STEP, [*FIXED, *NONE, *SWARM, *TWOS]),
     "of it one Agreement.agree": Mark(AGREE, [*FIXED, *NONE, *SWARM, *TWOS]),
-    "step of a fixed pipeline of 2 stages": Mark(STEP, [*FIXED, *method("diloco"), *UNTIED, *STAGES, *FOUR]),
+    "step of a fixed pipeline of 2 stages": Mark(STEP, [*FIXED, *NONE, *UNTIED, *STAGES, *TWO, "data.batch_size=4"]),
     "memory plan made": Mark(PREPARED, MEMORY),
 }
 
