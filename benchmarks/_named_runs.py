@@ -297,21 +297,21 @@ COMMANDS |= {
 LONGER = [*SMALL, "run.steps=24"]
 SEEDS = range(3)
 CHURNED: dict[str, tuple[str, list[str]]] = {
-    "noloco": ("30%/s", [*NOLOCO, *FOUR]),
-    "diloco": ("30%/s", [*DILOCO, *FOUR]),
-    "diloco, int8": ("30%/s", [*method("diloco", codec="int8"), *FOUR, "world.join_state=anchors"]),
-    "diloco, quorum": ("30%/s", [*method("diloco", on_late="quorum"), *FOUR, "world.step_jitter=0.5"]),
-    "diloco, islands": ("15%/s", [*DILOCO, "world.workers=6", "world.inner=2"]),
+    "noloco": ("10%/s", [*NOLOCO, *FOUR]),
+    "diloco": ("10%/s", [*DILOCO, *FOUR]),
+    "diloco, int8": ("10%/s", [*method("diloco", codec="int8"), *FOUR, "world.join_state=anchors"]),
+    "diloco, quorum": ("10%/s", [*method("diloco", on_late="quorum"), *FOUR, "world.step_jitter=0.5"]),
+    "diloco, islands": ("5%/s", [*DILOCO, "world.workers=6", "world.inner=2"]),
     "noloco, ramp": ("ramp-up", [*NOLOCO, *FOUR]),
     "diloco, outage": ("{home}/outage.jsonl", [*DILOCO, *FOUR]),
     "noloco, outage": ("{home}/outage.jsonl", [*NOLOCO, *FOUR]),
-    "swarm": ("15%/s", [*NONE, *SWARM, *FOURS]),
+    "swarm": ("8%/s", [*NONE, *SWARM, *FOURS]),
     "swarm, trace": ("{home}/trace.jsonl", [*NONE, *SWARM, *FOURS]),
-    "swarm, strict": ("15%/s", [*NONE, *SWARM, *FOURS, "pipeline.consistency=strict"]),
-    "swarm, relaxed": ("15%/s", [*NONE, *SWARM, *FOURS, "pipeline.consistency=relaxed"]),
-    "swarm, diloco": ("15%/s", [*DILOCO, *SWARM, *FOURS]),
-    "swarm, noloco": ("15%/s", [*SOLO, *SWARM, *FOURS]),
-    "clusters": ("15%/s", [*CLUSTERS, *UNLIKE]),
+    "swarm, strict": ("8%/s", [*NONE, *SWARM, *FOURS, "pipeline.consistency=strict"]),
+    "swarm, relaxed": ("8%/s", [*NONE, *SWARM, *FOURS, "pipeline.consistency=relaxed"]),
+    "swarm, diloco": ("8%/s", [*DILOCO, *SWARM, *FOURS]),
+    "swarm, noloco": ("8%/s", [*SOLO, *SWARM, *FOURS]),
+    "clusters": ("8%/s", [*CLUSTERS, *UNLIKE]),
 }
 for name, (rate, own) in CHURNED.items():
     for seed in SEEDS:
