@@ -301,7 +301,6 @@ CHURNED: dict[str, tuple[str, list[str]]] = {
     "diloco": ("10%/s", [*DILOCO, *FOUR]),
     "diloco, int8": ("10%/s", [*method("diloco", codec="int8"), *FOUR, "world.join_state=anchors"]),
     "diloco, quorum": ("10%/s", [*method("diloco", on_late="quorum"), *FOUR, "world.step_jitter=0.5"]),
-    "diloco, islands": ("5%/s", [*DILOCO, "world.workers=6", "world.inner=2"]),
     "noloco, ramp": ("ramp-up", [*NOLOCO, *FOUR]),
     "diloco, outage": ("{home}/outage.jsonl", [*DILOCO, *FOUR]),
     "noloco, outage": ("{home}/outage.jsonl", [*NOLOCO, *FOUR]),
