@@ -121,7 +121,9 @@ def unnamed(tensors: Iterable[Tensor]) -> str:
 
 def network(seed: int) -> nn.Sequential:
     """Two layers of odd sizes, 143 entries."""
-    layers = OrderedDict(first=nn.Linear(5, 11), act=nn.Tanh(), second=nn.Linear(11, 7, bias=False))
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        first=nn.Linear(5, 11), act=nn.Tanh(), second=nn.Linear(11, 7, bias=False)
+    )
     model = nn.Sequential(layers)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -215,7 +217,7 @@ def end_loop(loop: Loop, place: Path) -> Row:
 
 def simulated(loop: Loop, *args: Any) -> list[Row]:
     """`train` on the virtual clock."""
-    clock = {"links": isles.Links(bandwidth=1e5, latency=0.02), "inner": loop.inner, **loop.clock}
+    clock: dict[str, Any] = {"links": isles.Links(bandwidth=1e5, latency=0.02), "inner": loop.inner, **loop.clock}
     return isles.run_virtual(train, loop.workers, args=(loop, *args), **clock)
 
 
@@ -378,7 +380,7 @@ def rows_from_halfway(runs: Mapping[str, Run], only: str, keep: Path) -> dict[st
 
     def rest(name: str, run: Run) -> Row:
         with tempfile.TemporaryDirectory() as folder:
-            return run.end(shutil.copytree(keep / name, folder, dirs_exist_ok=True))
+            return run.end(shutil.copytree(keep / name, Path(folder), dirs_exist_ok=True))
 
     return {
         name: guarded(name, partial(rest, name, run))
