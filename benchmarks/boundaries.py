@@ -56,7 +56,7 @@ from isles.training.inner_optimizer import inner_optimizer
 CUTS = (1, 2, 3)
 INNER = InnerConfig(lr=3e-3, warmup_steps=30)
 RATES = (1.5e-3, 3e-3, 6e-3, 1.2e-2)
-BEST = {"dense": 3e-3, "subspace d/4": 3e-3}
+BEST = {"dense": 6e-3, "subspace d/4": 6e-3}
 """Of RATES, by the table `rates`; committed before the rows that take it were run."""
 
 

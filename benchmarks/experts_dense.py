@@ -64,7 +64,7 @@ SYSTEMS = {
         rates=(1.5e-3, 3e-3, 6e-3, 1.2e-2),
         seeds=(0, 1, 2),
     ),
-    "smalltalk": Asked(words=(), rate="inner.lr", rates=(3e-3, 6e-3, 1.2e-2), seeds=(3, 4, 5)),
+    "smalltalk": Asked(words=(), rate="inner.lr", rates=(3e-3, 6e-3, 1.2e-2, 2.4e-2, 4.8e-2), seeds=(3, 4, 5)),
 }
 
 
