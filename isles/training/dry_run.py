@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +20,12 @@ from torch import nn
 
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
-from isles.comm.dry import dry_mesh
 from isles.comm.layout import Layout
 from isles.data import load_tokenizer
 from isles.data.sources import list_sources
 from isles.imports import told
 from isles.memory.plan import MemoryPlan
-from isles.models import autocast, build, choose_device, flops_per_token, limits, sketch
+from isles.models import autocast, build, choose_device, flops_per_token, limits
 from isles.models import parameters as count_parameters
 from isles.models.config import ModelConfig
 from isles.models.stages import Stage
@@ -36,11 +34,9 @@ from isles.modes import torch_threads
 from isles.network.planner.memory import WorkerMemory
 from isles.network.planner.stages import StagedSteps
 from isles.parsing import parse_json
-from isles.pipeline.boundaries.scheme import Scheme
 from isles.replicas import METHODS, method
 from isles.replicas.schedule import Outline
 from isles.replicas.sync import ReplicaSync
-from isles.training.assemble import wrapped
 from isles.training.clustered.cuts import cluster_cuts
 from isles.training.config.clustered import refuse_spares
 from isles.training.config.inner import inner_bytes, inner_kind, inner_optimizer
@@ -58,10 +54,11 @@ from isles.training.dry_stages import (
 )
 from isles.training.dry_time import Transfers, transfers
 from isles.training.growing import refuse_joining
-from isles.training.memory.planned import prepared, refusals, sketched, step_seconds
+from isles.training.memory.planned import prepared, refusals, step_seconds
 from isles.training.placement import holders_of, layout_of
+from isles.training.plan.sketch import RunSketch, sketch_run
 from isles.training.records.saved import start_file
-from isles.training.staged import planned_cut, run_scheme
+from isles.training.staged import planned_cut
 from isles.training.text import check_vocabulary
 
 _PROBES = 3
@@ -134,18 +131,16 @@ def dry_run(config: Config, *, probe: bool = False, machines: int = 1) -> DryRun
     sequences = config.data.batch_size_per_worker(readers) * config.inner.accumulation
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = sketch(config.model)
-        parameters = sum(parameter.numel() for parameter in model.parameters())  # before a method divides them
-        pieces, staged, scheme = _pieces(config, model)
-        seats = _seats(config, pieces, -(-world.workers // machines))
-        optimizer, notices = seats[0]
-        flops = counted_flops(config.model, model, context)
+        made = sketch_run(config, -(-world.workers // machines))
+        flops = counted_flops(config.model, made.model, context)
+    optimizer, parameters, notices, scheme = made.optimizers[0], made.parameters, list(made.notices), made.scheme
+    staged = staged_steps(made)
     if type(optimizer).schedule is ReplicaSync.schedule:
         notices.append(f"method {config.method} does not say what it exchanges: give it a schedule()")
-    outlines = [seat.outline(run.steps) for seat, _ in seats]
+    outlines = [one.outline(run.steps) for one in made.optimizers]
     outline = max(outlines, key=lambda one: max(one.sent))
-    stages, nodes = _stage_plans(config, [seat for seat, _ in seats], pieces, staged, scheme)
-    memory = max((_memory(config, seat) for seat, _ in seats[:: world.inner]), key=lambda one: one.peak)
+    stages, nodes = _stage_plans(made, staged)
+    memory = max((_memory(config, one) for one in made.optimizers[:: world.inner]), key=lambda one: one.peak)
     if world.is_simulated:
         seconds: float | None = step_seconds(config)
         if outline.about:
@@ -158,17 +153,17 @@ def dry_run(config: Config, *, probe: bool = False, machines: int = 1) -> DryRun
             )
     else:
         seconds = measured_step(config, sequences, context) if probe else None
-        if probe and sum(parameter.numel() for parameter in model.parameters()) < parameters:
+        if probe and sum(parameter.numel() for parameter in made.model.parameters()) < parameters:
             notices.append("the step was measured on the whole model; a worker's part of it takes less")
     if plan is not None and staged is not None:
         seconds = seconds_of_step(plan, staged.sizes, world, run.seed)
         notices += plan_notices(plan, world, seconds)
     if staged is not None:
         notices += _of_stages(config)
-    found = transfers(config, [seat for seat, _ in seats], outline, seconds, staged)
+    found = transfers(made, outline, seconds, staged)
     if world.is_simulated and found is not None and found.seconds is None:
         notices.append("waiting is not said: there are too many messages to replay; isles plan says it about")
-    between, ratio, first = [0] * world.workers, None, pieces[0]
+    between, ratio, first = [0] * world.workers, None, made.pieces[0]
     if staged is not None and scheme is not None and isinstance(first, Stage):
         ratio = stream_ratio(form(config, scheme, first), scheme.place.width)
         between = _between_stages(config, staged, opening_bytes(layout, int(scheme.compares) + int(plan is not None)))
@@ -218,7 +213,7 @@ def refuse(config: Config, *, joined: bool = False) -> None:
     elif config.model.factory is None and config.model.hf is None and config.method in METHODS:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run says it again
-            _seats(config, _pieces(config, sketch(config.model))[0])
+            sketch_run(config)
 
 
 def _refuse_files(config: Config) -> int:
@@ -230,41 +225,6 @@ def _refuse_files(config: Config) -> int:
     if config.run.start:
         start_file(config.run.start)
     return context
-
-
-def _seats(config: Config, pieces: Sequence[nn.Module], here: int | None = None) -> list[tuple[ReplicaSync, list[str]]]:
-    """The optimizers of one replica's workers; all replicas are alike."""
-    holders = holders_of(layout_of(config))
-    inner = config.world.inner
-    try:
-        return [_seat(config, pieces[place // inner], ranks[0], here) for place, ranks in enumerate(holders)]
-    except RuntimeError as error:  # of torch, whose sketches have no numbers
-        if config.method in METHODS:
-            raise
-        raise ValueError(f"replicas.method = {config.method!r} cannot be planned: {told(error)}") from error
-
-
-def _pieces(config: Config, model: nn.Module) -> tuple[list[nn.Module], StagedSteps | None, Scheme | None]:
-    """What each stage of a replica holds of `model`, how its steps go, and what crosses between stages; the model
-    itself where it is not cut.
-    """
-    if config.pipeline.stages == 1:
-        return [model], None, None
-    cut = planned_cut(config)
-    scheme = run_scheme(config, cut)
-    stages = [Stage(model, piece) for piece in cut.pieces]
-    for stage in stages:
-        scheme.fit(stage)
-    asks = bool(config.inner.max_norm) and config.pipeline.clip == "model"
-    return list(stages), staged_steps(config, cut, scheme, stages[0], asks_norm=asks), scheme
-
-
-def _seat(config: Config, part: nn.Module, rank: int, here: int | None) -> tuple[ReplicaSync, list[str]]:
-    """The optimizer of the worker `rank`, and what its user should know."""
-    world, stages = config.world, config.pipeline.stages
-    mesh = dry_mesh(world.workers, inner=1, rank=rank, native=world.has_processes).arranged(layout_of(config))
-    stage, manage = mesh.stage if stages > 1 else None, partial(sketched, config)
-    return wrapped(config, part, mesh.outer, mesh.inner, stage, manage, everyone=mesh.world, here=here)
 
 
 def _memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
@@ -283,29 +243,24 @@ def _device(config: Config) -> str:
     return choose_device(config.model).type if config.model.device == "auto" else config.model.device
 
 
-def _stage_plans(
-    config: Config,
-    seats: Sequence[ReplicaSync],
-    pieces: Sequence[nn.Module],
-    staged: StagedSteps | None,
-    scheme: Scheme | None,
-) -> tuple[tuple[StagePlan, ...], tuple[NodePlan, ...]]:
+def _stage_plans(made: RunSketch, staged: StagedSteps | None) -> tuple[tuple[StagePlan, ...], tuple[NodePlan, ...]]:
     """The stages, and the nodes of a plan."""
+    config, scheme = made.config, made.scheme
     if staged is None or scheme is None:
         return (), ()
-    forwards, sent, holders = most_forwards(staged), staged.sent(), holders_of(layout_of(config))
+    forwards, sent, holders = most_forwards(staged), staged.sent(), made.holders
     found, each = [], []
-    for number, stage in enumerate(pieces):
+    for number, stage in enumerate(made.pieces):
         assert isinstance(stage, Stage)
-        made, blocks = form(config, scheme, stage), stage.piece.blocks
-        ids = made.sequences * (made.length + 1) * 8
-        each.append(ids + (0 if stage.piece.enters else made.held_bytes))
+        wires, blocks = form(config, scheme, stage), stage.piece.blocks
+        ids = wires.sequences * (wires.length + 1) * 8
+        each.append(ids + (0 if stage.piece.enters else wires.held_bytes))
         held = max(forwards[rank] for rank in holders[number * config.world.inner])
         found.append(
             StagePlan(
                 blocks=(blocks.start, blocks.stop),
                 parameters=sum(parameter.numel() for parameter in stage.parameters()),
-                memory=_memory(config, seats[number * config.world.inner]),
+                memory=_memory(config, made.optimizers[number * config.world.inner]),
                 forwards=held,
                 kept=held * each[-1],
                 bytes_a_step=max(sent[rank] for rank in holders[number * config.world.inner]),

@@ -18,12 +18,13 @@ from isles.network.routing.wires import Sizes
 from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Scheme
-from isles.pipeline.pipeline import Cut, form_of, router_of, ways_of
+from isles.pipeline.pipeline import form_of, router_of, ways_of
 from isles.pipeline.wire import StageForm
 from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
 from isles.training.dry_plans import plan_steps
 from isles.training.placement import layout_of
+from isles.training.plan.sketch import RunSketch, clips_model, reduces_first
 
 _HASH_BYTES = 8
 
@@ -57,9 +58,13 @@ def stream_ratio(made: StageForm, width: int) -> float:
     return there / here
 
 
-def staged_steps(config: Config, cut: Cut, scheme: Scheme, stage: Stage, *, asks_norm: bool) -> StagedSteps:
-    """The steps of the run. stage: one of them."""
+def staged_steps(run: RunSketch) -> StagedSteps | None:
+    """The steps of a run in stages; None without them."""
+    config, cut, scheme, stage = run.config, run.cut, run.scheme, run.pieces[0]
+    if cut is None or scheme is None or not isinstance(stage, Stage):
+        return None
     made, plan = form(config, scheme, stage), plan_of(config.pipeline)
+    asks_norm = clips_model(config) and not reduces_first(config)
     sizes = Sizes(
         forward=made.nbytes(Task("F", 0, 1)),
         home=made.nbytes(Task("L", 0, 1)),
