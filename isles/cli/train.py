@@ -90,12 +90,12 @@ def train(
         start_server()  # it loads torch while this process does
     resolved = resolve(tables)
     if dry_run:
-        from isles.cli.dry_run import show
+        from isles.cli.plan_printer import show
 
         show(resolved, probe=probe, as_json=json, machines=nodes)
         return
     if torchrun.size() is None:
-        from isles.training.dry_run import refuse
+        from isles.training.plan.run_plan import refuse
 
         refuse(resolved)
     file = f"{preset or config} over the defaults of isles config --method {resolved.method}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -159,6 +159,18 @@ class Links:
         if isinstance(self.latency, (int, float)):
             return self.latency
         return self.latency(source, target) if callable(self.latency) else self.latency[source][target]
+
+    def scaled(self, factor: float) -> Links:
+        """The same network, its lines so many times as fast."""
+
+        def scale(rates: Any) -> Any:
+            if callable(rates):
+                return lambda uplink: factor * rates(uplink)
+            return [scale(rate) for rate in rates] if isinstance(rates, Sequence | np.ndarray) else factor * rates
+
+        return replace(
+            self, bandwidth=scale(self.bandwidth), downlink=None if self.downlink is None else scale(self.downlink)
+        )
 
     def slowest_rate(self, workers: int) -> float:
         """Bits per second that the worker with the least has, up or down, if those that share its line are busy too."""

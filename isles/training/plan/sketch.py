@@ -33,7 +33,7 @@ from isles.training.memory.planned import sketched
 from isles.training.placement import holders_of, layout_of
 from isles.training.staged import planned_cut, run_scheme
 
-_HASH_BYTES = 8
+HASH_BYTES = 8
 
 
 def clips_model(config: Config) -> bool:
@@ -103,7 +103,7 @@ class RunSketch:
         columns = tuple({tuple(layout.sharing(rank, "replica", "inner")): None for rank in range(layout.size)})
         everyone = (tuple(range(layout.size)),)
         judged = PlannedExchange(0, 0, 0, "opening", columns, by_size(columns, lambda _: Tree(1)), 0, "control")
-        hashes = by_size(everyone, lambda size: gathered(_HASH_BYTES, size))
+        hashes = by_size(everyone, lambda size: gathered(HASH_BYTES, size))
         made = [judged, *made, PlannedExchange(0, 0, 0, "opening", everyone, hashes, 0, "control")]
         return [one._replace(flight=number) for number, one in enumerate(made)]
 
