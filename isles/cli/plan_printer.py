@@ -22,15 +22,15 @@ _LABEL = 12  # characters of the left column
 _NAMED = 3  # groups of a round, or ranks, that are named
 
 
-def show(config: Config, *, probe: bool, as_json: bool, machines: int = 1) -> None:
+def show(config: Config, *, probe: bool, as_json: bool, machines: int = 1, machine: str = "") -> None:
     """Print the plan of `config`; nothing is started or written."""
-    plan = plan_run(config, probe=probe, machines=machines)
+    plan = plan_run(config, probe=probe, machines=machines, machine=machine)
     if as_json:
         print(json.dumps(plan.as_json(), indent=2))
         return
     for notice in plan.notices:
         print(f"note: {notice}", file=sys.stderr)
-    for block in (_head, _memory, _placed, _workers, _exchanges, _costs):
+    for block in (_head, _memory, _placed, _fits, _workers, _exchanges, _costs):
         lines = [
             f"{'' if number else label:<{_LABEL}}{line}"
             for label, part in block(plan).items()
@@ -78,6 +78,20 @@ def _placed(plan: RunPlan) -> dict[str, list[str]]:
     step = f"a step of {format_seconds(found.step)}{on}, simulated"
     chosen = f"{found.short} ({found.method}, {found.update} updates)"
     return {"blocks": [chosen, f"at the peak {format_bytes(found.peak)}{beside}; {step}"]}
+
+
+def _fits(plan: RunPlan) -> dict[str, list[str]]:
+    fit = plan.fit
+    if fit is None:
+        return {}
+    of = "" if fit.activations is None else f" ({format_bytes(fit.activations)} of activations)"
+    needs = f"{format_bytes(fit.device_bytes)} of {format_bytes(fit.device_room)} on the device{of}"
+    if fit.host_room:
+        needs += f", {format_bytes(fit.host_bytes)} of {format_bytes(fit.host_room)} on the host"
+    if fit.fits:
+        return {"fits": [f"{fit.machine}: {needs}"]}
+    mend = f"would fit: {'; or '.join(fit.mends)}" if fit.mends else "a smaller model, or more machines"
+    return {"too large": [f"for {fit.machine}: {needs}", mend]}
 
 
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -150,6 +164,8 @@ def _costs(plan: RunPlan) -> dict[str, list[str]]:
     elif plan.workers[0].seconds is not None:
         least = max(worker.seconds or 0.0 for worker in plan.workers)
         found["step"] = [f"{format_seconds(least)} or more: what the slowest stage computes"]
+    if plan.startup:
+        found["start-up"] = [f"{format_seconds(plan.startup)} until worker 0's weights are at all workers"]
     if outline is None or not outline.rounds:
         return found
     every = f"{outline.every} step{'s' if outline.every > 1 else ''} between two rounds"

@@ -179,6 +179,8 @@ class Links:
 
     def longest_latency(self, workers: int) -> float:
         """Mean seconds of the longest way between two of `workers` ranks; 0 for one."""
+        if isinstance(self.latency, (int, float)):
+            return self.latency if workers > 1 else 0.0
         ways = [(source, target) for source in range(workers) for target in range(workers) if source != target]
         return max((self.base_latency(source, target) for source, target in ways), default=0.0)
 

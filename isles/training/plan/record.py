@@ -77,6 +77,23 @@ class RunTime:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryFit:
+    """Whether the fullest worker fits its machine. Bytes that it needs, and that the machine has, of the device and of
+    the host (0: its RAM is the device). activations: what of the device's they are; None: not known. mends: settings
+    that each alone would make it fit.
+    """
+
+    machine: str
+    fits: bool
+    activations: int | None
+    device_bytes: int
+    host_bytes: int
+    device_room: float
+    host_room: float
+    mends: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """A run before it is run. Bytes are exact, headers included, those before the first step too.
 
@@ -89,6 +106,7 @@ class RunPlan:
     deadline passes. averages, segments: of clusters, how many and over what; agreements: on who is left, before
     validations that do not follow one. step_seconds: of computing a step of a whole replica; by a plan of paths from a
     step's start to the end of its last task. time: where something is sent and the seconds of a step are known.
+    startup: seconds until worker 0's weights are at all workers. fit: where the machine is known.
     """
 
     config: Config
@@ -111,6 +129,8 @@ class RunPlan:
     agreements: int | None = None
     step_seconds: float | None = None
     time: RunTime | None = None
+    startup: float | None = None
+    fit: MemoryFit | None = None
     notices: tuple[str, ...] = ()
 
     @property

@@ -16,7 +16,7 @@ from isles.models.subspace import Subspace
 from isles.network.links import Links
 from isles.network.named import links
 from isles.network.planner.memory import WorkerMemory
-from isles.network.planner.replay import MESSAGES, TimeAccount, replay_run
+from isles.network.planner.replay import MESSAGES, TimeAccount, replay, replay_run
 from isles.network.planner.stages import StagedSteps
 from isles.network.topology import Topology
 from isles.replicas.schedule import Outline
@@ -101,6 +101,7 @@ def plan_replicas(config: Config, *, probe: bool = False, machines: int = 1) -> 
         ddp_bytes=run.steps * sum(ddp) / len(ddp),
         step_seconds=seconds,
         time=time,
+        startup=_startup(made) if world.is_simulated else None,
         notices=(*dict.fromkeys(str(one.message) for one in caught), *notices),
     )
 
@@ -158,15 +159,28 @@ def _time(made: RunSketch, outline: Outline, seconds: float | None, staged: Stag
     )
 
 
+def _topology(config: Config, far: Links) -> Topology:
+    world, island = config.world, config.world.inner * config.pipeline.neighbours
+    near = links(world.inner_links) if world.is_simulated else Links(bandwidth=math.inf)
+    return Topology(world.workers, far, near if island > 1 else None, island)
+
+
+def _startup(made: RunSketch) -> float | None:
+    """Seconds of all exchanges before the first step; None where there are too many messages to replay."""
+    config, opening = made.config, made.opening()
+    if sum(one.messages for one in opening) > MESSAGES:
+        return None
+    workers, topology = config.world.workers, _topology(config, links(config.world.links))
+    waits = replay([], topology, [0.0] * workers, 0, opening, config.run.seed)
+    return max(moments[0] for moments in waits.waited)
+
+
 def replayed(
     made: RunSketch, far: Links, staged: StagedSteps | None = None, seconds: float | None = None, most: int = MESSAGES
 ) -> TimeAccount | None:
     """The whole run over such links between islands; `replay_run`. seconds: of a step; None: those of the clock."""
-    config = made.config
+    config, topology = made.config, _topology(made.config, far)
     world, steps = config.world, config.run.steps
-    island = world.inner * config.pipeline.neighbours
-    near = links(world.inner_links) if world.is_simulated else Links(bandwidth=math.inf)
-    topology = Topology(world.workers, far, near if island > 1 else None, island)
     own = step_seconds(config) if seconds is None else seconds
     account = replay_run(
         made.exchanges,

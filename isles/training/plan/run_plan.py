@@ -6,6 +6,7 @@ So the numbers are those of the code that will run, not of a second description 
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 from isles.data import load_tokenizer
 from isles.data.sources import list_sources
@@ -17,6 +18,7 @@ from isles.training.config.sections import Config
 from isles.training.growing import refuse_joining
 from isles.training.memory.planned import refusals
 from isles.training.plan.clusters import plan_clusters
+from isles.training.plan.fit import known_machine, memory_fit
 from isles.training.plan.record import RunPlan
 from isles.training.plan.replicas import plan_replicas
 from isles.training.plan.sketch import sketch_run
@@ -26,11 +28,17 @@ from isles.training.staged import planned_cut
 from isles.training.text import check_vocabulary
 
 
-def plan_run(config: Config, *, probe: bool = False, machines: int = 1) -> RunPlan:
+def plan_run(config: Config, *, probe: bool = False, machines: int = 1, machine: str = "") -> RunPlan:
     """The plan of a run in any kind of world. probe: measure a step of one worker on this machine where the
-    configuration gives no `step_seconds`. machines: that train together. Reads the tokenizer and looks at the text's
-    files, starts nothing, writes nothing. ValueError for what the run itself would refuse before it trains.
+    configuration gives no `step_seconds`. machines: that train together. machine: what each worker has, by name; "":
+    that of [memory], or what is here. Reads the tokenizer and looks at the text's files, starts nothing, writes
+    nothing. ValueError for what the run itself would refuse before it trains.
     """
+    here, plan = known_machine(config, machine), _planned(config, probe=probe, machines=machines)
+    return plan if here is None else replace(plan, fit=memory_fit(config, plan.fullest, plan.placed, here))
+
+
+def _planned(config: Config, *, probe: bool, machines: int) -> RunPlan:
     kind = {"ravnest": plan_clusters, "swarm": plan_swarm}.get(config.pipeline.routing)
     if kind is None:
         refuse_joining(config.world)
