@@ -23,7 +23,7 @@ from isles.replicas.sync import ReplicaSync
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.plan.computing import counted_flops
-from isles.training.plan.record import RunPlan
+from isles.training.plan.record import MemoryFit, RunPlan
 from isles.training.plan.run_plan import plan_run
 from isles.training.trainer import Trainer
 from isles.training.worker import train_worker
@@ -207,6 +207,37 @@ def test_no_rate_is_enough_where_latency_costs_more(text: Path) -> None:
     late = of_case(text, "diloco", "world.links=datacentres", "world.step_seconds=0.01", workers=4, steps=30)
     found = plan_run(late).time
     assert found is not None and found.wanted is None
+
+
+def test_start_up_is_the_weights_over_the_slowest_line(text: Path) -> None:
+    """Of two workers one sends all, and both exchange hashes before and after it."""
+    links = 'world.links="2Mbit/s, 25ms"'
+    planned = plan_run(of_case(text, "diloco", links, workers=2, steps=6))
+    weights = 8 * 4 * planned.parameters / 2e6
+    assert planned.startup is not None and weights < planned.startup < weights + 4 * 0.025
+
+
+def test_what_does_not_fit_is_said_with_what_would_make_it_fit(text: Path, tmp_path: Path) -> None:
+    """Weights, gradients and two moments of float32 are 16 bytes a parameter; bfloat16 halves them."""
+
+    def fit(nbytes: float) -> MemoryFit:
+        (tmp_path / "small.toml").write_text(f'base = "H100"\ndevice_bytes = {nbytes}\n')
+        found = plan_run(config, machine=str(tmp_path / "small.toml")).fit
+        assert found is not None
+        return found
+
+    config = of_case(text, "diloco", workers=2, steps=6)
+    memory = plan_run(config).fullest.memory
+    large = fit(1e9)
+    assert large.fits and large.activations and not large.mends
+    assert large.device_bytes == memory.computing + large.activations
+    assert large.host_bytes == memory.peak - memory.computing
+    states = memory.weights + memory.gradients + memory.inner
+    assert states == pytest.approx(16 * 6_320, rel=0.01)
+    small = fit(large.device_bytes - states // 4)
+    assert not small.fits and 'model.dtype = "bfloat16"' in small.mends
+    assert "pipeline.stages = 2" in small.mends
+    assert 'model.dtype = "bfloat16"' not in fit(states // 4).mends
 
 
 def test_a_model_that_fits_nowhere_is_planned_here() -> None:
