@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from isles.network.noise import lognormal
@@ -158,6 +158,18 @@ class Links:
             return self.latency
         return self.latency(source, target) if callable(self.latency) else self.latency[source][target]
 
+    def scaled(self, factor: float) -> Links:
+        """The same network, its lines so many times as fast."""
+
+        def scale(rates: Any) -> Any:
+            if callable(rates):
+                return lambda uplink: factor * rates(uplink)
+            return [scale(rate) for rate in rates] if isinstance(rates, Sequence | np.ndarray) else factor * rates
+
+        return replace(
+            self, bandwidth=scale(self.bandwidth), downlink=None if self.downlink is None else scale(self.downlink)
+        )
+
     def slowest_rate(self, workers: int) -> float:
         """Bits per second that the worker with the least has, up or down, if those that share its line are busy too."""
         ranks = range(workers)
@@ -165,6 +177,8 @@ class Links:
 
     def longest_latency(self, workers: int) -> float:
         """Mean seconds of the longest way between two of `workers` ranks; 0 for one."""
+        if isinstance(self.latency, (int, float)):
+            return self.latency if workers > 1 else 0.0
         ways = [(source, target) for source in range(workers) for target in range(workers) if source != target]
         return max((self.base_latency(source, target) for source, target in ways), default=0.0)
 

@@ -198,7 +198,7 @@ def estimate(configs: Configs) -> Table:
     from isles.report.panels import Table
     from isles.report.units import format_seconds
     from isles.training.config.tokens import tokens_a_step
-    from isles.training.dry_run import measured_step
+    from isles.training.plan.computing import measured_step
 
     measured, lines, total = dict[object, float](), [], 0.0
     for label in dict.fromkeys(label for label, _ in configs):

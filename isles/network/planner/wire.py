@@ -83,11 +83,14 @@ class PlannedMessage(WireMessage):
 
 
 class PlannedWire(Wire[PlannedMessage]):
-    """The lines between the ranks of `topology`, and the clock. messages: handed in so far."""
+    """The lines between the ranks of `topology`, and the clock. messages: handed in so far. norms: by exchange, when
+    the last worker so far asked for a gradient's norm.
+    """
 
     def __init__(self, topology: Topology, seed: int) -> None:
         super().__init__(topology, seed, EventQueue())
         self.messages = 0
+        self.norms: dict[Hashable, float] = {}
         self._posted: dict[Hashable, PlannedWaiting] = {}
         self._arrived: set[Hashable] = set()
 
