@@ -164,7 +164,7 @@ class Links:
         def scale(rates: Any) -> Any:
             if callable(rates):
                 return lambda uplink: factor * rates(uplink)
-            return [scale(rate) for rate in rates] if isinstance(rates, Sequence | np.ndarray) else factor * rates
+            return [scale(rate) for rate in rates] if hasattr(rates, "__len__") else factor * rates
 
         return replace(
             self, bandwidth=scale(self.bandwidth), downlink=None if self.downlink is None else scale(self.downlink)
