@@ -85,9 +85,9 @@ def _fits(plan: RunPlan) -> dict[str, list[str]]:
     if fit is None:
         return {}
     of = "" if fit.activations is None else f" ({format_bytes(fit.activations)} of activations)"
-    needs = f"{format_bytes(fit.device_bytes)} of {format_bytes(fit.device_room)} on the device{of}"
+    needs = f"{format_bytes(fit.device_bytes)}{of} on a device of {format_bytes(fit.device_room)}"
     if fit.host_room:
-        needs += f", {format_bytes(fit.host_bytes)} of {format_bytes(fit.host_room)} on the host"
+        needs += f", {format_bytes(fit.host_bytes)} on a host of {format_bytes(fit.host_room)}"
     if fit.fits:
         return {"fits": [f"{fit.machine}: {needs}"]}
     mend = f"would fit: {'; or '.join(fit.mends)}" if fit.mends else "a smaller model, or more machines"
@@ -221,7 +221,7 @@ def _links(plan: RunPlan, time: RunTime) -> list[str]:
         link = f"{_rate(time.rate)} up, {format_seconds(time.latency or 0.0)} one way"
         waits = f"waits {format_seconds(time.round_wait)} a round, {format_percent(time.utilisation)} computing"
         lines.append(f"{link}: {waits}")
-    if plan.is_staged:
+    if plan.is_staged or plan.outline is None or max(plan.outline.sent) <= plan.outline.inside:
         return lines
     if time.wanted is None:
         return [*lines, "95 % computing is out of reach at any rate: latency, or slower workers, cost more"]

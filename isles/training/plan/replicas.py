@@ -156,7 +156,7 @@ def _time(made: RunSketch, outline: Outline, seconds: float | None, staged: Stag
         round_wait=None if account is None else (account.waiting - account.for_stages) / max(outline.rounds, 1),
         rate=rate,
         latency=latency,
-        wanted=None if staged is not None or not bits else _wanted_rate(made, seconds),
+        wanted=None if staged is not None or not bits else _wanted_rate(made, outline, seconds),
     )
 
 
@@ -200,9 +200,10 @@ def replayed(
     return account.plus(turn[1], turn[0].account(topology))
 
 
-def _wanted_rate(made: RunSketch, seconds: float) -> float | None:
+def _wanted_rate(made: RunSketch, outline: Outline, seconds: float) -> float | None:
     """The rate of the slowest line at which workers compute `UTILISATION` of the time in the method's own schedule, all
-    lines between islands scaled alike. None: no rate is enough.
+    lines between islands scaled alike; where that is too much to replay, as if nothing were hidden behind computing.
+    None: no rate is enough.
 
     Waiting grows with the time that messages take: as a straight line where nothing is hidden behind computing, else
     from where hiding ends. So the search goes along chords of it, and by halves in between.
@@ -218,6 +219,11 @@ def _wanted_rate(made: RunSketch, seconds: float) -> float | None:
         return math.inf if account is None else account.waiting / account.computing
 
     low, high = (0.0, waits(0.0)), (1.0, waits(1.0))
+    if math.isinf(low[1]):
+        pairs = max((len(group) for one in outline.first for group in one.groups), default=1) == 2
+        spare = outline.every * seconds * most - (1 if pairs else 2) * far.longest_latency(world.workers)
+        bits = 8 * (max(outline.sent) - outline.inside) / max(outline.rounds, 1)
+        return bits / spare if spare > 0 else None
     while low[1] <= most and high[1] <= most:
         low, high = high, (4 * high[0], waits(4 * high[0]))
     for turn in range(_TRIES):
