@@ -55,7 +55,7 @@ ROWS: dict[str, Row] = {name: Row(method=name) for name in METHODS if name not i
     "diloco-islands": Row(
         method="diloco",
         settings={"world.inner": 2},
-        note="two islands of two workers, `ddp` inside an island over a local network, `diloco` across them",
+        note="two islands of two workers, `ddp` inside an island over a LAN of 1 Gbit/s, `diloco` across them",
     ),
     "diloco-100": Row(
         method="diloco",
