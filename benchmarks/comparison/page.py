@@ -15,6 +15,7 @@ from isles.report.comparison import ALONE, NEVER
 from isles.report.units import format_bytes, format_count, format_percent, format_seconds
 
 BEHIND = 0.05  # nats a token after `ddp` from which a row counts as losing
+ALIKE = 0.02  # nats a token that a look amid a run does not tell apart
 Methods = Mapping[str, Figures]
 
 
@@ -37,7 +38,7 @@ def page(asked: Asked) -> str:
     for part, methods in asked.parts.items():
         if methods:
             judged = [one for of, one in asked.judged if of == part]
-            made += [_methods(part, methods, asked), _clocks(methods), _losers(methods), _claims(judged)]
+            made += [_methods(part, methods, asked), _clocks(part, methods), _losers(methods), _claims(judged)]
     if asked.ladder:
         made.append(ladder_section(asked.ladder, asked.pictures.get("gap", "")))
     return joined(*made) + "\n"
@@ -115,7 +116,7 @@ def _row(row: Figures, methods: Methods, wanted: int) -> list[str]:
     ]
 
 
-def _clocks(methods: Methods) -> str:
+def _clocks(part: str, methods: Methods) -> str:
     """Losses at equal steps; hours as 1B, and losses when the fastest row of all workers has ended;
     and who is beaten by nobody.
     """
@@ -130,6 +131,8 @@ def _clocks(methods: Methods) -> str:
             ends[links] = min(found)
             heads += [f"time, {words}", f"loss after {format_seconds(ends[links])}"]
     lines = [[f"`{label}`", *_clock(row, fewest, ends)] for label, row in rows.items()]
+    early = {label: Spread.of(row.loss_after(fewest / _steps(row))).mean for label, row in rows.items()}
+    slow = [label for label, one in early.items() if one > early.get(NEVER, one) + ALIKE]
     fronts = [
         f"over {words}: {named(front(rows.values(), links))}" for links, words in TOPOLOGIES.items() if links in ends
     ]
@@ -141,13 +144,23 @@ def _clocks(methods: Methods) -> str:
             "before tuning). Losses before the end are read off between two validations, at a rate that still",
             "falls: they say less of a row that takes longer.",
         ),
-        table(heads, lines),
+        f"<!-- job: {part} regime, tuned, after {fewest:,} steps -->\n" + table(heads, lines),
+        paragraph(
+            f"Behind workers that never talk after {fewest:,} steps, for these end there and their rate has fallen by",
+            f"then: {named(slow)}.",
+        )
+        if slow
+        else "",
         paragraph("Beaten by no other row in loss, hours and bytes at once (Pareto):", "; ".join(fronts) + "."),
     )
 
 
+def _steps(row: Figures) -> int:
+    return next(iter(row.cases.values())).config.run.steps
+
+
 def _clock(row: Figures, fewest: int, ends: Mapping[str, float]) -> list[str]:
-    steps = next(iter(row.cases.values())).config.run.steps
+    steps = _steps(row)
     cells = [f"{steps:,}", loss(Spread.of(row.loss_after(fewest / steps)))]
     for links, seconds in ends.items():
         whole = row.priced("virtual_seconds", links)
