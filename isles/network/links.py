@@ -4,7 +4,7 @@ latency to the target, jitter of that latency.
     arrival of one alone = its bits / the slower of the two rates + latency(source, target) * factor
 
 Or every ordered pair of workers has a line of its own, which nobody else uses: then `bandwidth` is a matrix. Several
-share a line fairly (`isles.network.pipe`). What two ranks behind one line send each other goes over it too, up
+share a line fairly (`isles.network.engine`). What two ranks behind one line send each other goes over it too, up
 and down. Units: bits per second, seconds.
 """
 
