@@ -1,7 +1,16 @@
-"""The configurations of `benchmarks.same_bits`: every method of isles, and what may go with it."""
+"""The runs of `benchmarks.same_bits`: every method of isles, and what may go with it.
+
+All words of commands, settings and files that the record uses stand here, so that a script can rename them.
+
+grid     every method x 1 to 4 workers, and every method x WORLDS, on the virtual clock
+gloo     every method x 1 to 4 workers; through `isles train` every method once, and every world that processes can be
+alone    stages, swarms, clusters and plans of memory, a feature each: not every pair of features
+churned  CHURNED x seeds
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,12 +43,14 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """`isles train` with `settings`. resume: afterwards the end is taken away, and `isles resume` with these arguments
-    makes it again.
+    """`isles COMMAND --out RUN` with `settings`. resume: afterwards the end is taken away, and RESUME with these
+    arguments makes it again. replay: afterwards REPLAY must find the same weights.
     """
 
     settings: Sequence[str]
+    command: Sequence[str] = ("train",)
     resume: Sequence[str] | None = None
+    replay: bool = False
 
 
 H = {"sync_every": 3}
@@ -117,30 +128,207 @@ LOOPS: dict[str, Loop] = {
     "islands, eager, resumed": Loop(method="eager", options=LATE, workers=4, inner=2, resume=4),
 }
 
-VIRTUAL = ["world.backend=virtual", "run.steps=8", "run.checkpoint_every=5"]
-ISLANDS = ["world.inner=2", "inner.accumulation=2"]
-COMMANDS: dict[str, Command] = {
-    "train noloco": Command(settings=[*VIRTUAL, "replicas.sync_every=3"]),
-    "train diloco, int8": Command(
-        settings=[*VIRTUAL, "replicas.method=diloco", "replicas.sync_every=3", "replicas.codec=int8", "world.workers=3"]
-    ),
-    "train ddp, accumulated": Command(
-        settings=[*VIRTUAL, "replicas.method=ddp", "inner.accumulation=2", "inner.max_norm=0.3", "world.workers=2"]
-    ),
-    "train streaming": Command(
-        settings=[*VIRTUAL, "replicas.method=streaming-diloco", "replicas.sync_every=4", "world.step_jitter=0.2"]
-    ),
-    "train islands": Command(settings=[*VIRTUAL, *ISLANDS, "replicas.method=diloco", "replicas.sync_every=3"]),
-    "train eager, resumed": Command(
-        settings=[*VIRTUAL, "replicas.method=eager", "replicas.sync_every=3", "world.workers=2"], resume=[]
-    ),
-    "train diloco, regrouped": Command(
-        settings=[*VIRTUAL, "replicas.method=diloco", "replicas.sync_every=3", "world.workers=3"],
-        resume=["--workers", "2"],
-    ),
-    "train ist, resumed": Command(
-        settings=[*VIRTUAL, "replicas.method=ist", "replicas.sync_every=3", "world.workers=2"], resume=[]
-    ),
-    "train noloco, real": Command(settings=["run.steps=4", "replicas.sync_every=3", "world.workers=2"]),  # processes
-    "train fsdp, real": Command(settings=["replicas.method=fsdp", "run.steps=4", "world.workers=2"]),
+# ---------------------------------------------------------------------------------------------------------------------
+# The grid: every method
+
+EVERY_STEP = {"none", "ddp", "fsdp", "dct-dp", "demo"}  # the methods without sync_every
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dct-dp": {"sparsity": 0.9, "exclude_below": 20, "bucket_megabytes": 3e-4},
+    "postlocal-sgd": {"every_step_until": 4},
+    "sparta": {"fraction": 0.3},
+    "dilocox": {"rank": 1, "start_compress": 1, "window": 0},
+    "demo": {"check_every": 3},
+    "custom": {"outer_delay": 1, "landing": "carry", "codec": "powersgd:1+int4", "error_feedback": "local"},
+}
+
+
+def options(method: str) -> dict[str, Any]:
+    """With which `method` is run where nothing else is said."""
+    return (H if method not in EVERY_STEP else {}) | OPTIONS.get(method, {})
+
+
+for name in isles.METHODS:
+    own = options(name) | ({"fragments": HALVES} if name.startswith("streaming") else {})
+    for workers in range(1, 5):
+        if name != "fsdp":  # which is among the commands
+            LOOPS[f"{name} of {workers}"] = Loop(method=name, options=own, workers=workers)
+    if name != "fsdp":
+        LOOPS[f"{name} of 3, resumed"] = Loop(method=name, options=own, resume=4)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands. {home}: the folder of FILES; {run}: the run's
+
+RESUME = ("resume", "{run}")
+REPLAY = ("simulate", "{run}", "--replay", "--out", "{run}/again.safetensors")
+MEMORY_PLAN = ("memory", "plan", "--json")
+PATHS_PLAN = ("pipeline", "plan", "home-fibre", "--stages", "2,1,2", "--bytes", "4k", "--forward", "0.05")
+PATHS_PLAN += ("--skip-ratio", "0.33", "--memory", "2", "--waves", "1", "--out", "{home}/paths.json")
+
+
+def trace(*events: Mapping[str, float]) -> str:
+    """A file for `--churn`."""
+    return "".join(json.dumps(event) + "\n" for event in events)
+
+
+JOINS_AND_LOSSES = (
+    {"at": 0.15, "kill": 3}, {"at": 0.25, "join": 1}, {"at": 0.5, "leave": 2}, {"at": 0.6, "join": 2},
+    {"at": 0.7, "pause": 1}, {"at": 0.9, "resume": 1},
+)  # fmt: skip
+FILES = {
+    "trace.jsonl": trace(*JOINS_AND_LOSSES),
+    "outage.jsonl": trace(*JOINS_AND_LOSSES, {"at": 1.0, "lighthouse": 0.4}, {"at": 1.2, "join": 1}),
+}
+
+SHORT = ["data.path={home}/text.txt", "data.batch_size=2", "data.validation_sequences=4", "model.device=cpu"]
+SHORT += ["inner.warmup_steps=2", "run.steps=8", "run.log_every=1", "run.validate_every=4"]
+SAVED = ["run.checkpoint_every=5"]
+SMALL = [*SHORT, "model.d_model=16", "model.layers=2", "model.heads=2", "model.ffn=24", "model.context=16"]
+SMALL += ["inner.lr=0.01"]
+UNTIED = ["model.tie_embeddings=false"]
+VIRTUAL, REAL = ["world.backend=virtual"], ["world.backend=distributed"]
+
+
+def method(name: str, **more: Any) -> list[str]:
+    """The settings of a method."""
+    own = options(name) | more
+    return [f"replicas.method={name}", *(f"replicas.{key}={value}" for key, value in own.items())]
+
+
+FOUR, STAGES = ["world.workers=4"], ["pipeline.stages=2", "pipeline.microbatches=2"]
+PLAN = ["memory.method=auto", "memory.machine=RTX 3060", "memory.device_budget=190kB"]
+WORLDS: dict[str, list[str]] = {
+    **{f"workers {count}": [f"world.workers={count}"] for count in range(1, 5)},
+    "islands": [*FOUR, "world.inner=2", "inner.accumulation=2", "world.links=datacentres"],
+    "dropped": [*FOUR, "world.inner=2", "world.drop_outer=0.5"],
+    "stages": [*FOUR, *STAGES],
+    "random": [*FOUR, *STAGES, "pipeline.routing=random"],
+    "stages of islands": ["world.workers=8", *STAGES, "world.inner=2"],
+    "recompute": ["world.workers=2", "memory.method=checkpoint"],
+    "vectors": ["world.workers=2", "memory.vectors=disk", "memory.disk={home}"],
+}
+SIMULATED: dict[str, list[str]] = {  # what only the virtual clock can be
+    "uneven": ["world.workers=3", "inner.accumulation=2", "inner.max_norm=0.3", "world.links=home-cable",
+               "world.step_factors=[1.0,1.4,0.8]", "world.step_jitter=0.2"],
+    "paused": ["world.workers=3", "world.links=worldwide", "world.pause_every=0.5", "world.pause_seconds=0.3"],
+    "priced": ["world.workers=3", "run.priced_as=1B, A100, 64k"],
+    "plan": ["world.workers=2", *PLAN],
+    "plan, stages": [*FOUR, *STAGES, *UNTIED, "pipeline.loss_at=last", *PLAN],
+}  # fmt: skip
+ONE = "diloco"  # the method that meets every world also where only some do
+
+COMMANDS: dict[str, Command] = {}
+for name in isles.METHODS:
+    for world, settings in (WORLDS | SIMULATED if name != "fsdp" else {}).items():  # which is of processes
+        again = [] if world == "workers 2" or name == ONE else None
+        here = [*SMALL, *SAVED, *VIRTUAL, *method(name), *settings]
+        COMMANDS[f"{name}, {world}"] = Command(settings=here, resume=again)
+    for world, settings in WORLDS.items():
+        if world == "workers 2" or name == ONE or (name == "fsdp" and world.startswith("workers")):
+            COMMANDS[f"{name}, {world}, real"] = Command(settings=[*SMALL, *SAVED, *REAL, *method(name), *settings])
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Alone
+
+DDP, DILOCO, NOLOCO = method("ddp"), method("diloco"), method("noloco")
+THREE = [*UNTIED, "model.layers=3", "pipeline.stages=3", "pipeline.microbatches=2", "world.workers=3"]
+LOST = [*THREE[1:], "pipeline.stage_loss=0.2"]
+SWARM = [*UNTIED, "data.batch_size=8", "data.batch_mode=global", "pipeline.routing=swarm", "pipeline.microbatches=8"]
+TWOS, FOURS = ["pipeline.peers=[2,2]", *FOUR], ["pipeline.peers=[4,4]", "world.workers=8"]
+SOLO = method("noloco", on_peer_failure="solo", prefetch_phi="false")
+NONE = ["replicas.method=none"]
+CLUSTERS = [*UNTIED, "model.layers=4", "replicas.method=localsgd", "replicas.sync_every=4", "pipeline.routing=ravnest"]
+CLUSTERS += ["pipeline.microbatches=2", "pipeline.clip=stage"]
+ALIKE, UNLIKE = ["pipeline.clusters=[[2],[2]]", *FOUR], ["pipeline.clusters=[[1,2],[3],[]]", "world.workers=6"]
+ALONE: dict[str, list[str]] = {
+    "stages, all in flight": [*DDP, *THREE, "pipeline.in_flight=all", "pipeline.order=arrival"],
+    "stages, 1f1b, recomputed": [*DDP, *THREE, "pipeline.in_flight=1f1b", "pipeline.recompute=true"],
+    "stages, cut": [*NOLOCO, *THREE, "pipeline.cut=[1,2]", "pipeline.clip=stage", "pipeline.loss_at=origin"],
+    "stages, apart": [*DILOCO, *FOUR, *STAGES, "pipeline.together=false", "world.step_jitter=0.3"],
+    "stages, coordinates": [*DDP, *THREE, "pipeline.boundary=subspace:8", "pipeline.subspace_update=3"],
+    "stages, row-wise": [*DDP, *THREE, "pipeline.boundary=subspace:8", "pipeline.subspace=row-wise"],
+    "stages, projected": [*DDP, *THREE, "pipeline.boundary=subspace:8", "pipeline.subspace=projected"],
+    "stages, dct": [*DDP, *THREE, "pipeline.boundary=dct:0.75"],
+    "stages, bottleneck": [*DDP, *THREE, "pipeline.boundary=bottleneck:8"],
+    "stages, maxout": [*DDP, *THREE, "pipeline.boundary=maxout:8", "pipeline.loss_at=last"],
+    "stages, int8": [*DDP, *THREE, "pipeline.codec=int8", "pipeline.gradient_codec=bf16"],
+    **{f"stages, lost, {kind}": [*DDP, *LOST, f"pipeline.recovery={kind}"]
+       for kind in ("checkfree", "checkfree+", "average", "copy", "random")},
+    "stages, lost, checkpoint": [*DDP, *LOST, "pipeline.recovery=checkpoint", "pipeline.recovery_every=2"],
+    "paths": [*DDP, "model.layers=3", "pipeline.stages=3", "pipeline.microbatches=2", "pipeline.routing=skippipe",
+              "pipeline.plan={home}/paths.json", "world.links=home-fibre", "world.workers=5"],
+    "swarm": [*NONE, *SWARM, *TWOS],
+    "swarm, strict": [*NONE, *SWARM, *TWOS, "pipeline.consistency=strict"],
+    "swarm, relaxed, int8": [*NONE, *SWARM, *TWOS, "pipeline.consistency=relaxed", "pipeline.codec=int8"],
+    "swarm, delayed": [*NONE, *SWARM, *TWOS, "pipeline.delay_updates=1"],
+    "swarm, moves": [*NONE, *SWARM, "pipeline.peers=[3,1]", *FOUR, "pipeline.rebalance=throughput",
+                     "pipeline.rebalance_every=0.2", "pipeline.hysteresis=0.05", "world.step_jitter=0.2"],
+    "swarm, uneven": [*NONE, *SWARM, *TWOS, "world.step_factors=[1.0,2.0,1.0,0.5]", "world.links=home-cable"],
+    "swarm, diloco": [*DILOCO, *SWARM, *TWOS],
+    "swarm, noloco": [*SOLO, *SWARM, *TWOS],
+    "clusters": [*CLUSTERS, *ALIKE],
+    "clusters, unlike": [*CLUSTERS, *UNLIKE, "pipeline.average_optimizer=true", "pipeline.stage_lr=1/(1+tau)"],
+    "clusters, one more": [*CLUSTERS, *ALIKE[:1], "world.workers=5", "world.step_factors=[1.0,1.5,1.0,1.0,1.0]"],
+    "plan, early": [*DDP, *WORLDS["workers 2"], *PLAN, "memory.update=early", "inner.max_norm=0"],
+    "plan, shared": [*DDP, *WORLDS["workers 2"], *PLAN, "memory.shard=true"],
+    "plan, islands": [*DILOCO, *FOUR, "world.inner=2", *PLAN],
+    "plan, karma": [*DDP, *WORLDS["workers 2"], "memory.method=karma", "memory.machine=RTX 3060"],
+    "plan, autohete": [*DDP, *WORLDS["workers 2"], *PLAN, "memory.method=autohete"],
+    "bf16, sgd": [*DILOCO, *FOUR, "model.autocast=bf16", "inner.optimizer=sgd"],
+    "float64": [*NOLOCO, *FOUR, "model.dtype=float64", "data.batch_mode=global", "data.batch_size=8"],
+}  # fmt: skip
+ALONE_REAL: dict[str, list[str]] = {
+    "shards": [*DILOCO, *FOUR, "world.inner=2", "world.inside=fsdp"],
+    "stages, int8": ALONE["stages, int8"],
+    "paths": [word for word in ALONE["paths"] if not word.startswith("world.links")],
+    "swarm": [*NONE, *SWARM, "pipeline.peers=[1,1]", "world.workers=2"],  # with more it is the clock that shares out
+    "clusters": ALONE["clusters"],
+}
+COMMANDS |= {name: Command(settings=[*SMALL, *SAVED, *VIRTUAL, *own], resume=[]) for name, own in ALONE.items()}
+COMMANDS |= {f"{name}, real": Command(settings=[*SMALL, *REAL, *own]) for name, own in ALONE_REAL.items()}
+COMMANDS |= {
+    "embedded model, streaming": Command(settings=[*SHORT, *VIRTUAL, *method("streaming-diloco")]),
+    "regrouped": Command(settings=[*SMALL, *SAVED, *VIRTUAL, *DILOCO, *WORLDS["workers 3"]], resume=["--workers", "2"]),
+    "cut again": Command(settings=[*SMALL, *SAVED, *VIRTUAL, *DILOCO, *WORLDS["workers 2"]], resume=["--stages", "2"]),
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Churned
+
+LONGER = [*SMALL, "run.steps=24"]
+SEEDS = range(3)
+CHURNED: dict[str, tuple[str, list[str]]] = {
+    "noloco": ("10%/s", [*NOLOCO, *FOUR]),
+    "diloco": ("10%/s", [*DILOCO, *FOUR]),
+    "diloco, int8": ("10%/s", [*method("diloco", codec="int8"), *FOUR, "world.join_state=anchors"]),
+    "diloco, quorum": ("10%/s", [*method("diloco", on_late="quorum"), *FOUR, "world.step_jitter=0.5"]),
+    "noloco, ramp": ("ramp-up", [*NOLOCO, *FOUR]),
+    "diloco, outage": ("{home}/outage.jsonl", [*DILOCO, *FOUR]),
+    "noloco, outage": ("{home}/outage.jsonl", [*NOLOCO, *FOUR]),
+    "swarm": ("8%/s", [*NONE, *SWARM, *FOURS]),
+    "swarm, trace": ("{home}/trace.jsonl", [*NONE, *SWARM, *FOURS]),
+    "swarm, strict": ("8%/s", [*NONE, *SWARM, *FOURS, "pipeline.consistency=strict"]),
+    "swarm, relaxed": ("8%/s", [*NONE, *SWARM, *FOURS, "pipeline.consistency=relaxed"]),
+    "swarm, diloco": ("8%/s", [*DILOCO, *SWARM, *FOURS]),
+    "swarm, noloco": ("8%/s", [*SOLO, *SWARM, *FOURS]),
+    "clusters": ("8%/s", [*CLUSTERS, *UNLIKE]),
+}
+for name, (rate, own) in CHURNED.items():
+    for seed in SEEDS:
+        COMMANDS[f"churned {name}, seed {seed}"] = Command(
+            command=("simulate", "--churn", rate),
+            settings=[*LONGER, *own, f"run.seed={seed}"],
+            replay=name in ("noloco", "diloco") and seed == 0,
+        )
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plans that are printed
+
+LARGE = ["model.size=1B", "data.batch_size=4", "memory.machine=RTX 3060", "memory.device_budget=10GiB"]
+PLANS: dict[str, list[str]] = {
+    "memory plan, auto": [*LARGE, "memory.method=auto"],
+    "memory plan, early": [*LARGE, "memory.method=auto", "memory.update=early", "inner.max_norm=0"],
+    "memory plan, autohete": [*LARGE, "memory.method=autohete"],
+    "memory plan, karma": [*LARGE, "memory.method=karma", "model.size=300M"],
+    "memory plan, checkpoint": [*LARGE, "memory.method=checkpoint", "model.size=300M"],
+    "memory plan, stages": [*LARGE, *UNTIED, *STAGES, "memory.method=auto", "pipeline.loss_at=last"],
 }

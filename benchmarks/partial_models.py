@@ -49,7 +49,8 @@ from benchmarks.comparison.tuning import SEED, training_text
 from isles.data import DataConfig, Loader, load_corpus
 from isles.models import Decoder, Shape
 from isles.models.decoder import next_token_loss
-from isles.training.config.inner import InnerConfig, inner_optimizer, lr_factor
+from isles.training.config.inner import InnerConfig, lr_factor
+from isles.training.inner_optimizer import inner_optimizer
 from isles.training.stage_orders import dropped, order_loss
 
 SHAPES = {

@@ -19,7 +19,7 @@ from isles.network.named import links
 from isles.network.planner.job import Job
 from isles.network.planner.planner import plan
 from isles.training.config.reading import read_config
-from isles.training.dry_run import dry_run
+from isles.training.plan.run_plan import plan_run
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -33,7 +33,7 @@ def of_run(text: Path, steps: int, backend: str) -> Callable[[], object]:
     """The dry run of 8 ddp workers; on real workers nothing is replayed."""
     flags = {"replicas.method": "ddp", "world.workers": 8, "run.steps": steps, "world.backend": backend}
     config = read_config(None, flags, [f"data.path={text}"])
-    return lambda: dry_run(config)
+    return lambda: plan_run(config)
 
 
 def of_job(workers: int) -> Callable[[], object]:

@@ -35,10 +35,10 @@ from benchmarks._pages import written
 from benchmarks._stage_memory import peaks
 from isles.models.sizes import Shape
 from isles.pipeline.config import PipelineConfig
-from isles.training.clustered.dry import dry_clusters
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.dry_run import dry_run
+from isles.training.plan.clusters import plan_clusters
+from isles.training.plan.run_plan import plan_run
 
 PAGE, STEPS_HERE = "ravnest.md", 400
 BLOCKS, STAGES, MICROBATCHES, BATCH = 6, 2, 2, 8
@@ -133,7 +133,7 @@ def best_cuts(way: Way) -> tuple[int, ...]:
     if not way.ravnest:
 
         def step(cut: int) -> float:
-            told = dry_run(configured(way, (cut,), 40)).transfers
+            told = plan_run(configured(way, (cut,), 40)).time
             assert told is not None and told.step is not None
             return told.step
 
@@ -142,7 +142,7 @@ def best_cuts(way: Way) -> tuple[int, ...]:
     for copy in range(way.copies):
         seats = {}
         for cut in range(1, BLOCKS):
-            plan = dry_clusters(configured(way, (cut,) * way.copies, 40))
+            plan = plan_clusters(configured(way, (cut,) * way.copies, 40))
             seats[cut] = max(seat.seconds or 0.0 for seat in plan.seats if seat.cluster == copy)
         found.append(min(seats, key=seats.__getitem__))
     return tuple(found)

@@ -29,7 +29,7 @@ from isles.report.rundir import read_run
 from isles.report.units import format_seconds
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.dry_run import dry_run
+from isles.training.plan.run_plan import plan_run
 from isles.training.running.priced import named
 
 PAGE, METHODS, ROUNDS, EVERY = "which-method.md", ("diloco", "noloco"), 40, 8
@@ -63,7 +63,7 @@ def seconds(config: Config, network: str) -> float:
     size, step = named(AS)
     smaller = parameters(config.model.shape()) / parameters(shape_of(size))
     world = replace(config.world, links=f"{rate * smaller:.6g}bit/s, {latency}", step_seconds=step)
-    found = dry_run(replace(config, world=world)).transfers
+    found = plan_run(replace(config, world=world)).time
     assert found is not None and found.step is not None
     return found.step * config.run.steps
 

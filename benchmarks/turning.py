@@ -38,7 +38,8 @@ from isles.data import DataConfig, Loader
 from isles.models import Decoder, Shape
 from isles.pipeline.boundaries.grassmann import Drift, turned
 from isles.pipeline.boundaries.scheme import Crossings, Inside
-from isles.training.config.inner import inner_optimizer, lr_factor
+from isles.training.config.inner import lr_factor
+from isles.training.inner_optimizer import inner_optimizer
 
 SHAPE = Shape(d_model=64, layers=4, heads=4, ffn=256, vocab=256, context=64, tie_embeddings=False)
 RANK, STEPS, SEQUENCES, EVERY = 8, 300, 8, 25

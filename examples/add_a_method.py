@@ -18,11 +18,11 @@ import isles
 
 # The method, from here. --------------------------------------------------------------------------------------------
 from isles.comm.codecs import codec
+from isles.replicas.config import MethodConfig
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import RandomGroups
-from isles.replicas.sync import MethodConfig
 
 
 @dataclass(frozen=True, kw_only=True)

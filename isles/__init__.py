@@ -37,7 +37,7 @@ _NAMES = {
     "unwrap": "isles.replicas.sync",
     "METHODS": "isles.replicas",
     "method": "isles.replicas",
-    **{name: module for module, name in (place.split(":") for place, _ in METHODS.values())},
+    **{name: module for module, name in (row.place.split(":") for row in METHODS.values())},
 }
 
 __all__ = ["__version__", *_NAMES]

@@ -1,9 +1,13 @@
-"""How Isles words a user's mistake: one line that names the key and the mend; and how it shows what others wrote."""
+"""How Isles words a user's mistake: one line that names the key and the mend; and how it shows what others wrote, and
+what Python warns of.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -38,3 +42,19 @@ def printable(text: str, longest: int = 2000) -> str:
 
 def _shown(character: str) -> str:
     return character if character.isprintable() else " " if character.isspace() else "?"
+
+
+@contextmanager
+def warnings_told(tell: Callable[[Any], None]) -> Iterator[None]:
+    """Python warnings become notices to the user, each once, instead of source lines on stderr."""
+    told: set[str] = set()
+
+    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        text = " ".join(str(message).split())
+        if text not in told:
+            told.add(text)
+            tell({"notice": text})
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

@@ -30,7 +30,6 @@ class Float8(Codec):
     """E4M3: 1 byte an entry."""
 
     name = "fp8"
-    lossless, biased, shared_mask = False, False, False
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
         return elements
@@ -69,6 +68,31 @@ class HalfAvg(FedAvg):
     def compose(self):
         return replace(super().compose(), rule=Half())
 '''
+OWN_METHOD = '''"""A share of the mean change, of no paper."""
+
+from dataclasses import replace
+
+from isles.replicas.methods.config import ShareAvgConfig
+from isles.replicas.methods.fedavg import Descent, FedAvg
+
+
+class ShareAvg(FedAvg):
+    """FedAvg with shorter steps."""
+
+    Config = ShareAvgConfig
+
+    def compose(self):
+        return replace(super().compose(), rule=Descent(lr=self.config.share))
+'''
+SETTINGS = '''
+
+@dataclass(frozen=True, kw_only=True)
+class ShareAvgConfig(FedAvgConfig):
+    """Settings of `shareavg`."""
+
+    share: float = 0.5
+    """Share of the mean change that is taken."""
+'''
 BACKEND = '''"""The backend `classroom`: virtual workers in one room."""
 
 from dataclasses import replace
@@ -88,17 +112,18 @@ def call(worker, workers, config, args, out):
     return virtual.call(worker, workers, _near(config), args, out)
 '''
 
+LAST = '    """Settings of `eager`; defaults of the paper."""\n\n    outer_lr: float = 0.4\n'
 # What is added: new files, and (file, what stands there, what stands there then).
 ADDED: dict[str, tuple[dict[str, str], list[tuple[str, str, str]]]] = {
     "codec": (
         {"comm/codecs/float8.py": CODEC},
         [
             (
-                "comm/codecs/__init__.py",
-                "from isles.comm.codecs.integers import",
-                "from isles.comm.codecs.float8 import Float8\nfrom isles.comm.codecs.integers import",
-            ),
-            ("comm/codecs/__init__.py", "Float4, Sign)", "Float4, Float8, Sign)"),
+                "comm/codecs/kinds.py",
+                "KINDS: dict[str, CodecKind] = {\n",
+                "KINDS: dict[str, CodecKind] = {\n"
+                '    "fp8": CodecKind(f"{_HERE}.float8:Float8", lossless=False, biased=False, shared_mask=False),\n',
+            )
         ],
     ),
     "outer rule": ({"replicas/parts/half.py": RULE}, []),
@@ -107,10 +132,22 @@ ADDED: dict[str, tuple[dict[str, str], list[tuple[str, str, str]]]] = {
         [
             (
                 "replicas/__init__.py",
-                "METHODS: dict[str, tuple[str, str]] = {\n",
-                "METHODS: dict[str, tuple[str, str]] = {\n"
-                '    "halfavg": ("isles.replicas.methods.halfavg:HalfAvg", "half of the mean change of H steps"),\n',
+                "METHODS: dict[str, MethodRow] = {\n",
+                "METHODS: dict[str, MethodRow] = {\n"
+                '    "halfavg": _row("halfavg:HalfAvg", "methods.config:FedAvgConfig", "half of the mean change"),\n',
             )
+        ],
+    ),
+    "method with its own settings": (
+        {"replicas/methods/shareavg.py": OWN_METHOD},
+        [
+            (
+                "replicas/__init__.py",
+                "METHODS: dict[str, MethodRow] = {\n",
+                "METHODS: dict[str, MethodRow] = {\n"
+                '    "shareavg": _row("shareavg:ShareAvg", "methods.config:ShareAvgConfig", "a part of the mean"),\n',
+            ),
+            ("replicas/methods/config.py", LAST, LAST + SETTINGS),
         ],
     ),
     "backend": (
@@ -136,7 +173,7 @@ import sys
 from pathlib import Path
 
 import isles
-from isles.replicas.methods.custom import CustomConfig
+from isles.replicas.methods.custom_config import CustomConfig
 from isles.replicas.parts.legal import AXES, warnings
 from isles.report.rundir import read_run
 from isles.report.sheets.plan import not_planned
@@ -158,8 +195,11 @@ for refused in ({"rule": "average"}, {"mixing": "nobody"}):
             raise AssertionError(f"{codec} is accepted with {refused}")
 assert not any("never comes back" in line for line in warnings(CustomConfig(codec="fp8").choice))
 
-assert isles.HalfAvg.__module__ == isles.METHODS["halfavg"][0].partition(":")[0]
+assert isles.HalfAvg.__module__ == isles.METHODS["halfavg"].place.partition(":")[0]
 assert "halfavg" in not_planned() and 'method = "halfavg"' in template("halfavg")
+assert "# Share of the mean change that is taken.\\nshare = 0.5\\n" in template("shareavg")
+assert "isles.replicas.methods.shareavg" not in sys.modules, "its settings are read without its code"
+assert isles.ShareAvg.Config().share == 0.5
 
 flags = {"replicas.method": "halfavg", "replicas.codec": "fp8", "replicas.sync_every": 1, "world.backend": "classroom"}
 flags |= {"world.workers": 2, "run.steps": 2, "data.path": sys.argv[1] + "/isles/network", "data.batch_size": 1}
@@ -203,7 +243,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, set
 def test_as_many_files_as_contributing_says(house: tuple[Path, dict[str, set[str]]]) -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     said = {what: int(count) for what, count in re.findall(r"^\| an? ([a-z ]+?) \| (\d) \|", text, re.MULTILINE)}
-    assert said == {"codec": 2, "outer rule": 1, "method": 2, "backend": 3}
+    assert said == {"codec": 2, "outer rule": 1, "method": 2, "method with its own settings": 3, "backend": 3}
     assert {what: len(files) for what, files in house[1].items()} == said
 
 

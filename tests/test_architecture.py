@@ -70,6 +70,8 @@ TENSOR_MAKERS = {
                  "randperm", "tensor", "zeros")
 }  # fmt: skip
 HEAVY = ("torch", "matplotlib", "scipy", "transformers")
+# Lines of what a file imports, and of what those import, at 1b670daa: readers, and commands, should come to no more.
+CLOSURES = {"isles.replicas.methods.diloco": 11_364, "isles.training.config.sections": 6_661 * 65 // 100}
 NO_TORCH_ROOMS = ("report", "network")  # `isles report` and `isles plan` answer without loading torch
 
 
@@ -214,6 +216,30 @@ def imports_between(sources: dict[str, tuple[ast.Module, bool]]) -> dict[str, se
     }
 
 
+def only_for_checkers(tree: ast.Module) -> set[ast.AST]:
+    """What stands under `if TYPE_CHECKING:`."""
+    blocks = (node for node in tree.body if isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING")
+    return {node for block in blocks for node in ast.walk(block)}
+
+
+def closure(start: str, sources: dict[str, tuple[ast.Module, bool]]) -> set[str]:
+    """`start`, the modules of `sources` that it imports, wherever in the file but not for type checkers alone, and
+    whatever those import. `from a import b` counts a as well as a.b.
+    """
+    found, new = set(), {start}
+    while new:
+        module = new.pop()
+        found.add(module)
+        tree, is_package = sources[module]
+        idle = only_for_checkers(tree)
+        for node, name in imported_modules(tree, module, is_package):
+            if node not in idle and isinstance(node, ast.Import | ast.ImportFrom):
+                owner = name.rpartition(".")[0] if isinstance(node, ast.ImportFrom) else name
+                new |= {there for one in (name, owner) if (there := module_named(one, sources))}
+        new -= {*found, "isles"}
+    return found
+
+
 def unsafe_complaints(tree: ast.Module, module: str, is_package: bool) -> list[tuple[ast.AST, str]]:
     complaints = []
     for node, name in imported_modules(tree, module, is_package):
@@ -301,8 +327,7 @@ def test_imports_only_go_down() -> None:
 
 
 def test_no_files_import_each_other() -> None:
-    sources = {module_name(path): (parse(path), path.name == "__init__.py") for path in source_files()}
-    found = circles(imports_between(sources))
+    found = circles(imports_between(by_module()))
     assert not found, listed([" <-> ".join(circle) for circle in found])
 
 
@@ -312,6 +337,30 @@ def test_plan_and_report_stay_free_of_torch() -> None:
         for path in source_files()
         if room_of(module_name(path)) in NO_TORCH_ROOMS
         for node, name in imported_modules(parse(path), module_name(path), path.name == "__init__.py")
+        if name.partition(".")[0] == "torch"
+    ]
+    assert not complaints, listed(complaints)
+
+
+def by_module() -> dict[str, tuple[ast.Module, bool]]:
+    return {module_name(path): (parse(path), path.name == "__init__.py") for path in source_files()}
+
+
+@pytest.mark.parametrize("module", CLOSURES)
+def test_what_a_file_pulls_in_is_bounded(module: str) -> None:
+    lines = {module_name(path): lines_of(path) for path in source_files()}
+    pulled = closure(module, by_module())
+    assert sum(lines[name] for name in pulled) <= CLOSURES[module], listed(sorted(pulled))
+
+
+def test_settings_stand_apart_from_torch() -> None:
+    """Those of every section, and of every method."""
+    sources = by_module()
+    starts = {"isles.training.config.sections", *(row.config.partition(":")[0] for row in isles.METHODS.values())}
+    complaints = [
+        f"{module}:{getattr(node, 'lineno', 1)} imports {name}"
+        for module in sorted(set().union(*(closure(start, sources) for start in starts)))
+        for node, name in imported_modules(sources[module][0], module, sources[module][1])
         if name.partition(".")[0] == "torch"
     ]
     assert not complaints, listed(complaints)
@@ -442,7 +491,7 @@ def test_the_table_of_methods_is_the_only_one() -> None:
     from isles.replicas import METHODS
     from isles.report.sheets.plan import not_planned
 
-    places = {tuple(place.split(":")) for place, _ in METHODS.values()}
+    places = {tuple(row.place.split(":")) for row in METHODS.values()}
     assert names_for_checkers(parse(PACKAGE / "replicas" / "__init__.py")) == places
     assert all(getattr(isles, name).__module__ == module for module, name in places)
     embedded = tomllib.loads((PACKAGE / "training" / "config" / "embedded.toml").read_text(encoding="utf-8"))
@@ -467,6 +516,28 @@ def test_the_base_of_methods_knows_no_kind_of_replica() -> None:
     known = names_in(parse(PACKAGE / "replicas" / "sync.py"))
     assert "Replica" in known
     assert not known & kinds, f"replicas/sync.py names {sorted(known & kinds)}: ask the replica instead"
+
+
+HEAPS = {
+    "network/engine.py": "the queue of events of simulated time, and the heads of a line",
+    "comm/virtual/scheduler.py": "workers by whose turn it is",
+    "comm/gloo/transfers.py": "alarms of the real clock",
+    "network/routing/events.py": "the tasks of a worker that could start",
+    "network/routing/stopwatch.py": "a makespan in a fraction of a replay's time, for searches",
+    "memory/lanes.py": "copies and passes of one machine, in the inner loop of a search",
+    "memory/serial.py": "the queue of one lane",
+    "memory/engines/paced.py": "the queue of one lane, in real time",
+}
+
+
+def test_simulated_time_has_one_engine() -> None:
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in source_files()
+        for _, name in imported_modules(parse(path), module_name(path), path.name == "__init__.py")
+        if name.split(".")[0] == "heapq"
+    }
+    assert found == set(HEAPS), "simulate time with isles.network.engine.EventQueue, or say here what the heap is for"
 
 
 def names_of_types(tree: ast.Module) -> list[str]:
@@ -616,6 +687,16 @@ def test_circle_rule_fires(base: str, user: str, found: list[list[str]]) -> None
         "isles.comm.user": (ast.parse(user), False),
     }
     assert circles(imports_between(sources)) == found
+
+
+def test_closure_rule_fires() -> None:
+    """Imports in functions count, and of a package what is imported from it; those for type checkers alone do not."""
+    user = "if TYPE_CHECKING:\n    from isles.c import C\nfrom isles import a\ndef f():\n    from isles.b.d import D"
+    sources = {name: (ast.parse("import torch"), False) for name in ("isles.a", "isles.b", "isles.b.d", "isles.c")}
+    sources |= {"isles.user": (ast.parse(user), False), "isles.b": (ast.parse(""), True)}
+    assert closure("isles.user", sources) == {"isles.user", "isles.a", "isles.b.d"}
+    sources["isles.user"] = ast.parse("from isles.b import d, e"), False
+    assert closure("isles.user", sources) == {"isles.user", "isles.b", "isles.b.d"}
 
 
 @pytest.mark.parametrize(

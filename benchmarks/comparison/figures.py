@@ -14,7 +14,7 @@ from benchmarks.comparison.runs import RunRow, finished
 from isles.models.config import ModelConfig
 from isles.report.comparison import NEVER
 from isles.report.paired import Paired, paired
-from isles.training.dry_run import dry_run
+from isles.training.plan.run_plan import plan_run
 
 REFERENCE = ModelConfig(size="eager-35M", device="cpu")
 """What memory is counted on: at the small run's size the fixed parts would hide what grows with the model."""
@@ -81,8 +81,8 @@ class Figures:
         activations; on `REFERENCE`, by the plan of `isles train --dry-run`.
         """
         config = next(iter(self.cases.values())).config
-        planned = dry_run(replace(config, model=replace(REFERENCE, dtype=config.model.dtype)))
-        return planned.peak / planned.parameters
+        planned = plan_run(replace(config, model=replace(REFERENCE, dtype=config.model.dtype)))
+        return planned.fullest.memory.peak / planned.parameters
 
 
 def _at(curve: Sequence[Sequence[float]], share: float) -> float:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import multiprocessing
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.main import get_command
@@ -38,6 +36,7 @@ from isles.cli.elastic import join, lighthouse, swarm
 from isles.cli.experts import commands
 from isles.cli.memory import plan as memory
 from isles.cli.ravnest import plan as ravnest
+from isles.errors import warnings_told
 from isles.version import __version__
 
 app = typer.Typer(
@@ -96,7 +95,7 @@ def main() -> None:
 
 def _run() -> int:
     try:
-        with _warnings_in_a_line():
+        with warnings_told(_note):
             return _command()(standalone_mode=False) or 0
     except _UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]
@@ -117,20 +116,9 @@ def _run() -> int:
         return _fail(_with_notes(error), 1)
 
 
-@contextlib.contextmanager
-def _warnings_in_a_line() -> Iterator[None]:
-    """What Python warns of is a note for the user, each once, without the path and line of whoever said it."""
-    told: set[str] = set()
-
-    def show(message: Warning | str, *where: Any, **more: Any) -> None:
-        text = " ".join(str(message).split())
-        if text not in told and torchrun.is_main_process():
-            print(f"note: {text}", file=sys.stderr, flush=True)
-        told.add(text)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
+def _note(event: dict[str, str]) -> None:
+    if torchrun.is_main_process():
+        print(f"note: {event['notice']}", file=sys.stderr, flush=True)
 
 
 @cache

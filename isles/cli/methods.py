@@ -35,8 +35,8 @@ def _methods() -> None:
     from isles.replicas import METHODS
 
     width = max(map(len, METHODS))
-    for name, (place, what) in METHODS.items():
-        print(f"{name:<{width}}  {what}  ({place})")
+    for name, row in METHODS.items():
+        print(f"{name:<{width}}  {row.what}  ({row.place})")
     print("or package.module:Class for a method of your own; settings: isles config --method NAME")
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
+
 from isles.report.panels import Table
 
 
+def aligned(rows: Sequence[Sequence[str]], words: Container[int] = ()) -> list[str]:
+    """Lines of a table: columns of `words` to the left, of numbers to the right. They are as wide as they are: a
+    terminal that is too narrow wraps lines, which is better than cutting numbers.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    places = range(len(widths))
+    cells = ([row[at].ljust(widths[at]) if at in words else row[at].rjust(widths[at]) for at in places] for row in rows)
+    return ["  ".join(row).rstrip() for row in cells]
+
+
 def print_table(table: Table) -> None:
-    """Aligned columns as they are: a terminal that is too narrow wraps lines, which is better than cutting numbers."""
-    heads, rows, names = table.heads, table.rows, table.names
-    widths = [max(len(row[index]) for row in (heads, *rows)) for index in range(len(heads))]
-    for row in (heads, *rows):
-        cells = [cell.ljust(width) for cell, width in zip(row[:names], widths, strict=False)]
-        print("  ".join([*cells, *map(str.rjust, row[names:], widths[names:])]).rstrip())
+    """With its heads."""
+    print("\n".join(aligned([table.heads, *table.rows], range(table.names))))

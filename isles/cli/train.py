@@ -57,14 +57,16 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what the run will be: memory, who sends what when, bytes, time.")
     ] = False,
+    gpu: Annotated[str, typer.Option(help="With --dry-run: whether it fits this machine, such as H100.")] = "",
     probe: Annotated[bool, typer.Option("--probe", help="With --dry-run: measure a step on this machine.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
     as_: As = None,
     trust: Trust = False,
 ) -> None:
     """Train a model; without CONFIG.toml a small one on the standard library's own source, with NoLoCo."""
-    if (probe or json) and not dry_run:
-        raise ValueError(f"{'--probe' if probe else '--json'} goes with --dry-run: add it, or take it out")
+    if (probe or json or gpu) and not dry_run:
+        option = "--probe" if probe else "--json" if json else "--gpu"
+        raise ValueError(f"{option} goes with --dry-run: add it, or take it out")
     from isles.launch.nodes import NodeSpec
     from isles.launch.room import refuse_too_many
     from isles.schema import backend_of
@@ -90,12 +92,12 @@ def train(
         start_server()  # it loads torch while this process does
     resolved = resolve(tables)
     if dry_run:
-        from isles.cli.dry_run import show
+        from isles.cli.plan_printer import show
 
-        show(resolved, probe=probe, as_json=json, machines=nodes)
+        show(resolved, probe=probe, as_json=json, machines=nodes, machine=gpu)
         return
     if torchrun.size() is None:
-        from isles.training.dry_run import refuse
+        from isles.training.plan.run_plan import refuse
 
         refuse(resolved)
     file = f"{preset or config} over the defaults of isles config --method {resolved.method}"

@@ -62,7 +62,7 @@ def tune(
     from isles.report.tuning import complete, read_tuning, subtitle, table_of
     from isles.report.units import format_seconds
     from isles.training.config.reading import read_config
-    from isles.training.dry_run import refuse
+    from isles.training.plan.run_plan import refuse
     from isles.training.running.interrupts import Interrupts
     from isles.training.running.run import launch
 

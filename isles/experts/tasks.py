@@ -25,10 +25,10 @@ from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 from isles.comm.errors import CommError, from_plain, to_plain
+from isles.errors import warnings_told
 from isles.experts.jobs import JobProgress
 from isles.training.running.interrupts import Interrupts, first_interrupt
 from isles.training.running.server import start_server
-from isles.training.running.starting import warnings_told
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
 

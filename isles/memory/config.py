@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from isles.memory.lanes import Update
 from isles.network.units import parse_bytes
 
 MemoryMethod = Literal["none", "auto", "autohete", "karma", "checkpoint"]
+Update = Literal["exact", "early"]
 VectorPlace = Literal["memory", "disk"]
 
 

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from isles.memory.arena import Arena
+from isles.memory.config import Update
 from isles.memory.costs import (
     SLOTS,
     Placement,
@@ -38,7 +39,6 @@ from isles.memory.costs import (
 from isles.memory.serial import LANES, Deadlock, LaneName, LaneTimeline, SerialLane, SimulatedEvent, SimulatedSpan
 from isles.network.machines import Machine
 
-Update = Literal["exact", "early"]
 _ENDS = -1  # in place of a unit: embedding and head
 _STEPS = 4  # the first one fills the lanes; the mean of the others is the step in the long run
 

@@ -17,8 +17,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from isles.memory.config import Update
 from isles.memory.costs import Activations, Placement, Profile, UnitPlace, disk_bytes, host_bytes, least_peak
-from isles.memory.lanes import Update
 from isles.memory.plan import InfeasibleBudget, MemoryPlan, digests
 from isles.memory.searching.counts import Counts, expand, neighbours, possible, ranked
 from isles.memory.searching.linear import solve

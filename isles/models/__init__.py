@@ -12,7 +12,8 @@ from isles.imports import on_first_use
 if TYPE_CHECKING:
     from .config import ModelConfig
     from .decoder import Decoder, Output, next_token_loss
-    from .factory import Limits, autocast, build, choose_device, limits, sketch
+    from .factory import autocast, build, choose_device, sketch
+    from .model_limits import Limits, limits
     from .sizes import (
         SIZES,
         Shape,
@@ -28,7 +29,8 @@ __all__, __getattr__, __dir__ = on_first_use(
     {
         ".config": ("ModelConfig",),
         ".decoder": ("Decoder", "Output", "next_token_loss"),
-        ".factory": ("Limits", "autocast", "build", "choose_device", "limits", "sketch"),
+        ".factory": ("autocast", "build", "choose_device", "sketch"),
+        ".model_limits": ("Limits", "limits"),
         ".sizes": (
             "SIZES",
             "Shape",

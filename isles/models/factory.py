@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from .config import ModelConfig
 from .decoder import Decoder
-from .hf import hf_limits, load_hf
+from .hf import load_hf
 from .own import make, sketch_own
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -53,32 +52,6 @@ def placement(config: ModelConfig, workers: int) -> str:
     if most > 1 and "cpu" not in used:
         line += f"; up to {most} share a GPU, whose memory must hold as many models"
     return line + (f"; GPUs idle: {idle} (model.device, or more workers, would use them)" if idle else "")
-
-
-class Limits(NamedTuple):
-    """What the data must fit: `context`, the longest sequence in tokens; `vocab`, token ids (None: not known)."""
-
-    context: int
-    vocab: int | None
-
-
-def limits(config: ModelConfig) -> Limits:
-    """The limits of the model of `config`, without building it. ValueError where they are not known, or cannot be."""
-    if config.factory is not None:
-        assert config.context is not None
-        return Limits(config.context, config.vocab)
-    if config.hf is None:
-        shape = config.shape()
-        return Limits(shape.context, shape.vocab)
-    longest, vocab = hf_limits(config.hf)
-    context = config.context or longest
-    if context is None:
-        raise ValueError("model.context is missing: config.json of model.hf does not say how long a sequence may be")
-    if longest is not None and context > longest:
-        raise ValueError(
-            f"model.context = {context} is more than the {longest} of model.hf: set it to {longest} or less"
-        )
-    return Limits(context, config.vocab or vocab)
 
 
 def build(config: ModelConfig, seed: int, rank: int = 0, home: torch.device | None = None) -> nn.Module:

@@ -4,7 +4,7 @@ latency to the target, jitter of that latency.
     arrival of one alone = its bits / the slower of the two rates + latency(source, target) * factor
 
 Or every ordered pair of workers has a line of its own, which nobody else uses: then `bandwidth` is a matrix. Several
-share a line fairly (`isles.network.pipe`). What two ranks behind one line send each other goes over it too, up
+share a line fairly (`isles.network.engine`). What two ranks behind one line send each other goes over it too, up
 and down. Units: bits per second, seconds.
 """
 
@@ -13,10 +13,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from isles.network.noise import lognormal
 
@@ -160,6 +158,18 @@ class Links:
             return self.latency
         return self.latency(source, target) if callable(self.latency) else self.latency[source][target]
 
+    def scaled(self, factor: float) -> Links:
+        """The same network, its lines so many times as fast."""
+
+        def scale(rates: Any) -> Any:
+            if callable(rates):
+                return lambda uplink: factor * rates(uplink)
+            return [scale(rate) for rate in rates] if hasattr(rates, "__len__") else factor * rates
+
+        return replace(
+            self, bandwidth=scale(self.bandwidth), downlink=None if self.downlink is None else scale(self.downlink)
+        )
+
     def slowest_rate(self, workers: int) -> float:
         """Bits per second that the worker with the least has, up or down, if those that share its line are busy too."""
         ranks = range(workers)
@@ -167,6 +177,8 @@ class Links:
 
     def longest_latency(self, workers: int) -> float:
         """Mean seconds of the longest way between two of `workers` ranks; 0 for one."""
+        if isinstance(self.latency, (int, float)):
+            return self.latency if workers > 1 else 0.0
         ways = [(source, target) for source in range(workers) for target in range(workers) if source != target]
         return max((self.base_latency(source, target) for source, target in ways), default=0.0)
 
@@ -187,9 +199,9 @@ class Links:
         ]
 
 
-def is_matrix(rates: object) -> bool:
+def is_matrix(rates: Any) -> bool:
     """Whether rates are given for pairs of workers."""
-    return isinstance(rates, Sequence | np.ndarray) and len(rates) > 0 and isinstance(rates[0], Sequence | np.ndarray)
+    return hasattr(rates, "__len__") and len(rates) > 0 and hasattr(rates[0], "__len__")
 
 
 def _of(rates: Any, uplink: int) -> float:

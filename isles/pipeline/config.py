@@ -8,8 +8,7 @@ from typing import Literal
 
 from isles.errors import as_typed
 from isles.network.routing.orders import in_flight
-from isles.pipeline.boundaries.lengths import StreamCodec
-from isles.pipeline.boundaries.names import boundary_name
+from isles.pipeline.boundaries.names import StreamCodec, boundary_name
 
 Consistency = Literal["exact", "strict", "relaxed"]
 

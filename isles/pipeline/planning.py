@@ -3,7 +3,9 @@
     job, split -> tasks of a step, exchanges between replicas and inside islands -> one replay -> SplitPlan
 
 All splits take the same text a step of all workers, so each worker computes as long in all of them; what differs is
-waiting. Exchanges are the closed forms of `isles.network.planner.closed`. Left out: activations, the time to encode.
+waiting. Of a large fleet some replicas are played, on lines as slow and as long as its worst; their workers send other
+replicas what those of the whole fleet do. Exchanges are the closed forms of `isles.network.planner.closed`. Left out:
+activations, the time to encode.
 Loads no torch.
 """
 
@@ -36,6 +38,7 @@ _FLOAT = 4
 _INSIDE, _FEWEST = 24_000, 4  # messages that are played where workers share stages, and steps of a round
 _EACH = 2_000  # of them, about, of all means that begin together
 _ISLANDS = 8  # workers that share a stage, at most
+_WORKERS, _REPLICAS = 16, 4  # of a large fleet that are played: about so many workers, and replicas at the least
 
 Routing = Literal["fixed", "random"]
 
@@ -53,7 +56,7 @@ class WorkerSplit:
 class StagesJob:
     """What is to be trained by replicas that may be cut. near: the links inside a replica; None: as between replicas.
     microbatches: of a replica's batch. method: between replicas, every so many inner steps. boundary: what
-    crosses between stages.
+    crosses between stages. heavier: how many times as long as its own is what a part of a fleet sends other replicas.
     """
 
     job: Job
@@ -63,6 +66,7 @@ class StagesJob:
     every: int = 100
     near: Links | None = None
     boundary: PlannedBoundary = field(default_factory=PlannedBoundary)
+    heavier: float = 1.0
 
     def __post_init__(self) -> None:
         if self.job.step_tokens is None:
@@ -139,19 +143,20 @@ def plan_splits(asked: StagesJob, found: Sequence[WorkerSplit]) -> list[SplitPla
 def planned(asked: StagesJob, split: WorkerSplit) -> SplitPlan:
     """One split."""
     job = asked.job
-    staged, made = steps_of(asked, split), _pieces(asked, split.stages)
-    account = replayed(asked, split, staged)
+    few, part = _played_part(asked, split)
+    staged, made = steps_of(few, part), _pieces(asked, split.stages)
+    account = replayed(few, part, staged)
     rounds = asked.every
     outer = 0.0
     if split.replicas > 1:
         form = form_of(asked.way.codec, job)
         model = job.parameters / split.stages / split.inner
         outer = asked.way.payloads(split.replicas, form) * form.bits / 8 * model / rounds
-    sent = sum(staged.sent())
-    turn = turn_of(asked, split, staged)
+    sent = sum(staged.sent()) / few.job.workers
+    turn = turn_of(asked, split, staged if part is split else steps_of(asked, split))
     if turn is not None:
         account = account.plus(rounds / asked.boundary.turn_every, turn.account(_topology(asked, split)))
-        sent += sum(turn.bytes_sent) / asked.boundary.turn_every
+        sent += sum(turn.bytes_sent) / asked.boundary.turn_every / job.workers
     share = max(_held(job, piece) for piece in made)
     on_device, memory = _memory(asked, split, share)
     table = asked.boundary.table_bytes(_vocab(job), round(_width(job))) if split.stages > 1 else 0.0
@@ -161,11 +166,29 @@ def planned(asked: StagesJob, split: WorkerSplit) -> SplitPlan:
         computing=account.computing / rounds,
         bubble=account.for_stages / rounds,
         waiting=(account.waiting - account.for_stages) / rounds,
-        stage_bytes=sent / job.workers,
+        stage_bytes=sent,
         outer_bytes=outer,
         memory=memory + table,
         on_device=on_device + table,
     )
+
+
+def _played_part(asked: StagesJob, split: WorkerSplit) -> tuple[StagesJob, WorkerSplit]:
+    """What is played of it: all of it, or some replicas."""
+    job, way, island = asked.job, asked.way, split.stages * split.inner
+    few = max(_REPLICAS, _WORKERS // island)
+    if split.replicas <= few:
+        return asked, split
+    assert job.step_tokens is not None
+    form, slowest = form_of(way.codec, job), job.links.slowest_rate(job.workers)
+    part = replace(
+        job,
+        workers=few * island,
+        links=Links(bandwidth=slowest, latency=job.links.longest_latency(job.workers), jitter=job.links.jitter),
+        step_tokens=job.step_tokens * few / split.replicas,
+    )
+    heavier = way.payloads(split.replicas, form) / way.payloads(few, form)
+    return replace(asked, job=part, heavier=heavier), replace(split, replicas=few)
 
 
 def steps_of(asked: StagesJob, split: WorkerSplit) -> StagedSteps:
@@ -221,7 +244,8 @@ def _played(asked: StagesJob, split: WorkerSplit, staged: StagedSteps, every: in
     )
     if found is None:
         raise ValueError(
-            f"{job.workers} workers exchange too often to be played: choose a larger --sync-every, or fewer workers"
+            f"{split.stages} stages of {split.inner} workers send too many messages to be played: choose fewer "
+            "--microbatches, or fewer stages"
         )
     return found
 
@@ -250,9 +274,15 @@ class _Routes:
 
 
 def _part(job: Job, pieces: int, workers: int) -> Job:
-    """One of so many, of the workers that hold it."""
-    each = job.parameters / pieces
-    return replace(job, parameters=each, workers=workers, matrices=None, messages=_EACH * workers / job.workers)
+    """One of so many, of the workers that hold it. What is exchanged does not hang on the lines."""
+    return replace(
+        job,
+        parameters=job.parameters / pieces,
+        workers=workers,
+        links=Links(bandwidth=1.0),
+        matrices=None,
+        messages=_EACH * workers / job.workers,
+    )
 
 
 def _exchanges(asked: StagesJob, split: WorkerSplit, steps: int, *, every: int) -> list[PlannedExchange]:
@@ -268,6 +298,7 @@ def _exchanges(asked: StagesJob, split: WorkerSplit, steps: int, *, every: int) 
             made += among(ranks, spread, numbers)
     if split.replicas > 1 and every <= steps:
         outer = _part(job, island, split.replicas)
+        outer = replace(outer, parameters=outer.parameters * asked.heavier)
         course = asked.way.exchanges(
             outer, form_of(asked.way.codec, outer), every, lambda round: random_pairs(split.replicas, round)
         )
@@ -303,7 +334,7 @@ def _memory(asked: StagesJob, split: WorkerSplit, parameters: float) -> tuple[fl
     if split.replicas == 1:
         alone = next(way for way in WAYS if way.method == "ddp").memory(replace(asked.job, parameters=parameters))
         return alone.computing, alone.computing
-    own = replace(asked.job, parameters=parameters, workers=split.replicas, matrices=None)
+    own = replace(_part(asked.job, 1, split.replicas), parameters=parameters)
     memory = asked.way.memory(own)
     return memory.computing, memory.computing + (memory.peak - memory.computing) / split.inner
 

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from isles.errors import unknown_name
 from isles.imports import is_place, named
 
 if TYPE_CHECKING:  # for type checkers, which see `isles.DiLoCo` through these; the names themselves come from METHODS
+    from isles.replicas.config import MethodConfig
     from isles.replicas.methods.custom import Custom as Custom
     from isles.replicas.methods.dct_dp import DCTDP as DCTDP
     from isles.replicas.methods.ddp import DDP as DDP
@@ -35,50 +36,83 @@ if TYPE_CHECKING:  # for type checkers, which see `isles.DiLoCo` through these; 
     from isles.replicas.methods.streaming_noloco import StreamingNoLoCo as StreamingNoLoCo
     from isles.replicas.sync import ReplicaSync
 
-METHODS: dict[str, tuple[str, str]] = {
-    "none": ("isles.replicas.methods.none:NoSync", "every worker trains alone"),
-    "ddp": ("isles.replicas.methods.ddp:DDP", "average gradients every step"),
-    "fsdp": ("isles.replicas.methods.fsdp:FSDP", "the same, every worker holding a share of weights and inner state"),
-    "dct-dp": ("isles.replicas.methods.dct_dp:DCTDP", "average the gradients' largest entries every step"),
-    "localsgd": ("isles.replicas.methods.localsgd:LocalSGD", "average parameters every H steps"),
-    "diloco": ("isles.replicas.methods.diloco:DiLoCo", "outer Nesterov step on the mean change of H steps"),
-    "streaming-diloco": (
-        "isles.replicas.methods.streaming:StreamingDiLoCo",
-        "DiLoCo by fragments, landing some steps later",
+
+class MethodRow(NamedTuple):
+    """place: module:Class. config: that of its settings, whose file loads no torch. what: the method does."""
+
+    place: str
+    config: str
+    what: str
+
+
+def _row(place: str, config: str, what: str) -> MethodRow:
+    return MethodRow(f"isles.replicas.methods.{place}", f"isles.replicas.{config}", what)
+
+
+METHODS: dict[str, MethodRow] = {
+    "none": _row("none:NoSync", "methods.config:NoneConfig", "every worker trains alone"),
+    "ddp": _row("ddp:DDP", "gradient.config:DDPConfig", "average gradients every step"),
+    "fsdp": _row(
+        "fsdp:FSDP", "gradient.config:FSDPConfig", "the same, every worker holding a share of weights and inner state"
     ),
-    "delayed": ("isles.replicas.methods.delayed:DelayedDiLoCo", "DiLoCo whose means arrive a round late"),
-    "eager": ("isles.replicas.methods.eager:EagerDiLoCo", "the same, with the worker's own share fresh"),
-    "noloco": ("isles.replicas.methods.noloco:NoLoCo", "outer step with one random partner every H steps"),
-    "streaming-noloco": (
-        "isles.replicas.methods.streaming_noloco:StreamingNoLoCo",
+    "dct-dp": _row("dct_dp:DCTDP", "gradient.config:DCTDPConfig", "average the gradients' largest entries every step"),
+    "localsgd": _row("localsgd:LocalSGD", "methods.config:LocalSGDConfig", "average parameters every H steps"),
+    "diloco": _row("diloco:DiLoCo", "methods.config:DiLoCoConfig", "outer Nesterov step on the mean change of H steps"),
+    "streaming-diloco": _row(
+        "streaming:StreamingDiLoCo", "methods.config:StreamingConfig", "DiLoCo by fragments, landing some steps later"
+    ),
+    "delayed": _row("delayed:DelayedDiLoCo", "methods.config:DelayedConfig", "DiLoCo whose means arrive a round late"),
+    "eager": _row("eager:EagerDiLoCo", "methods.config:EagerConfig", "the same, with the worker's own share fresh"),
+    "noloco": _row(
+        "noloco:NoLoCo", "methods.noloco_config:NoLoCoConfig", "outer step with one random partner every H steps"
+    ),
+    "streaming-noloco": _row(
+        "streaming_noloco:StreamingNoLoCo",
+        "methods.noloco_config:StreamingNoLoCoConfig",
         "NoLoCo by fragments, landing later",
     ),
-    "fedavg": ("isles.replicas.methods.fedavg:FedAvg", "average the changes of H steps"),
-    "fedadam": ("isles.replicas.methods.fedadam:FedAdam", "outer Adam step on the mean change of H steps"),
-    "fedyogi": ("isles.replicas.methods.fedyogi:FedYogi", "outer Yogi step on the mean change of H steps"),
-    "slowmo": ("isles.replicas.methods.slowmo:SlowMo", "outer heavy ball on the mean change of H steps"),
-    "postlocal-sgd": (
-        "isles.replicas.methods.postlocal:PostLocalSGD",
+    "fedavg": _row("fedavg:FedAvg", "methods.config:FedAvgConfig", "average the changes of H steps"),
+    "fedadam": _row("fedadam:FedAdam", "methods.config:FedAdamConfig", "outer Adam step on the mean change of H steps"),
+    "fedyogi": _row("fedyogi:FedYogi", "methods.config:FedAdamConfig", "outer Yogi step on the mean change of H steps"),
+    "slowmo": _row("slowmo:SlowMo", "methods.config:SlowMoConfig", "outer heavy ball on the mean change of H steps"),
+    "postlocal-sgd": _row(
+        "postlocal:PostLocalSGD",
+        "methods.config:PostLocalSGDConfig",
         "average parameters every step, later every H steps",
     ),
-    "sparta": ("isles.replicas.methods.sparta:SPARTA", "average a random part of the parameters every step"),
-    "sparseloco": ("isles.replicas.methods.sparseloco:SparseLoCo", "the largest entries of the mean change, in 2 bits"),
-    "dilocox": (
-        "isles.replicas.methods.dilocox.dilocox:DiLoCoX",
+    "sparta": _row(
+        "sparta:SPARTA", "methods.config:SPARTAConfig", "average a random part of the parameters every step"
+    ),
+    "sparseloco": _row(
+        "sparseloco:SparseLoCo", "methods.config:SparseLoCoConfig", "the largest entries of the mean change, in 2 bits"
+    ),
+    "dilocox": _row(
+        "dilocox.dilocox:DiLoCoX",
+        "methods.dilocox.config:DiLoCoXConfig",
         "low-rank 4-bit DiLoCo whose means arrive a round late",
     ),
-    "demo": (
-        "isles.replicas.methods.demo.demo:DeMo",
+    "demo": _row(
+        "demo.demo:DeMo",
+        "methods.demo.config:DeMoConfig",
         "the largest coefficients of every worker's momentum, every step",
     ),
-    "ist": ("isles.replicas.methods.ist.ist:IST", "a narrow part of the model each, divided anew every H steps"),
-    "custom": ("isles.replicas.methods.custom:Custom", "any cadence, mixing, codec, reading, rule and landing"),
+    "ist": _row(
+        "ist.ist:IST", "methods.ist.config:ISTConfig", "a narrow part of the model each, divided anew every H steps"
+    ),
+    "custom": _row(
+        "custom:Custom", "methods.custom_config:CustomConfig", "any cadence, mixing, codec, reading, rule and landing"
+    ),
 }
+
+
+def config_of(name: str) -> type[MethodConfig]:
+    """The class of the settings of `name`, as in `method`. Loads no torch for a name of `METHODS`."""
+    return named(f"settings of {name}", METHODS[name].config) if name in METHODS else method(name).Config
 
 
 def method(name: str) -> type[ReplicaSync]:
     """The class behind a name of `METHODS`, or behind "package.module:Class". ValueError names what is wrong."""
-    place = METHODS[name][0] if name in METHODS else name
+    place = METHODS[name].place if name in METHODS else name
     if ":" not in place:
         raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
     if not is_place(place):

@@ -8,12 +8,6 @@ from dataclasses import fields
 from inspect import Parameter, Signature, signature
 from typing import Any, TypeVar
 
-from torch import Tensor
-
-from isles.comm.codecs import Form
-from isles.comm.codecs.lowrank import LowRank
-from isles.comm.collectives.mean import phases
-from isles.comm.tags import rounds_apart
 from isles.errors import unknown_name
 
 _C = TypeVar("_C")  # a dataclass
@@ -92,16 +86,6 @@ def eager_rate(outer_lr: float, outer_momentum: float, workers: int) -> list[str
     ]
 
 
-def idle_low_rank(form: Form, parameters: Sequence[Tensor]) -> list[str]:
-    """A warning where low rank compresses nothing of a model."""
-    if not isinstance(form, LowRank) or form.compresses(parameters):
-        return []
-    return [
-        f"rank {form.rank} makes no matrix of the model smaller by {form.min_compression_rate:g} times, so all of it "
-        "travels dense: lower the rank"
-    ]
-
-
 def uneven_fragments(sync_every: int, fragments: int) -> list[str]:
     """A warning where fragments cannot be spread evenly over a round."""
     if sync_every % fragments == 0:
@@ -111,18 +95,6 @@ def uneven_fragments(sync_every: int, fragments: int) -> list[str]:
         f"sync_every = {sync_every} is no multiple of the model's {fragments} fragments, which are then sent at uneven "
         f"steps; {even} would be one"
     ]
-
-
-def rounds_to_leave_behind(rounds: int, fragments: int, elements: int) -> None:
-    """ValueError where a lost round could be taken for a later one of as many fragments: their addresses come round
-    again. elements: of the largest fragment.
-    """
-    most = rounds_apart(fragments, phases(elements)) - 1  # what the next round needs may be sent ahead
-    if rounds > most:
-        raise ValueError(
-            f'on_peer_failure = "solo" may leave rounds behind, and addresses of {fragments} fragment(s) come again '
-            f'after {most} rounds, of which this run has {rounds}: raise sync_every, or choose "raise"'
-        )
 
 
 def with_options(function: Callable[..., Any], config: type[Any]) -> Signature:

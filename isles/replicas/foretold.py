@@ -10,7 +10,10 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from isles.comm.codecs.lowrank import Form, LowRank
+from isles.comm.collectives.mean import phases
 from isles.comm.group import Group
+from isles.comm.tags import rounds_apart
 from isles.network.planner.memory import COMPARED, Held
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
@@ -88,3 +91,25 @@ class Foretold(Wrapping):
         trained = set(map(id, self.parameters))
         frozen = [parameter for parameter in self.model.parameters() if id(parameter) not in trained]
         return [*self.shares, *map(self.replica.own, frozen), *self.model.buffers()]
+
+
+def idle_low_rank(form: Form, parameters: Sequence[Tensor]) -> list[str]:
+    """A warning where low rank compresses nothing of a model."""
+    if not isinstance(form, LowRank) or form.compresses(parameters):
+        return []
+    return [
+        f"rank {form.rank} makes no matrix of the model smaller by {form.min_compression_rate:g} times, so all of it "
+        "travels dense: lower the rank"
+    ]
+
+
+def rounds_to_leave_behind(rounds: int, fragments: int, elements: int) -> None:
+    """ValueError where a lost round could be taken for a later one of as many fragments: their addresses come round
+    again. elements: of the largest fragment.
+    """
+    most = rounds_apart(fragments, phases(elements)) - 1  # what the next round needs may be sent ahead
+    if rounds > most:
+        raise ValueError(
+            f'on_peer_failure = "solo" may leave rounds behind, and addresses of {fragments} fragment(s) come again '
+            f'after {most} rounds, of which this run has {rounds}: raise sync_every, or choose "raise"'
+        )

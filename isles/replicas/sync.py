@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +27,7 @@ from isles.comm.roster import FixedRoster, Roster, as_roster
 from isles.network.planner.planned import Rhythm
 from isles.replicas import start
 from isles.replicas.checks import own_config, with_options
+from isles.replicas.config import MethodConfig
 from isles.replicas.copies import copies_of
 from isles.replicas.ending import EndsAsOne
 from isles.replicas.flat import VectorMaker
@@ -36,23 +36,8 @@ from isles.replicas.names import all_names, warn_if_not_held
 from isles.replicas.replica import Replica, as_replica, largest
 from isles.replicas.scaled import Scaled, TakesScalers
 from isles.replicas.schedule import Outline, outline
-from isles.replicas.space import Dimension, usual_space
 from isles.replicas.watch import ModelWatch, refuse_unfit
 from isles.wrapping import evaluated
-
-
-@dataclass(frozen=True, kw_only=True)
-class MethodConfig:
-    """What every method takes; a method's own config adds its hyper-parameters."""
-
-    @property
-    def survives(self) -> bool:
-        """True if the workers that are left go on to the end of the run when others fail."""
-        return False
-
-    def space(self, steps: int, *, timed: bool) -> list[Dimension]:
-        """What `isles tune` tries of a method beside the inner optimizer's; arguments as of `usual_space`."""
-        return usual_space(self, steps, timed=timed)
 
 
 class ReplicaSync(TakesScalers, Guarded, EndsAsOne):

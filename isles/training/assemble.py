@@ -18,9 +18,10 @@ from isles.replicas import method
 from isles.replicas.replica import Plain
 from isles.replicas.stage_copy import StageCopy, ToldNorm
 from isles.replicas.sync import ReplicaSync
-from isles.training.config.inner import inner_notices, inner_optimizer
+from isles.training.config.inner import inner_notices
 from isles.training.config.sections import Config
 from isles.training.cores import has_own_gpu
+from isles.training.inner_optimizer import inner_optimizer
 
 
 def wrapped(

@@ -22,12 +22,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 from isles.comm import mesh
 from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
-from isles.comm.virtual.events import ARRIVED
 from isles.comm.virtual.scheduler import Scheduler
 from isles.comm.virtual.transport import VirtualTransport
 from isles.comm.virtual.wire import VirtualWire
 from isles.data import Corpus, load_corpus
 from isles.durable import write_text
+from isles.network.engine import ARRIVED
 from isles.training.churn import ChurnedWorkers
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config

@@ -45,8 +45,8 @@ from isles.training.cores import take_cores
 from isles.training.draws import draws_state, restore_draws
 from isles.training.evaluation import validation_loss
 from isles.training.expected import expectation
+from isles.training.inner_optimizer import rate_schedule
 from isles.training.memory.at_work import PlannedMemory
-from isles.training.rates import rate_schedule
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.finite import refuse_losses, refuse_state
 from isles.training.records.saved import save_model, start_weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import socket
@@ -11,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,10 +20,7 @@ from isles.comm.elastic.messages import Refusal
 from isles.launch.addresses import parse_address
 from isles.training.config.reading import to_toml
 from isles.training.elastic import entering
-from isles.training.elastic.lighthouse import charter, drawing_up
 from isles.training.elastic.lighthouse.stand import read_stand
-from isles.training.elastic.terms import charter_of, elastic
-from tests import forked
 from tests.comm.elastic.sessions import free_port
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
@@ -78,18 +73,6 @@ def joins(world: Run) -> tuple[str, ...]:
     return ("join", world.address, "--token", world.token, "--data", world.config.data.path)
 
 
-def draws_up(tables: str) -> None:
-    """The process that reads a lighthouse's configuration."""
-    sys.stdin = io.StringIO(tables)
-    sys.exit(drawing_up.main())
-
-
-def forked_reader(words: list[str], *, input: str, **_: object) -> SimpleNamespace:
-    """In place of `subprocess.run`."""
-    code, out, _ = forked.Process(draws_up, input, folder=Path.cwd()).end()
-    return SimpleNamespace(returncode=code, stdout=out)
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -119,19 +102,9 @@ def forked_reader(words: list[str], *, input: str, **_: object) -> SimpleNamespa
     ],
     ids=lambda value: " ".join(value)[:60],
 )
-def test_what_can_be_seen_at_once(
-    answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], told: list[str]
-) -> None:
-    reader = SimpleNamespace(run=forked_reader, PIPE=None, TimeoutExpired=TimeoutError)
-    monkeypatch.setattr(charter, "subprocess", reader)
+def test_what_can_be_seen_at_once(answer: Answer, tmp_path: Path, words: list[str], told: list[str]) -> None:
     one_line(answer(*words), *told)
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configurations are read in this process, which has torch anyway."""
-    monkeypatch.setattr(charter, "drawn_up", lambda tables: charter_of(elastic(tables)))
 
 
 @pytest.mark.parametrize("command", ["lighthouse", "join", "doctor"])
@@ -153,7 +126,6 @@ def test_the_token_of_another_run(answer: Answer, world: Run) -> None:
     one_line(told, "is not the machine of this token", "look at address and token")
 
 
-@pytest.mark.usefixtures("here")
 def test_the_port_is_taken(answer: Answer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -162,7 +134,6 @@ def test_the_port_is_taken(answer: Answer) -> None:
     assert not Path("run").exists()
 
 
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("words", [(), ("--host", "127.0.0.1"), ("no route",)])
 def test_where_a_lighthouse_listens(answer: Answer, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
     """At this machine's way to others, and it says so; where that is told, or there is none, for this machine alone."""
@@ -186,7 +157,6 @@ def test_where_a_lighthouse_listens(answer: Answer, monkeypatch: pytest.MonkeyPa
     assert f"isles join {where}:{port} --token " in told and read_stand(Path("run")).host == where
 
 
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("journal", ["folder", '{"event":"gone","seat":4}\n'])
 def test_a_journal_that_makes_no_sense(answer: Answer, tmp_path: Path, journal: str) -> None:
     run = tmp_path / "run"
@@ -200,13 +170,11 @@ def test_a_journal_that_makes_no_sense(answer: Answer, tmp_path: Path, journal: 
     one_line(told, "run/members.jsonl: ", "restore the file, or start a new run")
 
 
-@pytest.mark.usefixtures("here")
 def test_more_founders_than_members(answer: Answer) -> None:
     words = ("--founders", "3", "--max-members", "2", *settings("run.steps=20"), *METHOD)
     one_line(answer("lighthouse", *words), "world.max_members = 2", "waits for 3", "--founders")
 
 
-@pytest.mark.usefixtures("here")
 def test_the_address_is_not_this_machines(answer: Answer) -> None:
     told = answer("lighthouse", "--host", "192.0.2.1", "--port", str(free_port()), *settings(), *METHOD, "--out", "run")
     one_line(told, "192.0.2.1", "--host")

@@ -13,7 +13,7 @@ from isles.cli.ravnest.plan import plan
 from isles.network.clusters.nodes import ClusterNode
 from isles.training.clustered import describing
 from isles.training.config.reading import read_config
-from isles.training.dry_run import refuse
+from isles.training.plan.run_plan import refuse
 
 UNTIED = ["model.layers=6", "model.tie_embeddings=false"]
 

@@ -23,7 +23,7 @@ from isles.cli.progress import Progress
 from isles.cli.several.rows import quick, read_beside, rows_of
 from isles.cli.several.study import Study, Terms
 from isles.cli.several.terms import applied, tuned_in
-from isles.replicas.methods.diloco import DiLoCoConfig
+from isles.replicas.methods.config import DiLoCoConfig
 from isles.replicas.space import MOMENTUM, STEP, Dimension, settings_of
 from isles.report.tuning import complete, read_tuning, saved
 from isles.training.config.reading import read_config

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from isles.comm.codecs import CODECS
+from isles.comm.codecs.kinds import CODECS
 from tests.netns import Wire, run_isolated, skip_unless_available
 
 MEGABYTE = 1_000_000

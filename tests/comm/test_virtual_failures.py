@@ -298,7 +298,7 @@ def test_ctrl_c_ends_every_worker(slots):
 def test_an_error_inside_the_machinery_ends_the_run(monkeypatch):
     from isles.comm.virtual.wire import VirtualWire
 
-    monkeypatch.setattr(VirtualWire, "_arrive", lambda *_: 1 / 0)
+    monkeypatch.setattr(VirtualWire, "arrived", lambda *_: 1 / 0)
 
     def worker(transport):
         return send(transport, 1).wait() if transport.rank == 0 else recv(transport, 0).wait()

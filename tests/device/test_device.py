@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import isles
-from isles.comm.codecs import FORMS
+from isles.comm.codecs.kinds import FORMS
 from tests.device import build
 from tests.device.ordered import METHODS as ORDERED
 from tests.device.ordered import MUTANTS

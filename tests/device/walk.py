@@ -33,7 +33,8 @@ fake_cuda.install(DEVICES)
 import torch  # noqa: E402
 
 import isles  # noqa: E402
-from isles.comm.codecs import FORMS, form  # noqa: E402
+from isles.comm.codecs import form  # noqa: E402
+from isles.comm.codecs.kinds import FORMS  # noqa: E402
 from isles.memory.engines.cuda import CudaMoves  # noqa: E402
 from isles.pipeline.boundaries.base import FullStream  # noqa: E402
 from isles.pipeline.wire import StageForm  # noqa: E402

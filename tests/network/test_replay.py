@@ -97,15 +97,14 @@ def test_a_long_run_is_played_in_part(late: int):
 
 
 def of_library(way: Way, size: str, steps: int, tmp_path) -> list[PlannedExchange]:
-    from isles.models import sketch
     from isles.training.config.reading import read_config
-    from isles.training.dry_run import _seat
+    from isles.training.plan.sketch import sketch_run
 
     flags = {"replicas.method": way.method, "world.workers": WORKERS, "run.steps": steps, "model.size": size}
     config = read_config(None, flags, [*settings_of(way), f"data.path={tmp_path}"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _seat(config, sketch(config.model), 0, None)[0].schedule(steps)
+        return sketch_run(config).optimizers[0].schedule(steps)
 
 
 def kind(pattern: MessagePattern) -> object:

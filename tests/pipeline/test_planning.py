@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -11,6 +12,7 @@ from typer.main import get_command
 from isles.cli import app
 from isles.data import load_corpus
 from isles.models.sizes import matrices, parameters
+from isles.network.links import Links
 from isles.network.named import links
 from isles.network.planner.job import Job
 from isles.pipeline.planning import StagesJob, WorkerSplit, plan_splits, planned, splits
@@ -71,6 +73,33 @@ def asked(folder: Path, net: str, workers: int, method: str, routing: str, tied:
     )
     near = links(str(folder / "fast.toml")) if inner else None
     return StagesJob(job=job, routing=routing, method=method, every=H, near=near)  # type: ignore[arg-type]
+
+
+def large(workers: int, **network: Any) -> StagesJob:
+    lines = Links(**({"bandwidth": 2e8, "latency": 0.03} | network))
+    numbers = {"parameters": 1e9, "layers": 16, "step_seconds": 2.0, "tokens": 1e10, "step_tokens": workers * 65536.0}
+    return StagesJob(job=Job(workers=workers, links=lines, **numbers))
+
+
+@pytest.mark.parametrize(("replicas", "stages"), [(8, 4), (32, 1)])
+def test_a_large_fleet_is_played_in_part(replicas: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the time of all of it."""
+    asked, split = large(32), WorkerSplit(replicas=replicas, stages=stages, inner=1)
+    part = planned(asked, split)
+    for key, most in (("_WORKERS", 64), ("MESSAGES", 64_000)):
+        monkeypatch.setattr(f"isles.pipeline.planning.{key}", most)
+    whole = planned(asked, split)
+    assert part.bubble == pytest.approx(whole.bubble, rel=0.001) and part.waiting == pytest.approx(
+        whole.waiting, rel=0.01
+    )
+    assert (part.stage_bytes, part.outer_bytes, part.memory) == (whole.stage_bytes, whole.outer_bytes, whole.memory)
+
+
+def test_a_network_that_names_all_workers_is_split() -> None:
+    """Two workers behind each line: as if each had half of it."""
+    split = WorkerSplit(replicas=4, stages=2, inner=1)
+    shared = planned(large(8, uplinks=[0, 0, 1, 1, 2, 2, 3, 3]), split)
+    assert shared.step == pytest.approx(planned(large(8, bandwidth=1e8), split).step, rel=0.2)
 
 
 CELLS = [

@@ -14,7 +14,8 @@ from torch import Tensor
 import isles
 from isles.comm.codecs import codec
 from isles.comm.mesh import Mesh
-from isles.replicas.methods.fedadam import Adam, FedAdamConfig
+from isles.replicas.methods.config import FedAdamConfig
+from isles.replicas.methods.fedadam import Adam
 from isles.replicas.methods.fedavg import Descent, FedAvg
 from isles.replicas.methods.fedyogi import Yogi
 from isles.replicas.parts.cadence import EveryH

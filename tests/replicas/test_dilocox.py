@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import isles
 from isles.comm.mesh import Mesh
 from isles.replicas.methods.dilocox.adaptive import Adaptive, ranks_used, resized
-from isles.replicas.methods.dilocox.dilocox import DiLoCoXConfig, usual_width
+from isles.replicas.methods.dilocox.config import DiLoCoXConfig
+from isles.replicas.methods.dilocox.dilocox import factors_form, usual_width
 from tests.replicas.workers import LINKS, Net, adamw, loss_of, sgd, train_step, weights
 
 PLAIN: dict[str, Any] = {"rank": 0, "codec": "none", "error_feedback": "none"}
@@ -211,8 +212,8 @@ def test_ranks_and_bases() -> None:
 
 def test_the_rank_left_out_is_an_eighth_of_the_usual_width() -> None:
     assert usual_width([(256, 64), (64, 64), (64,), (176, 64), (64, 176)]) == 64
-    assert DiLoCoXConfig().form([(256, 64), (64, 64)]).name == "powersgd:8+int4"
-    assert usual_width([(5,)]) == 1 and DiLoCoXConfig(rank=0, codec="int8").form([]).name == "int8"
+    assert factors_form(DiLoCoXConfig(), [(256, 64), (64, 64)]).name == "powersgd:8+int4"
+    assert usual_width([(5,)]) == 1 and factors_form(DiLoCoXConfig(rank=0, codec="int8"), []).name == "int8"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import isles
-from isles.comm.codecs import FORMS
+from isles.comm.codecs.kinds import FORMS
 from isles.comm.mesh import Mesh
 from tests.covers import cover
 from tests.gloo import run_gloo

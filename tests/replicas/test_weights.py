@@ -11,7 +11,7 @@ from torch import Tensor
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.training.dry_run import dry_run
+from isles.training.plan.run_plan import plan_run
 from isles.training.running.run import launch
 from tests.replicas.workers import LINKS, Net, counted, sgd, train_step, weights, wrap
 from tests.training.runs import Told, run, tiny, write_text
@@ -134,7 +134,7 @@ def test_a_run_weighs_by_its_workers_shares(tmp_path: Path) -> None:
     run(tiny(folder, *split, method="diloco", workers=3, steps=8), tmp_path / "equal")
     model = (out / "model.safetensors").read_bytes()
     assert model != (tmp_path / "equal" / "model.safetensors").read_bytes()
-    assert made["bytes_sent_per_worker"] * 3 == sum(dry_run(config).bytes_sent)
+    assert made["bytes_sent_per_worker"] * 3 == sum(plan_run(config).bytes_sent)
     assert not any("equal shares" in notice for notice in told.notices)
     for name in ("model.safetensors", "summary.json"):
         (out / name).unlink()
@@ -144,4 +144,4 @@ def test_a_run_weighs_by_its_workers_shares(tmp_path: Path) -> None:
     run(alike, tmp_path / "alike", told)
     assert any("all workers have equal shares" in notice for notice in told.notices)
     with pytest.raises(ValueError, match="shares are of single workers"):
-        dry_run(tiny(folder / "2.txt", "replicas.weights=samples", "world.inner=2", method="diloco", workers=4))
+        plan_run(tiny(folder / "2.txt", "replicas.weights=samples", "world.inner=2", method="diloco", workers=4))

@@ -23,9 +23,9 @@ from isles.replicas import METHODS, method
 from isles.training import staged
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.dry_run import dry_run
 from isles.training.evaluation import validation_loss
 from isles.training.placement import layout_of
+from isles.training.plan.run_plan import plan_run
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.recut import first_blocks, with_boundary, with_stages
 from isles.training.records.regroup import _cut_notes, prepare
@@ -60,12 +60,12 @@ def test_a_dry_run_knows_the_bytes(text: Path, more: list[str]) -> None:
     config = of(text, "data.validation_fraction=0", *more)
     args = (config, None, None, load_corpus(config.data))
     results = VirtualWorkers(train_worker, 4, config, args).join()
-    assert dry_run(config).bytes_sent == tuple(result["bytes_sent"] for result in results)
+    assert plan_run(config).bytes_sent == tuple(result["bytes_sent"] for result in results)
 
 
 def test_a_dry_run_counts_basis_and_table_at_every_stage(text: Path) -> None:
-    plain, bounded = (dry_run(of(text, f"pipeline.boundary={name}")) for name in ("none", "subspace:4"))
-    assert bounded.stages[1].memory.tables - plain.stages[1].memory.tables == 4 * (16 * 4 + 256 * 16)
+    plain, bounded = (plan_run(of(text, f"pipeline.boundary={name}")) for name in ("none", "subspace:4"))
+    assert bounded.workers[1].memory.tables - plain.workers[1].memory.tables == 4 * (16 * 4 + 256 * 16)
     tokens, beside = 16, 17 + 4  # of a microbatch: ids of a byte, and the loss
     assert plain.stream_ratio == 1
     assert bounded.stream_ratio == (tokens * 2 * 16 * 4 + beside) / (tokens * 2 * 4 * 4 + beside)
@@ -253,7 +253,7 @@ def test_a_model_of_ones_own_must_name_what_writes(text: Path) -> None:
     settings = [f"data.path={text}", "pipeline.stages=2", "pipeline.boundary=subspace:4", *factory]
     config = read_config(None, {"replicas.method": "none", "world.workers": 2}, settings)
     with pytest.raises(ValueError, match="Unnamed does not name what writes to its stream"):
-        dry_run(config)
+        plan_run(config)
 
 
 def test_a_model_of_ones_own_without_a_forward_pass_is_refused_in_a_line(text: Path) -> None:

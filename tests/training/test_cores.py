@@ -14,7 +14,7 @@ from isles.comm.collectives.headers import HEADER_BYTES
 from isles.comm.collectives.mean import native_bytes
 from isles.training import assemble, cores
 from isles.training.config.reading import read_config
-from isles.training.dry_run import dry_run
+from isles.training.plan.run_plan import plan_run
 
 _NEAR = ("0-3,8", "4-7", "4-7", "")
 """By GPU, as the kernel tells it; "" where it does not."""
@@ -89,7 +89,7 @@ def test_a_dry_run_foretells_them(
     """
     said = ["world.inner=2", f"world.workers={workers}", "run.steps=1", "replicas.sync_every=1"]
     plan, other = (
-        dry_run(read_config(None, {}, [*said, f"model.device={on}"]), machines=machines) for on in (device, "cpu")
+        plan_run(read_config(None, {}, [*said, f"model.device={on}"]), machines=machines) for on in (device, "cpu")
     )
     more = sum(other.bytes_sent) - sum(plan.bytes_sent)
     assert more == (workers * (HEADER_BYTES - native_bytes(1, torch.float32, 2)) if native else 0)

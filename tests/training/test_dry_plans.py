@@ -16,7 +16,9 @@ from isles.network.routing.plan import as_json
 from isles.network.routing.problem import Costs, Problem, replay_paths
 from isles.network.routing.search import blind
 from isles.training.config.sections import Config
-from isles.training.dry_run import DryRun, dry_run
+from isles.training.plan.record import RunPlan
+from isles.training.plan.run_plan import plan_run
+from isles.training.plan.sketch import clips_model
 from isles.training.running.run import launch
 from tests.network.routing.instances import drawn
 from tests.training.runs import counted, metrics, tiny, write_text
@@ -40,17 +42,18 @@ def of(folder: Path, problem: Problem, seed: int, *more: str, steps: int = 3, **
     return config, made.step_seconds
 
 
-def check(config: Config, within: float) -> DryRun:
+def check(config: Config, within: float) -> RunPlan:
     """Bytes of every worker, forwards kept, and the mean seconds of a step, exchanges included (relative)."""
-    planned, results = dry_run(config), counted(config)
+    planned, results = plan_run(config), counted(config)
     assert planned.bytes_sent == tuple(result["bytes_sent"] for result in results)
     took = sum(result["compute_seconds"] + result["blocked_seconds"] for result in results)
     waits = [result["channels"].get("pipeline") for result in results]
     waited = sum(channel["blocked_seconds"] for channel in waits if channel is not None)
-    found = planned.transfers
+    found = planned.time
     assert found is not None and found.bubble is not None
     assert found.step == pytest.approx(took / config.run.steps / len(results), rel=within)
-    assert found.bubble == pytest.approx(waited / took, abs=within)
+    norms = sum(result["channels"]["inner"]["blocked_seconds"] for result in results) if clips_model(config) else 0.0
+    assert waited / took - within <= found.bubble <= (waited + norms) / took + within
     return planned
 
 
@@ -90,12 +93,12 @@ def test_a_step_takes_its_replays_seconds_and_sends_its_bytes(folder: Path, orde
     launch(config, folder / "run", lambda line: None, lambda notice: None)
     lines = [line for line in metrics(folder / "run") if "worker" in line]
     ends = [max(line["clock_seconds"] for line in lines if line["step"] == step) for step in (2, 3)]
-    planned = dry_run(config)
+    planned = plan_run(config)
     assert planned.step_seconds == pytest.approx(ends[1] - ends[0], abs=1e-9)
     assert planned.step_seconds == pytest.approx(said, abs=1e-9)
     sent = {line["worker"]: line["bytes_sent"] for line in lines if line["step"] == 3}
     before = {line["worker"]: line["bytes_sent"] for line in lines if line["step"] == 2}
-    assert [node.bytes_a_step for node in planned.nodes] == [sent[rank] - before[rank] for rank in range(problem.nodes)]
+    assert [node.step_bytes for node in planned.workers] == [sent[rank] - before[rank] for rank in range(problem.nodes)]
 
 
 def test_narrow_lines_and_slow_nodes_are_those_of_the_run(folder: Path) -> None:
@@ -118,24 +121,29 @@ def test_nodes_hold_what_the_plan_lets_them(folder: Path) -> None:
     """Forwards as in the replay, weights of the node's stage; words and JSON name every node."""
     problem = drawn(3, (2, 1, 2), path_length=2, memory=2)
     config, _ = of(folder, problem, 3)
-    planned = dry_run(config)
+    planned = plan_run(config)
     paths = blind(problem, 3)
     held = replay_paths(problem, paths).held
-    assert [node.forwards for node in planned.nodes] == [held.get(node, 0) for node in range(problem.nodes)]
-    assert [node.stage for node in planned.nodes] == list(problem.stage_of)
-    assert [node.memory for node in planned.nodes] == [planned.stages[s].memory.peak for s in problem.stage_of]
+    assert [node.forwards for node in planned.workers] == [held.get(node, 0) for node in range(problem.nodes)]
+    assert [node.stage for node in planned.workers] == list(problem.stage_of)
+    peaks = {(node.stage, node.memory.peak) for node in planned.workers}
+    assert len(peaks) == len(problem.stages)
     visits = Counter(node for path in paths.values() for node in path)
-    assert [node.visits for node in planned.nodes] == [problem.waves * visits[n] for n in range(problem.nodes)]
+    assert [node.microbatches for node in planned.workers] == [problem.waves * visits[n] for n in range(problem.nodes)]
     assert planned.tokens_per_step == 2 * config.data.batch_size * 16
 
 
 def test_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from isles.cli.dry_run import show
+    from isles.cli.plan_printer import show
 
     config, _ = of(folder, drawn(3, (2, 1, 2), path_length=2), 3)
     show(config, probe=False, as_json=False)
     words = capsys.readouterr().out
-    for said in ("= stages of 2, 1, 2 by a plan", "node  stage  microbatches", "from its first task to its last"):
+    for said in (
+        "= stages of 2, 1, 2 by a plan",
+        "rank  stage  blocks  parameters  microbatches",
+        "from its first task to its last",
+    ):
         assert said in words, words
     show(config, probe=False, as_json=True)
-    assert len(json.loads(capsys.readouterr().out)["nodes"]) == 5
+    assert len(json.loads(capsys.readouterr().out)["workers"]) == 5

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from isles.network.planner.replay import replay_run
+from isles.network.named import links
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.dry_run import DryRun, dry_run
+from isles.training.plan.pipelines import staged_steps
+from isles.training.plan.record import RunPlan
+from isles.training.plan.replicas import replayed
+from isles.training.plan.run_plan import plan_run
+from isles.training.plan.sketch import clips_model, sketch_run
 from tests.training.runs import counted, tiny, write_text
 
 STAGES = ["model.layers=4", "data.batch_size=4", "data.validation_fraction=0"]
@@ -29,20 +32,33 @@ def of(text: Path, *more: str, method: str = "noloco", workers: int = 4, steps: 
     return tiny(text, *STAGES, links, f"pipeline.stages={stages}", *more, method=method, workers=workers, steps=steps)
 
 
-def check(config: Config, within: float) -> DryRun:
+def check(config: Config, within: float) -> RunPlan:
     """Bytes are equal, worker by worker; the shares of computing and of the bubble are so near, in points."""
-    planned, results = dry_run(config), counted(config)
+    planned, results = plan_run(config), counted(config)
     assert planned.bytes_sent == tuple(result["bytes_sent"] for result in results)
-    assert planned.transfers is not None
-    assert planned.transfers.utilisation is not None and planned.transfers.bubble is not None
+    assert planned.time is not None
+    assert planned.time.utilisation is not None and planned.time.bubble is not None
     keys = ("compute_seconds", "blocked_seconds")
     computing, blocked = (sum(result[key] for result in results) for key in keys)
     waited = sum(result["channels"]["pipeline"]["blocked_seconds"] for result in results)
     total = computing + blocked
-    assert 100 * planned.transfers.utilisation == pytest.approx(100 * computing / total, abs=within)
-    assert 100 * planned.transfers.bubble == pytest.approx(100 * waited / total, abs=within)
-    assert planned.transfers.step == pytest.approx(total / config.run.steps / config.world.workers, rel=within / 50)
+    assert 100 * planned.time.utilisation == pytest.approx(100 * computing / total, abs=within)
+    norms = sum(result["channels"].get("inner", {}).get("blocked_seconds", 0.0) for result in results)
+    least, most = 100 * waited / total - within, 100 * (waited + norms * clips_model(config)) / total + within
+    assert least <= 100 * planned.time.bubble <= most  # who asks for a norm waits for stages, and then for answers
+    assert planned.time.step == pytest.approx(total / config.run.steps / config.world.workers, rel=within / 50)
     return planned
+
+
+@pytest.mark.parametrize("clip", ["model", "stage"])
+def test_the_bubble_of_one_microbatch_is_half_of_the_time(text: Path, clip: str) -> None:
+    """One of two stages computes at any time, whether the other one waits for a microbatch or for the norm."""
+    links = 'world.links="1000000Gbit/s, 0ms"'
+    more = [UNTIED, "pipeline.microbatches=1", f"pipeline.clip={clip}", "pipeline.together=false", links]
+    planned = plan_run(of(text, *more, method="none", workers=2, steps=200))
+    assert planned.time is not None
+    assert planned.time.utilisation == pytest.approx(0.5, abs=0.002)
+    assert planned.time.bubble == pytest.approx(0.5, abs=0.002)
 
 
 TIED, UNTIED = "model.tie_embeddings=true", "model.tie_embeddings=false"
@@ -82,14 +98,14 @@ def test_it_is_what_the_virtual_clock_shows(
 def test_what_a_method_holds_is_divided_by_the_stages(text: Path, inner: int) -> None:
     """Anchors, momenta and residuals to the byte; with workers that share a stage by those too."""
     more = [UNTIED, "replicas.codec=int8", "replicas.error_feedback=local", f"world.inner={inner}"]
-    whole = dry_run(of(text, "pipeline.stages=1", UNTIED, *more[1:3], method="diloco", workers=2))
-    split = dry_run(of(text, *more, method="diloco", workers=4 * inner))
-    kept = {held.what: held.nbytes for held in whole.held}
+    whole = plan_run(of(text, "pipeline.stages=1", UNTIED, *more[1:3], method="diloco", workers=2))
+    split = plan_run(of(text, *more, method="diloco", workers=4 * inner))
+    kept = {held.what: held.nbytes for held in whole.fullest.memory.held}
     for what in ("anchor", "momentum", "error feedback"):
-        parts = [held.nbytes for stage in split.stages for held in stage.memory.held if held.what == what]
+        parts = [held.nbytes for stage in split.workers for held in stage.memory.held if held.what == what]
         assert len(parts) == 2 and inner * sum(parts) == kept[what]
-    assert sum(stage.parameters for stage in split.stages) == whole.parameters
-    assert split.peak == max(stage.memory.peak for stage in split.stages) and not whole.stages
+    assert sum(stage.parameters for stage in split.workers) == whole.parameters
+    assert split.is_staged and not whole.is_staged
 
 
 def test_the_memory_table_knows_stages() -> None:
@@ -107,31 +123,30 @@ def test_the_papers_large_model_in_stages_is_planned() -> None:
     """6.8 billion parameters, 16 replicas of 4 stages: too many messages to play each of the steps."""
     flags = {"replicas.method": "noloco", "world.workers": 64, "world.backend": "virtual"}
     more = ["pipeline.stages=4", "pipeline.routing=random", "data.batch_size=8", "replicas.sync_every=50"]
-    planned = dry_run(read_config(None, flags, ["model.size=noloco-large", "run.steps=1000", *more]))
-    assert planned.transfers is not None and planned.transfers.bubble is not None
-    assert 0 < planned.transfers.bubble < 1
-    assert sum(stage.parameters for stage in planned.stages) == planned.parameters > 6.8e9
+    planned = plan_run(read_config(None, flags, ["model.size=noloco-large", "run.steps=1000", *more]))
+    assert planned.time is not None and planned.time.bubble is not None
+    assert 0 < planned.time.bubble < 1
+    assert sum(stage.parameters for stage in planned.workers) == planned.parameters > 6.8e9
 
 
 @pytest.mark.parametrize(("method", "more"), [("noloco", []), ("diloco", ["pipeline.routing=random"])])
 def test_a_long_run_is_played_in_part(text: Path, method: str, more: list[str]) -> None:
     """Most steps of a round stand for a few of them: to the same share, nearly."""
     config = of(text, *more, "replicas.sync_every=40", method=method, steps=200)
-    whole = dry_run(config).transfers
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("isles.training.dry_time.replay_run", partial(replay_run, messages=1000))
-        part = dry_run(config).transfers
-    assert whole is not None and part is not None and whole.utilisation is not None and whole.bubble is not None
-    assert part.utilisation == pytest.approx(whole.utilisation, abs=0.01)
-    assert part.bubble == pytest.approx(whole.bubble, abs=0.01)
+    whole = plan_run(config).time
+    sketch = sketch_run(config)
+    part = replayed(sketch, links(config.world.links), staged_steps(sketch), most=1000)
+    assert whole is not None and part is not None and whole.utilisation is not None
+    assert part.share == pytest.approx(whole.utilisation, abs=0.01)
+    assert part.for_stages / (part.computing + part.waiting) == pytest.approx(whole.bubble, abs=0.01)
 
 
 def test_words(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from isles.cli.dry_run import show
+    from isles.cli.plan_printer import show
 
     show(of(text, steps=30), probe=False, as_json=False)
     words = capsys.readouterr().out
     for said in ("= 2 replicas x 2 stages", "forwards kept", "the bubble", "to other stages"):
         assert said in words, words
     show(of(text, steps=30), probe=False, as_json=True)
-    assert json.loads(capsys.readouterr().out)["stages"][1]["blocks"]
+    assert json.loads(capsys.readouterr().out)["workers"][1]["blocks"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,12 @@ import pytest
 from isles.comm.virtual.run import run_virtual
 from isles.network.named import links
 from isles.network.planner.planner import replayed
-from isles.network.planner.replay import replay_run
 from isles.network.planner.ways import WAYS, Way
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.dry_run import dry_run
+from isles.training.plan.replicas import replayed as replayed_run
+from isles.training.plan.run_plan import plan_run
+from isles.training.plan.sketch import sketch_run
 from isles.training.worker import train_worker
 from tests.covers import cover, share
 from tests.network.ways import H, job_of, named, settings_of
@@ -69,8 +69,8 @@ def of(
 
 def shares(config: Config) -> tuple[float, float]:
     """In percent: what the dry run says, and what the virtual clock shows."""
-    transfers = dry_run(config).transfers
-    said = 1.0 if transfers is None else transfers.utilisation
+    time = plan_run(config).time
+    said = 1.0 if time is None else time.utilisation
     assert said is not None
     return 100 * said, shown(config)
 
@@ -132,14 +132,13 @@ def test_presets_with_jitter(text: Path, case: str, net: str, size: str) -> None
 
 
 @pytest.mark.parametrize("case", ["ddp", "noloco"])
-def test_a_long_run_is_played_in_part(text: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_is_played_in_part(text: Path, case: str) -> None:
     """To the share of all of it, nearly."""
     config = of(text, case, steps=200)
-    whole = dry_run(config).transfers
-    monkeypatch.setattr("isles.training.dry_time.replay_run", partial(replay_run, messages=400))
-    part = dry_run(config).transfers
+    whole = plan_run(config).time
+    part = replayed_run(sketch_run(config), links(config.world.links), most=400)
     assert whole is not None and part is not None and whole.utilisation is not None
-    assert part.utilisation == pytest.approx(whole.utilisation, abs=0.01)
+    assert part.share == pytest.approx(whole.utilisation, abs=0.01)
 
 
 QUICK = ("ddp ", "streaming-diloco codec = fp4", "noloco ", "ist split = ffn")

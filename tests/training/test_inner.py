@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from isles.training.config.inner import InnerConfig, inner_optimizer, lr_factor
+from isles.training.config.inner import InnerConfig, lr_factor
+from isles.training.inner_optimizer import inner_optimizer
 
 
 def factors(steps: int, **settings: float) -> list[float]:

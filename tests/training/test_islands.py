@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from isles.training.dry_run import dry_run
+from isles.training.plan.run_plan import plan_run
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.regroup import prepare
 from isles.training.running.run import launch
@@ -46,9 +46,9 @@ def test_a_run_is_planned_stopped_and_gone_on_with(
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     run(config, whole)
     summary = json.loads((whole / "summary.json").read_text())
-    assert summary["bytes_sent_per_worker"] == sum(dry_run(config).bytes_sent) / workers
+    assert summary["bytes_sent_per_worker"] == sum(plan_run(config).bytes_sent) / workers
     if method != "fsdp":
-        said = dry_run(config)
+        said = plan_run(config)
         across = sum(said.outline.sent) / len(said.outline.sent) - said.outline.inside
         assert summary["islands"] == 2 and summary["bytes_across_per_worker"] == pytest.approx(across, rel=0.1)
     assert summary["workers"] == workers and summary["val_loss_replicas"] is not None
@@ -117,5 +117,5 @@ def test_other_numbers_of_workers_are_refused_and_change_nothing(text: Path, tmp
 def test_bad_input_is_one_line_with_the_mend(text: Path, method: str, settings: list[str], says: str) -> None:
     """Before anything is started; on the virtual backend."""
     with pytest.raises(ValueError, match=says) as refused:
-        dry_run(tiny(text, *settings, method=method, workers=4))
+        plan_run(tiny(text, *settings, method=method, workers=4))
     assert "\n" not in str(refused.value)

@@ -21,7 +21,7 @@ from isles.memory.profiling.fully_sharded import fully_sharded
 from isles.models.decoder import Decoder
 from isles.replicas.island.sharded import own_rows
 from isles.training.config.reading import read_config
-from isles.training.dry_run import dry_run
+from isles.training.plan.run_plan import plan_run
 from isles.training.running.run import launch
 from tests.gloo import run_gloo
 from tests.memory.loops import DECODER, SHAPE, UNITS, adamw, plan_of, profiled
@@ -172,7 +172,7 @@ def _left(config: Any, out: Path) -> tuple[bytes, dict[str, Any], list[Any]]:
 )
 def test_a_run_keeps_its_bits(method: str, backend: str, words: list[str], tmp_path: Path) -> None:
     plain = _config(*words, method=method, backend=backend)
-    budget = dry_run(_config(*words, "memory.method=checkpoint", method=method, backend=backend)).placed
+    budget = plan_run(_config(*words, "memory.method=checkpoint", method=method, backend=backend)).placed
     assert budget is not None
     less = f"memory.device_budget={int(0.9 * budget.peak)}B"  # so that some blocks must be made again
     planned = _config(*words, "memory.method=checkpoint", less, method=method, backend=backend)
@@ -211,14 +211,14 @@ def test_a_run_keeps_its_bits(method: str, backend: str, words: list[str], tmp_p
 )
 def test_what_moves_is_refused_in_one_line(method: str, words: list[str], told: str) -> None:
     with pytest.raises(ValueError, match=rf"^memory\.method: [^\n]*{told}[^\n]*$"):
-        dry_run(_config("memory.machine=H100", *words, method=method))
+        plan_run(_config("memory.machine=H100", *words, method=method))
 
 
 def test_a_plan_that_moves_is_refused_where_nothing_may(tmp_path: Path) -> None:
     words = ["memory.machine=RTX 3060", "memory.device_budget=2MB"]
     path = tmp_path / "plan.json"
-    moving = dry_run(_config("memory.method=auto", *words, method="ddp", backend="virtual")).placed
+    moving = plan_run(_config("memory.method=auto", *words, method="ddp", backend="virtual")).placed
     assert moving is not None
     path.write_text(moving.to_json(), encoding="utf-8")
     with pytest.raises(ValueError, match=r'which memory\.method = "checkpoint" leaves out: set it to "auto"'):
-        dry_run(_config("memory.method=checkpoint", *words, f"memory.plan={path}", method="ddp", backend="virtual"))
+        plan_run(_config("memory.method=checkpoint", *words, f"memory.plan={path}", method="ddp", backend="virtual"))

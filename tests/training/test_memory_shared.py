@@ -20,7 +20,7 @@ from isles.memory.sharing import runs
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
 from isles.training.config.reading import read_config
-from isles.training.dry_run import dry_run
+from isles.training.plan.run_plan import plan_run
 from isles.training.running.run import launch
 from tests.gloo import run_gloo
 from tests.memory.loops import DECODER, SHAPE, UNITS, adamw, plan_of, profiled
@@ -187,7 +187,7 @@ def test_a_run_with_shares(method: str, words: list[str], tmp_path: Path) -> Non
     told = []
     for shard in ("false", "true"):
         config, out = _config(*words, f"memory.shard={shard}", method=method), tmp_path / shard
-        planned = dry_run(config)
+        planned = plan_run(config)
         launch(config, out, lambda line: None, lambda notice: None)
         summary = json.loads((out / "summary.json").read_text())
         told.append((summary, planned, (out / "model.safetensors").read_bytes()))
@@ -210,4 +210,4 @@ def test_a_run_with_shares(method: str, words: list[str], tmp_path: Path) -> Non
 )
 def test_what_cannot_be_shared_is_one_line(method: str, words: list[str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        dry_run(_config(*words, "memory.shard=true", method=method))
+        plan_run(_config(*words, "memory.shard=true", method=method))

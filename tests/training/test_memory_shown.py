@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from isles.cli import dry_run as shown
-from isles.training.dry_run import dry_run
+from isles.cli import plan_printer as shown
 from isles.training.memory.planned import prepared
+from isles.training.plan.run_plan import plan_run
 from tests.training.test_memory import _config
 
 WORDS = ["memory.method=auto", "memory.machine=RTX 3060", "memory.device_budget=2MB"]
@@ -17,7 +17,7 @@ WORDS = ["memory.method=auto", "memory.machine=RTX 3060", "memory.device_budget=
 def test_a_dry_run_shows_the_plan_and_its_step(capsys: pytest.CaptureFixture[str]) -> None:
     config = _config(*WORDS)
     plan = prepared(config)[2]
-    found = dry_run(config)
+    found = plan_run(config)
     assert found.placed == plan
     assert found.step_seconds == plan.step  # the clock's, not that of [world]
     assert json.loads(json.dumps(found.as_json()))["placed"]["peak"] == plan.peak
@@ -28,4 +28,4 @@ def test_a_dry_run_shows_the_plan_and_its_step(capsys: pytest.CaptureFixture[str
 
 
 def test_a_dry_run_without_a_plan_says_nothing_of_one() -> None:
-    assert dry_run(_config()).as_json()["placed"] is None
+    assert plan_run(_config()).as_json()["placed"] is None

@@ -22,7 +22,9 @@ from isles.network.planner.planned import fed
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.dry_run import DryRun, counted_flops, dry_run
+from isles.training.plan.computing import counted_flops
+from isles.training.plan.record import MemoryFit, RunPlan
+from isles.training.plan.run_plan import plan_run
 from isles.training.trainer import Trainer
 from isles.training.worker import train_worker
 from tests.cli.command import Command
@@ -70,7 +72,7 @@ def sizes() -> Iterator[Any]:
 def test_bytes_are_those_that_the_run_counts(text: Path, case: str, workers: int, steps: int) -> None:
     """Worker by worker, headers and the common start included; with a last, shorter round (7) and without."""
     config = of_case(text, case, workers=workers, steps=steps)
-    planned = dry_run(config)
+    planned = plan_run(config)
     results = run_virtual(train_worker, workers, args=(config,))
     assert planned.bytes_sent == tuple(result["bytes_sent"] for result in results)
     assert planned.ddp_bytes == results[0]["ddp_bytes"]
@@ -112,8 +114,8 @@ def owned(optimizer: ReplicaSync) -> int:
 def test_memory_is_what_the_method_allocates(text: Path, case: str) -> None:
     """Counted between rounds on the running method, buffer by buffer; and the inner optimizer's state, exactly."""
     config = of_case(text, case, workers=2, steps=12)
-    planned = dry_run(config)
-    kept = [held for held in planned.held if held.when != "end" and held.what != "messages under way"]
+    planned = plan_run(config)
+    kept = [held for held in planned.fullest.memory.held if held.when != "end" and held.what != "messages under way"]
 
     def worker(world: Mesh) -> tuple[int, int, int, int]:
         trainer = Trainer(config, world)
@@ -122,14 +124,17 @@ def test_memory_is_what_the_method_allocates(text: Path, case: str) -> None:
         optimizer = trainer.optimizer
         inner = sum(value.nbytes for state in optimizer.inner.state.values() for value in state.values())
         weights = sum(t.nbytes for t in trainer.model.parameters())
-        assert [one for one in optimizer.memory() if one.when != "pinned"] == list(planned.held)  # on a GPU all of it
+        assert [one for one in optimizer.memory() if one.when != "pinned"] == list(
+            planned.fullest.memory.held
+        )  # on a GPU all of it
         held = owned(optimizer)
         optimizer.finish()
         return held, inner, weights, sum(p.nbytes for p in optimizer.parameters)
 
     for held, inner, weights, gradients in run_virtual(worker, 2):
         assert held == sum(one.nbytes for one in kept)
-        assert (inner, weights, gradients) == (planned.inner, planned.weights, planned.gradients)
+        memory = planned.fullest.memory
+        assert (inner, weights, gradients) == (memory.inner, memory.weights, memory.gradients)
 
 
 _WIDE = 34_560
@@ -154,7 +159,8 @@ def test_on_gpus_pinned_copies_are_counted(text: Path, method: str, more: list[s
     flags = {"replicas.method": method, "world.workers": 2, "run.steps": 6}
     every = ["replicas.sync_every=3"] if method in ("diloco", "ist") else []
     there, here = (
-        dry_run(read_config(None, flags, [*own, *every, *more, f"model.device={device}"])) for device in ("cuda", "cpu")
+        plan_run(read_config(None, flags, [*own, *every, *more, f"model.device={device}"])).fullest.memory
+        for device in ("cuda", "cpu")
     )
     new = [held for held in there.held if held.when == "pinned"]
     assert sum(held.nbytes for held in new) == there.peak - here.peak == pinned
@@ -176,30 +182,77 @@ def test_a_broadcast_reaches_everyone_once(size: int) -> None:
     assert sum(len(fed(position, size)) for position in range(size)) == size - 1
 
 
-def test_bandwidth_wanted_gives_the_utilisation_asked_for(text: Path) -> None:
-    config = of_case(text, "diloco", "world.links=datacentres", "world.step_seconds=2.0", workers=4, steps=30)
-    found = dry_run(config).transfers
-    assert found is not None and found.wanted is not None and found.latency is not None
-    waiting = 8 * max(dry_run(config).outline.sent) / 10 / found.wanted + 2 * found.latency
-    assert 6.0 / (6.0 + waiting) == pytest.approx(0.95)
+@pytest.mark.parametrize("case", ["diloco", "eager", "streaming-diloco", "noloco"])
+def test_at_the_rate_that_is_wanted_workers_compute_so_much(text: Path, case: str) -> None:
+    """The rate is that of the method's own schedule: a method that waits for every round wants one that carries a round
+    in 5 % of the time, eager one that carries it while the next round is computed.
+    """
+
+    def planned(rate: str) -> RunPlan:
+        links = f'world.links="{rate}, 5ms"'
+        return plan_run(of_case(text, case, links, "world.step_seconds=1.0", workers=4, steps=120))
+
+    found = planned("20Mbit/s")
+    assert found.time is not None and found.time.wanted is not None and found.outline is not None
+    there = planned(f"{found.time.wanted / 1e6:.9f}Mbit/s").time
+    assert there is not None and there.utilisation == pytest.approx(0.95, abs=0.005)
+    bits = 8 * max(found.outline.sent) / found.outline.rounds
+    if case == "diloco":
+        assert 3 / (3 + bits / found.time.wanted + 2 * 0.005) == pytest.approx(0.95, abs=0.002)
+    if case == "eager":
+        assert found.time.wanted == pytest.approx(bits / 3, rel=0.1)
+
+
+def test_no_rate_is_enough_where_latency_costs_more(text: Path) -> None:
     late = of_case(text, "diloco", "world.links=datacentres", "world.step_seconds=0.01", workers=4, steps=30)
-    found = dry_run(late).transfers
+    found = plan_run(late).time
     assert found is not None and found.wanted is None
+
+
+def test_start_up_is_the_weights_over_the_slowest_line(text: Path) -> None:
+    """Of two workers one sends all, and both exchange hashes before and after it."""
+    links = 'world.links="2Mbit/s, 25ms"'
+    planned = plan_run(of_case(text, "diloco", links, workers=2, steps=6))
+    weights = 8 * 4 * planned.parameters / 2e6
+    assert planned.startup is not None and weights < planned.startup < weights + 4 * 0.025
+
+
+def test_what_does_not_fit_is_said_with_what_would_make_it_fit(text: Path, tmp_path: Path) -> None:
+    """Weights, gradients and two moments of float32 are 16 bytes a parameter; bfloat16 halves them."""
+
+    def fit(nbytes: float) -> MemoryFit:
+        (tmp_path / "small.toml").write_text(f'base = "H100"\ndevice_bytes = {nbytes}\n')
+        found = plan_run(config, machine=str(tmp_path / "small.toml")).fit
+        assert found is not None
+        return found
+
+    config = of_case(text, "diloco", workers=2, steps=6)
+    memory = plan_run(config).fullest.memory
+    large = fit(1e9)
+    assert large.fits and large.activations and not large.mends
+    assert large.device_bytes == memory.computing + large.activations
+    assert large.host_bytes == memory.peak - memory.computing
+    states = memory.weights + memory.gradients + memory.inner
+    assert states == pytest.approx(16 * 6_320, rel=0.01)
+    small = fit(large.device_bytes - states // 4)
+    assert not small.fits and 'model.dtype = "bfloat16"' in small.mends
+    assert "pipeline.stages = 2" in small.mends
+    assert 'model.dtype = "bfloat16"' not in fit(states // 4).mends
 
 
 def test_a_model_that_fits_nowhere_is_planned_here() -> None:
     """6.8 billion parameters and 25,000 steps, in seconds: nothing is allocated."""
     config = read_config(None, {}, ["model.size=noloco-large", "run.steps=25000", "replicas.sync_every=50"])
-    planned = dry_run(config)
+    planned = plan_run(config)
     assert planned.parameters > 6.8e9
     assert planned.outline.rounds == 500
-    assert planned.peak > 4 * 8 * planned.parameters
+    assert planned.fullest.memory.peak > 4 * 8 * planned.parameters
 
 
 def test_data_parallel_plans_millions_of_exchanges(text: Path) -> None:
     """Buckets times steps are counted, not listed. (On the virtual clock some of them are played as well.)"""
     real = "world.backend=distributed"
-    few, many = (dry_run(of_case(text, "ddp-buckets", real, workers=3, steps=steps)) for steps in (3, 10**6))
+    few, many = (plan_run(of_case(text, "ddp-buckets", real, workers=3, steps=steps)) for steps in (3, 10**6))
     assert [10**6 * sent for sent in few.outline.sent] == [3 * sent for sent in many.outline.sent]
 
 
@@ -215,13 +268,14 @@ def test_a_worker_of_ist_is_planned_narrow(text: Path) -> None:
     """Weights, gradients, Adam's state and FLOPs are those of its part; parameters and data parallel's bytes are those
     of the model.
     """
-    alone, four = (dry_run(of_case(text, "ist", workers=workers, steps=6)) for workers in (1, 4))
+    alone, four = (plan_run(of_case(text, "ist", workers=workers, steps=6)) for workers in (1, 4))
     d, ffn, context, vocab = 16, 24, 16, 256
     products, mlp = 4 * d * d, 3 * d * ffn
     assert four.flops == 3 * (2 * (products + mlp // 4 + vocab * d) + 4 * d * context)
     assert alone.parameters == four.parameters and alone.flops == flops_per_token(tiny(text).model.shape())
-    assert alone.gradients - four.gradients == 4 * (mlp - mlp // 4) == alone.weights - four.weights
-    assert alone.inner - four.inner == 2 * (alone.gradients - four.gradients)
+    one, part = alone.fullest.memory, four.fullest.memory
+    assert one.gradients - part.gradients == 4 * (mlp - mlp // 4) == one.weights - part.weights
+    assert one.inner - part.inner == 2 * (one.gradients - part.gradients)
 
 
 def decoder() -> Decoder:
@@ -252,7 +306,7 @@ def test_a_sketch_has_the_shapes_of_the_model() -> None:
 
 
 def test_json_has_the_numbers(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from isles.cli.dry_run import show
+    from isles.cli.plan_printer import show
 
     show(of_case(text, "noloco", workers=4, steps=12), probe=False, as_json=True)
     found = json.loads(capsys.readouterr().out)
@@ -272,9 +326,9 @@ def test_the_command_says_it_and_leaves_nothing(text: Path, tmp_path: Path) -> N
 
 
 def test_words(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from isles.cli.dry_run import show
+    from isles.cli.plan_printer import show
 
-    show(of_case(text, "noloco", workers=5, steps=30), probe=False, as_json=False)
+    show(of_case(text, "noloco", "world.step_seconds=1.0", workers=5, steps=30), probe=False, as_json=False)
     words = capsys.readouterr().out
     for said in ("alone", "anchor", "10 rounds in all, one every 3 steps", "for 95 % computing", "at the peak"):
         assert said in words, words
@@ -299,7 +353,7 @@ def test_words(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_refuses_what_the_run_would(text: Path, tmp_path: Path, more: list[str], says: str) -> None:
     config = tiny(text, *more)
     with pytest.raises(ValueError) as planned:
-        dry_run(config)
+        plan_run(config)
     with pytest.raises(ValueError) as ran:
         run(config, tmp_path / "run")
     assert says in str(planned.value) and str(planned.value) == str(ran.value)
@@ -312,7 +366,7 @@ def test_a_method_that_says_nothing_is_told_so(text: Path, monkeypatch: pytest.M
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "silent_method", raising=False)
-    planned: DryRun = dry_run(tiny(text, method="silent_method:Silent"))
+    planned: RunPlan = plan_run(tiny(text, method="silent_method:Silent"))
     assert any("does not say what it exchanges" in notice for notice in planned.notices)
 
 
@@ -321,5 +375,5 @@ def test_a_network_that_is_not_played_is_a_notice() -> None:
     told = "world.links and world.step_seconds: of the virtual clock"
     for backend, count in (("distributed", 1), ("virtual", 0)):
         config = read_config(None, {"world.backend": backend}, ["world.links=worldwide", "world.step_seconds=2"])
-        assert len([notice for notice in dry_run(config).notices if told in notice]) == count
-    assert not any("virtual clock" in notice for notice in dry_run(read_config(None, {}, [])).notices)
+        assert len([notice for notice in plan_run(config).notices if told in notice]) == count
+    assert not any("virtual clock" in notice for notice in plan_run(read_config(None, {}, [])).notices)

@@ -13,7 +13,8 @@ from isles.cli.train import train
 from isles.models import parameters
 from isles.training.config.presets import preset_file, presets
 from isles.training.config.reading import read_config
-from isles.training.dry_run import DryRun, dry_run
+from isles.training.plan.record import RunPlan
+from isles.training.plan.run_plan import plan_run
 
 NAMES = list(presets())
 
@@ -23,10 +24,10 @@ LARGE = ("noloco-medium", "noloco-large")  # whose replays take seconds
 
 
 @cache
-def plan_of(name: str) -> DryRun:
+def plan_of(name: str) -> RunPlan:
     """The preset's dry run on the virtual clock."""
     config = read_config(str(preset_file(name)), {}, [])
-    return dry_run(replace(config, world=replace(config.world, backend="virtual")))
+    return plan_run(replace(config, world=replace(config.world, backend="virtual")))
 
 
 @pytest.mark.parametrize(
@@ -42,8 +43,8 @@ def check(name: str) -> None:
     assert planned.outline.rounds >= (20 if name == "dilocox-clusters" else 100)
     short = ("diloco-60m", "dilocox-clusters")  # 176 rounds in the paper too, where its momentum wants 200; a small one
     assert not planned.notices or name in short
-    assert planned.transfers is not None and planned.transfers.utilisation is not None
-    assert planned.transfers.utilisation > 0.9 or name in short or name.startswith("noloco")  # no links of their own
+    assert planned.time is not None and planned.time.utilisation is not None
+    assert planned.time.utilisation > 0.9 or name in short or name.startswith("noloco")  # no links of their own
     assert 20 < len(presets()[name]) < 120
 
 
@@ -54,7 +55,7 @@ def test_the_papers_presets_have_the_papers_numbers() -> None:
     for name in PAPERS:
         check(name)
     planned = plan_of("noloco-small")
-    assert (planned.tokens_per_step, planned.steps, planned.outline.rounds) == (2**19, 25_000, 500)
+    assert (planned.tokens_per_step, planned.config.run.steps, planned.outline.rounds) == (2**19, 25_000, 500)
     assert (noloco.inner.lr, noloco.inner.lr * noloco.inner.final_lr_fraction) == pytest.approx((6e-4, 6e-5))
     assert noloco.replicas.pull == 0.7  # type: ignore[attr-defined]
     planned = plan_of("diloco-60m")
@@ -70,10 +71,10 @@ def test_the_papers_presets_have_the_papers_numbers() -> None:
 def test_the_papers_presets_in_stages(name: str, replicas: int, stages: int, tokens: int) -> None:
     """Table 1 and 2 of NoLoCo's paper."""
     config = read_config(str(preset_file(name)), {}, [])
-    planned = dry_run(config)
-    assert (config.replicas_in_all, len(planned.stages), config.pipeline.routing) == (replicas, stages, "random")
-    assert (planned.tokens_per_step, planned.steps, planned.outline.rounds) == (tokens, 25_000, 500)
-    assert sum(stage.parameters for stage in planned.stages) == planned.parameters
+    planned = plan_run(config)
+    assert (config.replicas_in_all, len(planned.workers), config.pipeline.routing) == (replicas, stages, "random")
+    assert (planned.tokens_per_step, planned.config.run.steps, planned.outline.rounds) == (tokens, 25_000, 500)
+    assert sum(stage.parameters for stage in planned.workers) == planned.parameters
 
 
 def test_the_command_lists_and_prints_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from isles.training.config.sections import Config
 OWN_METHOD = """
 from dataclasses import dataclass
 from isles.replicas.methods.none import NoSync
-from isles.replicas.sync import MethodConfig
+from isles.replicas.config import MethodConfig
 
 @dataclass(frozen=True, kw_only=True)
 class QuietConfig(MethodConfig):
@@ -378,13 +378,13 @@ def test_a_config_for_one_method_with_another(tmp_path: Path) -> None:
 
 
 def test_a_slip_is_answered_before_torch_is_loaded() -> None:
-    """Two seconds sooner; only the method's own settings need it."""
+    """Two seconds sooner."""
     code = (
-        "import sys; from isles.training.config.reading import gather\n"
-        "for words in ['run.steps=0', 'a.b=1', 'model.size=x', 'replicas.method=nolocco']:\n"
-        "    try: gather(None, {}, [words]); raise SystemExit('accepted ' + words)\n"
+        "import sys; from isles.training.config.reading import gather, resolve\n"
+        "for words in ['run.steps=0', 'a.b=1', 'model.size=x', 'replicas.method=nolocco', 'replicas.codec=zip']:\n"
+        "    try: resolve(gather(None, {}, [words])); raise SystemExit('accepted ' + words)\n"
         "    except ValueError: pass\n"
-        "gather(None, {}, [])\n"
+        "resolve(gather(None, {}, []))\n"
         "raise SystemExit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

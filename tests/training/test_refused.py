@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import isles
-from isles.training.dry_run import dry_run, refuse
+from isles.training.plan.run_plan import plan_run, refuse
 from tests.training.runs import tiny, write_text
 
 
@@ -26,6 +26,6 @@ def test_a_method_of_ones_own_that_reads_weights_is_not_refused(tmp_path: Path) 
     own = tiny(text, method=f"{__name__}:{Weighed.__name__}")
     refuse(own)
     with pytest.raises(ValueError, match=r"Weighed' cannot be planned: .*meta tensors"):
-        dry_run(own)
+        plan_run(own)
     with pytest.raises(ValueError, match="sync_every"):
         refuse(tiny(text, "replicas.sync_every=9", method="diloco"))

@@ -22,7 +22,7 @@ from isles.models.sizes import parameters as count_parameters
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.dry_run import dry_run
+from isles.training.plan.run_plan import plan_run
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.trainer import Trainer
 from isles.training.worker import train_worker
@@ -347,10 +347,10 @@ def test_autocast_in_fp16_scales_the_loss(
     config = tiny(text, "model.autocast=fp16", "model.device=auto", method=name)
     summary = run(config, tmp_path / "run")
     assert summary["val_loss"] < math.log(256)
-    sent = dry_run(config).bytes_sent
+    sent = plan_run(config).bytes_sent
     unsent = sum(sent) - 2 * summary["bytes_sent_per_worker"]
     assert unsent == 0 or (name == "demo" and unsent > 0), "a step that overflows sends no momentum"
-    plain = dry_run(tiny(text, method=name)).bytes_sent
+    plain = plan_run(tiny(text, method=name)).bytes_sent
     assert [own - other for own, other in zip(sent, plain, strict=True)] == [6 * 8 if name == "demo" else 0] * 2
 
 

@@ -13,6 +13,7 @@ import typer
 
 from isles.cli.options import Trust
 from isles.cli.signals import end_in_order
+from isles.errors import warnings_told
 
 if TYPE_CHECKING:
     from isles.experts.system import System
@@ -36,8 +37,6 @@ Jobs = Annotated[bool, typer.Option("--jobs", help="List the runs and how far th
 
 @app.callback()
 def _experts(context: typer.Context) -> None:
-    from isles.training.running.starting import warnings_told
-
     context.with_resource(warnings_told(lambda event: print(f"note: {event['notice']}", file=sys.stderr)))
 
 
@@ -95,7 +94,6 @@ def evaluate(
     """Judge again: a whole directory on its own domains, or one forest on a text."""
     from isles.cli.experts.show import print_forest, print_results
     from isles.experts.joining import Joining
-    from isles.training.running.starting import warnings_told
 
     joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
     if trust:
@@ -265,7 +263,6 @@ def _run(words: _Words, out: Path | None, listing: bool) -> None:
     from isles.cli.experts.show import print_jobs, print_results
     from isles.experts.reading import read
     from isles.experts.systems import opened, settings
-    from isles.training.running.starting import warnings_told
 
     end_in_order()
     asked = read(words.system, settings(words.system), words.config, words.assignments, quick=words.quick)

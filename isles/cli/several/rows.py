@@ -194,11 +194,11 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
 
 def estimate(configs: Configs) -> Table:
     """What is to be run, a line a row, and about how long it takes here. Measures a step."""
-    from isles.models.factory import limits
+    from isles.models.model_limits import limits
     from isles.report.panels import Table
     from isles.report.units import format_seconds
     from isles.training.config.tokens import tokens_a_step
-    from isles.training.dry_run import measured_step
+    from isles.training.plan.computing import measured_step
 
     measured, lines, total = dict[object, float](), [], 0.0
     for label in dict.fromkeys(label for label, _ in configs):

@@ -39,7 +39,7 @@ def run_all(
     from isles.report import write_report
     from isles.report.comparison import run_folder
     from isles.report.units import format_seconds
-    from isles.training.dry_run import refuse
+    from isles.training.plan.run_plan import refuse
     from isles.training.running.interrupts import Interrupts
     from isles.training.running.priced import priced
     from isles.training.running.run import Interrupted, launch

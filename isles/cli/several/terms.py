@@ -38,10 +38,10 @@ def at_equal(at: str, made: Config, base: Config) -> Config:
 
 def pace(config: Config) -> float:
     """Virtual seconds of an inner step, waiting included, by the plan of the run."""
-    from isles.training.dry_run import dry_run
+    from isles.training.plan.run_plan import plan_run
 
-    plan = dry_run(config)
-    found = plan.step_seconds if plan.transfers is None else plan.transfers.step
+    plan = plan_run(config)
+    found = plan.step_seconds if plan.time is None else plan.time.step
     return found or config.world.step_seconds
 
 

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from isles.comm.codecs.kinds import KINDS, CodecKind
 from isles.comm.errors import Malformed
 
 
 class Codec(ABC):
-    """A pure function from a flat tensor to packed bytes and back.
-
-    Every codec says what it does to the entries; there is no default, for what goes with it is decided by this
-    (`isles.replicas.parts.legal`).
+    """A pure function from a flat tensor to packed bytes and back. What it does to the entries says its row in `KINDS`,
+    by the name of its kind.
     """
 
     name: str
-    lossless: ClassVar[bool]
-    """What is decoded is what was encoded, to the bit."""
-    biased: ClassVar[bool]
-    """It shrinks, or leaves out, a part of what it encodes."""
-    shared_mask: ClassVar[bool]
-    """It leaves out the same entries on all members of an exchange and keeps the others exactly."""
     block = 1
     """Elements that share a scale: a buffer is cut only at multiples of it, so that cutting changes no bits."""
+
+    @property
+    def lossless(self) -> bool:
+        """See `CodecKind`, as of the next two."""
+        return self._kind.lossless
+
+    @property
+    def biased(self) -> bool:
+        return self._kind.biased
+
+    @property
+    def shared_mask(self) -> bool:
+        return self._kind.shared_mask
+
+    @property
+    def _kind(self) -> CodecKind:
+        return KINDS[self.name.partition(":")[0]]
 
     @property
     def back(self) -> Codec:

@@ -14,7 +14,6 @@ class Identity(Codec):
     """The entries as they are held: no copy, no loss."""
 
     name = "none"
-    lossless, biased, shared_mask = True, False, False
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
         return elements * dtype.itemsize
@@ -31,7 +30,6 @@ class BFloat16(Codec):
     """Round to bfloat16: 8 bits of mantissa, the range of float32. 2 bytes an entry, relative error at most 2**-8."""
 
     name = "bf16"
-    lossless, biased, shared_mask = False, False, False
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
         return 2 * elements
@@ -51,7 +49,6 @@ class Float16(ScaledBlocks):
     """
 
     name = "fp16"
-    lossless, biased, shared_mask = False, False, False
     block = 4096
     bits = 16
 

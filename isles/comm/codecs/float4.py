@@ -41,7 +41,6 @@ class Float4(ScaledBlocks):
     """E3M0; the mean of several goes back as bfloat16."""
 
     name = "fp4"
-    lossless, biased, shared_mask = False, False, False
     block = 256
     bits = 4
 

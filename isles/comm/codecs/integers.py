@@ -31,7 +31,6 @@ class Int8(Uniform):
     """8-bit codes, one scale per 256 entries: 8.125 bits an entry."""
 
     name = "int8"
-    lossless, biased, shared_mask = False, False, False
     block = 256
     bits = 8
     top = 127
@@ -49,7 +48,6 @@ class Int4(Uniform):
     """4-bit codes, one scale per 64 entries: 4.5 bits an entry."""
 
     name = "int4"
-    lossless, biased, shared_mask = False, False, False
     block = 64
     bits = 4
     top = 7
@@ -67,7 +65,6 @@ class Int2(ScaledBlocks):
     """2-bit codes, one scale per 64 entries: 2.5 bits an entry. Biased: train with error feedback."""
 
     name = "int2"
-    lossless, biased, shared_mask = False, True, False
     block = 64
     bits = 2
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from math import prod
 from typing import ClassVar
 
@@ -14,9 +14,10 @@ from torch import Tensor
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.casts import Identity
 from isles.comm.codecs.integers import Int8
+from isles.comm.codecs.kinds import KINDS
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LowRank:
     """Matrices travel as two factors of `rank` columns (PowerSGD, Vogels et al. 2019, arXiv 1905.13727), the factors in
     the form of `values`. Not a codec: it needs the tensors' shapes, keeps a basis from round to round, and takes two
@@ -29,17 +30,14 @@ class LowRank:
     """
 
     rank: int
+    _: KW_ONLY
     values: Codec = field(default_factory=Identity)
     min_compression_rate: float = 2.0
     start: int = 0
     adapts: bool = False
-    lossless: ClassVar[bool] = False
-    biased: ClassVar[bool] = True
-    shared_mask: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"powersgd:{self.rank}: choose a rank of at least 1")
+    lossless: ClassVar[bool] = KINDS["powersgd"].lossless
+    biased: ClassVar[bool] = KINDS["powersgd"].biased
+    shared_mask: ClassVar[bool] = KINDS["powersgd"].shared_mask
 
     @property
     def name(self) -> str:
@@ -61,3 +59,7 @@ class LowRank:
             return None
         rows, columns = shape[0], prod(shape[1:])
         return (rows, columns) if self.rank * (rows + columns) * self.min_compression_rate < rows * columns else None
+
+
+Form = Codec | LowRank
+"""In what form a vector whose tensors' shapes are known may be averaged."""

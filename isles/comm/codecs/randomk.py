@@ -12,18 +12,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.codecs.base import Codec, as_bytes
-from isles.comm.codecs.topk import CHUNK
+from isles.comm.codecs.kinds import CHUNK
 
 
 class RandomK(Codec):
     """fraction: of the entries, in (0, 1]. salt: what the draw depends on."""
 
-    lossless, biased, shared_mask = False, True, True
     block = CHUNK
 
     def __init__(self, fraction: float, salt: int = 0) -> None:
-        if not 0 < fraction <= 1:
-            raise ValueError(f"randk:{fraction:g}: choose a fraction above 0, up to 1")
         self.fraction, self.salt = fraction, salt
         self.kept = max(round(fraction * CHUNK), 1)
         self.name = f"randk:{fraction:g}"

@@ -23,7 +23,6 @@ class Sign(ScaledBlocks):
     """The mean of several goes back as bfloat16."""
 
     name = "sign"
-    lossless, biased, shared_mask = False, True, False
     block = 256
     bits = 1
 

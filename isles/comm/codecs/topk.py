@@ -20,20 +20,16 @@ from typing_extensions import override
 
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.casts import BFloat16, Identity
-
-CHUNK = 4096
+from isles.comm.codecs.kinds import CHUNK
 
 
 class TopK(Codec):
     """k: entries kept of each chunk, even. values: form of the values on the wire."""
 
-    lossless, biased, shared_mask = False, True, False
     kind = "topk"
     block = CHUNK
 
     def __init__(self, k: int, values: Codec | None = None) -> None:
-        if not 0 < k <= CHUNK or k % 2:
-            raise ValueError(f"{self.kind}:{k}: choose an even number of entries a chunk, 2 to {CHUNK}")
         self.k, self.values = k, values or BFloat16()
         self.name = f"{self.kind}:{k}" + ("" if values is None else f"+{values.name}")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.call import Call
-from isles.comm.codecs import Codec
+from isles.comm.codecs.base import Codec
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import as_decoded, mean, pattern, working_bytes
 from isles.comm.transport import Steps

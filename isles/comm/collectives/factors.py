@@ -25,8 +25,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.call import Call
-from isles.comm.codecs import Form
-from isles.comm.codecs.lowrank import LowRank
+from isles.comm.codecs.lowrank import Form, LowRank
 from isles.comm.collectives.averaging import Averaging, Coded
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean, pattern, working_bytes

@@ -102,7 +102,7 @@ class _VirtualRun:
         pauses = cluster.pauses
         absences = [None if pauses is None else pauses.of(rank, cluster.seed) for rank in range(cluster.workers)]
         self.scheduler = Scheduler(absences, cluster.slots, cluster.begins)
-        self.wire = VirtualWire(cluster.workers, cluster.routes, cluster.seed, self.scheduler.timeline)
+        self.wire = VirtualWire(cluster.routes, cluster.seed, self.scheduler.timeline)
         self.transports = [
             VirtualTransport(
                 self.scheduler,

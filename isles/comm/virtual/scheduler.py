@@ -32,7 +32,7 @@ import torch
 
 from isles.comm.errors import CommError
 from isles.comm.tags import Tag
-from isles.comm.virtual.events import EventQueue
+from isles.network.engine import EventQueue
 from isles.network.pauses import Absences
 
 Turn = tuple[float, int]  # (clock, rank)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from threading import get_ident
 from typing import Any, cast
 
@@ -22,10 +21,10 @@ from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps, awaited
-from isles.comm.virtual.events import ARRIVED, DEADLINE, Event
 from isles.comm.virtual.fates import Fates
 from isles.comm.virtual.scheduler import Awaited, Scheduler, VirtualWorker
 from isles.modes import own_modes
+from isles.network.engine import ARRIVED, LAST, Event
 
 
 class VirtualWork:
@@ -57,7 +56,7 @@ class VirtualWork:
             timeline = self._owner.scheduler.timeline
             back = self._owner.back(timeline.now)
             if back > timeline.now:
-                timeline.at(back, ARRIVED, self._owner.rank, partial(self._finish, error))
+                timeline.at(back, ARRIVED, self._owner.rank, self._finish, error)
                 return
         self._finish(error)
 
@@ -130,7 +129,7 @@ class VirtualTransfer:
         self._advance(None)
         if not self.finished and self._seconds < float("inf"):
             timeline = self._scheduler.timeline
-            self._deadline = timeline.at(timeline.now + self._seconds, DEADLINE, self._owner.rank, self._late)
+            self._deadline = timeline.at(timeline.now + self._seconds, LAST, self._owner.rank, self._late)
 
     def wait(self) -> Any:
         """Blocks in virtual time."""
@@ -175,7 +174,7 @@ class VirtualTransfer:
         timeline = self._scheduler.timeline
         back = self._owner.back(timeline.now)
         if back > timeline.now:  # what came in its absence is looked at before the clock
-            self._deadline = timeline.at(back, DEADLINE, self._owner.rank, self._late)
+            self._deadline = timeline.at(back, LAST, self._owner.rank, self._late)
             return
         peer = next((work.peer for work in self._pending), None)
         self.fail(DeadlinePassed(-1 if peer is None else peer, self._channel, self._seconds))

@@ -1,26 +1,16 @@
-"""Messages of a virtual run: from a send, over the lines of both ends and the latency, to the receive they belong to.
-
-    send -> waits for the sender's uplink, is served -> gone (the send is done) -> latency -> the last bit is there
-            its first bit leaves -> latency -> waits for the target's downlink, is served -> through
-    the last bit is there, and it is through -> arrived (the receive is done)
-
-A message comes in while it still leaves, so one alone takes the time of the slower of the two lines. Those that come in
-share a downlink fairly, each with all of its bits from the moment of its first: a share that a slow sender cannot fill
-is not given to the others at once, but when that message has had its bits. A downlink that the others' uplinks together
-cannot fill is left out: it keeps nobody waiting.
+"""Messages of a virtual run: what they hold, and from which send to which receive they go. How long they take is said
+by `isles.network.engine`: a send is done when its message has left, a receive when it has arrived.
 
 Bytes are copied once, when the message is gone, straight into the receive that is posted for it; if there is none
 yet, or one from anyone (which takes the earliest arrival, not known before), they wait in a copy of their own.
 
 Matching: by (source, target, tag), oldest message to oldest receive; a receive from a named rank goes before one from
-anyone. Messages of one (source, target, channel) arrive in the order of their sends: a small jitter never overtakes a
-large one.
+anyone.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,60 +18,35 @@ from torch import Tensor
 
 from isles.comm.errors import Malformed, PeerLost
 from isles.comm.tags import Tag
-from isles.comm.virtual.events import ARRIVED, ENTERS, SERVED, Event, EventQueue
 from isles.comm.virtual.fates import Fates
 from isles.comm.virtual.transfer import VirtualWork
-from isles.network.noise import LognormalSeries
-from isles.network.pipe import Pipe
+from isles.network.engine import EventQueue, Wire, WireMessage
 from isles.network.topology import Topology
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class VirtualMessage:
-    """One message on its way. latency: seconds that each of its bits takes. down: the downlink that it goes through,
-    None where that does not count.
-    """
+class VirtualMessage(WireMessage):
+    """With what it holds, for whom."""
 
-    __slots__ = (
-        "arrival", "bits", "data", "down", "dropped", "error", "latency", "lines", "nbytes", "receive", "sent",
-        "source", "tag", "target",
-    )  # fmt: skip
+    __slots__ = ("data", "dropped", "error", "nbytes", "receive", "sent", "tag")
 
-    def __init__(
-        self, source: int, target: int, tag: Tag, latency: float, data: Bytes, sent: VirtualWork, down: int | None
-    ) -> None:
-        self.source, self.target, self.tag, self.latency, self.down = source, target, tag, latency, down
-        self.nbytes = data.nbytes
-        self.bits = 8.0 * data.nbytes
+    def __init__(self, source: int, target: int, tag: Tag, data: Bytes, sent: VirtualWork) -> None:
+        super().__init__(source, target, tag.channel, 8.0 * data.nbytes)
+        self.tag, self.nbytes = tag, data.nbytes
         self.data: Bytes | None = data  # the sender's own bytes until it is gone, then a copy, or None once delivered
         self.sent = sent
         self.receive: VirtualWork | None = None
         self.error: Exception | None = None  # what that receive fails with when this arrives
-        self.lines = 1 if down is None else 2  # that are not done with it
-        self.arrival = 0.0  # not before
         self.dropped = False  # an end of it was gone when it left: it arrives nowhere
 
 
-class VirtualWire:
-    """The network between `size` ranks. Every method acts at `timeline.now`."""
+class VirtualWire(Wire[VirtualMessage]):
+    """The network between the ranks of `topology`."""
 
-    def __init__(self, size: int, routes: Topology, seed: int, timeline: EventQueue) -> None:
-        self.size, self.routes, self.seed, self.timeline = size, routes, seed, timeline
-        self.numbers: list[Counter[int]] = [Counter() for _ in range(size)]
-        """Messages sent so far, [source][target]: the jitter's counter."""
-        self.latest: list[dict[tuple[int, str], float]] = [{} for _ in range(size)]
-        """Latest arrival, [source][(target, channel)]."""
-        self._pipes: list[Pipe[VirtualMessage]] = [Pipe(rate) for rate in routes.rates]  # up, then those down
-        self._downs: list[int | None] = [None] * len(routes.rates)
-        """By line: the place in `_pipes` of its downlink, None where it keeps nobody waiting."""
-        for line in routes.far.narrow_downlinks(size):
-            self._downs[line] = len(self._pipes)
-            self._pipes.append(Pipe(routes.far.down_rate(line)))
-        self._completions: list[Event | None] = [None] * len(self._pipes)
-        self._ways: list[dict[int, tuple[int, int | None, float, LognormalSeries]]] = [{} for _ in range(size)]
-        self._entered: list[dict[tuple[int, str], float]] = [{} for _ in range(size)]
-        """When the latest message comes to the target's downlink, [source][(target, channel)]."""
+    def __init__(self, topology: Topology, seed: int, timeline: EventQueue) -> None:
+        super().__init__(topology, seed, timeline)
+        self.size = topology.workers
         self._posted: dict[tuple[int, int | None, Tag], list[VirtualWork]] = {}  # (target, source, tag)
         self._arrived: dict[tuple[int, Tag], dict[int, deque[VirtualMessage]]] = {}  # (target, tag) -> source
         self._coming: Counter[tuple[int, int, Tag]] = Counter()  # (target, source, tag): sent, and no receive bound yet
@@ -97,24 +62,9 @@ class VirtualWire:
             self.fates.ended(data.nbytes, error)
             work.finish(error)
             return
-        numbers = self.numbers[source]
-        number = numbers[target]
-        numbers[target] = number + 1
         key = target, source, tag
         self._coming[key] = self._coming.get(key, 0) + 1
-        index, down, latency, factors = self._ways[source].get(target) or self._way(source, target)
-        message = VirtualMessage(source, target, tag, latency * factors[number], data.numpy(), work, down)
-        begins = self._pipes[index].add(self.timeline.now, (source, tag.channel), message.bits, message)
-        if begins and down is not None:
-            self._leaves(message)
-        self._watch(index)
-
-    def _way(self, source: int, target: int) -> tuple[int, int | None, float, LognormalSeries]:
-        """What stays the same for all messages from `source` to `target`: the places of their lines, their latency."""
-        line = self.routes.down(source, target)
-        lines = self.routes.up(source, target), None if line is None else self._downs[line]
-        way = self._ways[source][target] = (*lines, *self.routes.latencies(source, target, self.seed))
-        return way
+        self.carry(VirtualMessage(source, target, tag, data.numpy(), work))
 
     def recv(self, target: int, source: int | None, tag: Tag, work: VirtualWork) -> None:
         """Fill `work.out` with the next message under `tag`; at once PeerLost if it can never come."""
@@ -183,63 +133,13 @@ class VirtualWire:
                 del self._posted[key]
             work.finish(PeerLost(rank, self._lost[rank]))
 
-    def _watch(self, index: int) -> None:
-        """Keep the event of a line's next completion true; every arrival and departure may move it."""
-        event, time = self._completions[index], self._pipes[index].next_completion()
-        if event is not None and event[4] is not None:
-            if event[0] == time:
-                return
-            self.timeline.cancel(event)
-        self._completions[index] = None
-        if time < float("inf"):
-            act = self._gone if index < len(self._downs) else self._come
-            self._completions[index] = self.timeline.at(time, SERVED, index, partial(act, index))
-
-    def _leaves(self, message: VirtualMessage) -> None:
-        """Its first bit leaves: a latency later it is at the target's downlink, behind those of its channel."""
-        path, entered = (message.target, message.tag.channel), self._entered[message.source]
-        time = entered[path] = max(self.timeline.now + message.latency, entered.get(path, 0.0))
-        self.timeline.at(time, ENTERS, message.source, partial(self._enters, message))
-
-    def _enters(self, message: VirtualMessage) -> None:
-        assert message.down is not None
-        flow = (message.source, message.target, message.tag.channel)
-        self._pipes[message.down].add(self.timeline.now, flow, message.bits, message)
-        self._watch(message.down)
-
-    def _gone(self, index: int) -> None:
-        """The last bit has left: copy the bytes, so that the sender may write over them, and let the latency run."""
-        message = self._complete(index)
+    def left(self, message: VirtualMessage) -> None:
+        """Copy the bytes, so that the sender may write over them."""
         if message.target in self._lost or message.source in self._dead:
             message.dropped, message.data = True, None
         else:
             self._bind(message)
-        self._through(message, self.timeline.now + message.latency)
         message.sent.finish()
-
-    def _come(self, index: int) -> None:
-        """The downlink is through with a message."""
-        self._through(self._complete(index), self.timeline.now)
-
-    def _complete(self, index: int) -> VirtualMessage:
-        time, message, following = self._pipes[index].complete()
-        assert time == self.timeline.now, (time, self.timeline.now)
-        if following is not None and following.down is not None and index != following.down:
-            self._leaves(following)
-        self._watch(index)
-        return message
-
-    def _through(self, message: VirtualMessage, time: float) -> None:
-        """One line is done with it, and lets it arrive at `time` or later; when all are, it arrives, behind those of
-        its channel.
-        """
-        message.lines -= 1
-        if message.lines:
-            message.arrival = time
-            return
-        path, latest = (message.target, message.tag.channel), self.latest[message.source]
-        message.arrival = latest[path] = max(time, message.arrival, latest.get(path, 0.0))
-        self.timeline.at(message.arrival, ARRIVED, message.source, partial(self._arrive, message))
 
     def _bind(self, message: VirtualMessage) -> None:
         key = (message.target, message.source, message.tag)
@@ -251,7 +151,8 @@ class VirtualWire:
             assert message.data is not None
             message.data = message.data.copy()
 
-    def _arrive(self, message: VirtualMessage) -> None:
+    def arrived(self, message: VirtualMessage) -> None:
+        """Hand it over, or keep it for who asks later."""
         target, source, tag = message.target, message.source, message.tag
         if message.receive is not None:
             self._hand_over(message, message.receive)

@@ -25,7 +25,7 @@ from isles.experts.jobs import ExpertJob, configured
 from isles.experts.routing.assignment import AssignmentRule
 from isles.models import flops_per_token
 from isles.models.config import ModelConfig
-from isles.replicas import method
+from isles.replicas import config_of
 from isles.training.config.sections import Config
 
 Dense = Literal["batch", "steps"]
@@ -117,7 +117,7 @@ def seeded(base: Config, seed: int) -> Config:
 def router_config(own: SmalltalkConfig, base: Config, pool: Path) -> Config:
     """A router's run: its model, one worker, a constant rate after the warm-up, as many steps as all rounds take."""
     steps = own.rounds * -(-own.round_sequences // own.router_batch)
-    alone = replace(base, method="none", replicas=method("none").Config())
+    alone = replace(base, method="none", replicas=config_of("none")())
     return configured(
         alone,
         steps=steps,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from isles.memory.config import Update
 from isles.memory.costs import (
     ACTIVATIONS,
     PLACES,
@@ -25,7 +26,7 @@ from isles.memory.costs import (
     least_peak,
     places_of,
 )
-from isles.memory.lanes import Deadlock, LaneTimeline, Update, simulate
+from isles.memory.lanes import Deadlock, LaneTimeline, simulate
 from isles.memory.plan import choices
 from isles.memory.searching.counts import lane_loads
 from isles.network.machines import Machine

@@ -1,9 +1,10 @@
 """What one worker holds, in parts: one account for `isles plan`, `--dry-run` and a run.
 
     weights, gradients, inner state       where it computes
-    held                                  what the method adds, on the host, each with the time from which it is there
+    held                                  what the method adds, on the host, each with the time from which it is there;
+                                          and what a step of a swarm or a cluster takes where it computes
     tables                                what a model has beside its parameters, such as those of rotary embeddings
-    peak    = weights + tables + inner + always + exchange + max(gradients, end)
+    peak    = weights + tables + inner + step + always + exchange + max(gradients, end)
 
 A run and its dry run fill it in from their tensors, a plan from closed forms. Without activations, which hang on the
 batch and on the model; they are told apart. Bytes.
@@ -26,15 +27,16 @@ SEGMENT, MOST_SEGMENTS = 1 << 22, 60
 
 
 class Held(NamedTuple):
-    """Memory that a method takes beside weights, gradients and the inner optimizer's state, on the host.
+    """Memory that a worker takes beside weights, gradients and the inner optimizer's state.
 
     when: "always"; "pinned": likewise, where the weights are on GPUs; "exchange": from the first round on, while one is
-    under way and kept for the next; "end": for validation and what follows the last step.
+    under way and kept for the next; "end": for validation and what follows the last step: on the host. "step": in every
+    step, where it computes.
     """
 
     what: str
     nbytes: int
-    when: Literal["always", "pinned", "exchange", "end"]
+    when: Literal["always", "pinned", "exchange", "end", "step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class WorkerMemory:
     @property
     def computing(self) -> int:
         """Where it computes: on the GPU, if there is one."""
-        return self.weights + self.tables + self.gradients + self.inner
+        return self.weights + self.tables + self.gradients + self.inner + self._sum("step")
 
     @property
     def training(self) -> int:

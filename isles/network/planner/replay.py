@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from isles.network.engine import LAST
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.network.planner.stages import StagedSteps, SteadyStep
-from isles.network.planner.wire import TURN, PlannedWire
+from isles.network.planner.wire import PlannedWire
 from isles.network.planner.worker import PLAYED, Agenda, PlannedWorker
 from isles.network.topology import Topology
 
@@ -101,14 +102,14 @@ def replay(
     opening: exchanges before the first step, one after the other; they are not counted, but part the workers' starts
     and number the messages. seed: of the jitter. steady: stands for most steps of each row without an exchange.
     """
-    wire = PlannedWire(len(step_seconds), topology, seed)
+    wire = PlannedWire(topology, seed)
     agenda = Agenda(opening, exchanges)
     workers = [
         PlannedWorker(wire, rank, agenda.acts(steps), each, staged, steady) for rank, each in enumerate(step_seconds)
     ]
     for worker in workers:
-        wire.at(0.0, TURN, worker.rank, worker.turn)
-    wire.run()
+        wire.timeline.at(0.0, LAST, worker.rank, worker.turn)
+    wire.timeline.run()
     waited, for_stages = (
         tuple(tuple(row[moment] for moment in range(steps + 2)) for row in rows)
         for rows in ([worker.waited for worker in workers], [worker.waited_for_stages for worker in workers])

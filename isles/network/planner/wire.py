@@ -1,19 +1,10 @@
-"""Messages without content on the virtual clock's lines, and the protocols of the planned patterns over them.
-
-The rules are those of `isles.comm.virtual.wire`: a message waits for its sender's uplink, leaves, and is there a
-latency later, unless the target's downlink takes longer; messages of one (source, target, channel) arrive in their
-order; events of one moment are ordered by kind, rank and age. A test holds both to the same seconds.
-"""
+"""Messages without content on the lines of the virtual clock, and the protocols of the planned patterns over them."""
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
 
-from isles.network.pipe import Pipe
+from isles.network.engine import EventQueue, Wire, WireMessage
 from isles.network.planner.planned import (
     Cross,
     Doubling,
@@ -28,9 +19,6 @@ from isles.network.planner.planned import (
     fed_by,
 )
 from isles.network.topology import Topology
-
-SERVED, ENTERS, ARRIVED, TURN = range(4)
-"""Kinds of events, in their order at one moment; a worker's turn comes last."""
 
 
 class PlannedWaiting:
@@ -84,65 +72,33 @@ class PlannedTransfer:
             on_end()
 
 
-class _Message:
-    __slots__ = ("arrival", "bits", "channel", "down", "key", "latency", "lines", "sent", "source", "target")
+class PlannedMessage(WireMessage):
+    """key: by which its receive is known."""
 
-    def __init__(self, source: int, target: int, key: Hashable, channel: str, bits: float, latency: float) -> None:
-        self.source, self.target, self.key, self.channel = source, target, key, channel
-        self.bits, self.latency = bits, latency
-        self.sent = PlannedWaiting()
-        self.down: int | None = None  # the downlink that it goes through
-        self.lines = 1  # that are not done with it
-        self.arrival = 0.0  # not before
+    __slots__ = ("key", "sent")
+
+    def __init__(self, source: int, target: int, key: Hashable, channel: str, bits: float) -> None:
+        super().__init__(source, target, channel, bits)
+        self.key, self.sent = key, PlannedWaiting()
 
 
-class PlannedWire:
-    """The lines between `workers` ranks, and the clock. messages: handed in so far."""
+class PlannedWire(Wire[PlannedMessage]):
+    """The lines between the ranks of `topology`, and the clock. messages: handed in so far. norms: by exchange, when
+    the last worker so far asked for a gradient's norm.
+    """
 
-    def __init__(self, workers: int, topology: Topology, seed: int) -> None:
-        self.now, self.messages = 0.0, 0
-        self._topology, self._seed = topology, seed
-        self._heap: list[tuple[float, int, int, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._age = 0
-        self._numbers = [[0] * workers for _ in range(workers)]
-        self._latest: defaultdict[tuple[int, int, str], float] = defaultdict(float)
-        self._entered: defaultdict[tuple[int, int, str], float] = defaultdict(float)
-        self._pipes: list[Pipe[_Message]] = [Pipe(rate) for rate in topology.rates]  # up, then those down
-        self._uplinks = len(self._pipes)
-        self._downs: dict[int, int] = {}
-        for line in topology.far.narrow_downlinks(workers):
-            self._downs[line] = len(self._pipes)
-            self._pipes.append(Pipe(topology.far.down_rate(line)))
-        self._stamps = [0] * len(self._pipes)  # of the event of a line's next completion: older ones are void
-        self._due = [math.inf] * len(self._pipes)
+    def __init__(self, topology: Topology, seed: int) -> None:
+        super().__init__(topology, seed, EventQueue())
+        self.messages = 0
+        self.norms: dict[Hashable, float] = {}
         self._posted: dict[Hashable, PlannedWaiting] = {}
         self._arrived: set[Hashable] = set()
 
-    def at(self, time: float, kind: int, rank: int, act: Callable[..., None], *given: Any) -> None:
-        """Have `act(*given)` called at `time`."""
-        self._age += 1
-        heapq.heappush(self._heap, (time, kind, rank, self._age, act, given))
-
-    def run(self) -> None:
-        """Act out all events."""
-        while self._heap:
-            self.now, _, _, _, act, given = heapq.heappop(self._heap)
-            act(*given)
-
     def send(self, source: int, target: int, nbytes: float, key: Hashable, channel: str) -> PlannedWaiting:
         """Done when the last bit has left."""
-        number = self._numbers[source][target]
-        self._numbers[source][target] = number + 1
         self.messages += 1
-        latency = self._topology.latency(source, target, number=number, seed=self._seed)
-        message = _Message(source, target, key, channel, 8.0 * nbytes, latency)
-        line = self._topology.down(source, target)
-        if line is not None and line in self._downs:
-            message.down, message.lines = self._downs[line], 2
-        up = self._topology.up(source, target)
-        if self._pipes[up].add(self.now, (source, channel), message.bits, message) and message.down is not None:
-            self._leaves(message)
-        self._watch(up)
+        message = PlannedMessage(source, target, key, channel, 8.0 * nbytes)
+        self.carry(message)
         return message.sent
 
     def recv(self, target: int, source: int, key: Hashable) -> PlannedWaiting:
@@ -155,50 +111,12 @@ class PlannedWire:
             self._posted[key] = work
         return work
 
-    def _watch(self, index: int) -> None:
-        time = self._pipes[index].next_completion()
-        if time == self._due[index]:
-            return
-        self._due[index] = time
-        self._stamps[index] += 1
-        if time < math.inf:
-            self.at(time, SERVED, index, self._served, index, self._stamps[index])
+    def left(self, message: PlannedMessage) -> None:
+        """Who waits for its send goes on."""
+        message.sent.finish()
 
-    def _served(self, index: int, stamp: int) -> None:
-        if stamp != self._stamps[index]:
-            return
-        self._due[index] = math.inf
-        _, message, following = self._pipes[index].complete()
-        if following is not None and following.down is not None and index != following.down:
-            self._leaves(following)
-        self._watch(index)
-        if index < self._uplinks:
-            self._through(message, self.now + message.latency)
-            message.sent.finish()
-        else:
-            self._through(message, self.now)
-
-    def _leaves(self, message: _Message) -> None:
-        path = message.source, message.target, message.channel
-        time = self._entered[path] = max(self.now + message.latency, self._entered[path])
-        self.at(time, ENTERS, message.source, self._enters, message)
-
-    def _enters(self, message: _Message) -> None:
-        assert message.down is not None
-        flow = message.source, message.target, message.channel
-        self._pipes[message.down].add(self.now, flow, message.bits, message)
-        self._watch(message.down)
-
-    def _through(self, message: _Message, time: float) -> None:
-        message.lines -= 1
-        if message.lines:
-            message.arrival = time
-            return
-        path = message.source, message.target, message.channel
-        message.arrival = self._latest[path] = max(time, message.arrival, self._latest[path])
-        self.at(message.arrival, ARRIVED, message.source, self._arrive, message)
-
-    def _arrive(self, message: _Message) -> None:
+    def arrived(self, message: PlannedMessage) -> None:
+        """Who waits for it goes on."""
         key = message.target, message.source, message.key
         work = self._posted.pop(key, None)
         if work is None:

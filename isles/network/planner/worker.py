@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
+from isles.network.engine import LAST
 from isles.network.planner.planned import PlannedExchange
 from isles.network.planner.stages import StagedSteps, SteadyStep
-from isles.network.planner.wire import TURN, PlannedMember, PlannedTransfer, PlannedWaiting, PlannedWire, play
+from isles.network.planner.wire import PlannedMember, PlannedTransfer, PlannedWaiting, PlannedWire, play
 
 PLAYED = 4
 """Steps in a row of replicas in stages that are played, where there are too many to play each task of all."""
@@ -88,7 +89,8 @@ class PlannedWorker:
         self._flying: dict[int, PlannedTransfer] = {}
         self._since: float | None = None
         self._moment, self._for_stages = 0, False
-        """What is waited for: after which step, and whether it is a message of a stage."""
+        self._asks: Hashable = None
+        """What is waited for: after which step, whether it is a message of a stage, and which norm of the gradient."""
         self._at, self._done = 0.0, 0
         """Inner steps computed; tasks of the next one that are done."""
         self._sends: list[PlannedWaiting] = []
@@ -97,21 +99,23 @@ class PlannedWorker:
         """Go on, until something takes time."""
         wire = self._wire
         if self._since is not None:
-            self._wait(self._moment, wire.now - self._since, self._for_stages)
+            seconds = wire.timeline.now - self._since
+            # A worker that asks for the norm waits for the stages that still compute, and then for the answers.
+            asked = wire.norms.get(self._asks, self._since)
+            self._wait(self._moment, seconds, seconds if self._for_stages else max(asked - self._since, 0.0))
             self._since = None
         for what in self._life:
             if isinstance(what, float):
-                wire.at(wire.now + what, TURN, self.rank, self.turn)
+                wire.timeline.at(wire.timeline.now + what, LAST, self.rank, self.turn)
                 return
             if not what.done:
-                self._since = wire.now
+                self._since = wire.timeline.now
                 what.on_end = self._wake
                 return
 
-    def _wait(self, moment: int, seconds: float, for_stages: bool) -> None:
+    def _wait(self, moment: int, seconds: float, for_stages: float) -> None:
         self.waited[moment] += seconds
-        if for_stages:
-            self.waited_for_stages[moment] += seconds
+        self.waited_for_stages[moment] += for_stages
 
     def _lives(self, acts: Iterator[Act]) -> Iterator[float | PlannedTransfer]:
         """Seconds that it computes, and what it waits for."""
@@ -122,7 +126,7 @@ class PlannedWorker:
                 self._start(*act.starts)
             transfer = None if act.waits_for is None else self._flying.pop(act.waits_for, None)
             if transfer is not None:
-                self._moment, self._for_stages = act.moment, False
+                self._moment, self._for_stages, self._asks = act.moment, False, act.waits_for
                 yield transfer
 
     def _computes(self, steps: float) -> Iterator[float | PlannedTransfer]:
@@ -147,8 +151,7 @@ class PlannedWorker:
         share = min(self._steady.for_stages[self.rank] / waits, 1.0) if waits > 0 else 0.0
         first = math.floor(self._at) + 1
         for step in range(first, first + steps):
-            self._wait(step, waits * share, True)
-            self._wait(step, waits * (1 - share), False)
+            self._wait(step, waits, waits * share)
         self._at = float(first - 1 + steps)
         yield steps * self._steady.seconds
 
@@ -180,15 +183,18 @@ class PlannedWorker:
         asked = staged.peers(self.rank)
         if asked is not None:
             peers, pattern = asked
-            self._for_stages = False
+            self._for_stages, self._asks = False, (peers, step)
+            wire.norms[self._asks] = wire.timeline.now
             member = PlannedMember(wire, peers, peers.index(self.rank), ("norm", step), "inner")
             yield PlannedTransfer(play(pattern, member))
 
     def _start(self, number: int, one: PlannedExchange) -> None:
         group = next((group for group in one.groups if self.rank in group), ())
+        if one.what == "norm":
+            self._wire.norms[number] = self._wire.timeline.now
         if len(group) > 1:
             member = PlannedMember(self._wire, group, group.index(self.rank), number, one.channel)
             self._flying[number] = PlannedTransfer(play(one.pattern(len(group)), member))
 
     def _wake(self) -> None:
-        self._wire.at(self._wire.now, TURN, self.rank, self.turn)
+        self._wire.timeline.at(self._wire.timeline.now, LAST, self.rank, self.turn)

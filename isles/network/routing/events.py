@@ -1,7 +1,7 @@
 """The tasks of a step in time: workers that do one task at a time, and a wire between them.
 
-One loop serves all: `orders` lists the tasks of a made-up step, `replay` times those of a real one. What differs is the
-queue of a worker (which task of those that could start does) and the wire (when what a task made arrives).
+One player serves all: `orders` lists the tasks of a made-up step, `replay` times those of a real one. What differs is
+the queue of a worker (which task of those that could start does) and the wire (when what a task made arrives).
 
 Times of one moment are settled before anything starts in it, so a result never hangs on the order in which events of
 one moment are looked at.
@@ -10,10 +10,12 @@ one moment are looked at.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from isles.network.engine import LAST, EventQueue
 from isles.network.routing.routes import Route, Task
 
 
@@ -37,18 +39,15 @@ class Queue(Protocol):
         ...
 
 
-class Wire(Protocol):
-    """The network between the workers."""
+class TaskWire(Protocol):
+    """The network between the workers, for one step."""
 
-    when: float
-    """Seconds of its next event, infinity where there is none."""
+    timeline: EventQueue
+    ready: Callable[[Task], None]
+    """Called when a task's message is there."""
 
-    def send(self, now: float, task: Task, source: int, target: int) -> None:
-        """What `task` at `target` begins with leaves `source`."""
-        ...
-
-    def arrivals(self) -> Iterable[Task]:
-        """Act out the next event: the tasks whose messages are there with it."""
+    def send(self, task: Task, source: int, target: int) -> None:
+        """What `task` at `target` begins with leaves `source` now."""
         ...
 
 
@@ -126,23 +125,19 @@ class Listed:
 class AtOnce:
     """A wire that takes no time."""
 
+    ready: Callable[[Task], None]
+
     def __init__(self) -> None:
-        self.when = float("inf")
-        self._tasks: list[Task] = []
+        self.timeline = EventQueue()
 
-    def send(self, now: float, task: Task, source: int, target: int) -> None:
-        self.when = now
-        self._tasks.append(task)
-
-    def arrivals(self) -> Iterable[Task]:
-        tasks, self._tasks, self.when = self._tasks, [], float("inf")
-        return tasks
+    def send(self, task: Task, source: int, target: int) -> None:
+        self.ready(task)
 
 
 def play(
     routes: Sequence[Route],
     queue: Callable[[int], Queue],
-    wire: Wire,
+    wire: TaskWire,
     seconds: Callable[[int, Task], float],
     room: Mapping[int, int],
     pause: Callable[[Task], float] | None = None,
@@ -172,13 +167,14 @@ class _Play:
         self,
         routes: Sequence[Route],
         queue: Callable[[int], Queue],
-        wire: Wire,
+        wire: TaskWire,
         seconds: Callable[[int, Task], float],
         room: Mapping[int, int],
         pause: Callable[[Task], float] | None,
     ) -> None:
         self.routes = {route.microbatch: route for route in routes}
         self.wire, self.seconds, self.room, self.pause = wire, seconds, room, pause
+        self.timeline, wire.ready = wire.timeline, self._ready
         workers = sorted({worker for route in routes for worker in route.visits})
         self.queues = {worker: queue(worker) for worker in workers}
         self.held: dict[int, set[tuple[int, int]]] = {worker: set() for worker in workers}
@@ -187,7 +183,6 @@ class _Play:
         for route in routes:
             if route.after is not None:
                 self.followers[route.after].append(route.microbatch)
-        self.ends: list[tuple[float, int, Task | None]] = []  # (when, worker, its task, or None at the end of a rest)
         self.busy: set[int] = set()
         self.stirred: set[int] = set()
         """Workers that may have something to start at this moment."""
@@ -196,30 +191,24 @@ class _Play:
     def run(self) -> list[Span]:
         for route in self.routes.values():
             if route.after is None:
-                self._ready(0.0, route.origin, Task("F", route.microbatch, 0))
-        self._start(0.0)
-        infinite = float("inf")
-        while True:
-            now = min(self.ends[0][0] if self.ends else infinite, self.wire.when)
-            if now == infinite:
-                break
-            while self.wire.when <= now or (self.ends and self.ends[0][0] <= now):
-                if self.wire.when <= now:
-                    for task in self.wire.arrivals():
-                        self._ready(now, self.routes[task.microbatch].worker(task), task)
-                else:
-                    self._end(*heapq.heappop(self.ends))
-            self._start(now)
+                self._ready(Task("F", route.microbatch, 0))
+        self._start()
+        while (now := self.timeline.next_time()) < math.inf:
+            while self.timeline.next_time() == now:
+                self.timeline.step()
+            self._start()
         if len(self.spans) < sum(2 * len(route.visits) + route.home for route in self.routes.values()):
             raise ValueError(self._blocked())
         return sorted(self.spans, key=lambda span: (span.end, span.start, span.worker))
 
-    def _ready(self, now: float, worker: int, task: Task) -> None:
-        self.queues[worker].add(now, task)
+    def _ready(self, task: Task) -> None:
+        worker = self.routes[task.microbatch].worker(task)
+        self.queues[worker].add(self.timeline.now, task)
         self.stirred.add(worker)
 
-    def _start(self, now: float) -> None:
+    def _start(self) -> None:
         """Let every free worker that has something begin."""
+        now = self.timeline.now
         for worker in sorted(self.stirred - self.busy):
             held = self.held[worker]
             limit = self.room.get(worker)
@@ -231,34 +220,31 @@ class _Play:
             end = now + self.seconds(worker, task)
             self.busy.add(worker)
             self.spans.append(Span(worker, task, now, end))
-            heapq.heappush(self.ends, (end, worker, task))
+            self.timeline.at(end, LAST, worker, self._end, worker, task)
         self.stirred.clear()
 
-    def _end(self, now: float, worker: int, task: Task | None) -> None:
-        """A task is done, or a rest after one is over."""
-        if task is None:
-            self.busy.discard(worker)
-            self.stirred.add(worker)
-            return
+    def _end(self, worker: int, task: Task) -> None:
+        """It is done; after a rest, where there is one, its worker is free."""
         route = self.routes[task.microbatch]
         if task.kind == "B":
             self.held[worker].discard(task[1:])
         following = route.following(task)
         if following is None:
             for microbatch in self.followers[task.microbatch]:
-                self._ready(now, worker, Task("F", microbatch, 0))
+                self._ready(Task("F", microbatch, 0))
+        elif (target := route.worker(following)) == worker:
+            self._ready(following)
         else:
-            target = route.worker(following)
-            if target == worker:
-                self._ready(now, worker, following)
-            else:
-                self.wire.send(now, following, worker, target)
+            self.wire.send(following, worker, target)
         rest = 0.0 if self.pause is None else self.pause(task)
         if rest > 0:
-            heapq.heappush(self.ends, (now + rest, worker, None))
+            self.timeline.at(self.timeline.now + rest, LAST, worker, self._free, worker)
         else:
-            self.busy.discard(worker)
-            self.stirred.add(worker)
+            self._free(worker)
+
+    def _free(self, worker: int) -> None:
+        self.busy.discard(worker)
+        self.stirred.add(worker)
 
     def _blocked(self) -> str:
         """The circle of those who wait for each other."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from isles.network.routing.events import Wire
+from isles.network.routing.events import TaskWire
 from isles.network.routing.legal import PathRules
 from isles.network.routing.replay import Replay, TaskSeconds, first_come, replay
 from isles.network.routing.routes import MOST_VISITS, Route, Task
@@ -146,7 +146,7 @@ def routes_of(paths: Paths, waves: int) -> list[Route]:
     ]
 
 
-def replay_paths(problem: Problem, paths: Paths, wire: Wire | None = None) -> Replay:
+def replay_paths(problem: Problem, paths: Paths, wire: TaskWire | None = None) -> Replay:
     """A step of `paths`, first come, first served; `wire`: other than the problem's delays."""
     return replay(
         routes_of(paths, problem.waves),

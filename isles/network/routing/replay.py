@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from isles.network.routing.events import FirstCome, Listed, Queue, Ranked, Span, Wire, play
+from isles.network.routing.events import FirstCome, Listed, Queue, Ranked, Span, TaskWire, play
 from isles.network.routing.routes import Route, Task, check_routes
 
 
@@ -58,7 +58,7 @@ class Replay:
 def replay(
     routes: Sequence[Route],
     seconds: TaskSeconds,
-    wire: Wire,
+    wire: TaskWire,
     queue: Callable[[int], Queue],
     *,
     room: Mapping[int, int] | None = None,

@@ -8,19 +8,19 @@ A worker goes on to its next round when it has computed and its message has arri
 back. pairs: NoLoCo's, new ones each round, an odd one alone. all: a mean over everybody, in two messages one after
 another as `isles.comm.collectives.mean` takes it: known when the last worker's has arrived, and then sent to all.
 
-Events are taken one by one from a queue in the order of (time, kind, worker, round). Every number is drawn from (seed,
-round), each worker's pauses from (seed, worker): nothing depends on the order of events.
+Events are taken one by one from a queue in the order of (time, kind, worker). Every number is drawn from (seed, round),
+each worker's pauses from (seed, worker): nothing depends on the order of events.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from isles.network.engine import EventQueue
 from isles.network.pauses import Absences, Pauses
 from isles.network.theory.barrier import StepLaw
 
@@ -76,8 +76,7 @@ def run(fleet: Fleet, mixing: Literal["pairs", "all"], rounds: int, log: list[Fl
     leaves = [math.inf if one is None else one.next(0.0) for one in away]
     clocks = [0.0] * fleet.workers
     waiting, early = [-1] * fleet.workers, set[tuple[int, int]]()  # for the message of which round; what came too soon
-    queue: list[FleetEvent] = []
-    push, pop, events, arrived = heapq.heappush, heapq.heappop, 0, 0
+    timeline, events, landed = EventQueue(), 0, 0
 
     def begin(worker: int, number: int, time: float) -> None:
         """Start round `number` at `time`, or when the worker is back."""
@@ -89,43 +88,49 @@ def run(fleet: Fleet, mixing: Literal["pairs", "all"], rounds: int, log: list[Fl
         end = time + drawn.seconds(number)[worker]
         if end > leaves[worker]:
             end, leaves[worker] = _later(away[worker], time, end - time)
-        push(queue, (end, COMPUTED, worker, number))
+        timeline.at(end, COMPUTED, worker, computed, worker, number)
 
-    for worker in everybody:
-        begin(worker, 0, 0.0)
-    while queue:
-        event = pop(queue)
+    def count(kind: int, worker: int, number: int) -> float:
+        nonlocal events
         events += 1
         if log is not None:
-            log.append(event)
-        time, kind, worker, number = event
-        if kind == COMPUTED:
-            taken, partners = drawn.messages(number)
-            if not pairs:
-                waiting[worker] = number
-                push(queue, (time + taken[worker], ARRIVED, fleet.workers, number))
-                continue
-            partner = partners[worker]
-            if partner == worker:
-                begin(worker, number + 1, time)
-                continue
-            push(queue, (time + taken[worker], ARRIVED, partner, number))
-            if (worker, number) in early:
-                early.remove((worker, number))
-                begin(worker, number + 1, time)
-            else:
-                waiting[worker] = number
-        elif worker == fleet.workers:  # at the place of the mean
-            arrived += 1
-            if arrived == fleet.workers:
-                arrived = 0
-                for one, taken in enumerate(drawn.answers(number)):
-                    push(queue, (time + taken, ARRIVED, one, number))
-        elif waiting[worker] == number:
+            log.append((timeline.now, kind, worker, number))
+        return timeline.now
+
+    def computed(worker: int, number: int) -> None:
+        time = count(COMPUTED, worker, number)
+        taken, partners = drawn.messages(number)
+        partner = partners[worker] if pairs else fleet.workers
+        if partner == worker:
+            begin(worker, number + 1, time)
+            return
+        timeline.at(time + taken[worker], ARRIVED, partner, arrived if pairs else at_the_mean, partner, number)
+        if (worker, number) in early:
+            early.remove((worker, number))
+            begin(worker, number + 1, time)
+        else:
+            waiting[worker] = number
+
+    def at_the_mean(worker: int, number: int) -> None:
+        nonlocal landed
+        time = count(ARRIVED, worker, number)
+        landed += 1
+        if landed == fleet.workers:
+            landed = 0
+            for one, taken in enumerate(drawn.answers(number)):
+                timeline.at(time + taken, ARRIVED, one, arrived, one, number)
+
+    def arrived(worker: int, number: int) -> None:
+        time = count(ARRIVED, worker, number)
+        if waiting[worker] == number:
             waiting[worker] = -1
             begin(worker, number + 1, time)
         else:
             early.add((worker, number))
+
+    for worker in everybody:
+        begin(worker, 0, 0.0)
+    timeline.run()
     return Outcome(clocks=tuple(clocks), events=events)
 
 

@@ -7,14 +7,11 @@ n tokens    forward    n (numbers e + places + id)        numbers: of a token's 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from isles.network.planner.forms import FORMS
 from isles.network.routing.wires import Sizes
 from isles.pipeline.boundaries.names import boundary_name
 
-StreamCodec = Literal["none", "fp16", "bf16", "int8", "int4", "fp4"]
-"""Codecs of every entry: each message has a length that both sides know."""
 _BITS = {name: FORMS[name].bits for name in ("none", "bf16", "int8", "int4", "fp4")} | {"fp16": 16.0}
 _ID, _LOSS = 4, 4
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 BoundaryKind = Literal["none", "subspace", "dct", "bottleneck", "maxout"]
+StreamCodec = Literal["none", "fp16", "bf16", "int8", "int4", "fp4"]
+"""Codecs of every entry: each message has a length that both sides know."""
 _EXAMPLES = {"subspace": "subspace:16", "dct": "dct:0.75", "bottleneck": "bottleneck:16", "maxout": "maxout:16"}
 
 

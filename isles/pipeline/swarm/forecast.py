@@ -1,7 +1,7 @@
 """How long a step of a swarm takes, and how much a peer has under way: microbatches played through peers and lines that
 are known, with the balancer that peers have (`isles.pipeline.swarm.balancer`). Loads no torch.
 
-    played    each forward and backward pass and each message of a microbatch; an uplink sends one after the other
+    played    each forward and backward pass and each message of a microbatch, over the lines of `isles.network.engine`
     counted   what all agree on at the end of a step, and the sum of a stage: their bytes and latencies
 
 Nobody is lost, late, or moves.
@@ -9,13 +9,12 @@ Nobody is lost, late, or moves.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 
+from isles.network.engine import LAST, EventQueue, Wire, WireMessage
 from isles.network.topology import Topology
 from isles.pipeline.swarm.balancer import PeerBalancer
 
@@ -70,10 +69,21 @@ def forecast(
     return SwarmForecast(seconds=seconds + _settling(load), counted=tuple(counted), held=tuple(held))
 
 
-class _Player:
+class _Letter(WireMessage):
+    """act: what its arrival leads to."""
+
+    __slots__ = ("act",)
+
+    def __init__(self, source: int, target: int, nbytes: int, act: Callable[[], None]) -> None:
+        super().__init__(source, target, "pipeline", 8.0 * nbytes)
+        self.act = act
+
+
+class _Player(Wire[_Letter]):
     """A peer is idle or at one pass; gradients go first, then what an origin begins, then forward passes."""
 
     def __init__(self, load: SwarmLoad) -> None:
+        super().__init__(load.topology, 0, EventQueue())
         self.load, self.stages = load, max(load.stages) + 1
         self.peers = [[peer for peer, at in enumerate(load.stages) if at == stage] for stage in range(self.stages)]
         self.origins = dict.fromkeys(self.peers[0], 1.0)
@@ -82,13 +92,10 @@ class _Player:
         for peer, stage in enumerate(load.stages):
             for following in self.peers[stage + 1] if stage + 1 < self.stages else ():
                 self.balancers[peer].join(following)
-        self._numbers = count()
 
     def play(self, begins: dict[int, list[int]]) -> float:
         """Seconds until all gradients are home. begins: microbatches of each origin."""
-        workers = len(self.load.stages)
-        self.now, self._events = 0.0, list[tuple[float, int, Callable[[], None]]]()
-        self._lines = [0.0] * len(self.load.topology.rates)
+        workers, began = len(self.load.stages), self.timeline.now
         self._busy = [False] * workers
         self._waiting = [deque(begins.get(peer, ())) for peer in range(workers)]
         self._forwards = [deque[tuple[int, int]]() for _ in range(workers)]
@@ -97,24 +104,16 @@ class _Player:
         self.seen, self.held = [list[int]() for _ in range(workers)], [0] * workers
         for peer in self.peers[0]:
             self._look(peer)
-        while self._events:
-            self.now, _, act = heapq.heappop(self._events)
-            act()
+        self.timeline.run()
         self.origins = {peer: self._seconds(peer) for peer in self.peers[0]}
-        return self.now
+        return self.timeline.now - began
+
+    def arrived(self, message: _Letter) -> None:
+        """What it leads to."""
+        message.act()
 
     def _seconds(self, peer: int) -> float:
         return self.load.forward[peer] + self.load.backward[peer]
-
-    def _after(self, seconds: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), act))
-
-    def _send(self, source: int, target: int, nbytes: int, act: Callable[[], None]) -> None:
-        topology, line = self.load.topology, self.load.topology.up(source, target)
-        ends = max(self.now, self._lines[line]) + 8 * nbytes / topology.rates[line]
-        self._lines[line] = ends
-        latency = topology.latency(source, target, number=next(self._numbers), seed=0)
-        self._after(ends - self.now + latency, act)
 
     def _work(self, peer: int, seconds: float, act: Callable[[], None]) -> None:
         def done() -> None:
@@ -123,7 +122,7 @@ class _Player:
             self._look(peer)
 
         self._busy[peer] = True
-        self._after(seconds, done)
+        self.timeline.at(self.timeline.now + seconds, LAST, peer, done)
 
     def _look(self, peer: int) -> None:
         """What `peer` does next, if it is idle."""
@@ -150,13 +149,15 @@ class _Player:
 
     def _pass_on(self, peer: int, number: int) -> None:
         target = self.balancers[peer].choose()
-        self._send(peer, target, self.load.down, partial(self._arrive, self._forwards, target, number, peer))
+        act = partial(self._arrive, self._forwards, target, number, peer)
+        self.carry(_Letter(peer, target, self.load.down, act))
 
     def _counted(self, peer: int, number: int) -> None:
         self.seen[peer].append(number)
         sender = self._under[peer].pop(number)
         if sender is not None:
-            self._send(peer, sender, self.load.up, partial(self._arrive, self._backwards, sender, number, peer))
+            act = partial(self._arrive, self._backwards, sender, number, peer)
+            self.carry(_Letter(peer, sender, self.load.up, act))
 
     def _arrive(self, queues: list[deque[tuple[int, int]]], peer: int, number: int, sender: int) -> None:
         queues[peer].append((number, sender))

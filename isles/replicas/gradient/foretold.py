@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,25 +11,14 @@ from typing_extensions import override
 from isles.network.planner.memory import PINNED, Held
 from isles.network.planner.planned import PlannedExchange, Rhythm, by_size
 from isles.replicas.gradient.buckets import Bucket
+from isles.replicas.gradient.config import BucketsConfig
 from isles.replicas.gradient.reduction import together
 from isles.replicas.island.spreading import planned_spreads
 from isles.replicas.replica import PeerQuestion
 from isles.replicas.schedule import Outline, everyone, outline
-from isles.replicas.sync import MethodConfig, ReplicaSync
+from isles.replicas.sync import ReplicaSync
 
 FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a forward pass
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketsConfig(MethodConfig):
-    """Settings of all methods that send gradients bucket by bucket."""
-
-    bucket_megabytes: float = 25.0
-    """Size of a bucket in 2**20 bytes of gradient."""
-
-    def __post_init__(self) -> None:
-        if not self.bucket_megabytes > 0:
-            raise ValueError(f"bucket_megabytes = {self.bucket_megabytes}: choose a positive size, such as 25")
 
 
 class BucketsForetold(ReplicaSync):

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.call import Call
-from isles.comm.codecs import Codec
+from isles.comm.codecs.base import Codec
 from isles.comm.codecs.casts import Identity
 from isles.comm.codecs.places import FORMS, pack, places_bytes, smallest, unpack
 from isles.comm.collectives.averaging import Coded

@@ -1,16 +1,18 @@
-"""The settings that outer methods share."""
+"""The settings that outer methods share, and checks of those that some have. Loads no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from isles.comm.codecs import form
-from isles.replicas.checks import one_of
-from isles.replicas.loop.weights import Weights
-from isles.replicas.parts.interfaces import Feedback, OnBroken, check_feedback
-from isles.replicas.sync import MethodConfig
+from isles.comm.codecs.kinds import read_form
+from isles.replicas.checks import at_least, one_of
+from isles.replicas.config import Feedback, MethodConfig, OnBroken, check_feedback
 
+Weights = Literal["equal", "samples"]
+Fragments = str | tuple[tuple[str, ...], ...]
+FirstSync = Literal["full_window", "offset"]
+PATTERNS = ("whole", "sequential", "strided")
 OnLate = Literal["wait", "quorum"]
 
 
@@ -61,5 +63,25 @@ class CompressedConfig(WeightedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        form(self.codec)  # refuses an unknown one
+        read_form(self.codec)  # refuses an unknown one
         check_feedback(self.error_feedback, self.feedback_decay)
+
+
+def check_fragments(
+    fragments: Fragments, layers_per_fragment: int | None, first_sync: FirstSync = "full_window"
+) -> None:
+    """What can be said without a model. ValueError for what fits none."""
+    one_of("first_sync", first_sync, get_args(FirstSync))
+    if first_sync == "offset" and fragments == "whole":
+        raise ValueError('first_sync = "offset" acts on several fragments only: leave it out, or cut the model')
+    if isinstance(fragments, str):
+        one_of("fragments", fragments, PATTERNS)
+    elif not fragments:
+        raise ValueError('fragments = []: name the parameters of each, or choose "whole"')
+    if layers_per_fragment is not None:
+        at_least("layers_per_fragment", layers_per_fragment, 1)
+        if fragments not in ("sequential", "strided"):
+            raise ValueError(
+                f"layers_per_fragment = {layers_per_fragment} acts on sequential and strided fragments only: leave it "
+                'out, or choose fragments = "strided"'
+            )

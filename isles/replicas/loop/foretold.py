@@ -9,7 +9,8 @@ from typing_extensions import override
 from isles.network.planner.memory import PINNED, Held
 from isles.network.planner.planned import PlannedExchange, Rhythm
 from isles.replicas import start
-from isles.replicas.checks import idle_low_rank, rounds_for_momentum, rounds_to_leave_behind, uneven_fragments
+from isles.replicas.checks import rounds_for_momentum, uneven_fragments
+from isles.replicas.foretold import idle_low_rank, rounds_to_leave_behind
 from isles.replicas.loop.courier import Courier
 from isles.replicas.loop.fragment import Fragment
 from isles.replicas.loop.weights import weights_of

@@ -13,39 +13,15 @@ that hold nothing else are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 from torch import nn
 
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.models.blocks import blocks_of
-from isles.replicas.checks import at_least, one_of
+from isles.replicas.loop.config import Fragments
 from isles.replicas.names import clean_name
 
-Fragments = str | tuple[tuple[str, ...], ...]
-FirstSync = Literal["full_window", "offset"]
 _LAYERS = 3  # the paper's; a model of fewer than five blocks is cut in two nevertheless
-PATTERNS = ("whole", "sequential", "strided")
-
-
-def check_fragments(
-    fragments: Fragments, layers_per_fragment: int | None, first_sync: FirstSync = "full_window"
-) -> None:
-    """What can be said without a model. ValueError for what fits none."""
-    one_of("first_sync", first_sync, get_args(FirstSync))
-    if first_sync == "offset" and fragments == "whole":
-        raise ValueError('first_sync = "offset" acts on several fragments only: leave it out, or cut the model')
-    if isinstance(fragments, str):
-        one_of("fragments", fragments, PATTERNS)
-    elif not fragments:
-        raise ValueError('fragments = []: name the parameters of each, or choose "whole"')
-    if layers_per_fragment is not None:
-        at_least("layers_per_fragment", layers_per_fragment, 1)
-        if fragments not in ("sequential", "strided"):
-            raise ValueError(
-                f"layers_per_fragment = {layers_per_fragment} acts on sequential and strided fragments only: leave it "
-                'out, or choose fragments = "strided"'
-            )
 
 
 def cut(model: nn.Module, fragments: Fragments, layers_per_fragment: int | None = None) -> list[list[nn.Parameter]]:

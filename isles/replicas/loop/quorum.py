@@ -23,12 +23,12 @@ from isles.comm.elastic.quorum.delivery import Deliveries, Delivery
 from isles.comm.errors import DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.roster import Roster
 from isles.network.planner.memory import Held
+from isles.replicas.config import MethodConfig
 from isles.replicas.loop.agreed import AgreedCourier
 from isles.replicas.loop.config import WeightedConfig
 from isles.replicas.loop.courier import Courier, Sending, ToldCourier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
-from isles.replicas.sync import MethodConfig
 
 _POSITIVE = (1 << 61) - 1
 _STEPS = 4.0  # inner steps that others may be behind when an exchange begins

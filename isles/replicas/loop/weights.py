@@ -9,16 +9,14 @@ The n_i are told once, before the first round, and not sent again: every worker 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 
 from isles.comm.group import Group
 from isles.comm.roster import FixedRoster, Roster
+from isles.replicas.config import MethodConfig
+from isles.replicas.loop.config import Weights
 from isles.replicas.parts.interfaces import Composition
-from isles.replicas.sync import MethodConfig
-
-Weights = Literal["equal", "samples"]
 
 
 def weights_of(config: MethodConfig) -> Weights:

@@ -6,17 +6,13 @@ is the default one; reading eager with outer_delay = 1 is `eager`; mixing groups
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from typing_extensions import override
 
 from isles.comm.codecs import codec, form
-from isles.replicas.checks import at_least, eager_rate, group_fits, momentum_in_range, one_of, positive_rate
-from isles.replicas.loop.config import WeightedConfig
-from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
+from isles.replicas.checks import eager_rate, group_fits
+from isles.replicas.loop.fragments import cut
 from isles.replicas.loop.outer import OuterSync
+from isles.replicas.methods.custom_config import CustomConfig
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.fedavg import Descent
 from isles.replicas.methods.localsgd import Average
@@ -24,132 +20,11 @@ from isles.replicas.methods.noloco import DeltaPhi
 from isles.replicas.methods.slowmo import HeavyBall
 from isles.replicas.methods.sparta import AveragePart
 from isles.replicas.parts.cadence import EveryH
-from isles.replicas.parts.interfaces import Composition, Feedback, Landing, Mixing, OuterRule, check_feedback, feedback
+from isles.replicas.parts.interfaces import Composition, Landing, Mixing, OuterRule, feedback
 from isles.replicas.parts.landing import Blend, Carry, Replace
-from isles.replicas.parts.legal import AXES, refuse
 from isles.replicas.parts.mixing import Everyone, Nobody, RandomGroups
 from isles.replicas.parts.reading import Eager, Received
 from isles.replicas.parts.stability import warn_unless_stable
-
-WITH_RATE = ("sgd", "nesterov", "heavy_ball", "noloco")
-ACTS_ON: dict[str, tuple[str, tuple[str, ...]]] = {
-    "group_size": ("mixing", ("groups",)),
-    "outer_lr": ("rule", WITH_RATE),
-    "outer_momentum": ("rule", ("nesterov", "heavy_ball", "noloco")),
-    "gamma": ("rule", ("noloco",)),
-    "anchor_codec": ("rule", ("noloco",)),
-    "merge_alpha": ("landing", ("blend",)),
-}
-"""Settings that only some members of an axis ask for."""
-USUAL = {"group_size": 2, "outer_lr": 1.0, "outer_momentum": 0.0, "anchor_codec": "none", "merge_alpha": 0.5}
-DEFAULTS: dict[str, dict[str, float]] = {
-    "nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9},
-    "heavy_ball": {"outer_momentum": 0.5},
-    "noloco": {"outer_lr": 0.7, "outer_momentum": 0.5},
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class CustomConfig(WeightedConfig):
-    """Settings of `custom`: one choice an axis, and what the chosen members want to know. What is left out takes the
-    default of the method that the member comes from.
-    """
-
-    sync_every: int = 50
-    """Inner steps a round (H)."""
-    fragments: Fragments = "whole"
-    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
-    layers_per_fragment: int | None = None
-    """Blocks in each; left out, 3, or half of a shorter model's."""
-    overlap_steps: int = 0
-    """Inner steps after which the answer to a fragment lands, below sync_every; 0: at once."""
-    outer_delay: int = 0
-    """Rounds that an answer comes late; 0: see overlap_steps."""
-    first_sync: FirstSync = "full_window"
-    """When a fragment is first sent: "full_window", after H steps; "offset", at its own offset."""
-    every_step_until: int = 0
-    """Last inner step of a first phase that exchanges after each."""
-    mixing: str = "all"
-    """With whom: all, groups (random ones, new each round), nobody."""
-    group_size: int | None = None
-    """Workers a group; left out, 2."""
-    seed: int = 0
-    """Seed of the groups."""
-    codec: str = "none"
-    """Form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64, powersgd:16, ...)."""
-    error_feedback: Feedback = "none"
-    """What the codec loses is added to the next round: "none", "local" or "global" (what differs from the mean)."""
-    feedback_decay: float = 1.0
-    """Factor on it each round, 0..1."""
-    reading: str = "received"
-    """What counts of an answer: received (all of it), or eager (the own stale share replaced by the fresh one)."""
-    rule: str = "nesterov"
-    """What an answer does to the anchor: average, sgd, nesterov, heavy_ball, noloco."""
-    outer_lr: float | None = None
-    """The rule's rate; left out, its method's."""
-    outer_momentum: float | None = None
-    """The rule's momentum; left out, its method's."""
-    gamma: float | None = None
-    """Pull to the anchors of the group; left out, outer_lr."""
-    anchor_codec: str | None = None
-    """Form of anchors on the wire: none, bf16, int8; left out, none."""
-    landing: str = "replace"
-    """What the anchor does to the live weights: replace, blend, carry."""
-    merge_alpha: float | None = None
-    """The live weights' share where they blend; left out, 0.5."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for axis in ("mixing", "reading", "rule", "landing"):
-            one_of(axis, getattr(self, axis), AXES[axis])
-        form(self.codec)  # refuses an unknown one
-        check_feedback(self.error_feedback, self.feedback_decay)
-        check_fragments(self.fragments, self.layers_per_fragment, self.first_sync)
-        refuse(self.choice)
-        for setting, (axis, members) in ACTS_ON.items():
-            given, member = getattr(self, setting), getattr(self, axis)
-            if given is not None and member not in members:
-                raise ValueError(
-                    f'{setting} = {given} has nothing to act on with {axis} = "{member}": leave it out, or choose '
-                    f"{axis} = {' or '.join(members)}"
-                )
-        self._check_numbers()
-
-    def _check_numbers(self) -> None:
-        at_least("sync_every", self.sync_every, 1)
-        at_least("outer_delay", self.outer_delay, 0)
-        at_least("group_size", self.filled("group_size"), 2)
-        if not 0 <= self.overlap_steps < self.sync_every:
-            raise ValueError(f"overlap_steps = {self.overlap_steps}: choose 0 to {self.sync_every - 1}")
-        if self.overlap_steps and self.outer_delay:
-            raise ValueError("overlap_steps and outer_delay both say when an answer lands: set one of them")
-        if self.every_step_until and (self.overlap_steps or self.outer_delay):
-            raise ValueError("every_step_until wants answers at once: leave out overlap_steps and outer_delay")
-        at_least("every_step_until", self.every_step_until, 0)
-        if self.rule in WITH_RATE:
-            positive_rate(self.filled("outer_lr"))
-            momentum_in_range(self.filled("outer_momentum"))
-        at_least("gamma", self.filled("gamma"), 0)
-        one_of("anchor_codec", self.filled("anchor_codec"), ("none", "bf16", "int8"))
-        if not 0 <= self.filled("merge_alpha") <= 1:
-            raise ValueError(f"merge_alpha = {self.merge_alpha}: choose the local weights' share, 0 to 1")
-
-    @property
-    def choice(self) -> Mapping[str, str]:
-        """The member of each axis, see `legal`."""
-        cut = not isinstance(self.fragments, str) or self.fragments != "whole"
-        at_once = "fragments" if cut else "every_h"
-        late = "one_round" if self.outer_delay == 1 else "more_rounds" if self.outer_delay > 1 else None
-        own = {axis: getattr(self, axis) for axis in ("mixing", "error_feedback", "reading", "rule", "landing")}
-        kind = self.codec.partition(":")[0]
-        return {"cadence": late or ("overlap" if self.overlap_steps else at_once), "codec": kind, **own}
-
-    def filled(self, setting: str) -> Any:
-        """A setting, or its default where it was left out."""
-        given = getattr(self, setting)
-        if given is None and setting == "gamma":
-            return self.filled("outer_lr")
-        return DEFAULTS.get(self.rule, {}).get(setting, USUAL[setting]) if given is None else given
 
 
 class Custom(OuterSync):

@@ -24,8 +24,7 @@ Memory: 8 bytes a parameter (the buckets, E).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import replace
 
 from typing_extensions import override
 
@@ -33,63 +32,12 @@ from isles.comm.codecs import codec
 from isles.comm.codecs.casts import Identity
 from isles.comm.collectives.factors import averaging
 from isles.comm.collectives.mean import sent_bytes
-from isles.replicas.checks import at_least, one_of
 from isles.replicas.gradient.bucketed import BucketedSync
 from isles.replicas.gradient.buckets import Bucket
-from isles.replicas.gradient.foretold import BucketsConfig
+from isles.replicas.gradient.config import DCTDPConfig
 from isles.replicas.gradient.reduction import Averaged, Reduction
 from isles.replicas.gradient.thresholds import Rule, Thresholds
 from isles.replicas.schedule import Outline
-from isles.replicas.space import Dimension
-
-VALUES = ("none", "bf16", "fp16", "int8", "int4")
-Places = Literal["auto", "blocks", "indices", "bitmap"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DCTDPConfig(BucketsConfig):
-    """Settings of `dct-dp`."""
-
-    sparsity: float = 0.99
-    """Share of a tensor's entries that is not sent (eta), 0 to below 1; 0: as ddp."""
-    threshold_interval: int = 1000
-    """Steps after which thresholds are renewed (L)."""
-    error_feedback: Literal["none", "local"] = "local"
-    """What is not sent: local, it is added to the next step's gradient; none, it is lost."""
-    density_guard: float = 4.0
-    """A threshold that sends this many times more or fewer entries than it should is renewed at once."""
-    codec: str = "none"
-    """Form of the values on the wire."""
-    places: Places = "auto"
-    """Form of their places: blocks (2 bytes each), indices (4 bytes), bitmap (1 bit an entry of all), or auto, whatever
-    is smallest.
-    """
-    exclude_below: int = 4096
-    """Tensors of fewer entries are sent whole."""
-    warmup_dense_steps: int = 0
-    """Steps at the start whose gradients are sent whole."""
-    warmup_steps: int = 0
-    """After them, steps whose thresholds are all new."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.sparsity < 1:
-            raise ValueError(f"sparsity = {self.sparsity}: choose 0 <= sparsity < 1, such as 0.99")
-        if not self.density_guard > 1:
-            raise ValueError(f"density_guard = {self.density_guard}: choose a number above 1, such as 4")
-        at_least("threshold_interval", self.threshold_interval, 1)
-        for key in ("exclude_below", "warmup_dense_steps", "warmup_steps"):
-            at_least(key, getattr(self, key), 0)
-        one_of("error_feedback", self.error_feedback, ("none", "local"))
-        one_of("codec", self.codec, VALUES)
-        one_of("places", self.places, get_args(Places))
-        if self.sparsity == 0 and self.codec != "none":
-            raise ValueError(f'sparsity = 0 sends all entries as they are: use method = "ddp" with codec {self.codec}')
-
-    @override
-    def space(self, steps: int, *, timed: bool) -> list[Dimension]:
-        kept = Dimension(name="replicas.error_feedback", start=self.error_feedback, choices=("local", "none"))
-        return [kept, *([Dimension.below_1("replicas.sparsity", self.sparsity, 4)] if timed else [])]
 
 
 class DCTDP(BucketedSync):

@@ -16,49 +16,18 @@ hooks and overlap: `isles.replicas.gradient.bucketed`. Memory: 4 bytes a paramet
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from typing_extensions import override
 
 from isles.comm.codecs import form
 from isles.comm.collectives.factors import averaging
 from isles.comm.collectives.mean import native_bytes, native_mean
-from isles.replicas.checks import idle_low_rank, one_of
+from isles.replicas.foretold import idle_low_rank
 from isles.replicas.gradient.bucketed import BucketedSync
 from isles.replicas.gradient.buckets import Bucket
-from isles.replicas.gradient.foretold import BucketsConfig
+from isles.replicas.gradient.config import DDPConfig
 from isles.replicas.gradient.reduction import Averaged, Native, Reduction
-from isles.replicas.parts.interfaces import Feedback, check_feedback, feedback
-
-
-@dataclass(frozen=True, kw_only=True)
-class DDPConfig(BucketsConfig):
-    """Settings of `ddp`."""
-
-    codec: str = "none"
-    """Form of the gradients on the wire: none, bf16, fp16, int8, powersgd:4, ..."""
-    reduction: Literal["two_shot", "native"] = "two_shot"
-    """How means are taken: two_shot (over gloo, the same bits on every backend), or native: torch's own all_reduce,
-    over NCCL where gradients are on GPUs (one for each worker), without codecs.
-    """
-    error_feedback: Feedback = "none"
-    """What the codec loses is added to the next step's gradient: none, local (what differs from what the others
-    decoded), global (from the mean).
-    """
-    feedback_decay: float = 1.0
-    """Share of it that is kept."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        form(self.codec)  # refuses an unknown one
-        one_of("reduction", self.reduction, ("two_shot", "native"))
-        check_feedback(self.error_feedback, self.feedback_decay)
-        if self.reduction == "native" and (self.codec, self.error_feedback) != ("none", "none"):
-            raise ValueError(
-                'reduction = "native" sends gradients as they are: use "two_shot" with a codec or error feedback'
-            )
+from isles.replicas.parts.interfaces import feedback
 
 
 class DDP(BucketedSync):

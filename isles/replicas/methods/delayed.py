@@ -13,35 +13,16 @@ better. All workers hold equal anchors. Memory: DiLoCo's, and d more buffers for
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from typing_extensions import override
 
-from isles.replicas.checks import at_least
-from isles.replicas.loop.fragments import Fragments, check_fragments, cut
-from isles.replicas.methods.diloco import DiLoCo, DiLoCoConfig
+from isles.replicas.loop.fragments import cut
+from isles.replicas.methods.config import DelayedConfig
+from isles.replicas.methods.diloco import DiLoCo
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Composition, Reading
 from isles.replicas.parts.reading import Received
-
-
-@dataclass(frozen=True, kw_only=True)
-class DelayedConfig(DiLoCoConfig):
-    """Settings of `delayed`."""
-
-    sync_every: int = 100
-    outer_lr: float = 0.1
-    outer_delay: int = 1
-    """Rounds that a mean comes late (d)."""
-    fragments: Fragments = "whole"
-    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
-    layers_per_fragment: int | None = None
-    """Blocks in each; left out, 3, or half of a shorter model's."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("outer_delay", self.outer_delay, 1)
-        check_fragments(self.fragments, self.layers_per_fragment)
 
 
 class DelayedDiLoCo(DiLoCo):

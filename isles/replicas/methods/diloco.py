@@ -22,31 +22,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.codecs import form
-from isles.replicas.checks import at_least, momentum_in_range, positive_rate
-from isles.replicas.loop.config import CompressedConfig
 from isles.replicas.loop.outer import OuterSync
+from isles.replicas.methods.config import DiLoCoConfig
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, feedback
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import Everyone
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiLoCoConfig(CompressedConfig):
-    """Settings of `diloco`; defaults of the paper, section 3."""
-
-    sync_every: int = 500
-    """Inner steps a round (H)."""
-    outer_lr: float = 0.7
-    """Outer learning rate (lr)."""
-    outer_momentum: float = 0.9
-    """Outer momentum (mu)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("sync_every", self.sync_every, 1)
-        positive_rate(self.outer_lr)
-        momentum_in_range(self.outer_momentum)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,21 +15,13 @@ buffers of own shares, and d + 1 for what is under way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from typing_extensions import override
 
 from isles.replicas.checks import eager_rate
-from isles.replicas.methods.delayed import DelayedConfig, DelayedDiLoCo
+from isles.replicas.methods.config import EagerConfig
+from isles.replicas.methods.delayed import DelayedDiLoCo
 from isles.replicas.parts.interfaces import Reading
 from isles.replicas.parts.reading import Eager
-
-
-@dataclass(frozen=True, kw_only=True)
-class EagerConfig(DelayedConfig):
-    """Settings of `eager`; defaults of the paper."""
-
-    outer_lr: float = 0.4
 
 
 class EagerDiLoCo(DelayedDiLoCo):

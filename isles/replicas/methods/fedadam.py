@@ -25,27 +25,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from isles.replicas.methods.fedavg import FedAvg, FedAvgConfig
+from isles.replicas.methods.config import FedAdamConfig
+from isles.replicas.methods.fedavg import FedAvg
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
-
-
-@dataclass(frozen=True, kw_only=True)
-class FedAdamConfig(FedAvgConfig):
-    """Settings of `fedadam` and `fedyogi`."""
-
-    outer_lr: float = 0.01
-    """About what a weight is to move a round (lr)."""
-    outer_betas: tuple[float, float] = (0.9, 0.99)
-    """Share that each round keeps of the mean (b1) and of the mean square (b2)."""
-    tau: float = 1e-3
-    """Added to the root of the mean square; the least size of a change that counts."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.outer_betas) != 2 or not all(0 <= beta < 1 for beta in self.outer_betas):
-            raise ValueError(f"outer_betas = {list(self.outer_betas)}: choose two in [0, 1), such as [0.9, 0.99]")
-        if not 0 < self.tau < float("inf"):
-            raise ValueError(f"tau = {self.tau}: choose a positive number, such as 1e-3")
 
 
 @dataclass(frozen=True, kw_only=True)

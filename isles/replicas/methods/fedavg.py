@@ -17,28 +17,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.codecs import form
-from isles.replicas.checks import at_least, positive_rate
-from isles.replicas.loop.config import CompressedConfig
 from isles.replicas.loop.outer import OuterSync
+from isles.replicas.methods.config import FedAvgConfig
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, feedback
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import Everyone
-
-
-@dataclass(frozen=True, kw_only=True)
-class FedAvgConfig(CompressedConfig):
-    """Settings of `fedavg`."""
-
-    sync_every: int = 50
-    """Inner steps a round (H)."""
-    outer_lr: float = 1.0
-    """Outer learning rate (lr); the paper's average is 1."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("sync_every", self.sync_every, 1)
-        positive_rate(self.outer_lr)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from isles.replicas.methods.fedadam import FedAdamConfig
+from isles.replicas.methods.config import FedAdamConfig
 from isles.replicas.methods.fedavg import FedAvg
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
 

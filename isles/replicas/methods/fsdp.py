@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from isles.comm.errors import Refused
 from isles.comm.group import Group
 from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, Swap, by_size
+from isles.replicas.gradient.config import FSDPConfig
 from isles.replicas.island.island import Shards
 from isles.replicas.island.sharded import Sharding, as_sharded, gathered, shard, sharding_of, without_meshes
 from isles.replicas.names import all_names
@@ -32,16 +32,6 @@ from isles.replicas.start import bytes_by_format, same_settings
 from isles.replicas.sync import MethodConfig, StepsAlike
 
 _NORM_BYTES = 8  # the square of a gradient's norm, float64
-
-
-@dataclass(frozen=True, kw_only=True)
-class FSDPConfig(MethodConfig):
-    """Settings of `fsdp`."""
-
-    reshard_after_forward: bool = True
-    """Gather a block's weights for its forward and again for its backward pass; false keeps them in between, which
-    sends a third less and holds the whole model meanwhile.
-    """
 
 
 class FSDP(StepsAlike):

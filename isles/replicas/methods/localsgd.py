@@ -15,25 +15,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.codecs import codec
-from isles.replicas.checks import at_least
-from isles.replicas.loop.config import WeightedConfig
 from isles.replicas.loop.outer import OuterSync
+from isles.replicas.methods.config import LocalSGDConfig
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
 from isles.replicas.parts.landing import Replace
 from isles.replicas.parts.mixing import Everyone
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalSGDConfig(WeightedConfig):
-    """Settings of `localsgd`."""
-
-    sync_every: int = 50
-    """Inner steps between two averages."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("sync_every", self.sync_every, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

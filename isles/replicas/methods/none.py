@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from typing_extensions import override
 
 from isles.network.planner.planned import PlannedExchange
-from isles.replicas.sync import MethodConfig, ReplicaSync
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoneConfig(MethodConfig):
-    """Nothing to set."""
+from isles.replicas.methods.config import NoneConfig
+from isles.replicas.sync import ReplicaSync
 
 
 class NoSync(ReplicaSync):

@@ -10,26 +10,14 @@ own, unlike under `ddp`. Memory: as `localsgd`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from typing_extensions import override
 
-from isles.replicas.checks import at_least
-from isles.replicas.methods.localsgd import LocalSGD, LocalSGDConfig
+from isles.replicas.methods.config import PostLocalSGDConfig
+from isles.replicas.methods.localsgd import LocalSGD
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Composition
-
-
-@dataclass(frozen=True, kw_only=True)
-class PostLocalSGDConfig(LocalSGDConfig):
-    """Settings of `postlocal-sgd`."""
-
-    every_step_until: int = 100
-    """The last step of the first phase (T); a tenth of the run is a start."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least("every_step_until", self.every_step_until, 0)
 
 
 class PostLocalSGD(LocalSGD):

@@ -16,20 +16,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from typing_extensions import override
 
-from isles.replicas.methods.diloco import DiLoCo, DiLoCoConfig
+from isles.replicas.methods.config import SlowMoConfig
+from isles.replicas.methods.diloco import DiLoCo
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlowMoConfig(DiLoCoConfig):
-    """Settings of `slowmo`."""
-
-    sync_every: int = 48
-    """Inner steps a round (H)."""
-    outer_lr: float = 1.0
-    """Outer learning rate (alpha)."""
-    outer_momentum: float = 0.5
-    """Outer momentum (beta); tune it between 0.4 and 0.8."""
 
 
 @dataclass(frozen=True, kw_only=True)

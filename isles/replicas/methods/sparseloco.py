@@ -9,21 +9,8 @@ Defaults: those of the public runs. Chunks are 4096 neighbours in memory. Memory
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from isles.replicas.methods.fedavg import FedAvg, FedAvgConfig
-from isles.replicas.parts.interfaces import Feedback
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseLoCoConfig(FedAvgConfig):
-    """Settings of `sparseloco`; defaults of the public runs."""
-
-    sync_every: int = 30
-    outer_lr: float = 0.4
-    codec: str = "topk:64+int2"
-    error_feedback: Feedback = "local"
-    feedback_decay: float = 0.95
+from isles.replicas.methods.config import SparseLoCoConfig
+from isles.replicas.methods.fedavg import FedAvg
 
 
 class SparseLoCo(FedAvg):

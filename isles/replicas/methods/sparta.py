@@ -18,29 +18,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.codecs import codec
-from isles.replicas.methods.localsgd import Average, LocalSGD, LocalSGDConfig
+from isles.replicas.methods.config import SPARTAConfig
+from isles.replicas.methods.localsgd import Average, LocalSGD
 from isles.replicas.parts.interfaces import Answer, Composition
-from isles.replicas.space import Dimension
-
-
-@dataclass(frozen=True, kw_only=True)
-class SPARTAConfig(LocalSGDConfig):
-    """Settings of `sparta`."""
-
-    sync_every: int = 1
-    """Inner steps between two exchanges (H)."""
-    fraction: float = 0.005
-    """Share of the entries that travels (f); published runs took 0.0005 to 0.005."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction = {self.fraction}: choose a fraction above 0, up to 1, such as 0.005")
-
-    @override
-    def space(self, steps: int, *, timed: bool) -> list[Dimension]:
-        sent = Dimension.around("replicas.fraction", self.fraction, 4, most=1.0)
-        return [*super().space(steps, timed=timed), *([sent] if timed else [])]
 
 
 @dataclass(frozen=True, kw_only=True)

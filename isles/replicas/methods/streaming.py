@@ -15,46 +15,16 @@ neither mu nor alpha of its main runs: 0.9 and 0.5 (its ablation's) are the defa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from typing_extensions import override
 
-from isles.replicas.loop.fragments import FirstSync, Fragments, check_fragments, cut
-from isles.replicas.methods.diloco import DiLoCo, DiLoCoConfig
+from isles.replicas.loop.fragments import cut
+from isles.replicas.methods.config import StreamingConfig
+from isles.replicas.methods.diloco import DiLoCo
 from isles.replicas.parts.cadence import EveryH
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.parts.landing import Blend
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamingConfig(DiLoCoConfig):
-    """Settings of `streaming-diloco`; defaults of the paper, section 3."""
-
-    sync_every: int = 100
-    outer_lr: float = 0.4
-    codec: str = "fp4"
-    fragments: Fragments = "strided"
-    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
-    layers_per_fragment: int | None = None
-    """Blocks in each; left out, 3, or half of a shorter model's."""
-    overlap_steps: int | tuple[int, ...] = 1
-    """Inner steps after which a mean lands (tau), below sync_every; a list gives each worker its own."""
-    merge_alpha: float = 0.5
-    """Share of the live weights where they meet the anchor (alpha), 0..1."""
-    first_sync: FirstSync = "full_window"
-    """When a fragment is first sent: "full_window", after H steps; "offset", at its own offset."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fragments(self.fragments, self.layers_per_fragment, self.first_sync)
-        steps = (self.overlap_steps,) if isinstance(self.overlap_steps, int) else self.overlap_steps
-        if not steps or not all(0 <= tau < self.sync_every for tau in steps):
-            raise ValueError(
-                f"overlap_steps = {self.overlap_steps}: choose 0 or more, below sync_every = {self.sync_every}, or "
-                "such a number for each worker"
-            )
-        if not 0 <= self.merge_alpha <= 1:
-            raise ValueError(f"merge_alpha = {self.merge_alpha}: choose the local weights' share, 0 to 1")
 
 
 class StreamingDiLoCo(DiLoCo):

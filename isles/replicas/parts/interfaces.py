@@ -22,14 +22,12 @@ from typing import ClassVar, Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from isles.comm.codecs import Codec, Form
-from isles.comm.codecs.lowrank import LowRank
+from isles.comm.codecs.base import Codec
+from isles.comm.codecs.lowrank import Form, LowRank
 from isles.replicas.checks import one_of
+from isles.replicas.config import Feedback, OnBroken
 from isles.replicas.parts.legal import refuse
 from isles.replicas.parts.reading import Received
-
-OnBroken = Literal["skip", "leave out"]
-Feedback = Literal["none", "local", "global"]
 
 
 class Cadence(Protocol):
@@ -169,17 +167,6 @@ class ErrorFeedback:
 
     form: Literal["local", "global"] = "local"
     decay: float = 1.0
-
-
-def check_feedback(form: str, decay: float) -> None:
-    """ValueError for what is no error feedback."""
-    one_of("error_feedback", form, get_args(Feedback))
-    if not 0 <= decay <= 1:
-        raise ValueError(f"feedback_decay = {decay}: choose 0 to 1, such as 0.95")
-    if form == "none" and decay != 1:
-        raise ValueError(
-            f'feedback_decay = {decay} has no error feedback to act on: set error_feedback = "local", or this to 1'
-        )
 
 
 def feedback(form: Feedback, decay: float) -> ErrorFeedback | None:

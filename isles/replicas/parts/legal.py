@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from isles.comm.codecs import KINDS
+from isles.comm.codecs.kinds import KINDS
 
 AXES: dict[str, tuple[str, ...]] = {
     "cadence": ("every_h", "fragments", "overlap", "one_round", "more_rounds"),

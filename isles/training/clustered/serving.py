@@ -20,8 +20,9 @@ from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
 from isles.pipeline.shares import stage_shares
-from isles.training.config.inner import inner_optimizer, lr_factor
+from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
+from isles.training.inner_optimizer import inner_optimizer
 from isles.training.staged import build_stage, run_scheme
 from isles.training.text import Text
 

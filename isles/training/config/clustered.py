@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from isles.data.config import DataConfig
 from isles.errors import as_typed
-from isles.models.config import ModelConfig
 from isles.pipeline.config import PipelineConfig
-from isles.training.config.inner import InnerConfig
+
+if TYPE_CHECKING:
+    from isles.training.config.sections import Config
 
 
 def check_workers(clusters: Sequence[Sequence[int]], workers: int) -> None:
@@ -26,15 +28,22 @@ def check_workers(clusters: Sequence[Sequence[int]], workers: int) -> None:
         )
 
 
-def refuse_clustered(
-    method: str,
-    clusters: int,
-    pipeline: PipelineConfig,
-    inner: InnerConfig,
-    model: ModelConfig,
-    unset: Mapping[str, tuple[object, object]],
-) -> None:
-    """ValueError, with the key, for what asynchronous stages cannot do. unset: by key, a value and what it must be."""
+def check(config: Config) -> int:
+    """Workers that read text: one a cluster. ValueError, with the key, for what asynchronous stages cannot do."""
+    method, pipeline, model, clusters = config.method, config.pipeline, config.model, config.replicas_in_all
+    if pipeline.clusters:
+        check_workers(pipeline.clusters, config.world.workers)
+    unset = {
+        "world.inner": (config.world.inner, 1),
+        "world.drop_outer": (config.world.drop_outer, 0.0),
+        "inner.accumulation": (config.inner.accumulation, 1),
+        "pipeline.stage_loss": (pipeline.stage_loss, 0.0),
+        "replicas.on_broken": (getattr(config.replicas, "on_broken", "skip"), "skip"),
+        "replicas.on_late": (getattr(config.replicas, "on_late", "wait"), "wait"),
+        "memory.method": (config.memory.method, "none"),
+        "memory.vectors": (config.memory.vectors, "memory"),
+        "run.start": (config.run.start, ""),
+    }
     if method not in (("localsgd",) if clusters > 1 else ("localsgd", "none")):
         raise ValueError(
             f'replicas.method = "{method}": clusters average weights every replicas.sync_every steps; choose '
@@ -45,7 +54,7 @@ def refuse_clustered(
             raise ValueError(
                 f'{key} = {as_typed(value)}: pipeline.routing = "ravnest" wants {as_typed(wanted)}; set it to that'
             )
-    if inner.max_norm and pipeline.clip == "model":
+    if config.inner.max_norm and pipeline.clip == "model":
         raise ValueError(
             'pipeline.clip = "model" wants all stages at one step; with routing = "ravnest" choose "stage", or '
             "inner.max_norm = 0"
@@ -55,6 +64,7 @@ def refuse_clustered(
             "model.tie_embeddings = true: the embedding is the head as well, and they lie at two ends of a cluster; "
             "set it to false"
         )
+    return clusters
 
 
 def refuse_growing(method: str, data: DataConfig) -> None:

@@ -5,19 +5,15 @@ clipping.
              = lr * (f + (1 - f) (1 + cos(pi * done)) / 2)                      done: share of the steps after the
              warm-up
 
-f: final_lr_fraction. The schedule counts inner steps only; outer steps do not touch it.
+f: final_lr_fraction. The schedule counts inner steps only; outer steps do not touch it. Loads no torch; the optimizer
+itself: `isles.training.inner_optimizer`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,41 +63,9 @@ def lr_factor(step: int, steps: int, config: InnerConfig) -> float:
     return config.final_lr_fraction + (1 - config.final_lr_fraction) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
 
 
-def inner_optimizer(model: nn.Module, config: InnerConfig, usual: Literal["adamw", "sgd"]) -> Optimizer:
-    """The configured optimizer over the trainable parameters; no weight decay on vectors (norm gains). usual: what
-    "auto" stands for. Full-size weights in a subspace stay there, see `isles.pipeline.rowwise`.
-    """
-    import torch
-
-    from isles.pipeline.rowwise import RowwiseAdamW, by_rows, settled
-
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    fused = not any(parameter.is_meta for parameter in trained)  # a model without numbers has no kernels
-    if inner_kind(config, usual) == "sgd":
-        return settled(torch.optim.SGD(groups, lr=config.lr, fused=fused), model)
-    rows = by_rows(groups, model)
-    if rows is not None:
-        return RowwiseAdamW(rows, lr=config.lr, betas=config.betas)
-    return settled(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=fused), model)
-
-
 def inner_kind(config: InnerConfig, usual: Literal["adamw", "sgd"]) -> Literal["adamw", "sgd"]:
-    """Which optimizer it is; usual: see `inner_optimizer`."""
+    """Which optimizer it is; usual: what "auto" stands for."""
     return usual if config.optimizer == "auto" else config.optimizer
-
-
-def inner_bytes(parameters: Iterable[Tensor], optimizer: Literal["adamw", "sgd"]) -> int:
-    """Memory of its state in bytes. AdamW: two moments of each trainable parameter, and a float32 step count. SGD:
-    none.
-    """
-    if optimizer == "sgd":
-        return 0
-    return sum(2 * parameter.nbytes + 4 for parameter in parameters if parameter.requires_grad)
 
 
 def inner_notices(config: InnerConfig, usual: Literal["adamw", "sgd"], steps: int) -> list[str]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from isles.errors import in_section
 from isles.network.named import links as named
 from isles.network.routing.delays import fingerprint
 from isles.network.routing.plan import PipelinePlan, read_plan
 from isles.pipeline.config import PipelineConfig
+
+if TYPE_CHECKING:
+    from isles.training.config.sections import Config
 
 _STEPS_WAITED = 5
 """Of a plan's steps, before somebody who is silent counts as lost: its last microbatch may come at the step's end."""
@@ -33,16 +38,17 @@ def longest_wait(plan: PipelinePlan) -> float:
     return _STEPS_WAITED * plan.step_seconds
 
 
-def check_plan(
-    plan: PipelinePlan, pipeline: PipelineConfig, *, method: str, workers: int, inner: int, links: str | None
-) -> None:
-    """ValueError, one line that names the key, where the plan is for something else than the run. inner: workers of an
-    island. links: the network's name; None where it is as it is.
+def check(config: Config) -> int:
+    """Workers that read text: the plan's origins. ValueError, one line that names the key, where the plan is for
+    something else than the run, or the run cannot keep to any.
     """
+    pipeline, world, method = config.pipeline, config.world, config.method
+    plan = plan_of(pipeline)
+    assert plan is not None
     try:
-        plan.refuse(workers=workers)
-        if links is not None:
-            plan.refuse(links=fingerprint(named(links), workers))
+        plan.refuse(workers=world.workers)
+        if world.is_simulated:
+            plan.refuse(links=fingerprint(named(world.links), world.workers))
         if pipeline.cut and len(pipeline.cut) == len(plan.problem.stages) - 1:
             plan.refuse(cuts=pipeline.cut)
     except ValueError as error:
@@ -62,5 +68,15 @@ def check_plan(
             f"pipeline.microbatches = {pipeline.microbatches}: the plan sends {own} from each origin in a step (memory "
             f"{problem.memory} x waves {problem.waves}); set it to that"
         )
-    if inner > 1:
-        raise ValueError(f"world.inner = {inner}: the nodes of a plan are single workers; leave it out")
+    if world.inner > 1:
+        raise ValueError(f"world.inner = {world.inner}: the nodes of a plan are single workers; leave it out")
+    if config.replicas.survives:
+        raise ValueError(
+            'replicas.on_peer_failure = "solo": the paths of a plan lead over all of its nodes; choose "abort"'
+        )
+    if world.is_simulated and world.step_seconds != type(world).step_seconds:
+        raise ValueError(
+            f"world.step_seconds = {world.step_seconds}: a plan says what its tasks take; leave it out, and say "
+            "with world.step_factors who is slower than planned"
+        )
+    return len(problem.origins)

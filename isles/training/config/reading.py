@@ -2,7 +2,8 @@
 
 embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --workers, --steps  <  --set section.key=value
 
-`gather` does all that needs no torch, so that a slip is answered at once; `resolve` the rest, the method's settings.
+`gather` does all that needs no method; `resolve` the rest, its settings. Neither loads torch, unless the method is
+somebody's own: `isles.replicas.config_of`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tomlkit
 from isles.errors import unknown_name
 from isles.imports import is_place
 from isles.parsing import parse_toml
-from isles.replicas import METHODS, method
+from isles.replicas import METHODS, config_of, method
 from isles.schema import backend_of
 from isles.tables import read_toml, typed
 from isles.training.config.kept import SettingKey, beside, kept_names
@@ -61,8 +62,8 @@ def read_config(
 
 def _own(tables: Tables, beside: Sequence[str]) -> Tables:
     """Without the settings of other methods."""
-    known = {field.name for field in fields(method(_method_of(tables)).Config)}
-    others = {field.name for other in (*METHODS, *beside) for field in fields(method(other).Config)} - known
+    known = {field.name for field in fields(config_of(_method_of(tables)))}
+    others = {field.name for other in (*METHODS, *beside) for field in fields(config_of(other))} - known
     kept = {key: value for key, value in tables.get("replicas", {}).items() if key not in others}
     return {**tables, "replicas": kept}
 
@@ -161,7 +162,7 @@ def over(below: Tables, above: Tables) -> Tables:
 def resolve(tables: Tables) -> Config:
     """The typed configuration of complete tables."""
     name, typed_sections = _method_of(tables), sections(tables)
-    made_for = method(name).Config
+    made_for = config_of(name)
     settings = {key: value for key, value in tables.get("replicas", {}).items() if key != "method"}
     known = [field.name for field in fields(made_for)]
     for key in settings:
@@ -190,7 +191,7 @@ def sections(tables: Tables) -> dict[str, Any]:
 
 def _foreign(key: str, name: str, known: Sequence[str]) -> str:
     """The line for a key of [replicas] that method `name` does not have: a slip, or another method's."""
-    owners = [other for other in METHODS if key in [field.name for field in fields(method(other).Config)]]
+    owners = [other for other in METHODS if key in [field.name for field in fields(config_of(other))]]
     if not owners:
         return unknown_name("key", f"replicas.{key}", [f"replicas.{key}" for key in ("method", *known)])
     return f"replicas.{key} is a setting of {', '.join(owners)}, not of {name}: take it out, or choose another method"

@@ -9,26 +9,21 @@ from __future__ import annotations
 import math
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from isles.data.config import DataConfig
 from isles.errors import unknown_name
+from isles.imports import named
 from isles.memory.config import MemoryConfig
 from isles.models.config import ModelConfig
 from isles.models.sizes import Shape
 from isles.network.named import links
 from isles.network.pauses import Pauses
-from isles.network.routing.plan import PipelinePlan
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
+from isles.replicas.config import MethodConfig
 from isles.schema import BACKENDS, known_backend
-from isles.training.config.clustered import check_workers, refuse_clustered
 from isles.training.config.inner import InnerConfig
-from isles.training.config.planned import check_plan, plan_of
-from isles.training.config.swarmed import IN_SWARMS, refuse_swarm
-
-if TYPE_CHECKING:  # loads torch, and most of a configuration can be checked without it
-    from isles.replicas.sync import MethodConfig
 
 _MOST_JITTER = 3.0  # beyond it one step in a thousand takes longer than all others together
 _PAUSE = 60.0  # seconds
@@ -36,6 +31,14 @@ _LEAST_SILENCE = 30.0  # seconds
 JoinState = Literal["full", "anchors"]
 LEASE, _LEAST_LEASE, _MOST_LEASE = 3.0, 0.5, 60.0  # seconds
 SILENCE = 60.0  # seconds
+_ROUTINGS = {
+    "skippipe": "isles.training.config.planned:check",
+    "swarm": "isles.training.config.swarmed:check",
+    "ravnest": "isles.training.config.clustered:check",
+}
+"""What goes with these routings, imported where one is chosen: check(Config) -> workers that read text. ValueError, one
+line that names the key, for what does not.
+"""
 _LOGGERS = ("tensorboard", "wandb")  # isles.training.records.loggers holds what is behind the names
 
 
@@ -290,26 +293,6 @@ class Config:
             return 1
         return self.world.workers // (self.pipeline.stages * self.world.inner)
 
-    def _check_plan(self, plan: PipelinePlan) -> None:
-        world = self.world
-        check_plan(
-            plan,
-            self.pipeline,
-            method=self.method,
-            workers=world.workers,
-            inner=world.inner,
-            links=world.links if world.is_simulated else None,
-        )
-        if self.replicas.survives:
-            raise ValueError(
-                'replicas.on_peer_failure = "solo": the paths of a plan lead over all of its nodes; choose "abort"'
-            )
-        if world.is_simulated and world.step_seconds != type(world).step_seconds:
-            raise ValueError(
-                f"world.step_seconds = {world.step_seconds}: a plan says what its tasks take; leave it out, and say "
-                "with world.step_factors who is slower than planned"
-            )
-
     def _check_boundary(self, shape: Shape) -> None:
         boundary = boundary_name(self.pipeline.boundary)
         boundary.check_width(shape.d_model)
@@ -320,53 +303,21 @@ class Config:
                 'false, or "dct:0.75"'
             )
 
-    def _check_clusters(self) -> None:
-        unset = {
-            "world.inner": (self.world.inner, 1),
-            "world.drop_outer": (self.world.drop_outer, 0.0),
-            "inner.accumulation": (self.inner.accumulation, 1),
-            "pipeline.stage_loss": (self.pipeline.stage_loss, 0.0),
-            "replicas.on_broken": (getattr(self.replicas, "on_broken", "skip"), "skip"),
-            "replicas.on_late": (getattr(self.replicas, "on_late", "wait"), "wait"),
-            "memory.method": (self.memory.method, "none"),
-            "memory.vectors": (self.memory.vectors, "memory"),
-            "run.start": (self.run.start, ""),
-        }
-        refuse_clustered(self.method, self.replicas_in_all, self.pipeline, self.inner, self.model, unset)
-
-    def _check_swarm(self) -> None:
-        unset = {
-            "world.inner": (self.world.inner, 1),
-            "world.drop_outer": (self.world.drop_outer, 0.0),
-            "memory.method": (self.memory.method, "none"),
-            "run.start": (self.run.start, ""),
-            "data.split": (self.data.split, "iid"),
-        }
-        if self.method != "none" or self.pipeline.delay_updates:
-            unset["pipeline.stage_lost"] = self.pipeline.stage_lost, "stop"
-        if self.method != "none":
-            unset["pipeline.delay_updates"] = self.pipeline.delay_updates, 0
-        terms = IN_SWARMS.get(self.method, {})
-        unset |= {f"replicas.{key}": (getattr(self.replicas, key), value) for key, value in terms.items()}
-        refuse_swarm(self.method, self.pipeline, self.model, self.world.workers, unset)
-
     def _check_pipeline(self) -> None:
-        stages, world, plan = self.pipeline.stages, self.world, plan_of(self.pipeline)
-        if plan is not None:
-            self._check_plan(plan)
-        elif self.pipeline.clusters:
-            check_workers(self.pipeline.clusters, world.workers)
-        elif self.pipeline.routing == "swarm":
-            self._check_swarm()
-        elif world.workers % (stages * world.inner):
+        stages, world, routing = self.pipeline.stages, self.world, self.pipeline.routing
+        if (
+            not self.pipeline.clusters
+            and routing not in ("skippipe", "swarm")
+            and world.workers % (stages * world.inner)
+        ):
             inside = f" of {world.inner} workers each" if world.inner > 1 else ""
             raise ValueError(
                 f"pipeline.stages = {stages}: {world.workers} workers do not make whole replicas of {stages} stages"
                 f"{inside}; choose a multiple of {stages * world.inner} as world.workers"
             )
-        if self.pipeline.routing == "ravnest":
-            self._check_clusters()
-        readers = self.replicas_in_all if plan is None else len(plan.problem.origins)
+        readers = self.replicas_in_all
+        if routing in _ROUTINGS:
+            readers = named(f"routing {routing}", _ROUTINGS[routing])(self)
         sequences = self.data.batch_size_per_worker(readers)
         if sequences % self.pipeline.microbatches:
             raise ValueError(

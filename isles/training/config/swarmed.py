@@ -4,11 +4,13 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from isles.errors import as_typed
-from isles.models.config import ModelConfig
 from isles.pipeline.config import PipelineConfig
+
+if TYPE_CHECKING:
+    from isles.training.config.sections import Config
 
 IN_SWARMS: dict[str, dict[str, object]] = {
     "diloco": {"on_late": "wait"},
@@ -39,11 +41,23 @@ def stages_of(pipeline: PipelineConfig, workers: int) -> list[list[int]]:
     return [list(range(begin, begin + count)) for begin, count in zip(begins, peers, strict=True)]
 
 
-def refuse_swarm(
-    method: str, pipeline: PipelineConfig, model: ModelConfig, workers: int, unset: Mapping[str, tuple[object, object]]
-) -> None:
-    """ValueError, with the key, for what a swarm cannot do. unset: by key, a value and what it must be."""
-    stages_of(pipeline, workers)
+def check(config: Config) -> int:
+    """Workers that read text: the peers make up one replica. ValueError, with the key, for what a swarm cannot do."""
+    method, pipeline, model = config.method, config.pipeline, config.model
+    unset = {
+        "world.inner": (config.world.inner, 1),
+        "world.drop_outer": (config.world.drop_outer, 0.0),
+        "memory.method": (config.memory.method, "none"),
+        "run.start": (config.run.start, ""),
+        "data.split": (config.data.split, "iid"),
+    }
+    if method != "none" or pipeline.delay_updates:
+        unset["pipeline.stage_lost"] = pipeline.stage_lost, "stop"
+    if method != "none":
+        unset["pipeline.delay_updates"] = pipeline.delay_updates, 0
+    terms = IN_SWARMS.get(method, {})
+    unset |= {f"replicas.{key}": (getattr(config.replicas, key), value) for key, value in terms.items()}
+    stages_of(pipeline, config.world.workers)
     for key, (value, wanted) in unset.items():
         if value != wanted:
             raise ValueError(
@@ -64,3 +78,4 @@ def refuse_swarm(
             "model.tie_embeddings = true: the embedding is the head as well, and they lie at two ends of a swarm; "
             "set it to false"
         )
+    return 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import tomlkit
 
-from isles.replicas import METHODS, method
+from isles.replicas import METHODS, config_of
 from isles.tables import field_docs
 from isles.training.config.sections import ORDER, SECTIONS
 
@@ -18,9 +18,9 @@ _WIDTH = 100
 
 def template(name: str) -> str:
     """TOML that `read_config` reads to the defaults of method `name`; keys without a default stand commented out."""
-    made_for = method(name).Config
+    made_for = config_of(name)
     lines = [
-        f"# isles train THIS.toml    (method {name}: {METHODS[name][1]})" if name in METHODS else f"# method {name}"
+        f"# isles train THIS.toml    (method {name}: {METHODS[name].what})" if name in METHODS else f"# method {name}"
     ]
     for section in ORDER:
         cls = made_for if section == "replicas" else SECTIONS[section]

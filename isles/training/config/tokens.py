@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from isles.models.model_limits import limits
+
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
 
 
 def tokens_a_step(config: Config, replicas: int) -> int:
     """Tokens that so many replicas, islands or single workers, train on in an inner step."""
-    from isles.models.factory import limits
-
     readers = replicas * config.world.inner
     rows = config.data.batch_size * (readers if config.data.batch_mode == "per_worker" else 1)
     return rows * config.inner.accumulation * limits(config.model).context

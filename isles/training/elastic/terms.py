@@ -1,4 +1,6 @@
-"""Which configurations workers may come and go in, and what the lighthouse needs to know of one."""
+"""Which configurations workers may come and go in, and what the lighthouse needs to know of one. Loads no torch but for
+a method or a model of one's own.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,12 @@ from typing import Any, cast
 from isles.comm.elastic import cells
 from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
-from isles.models import sketch
-from isles.replicas import method
-from isles.replicas.loop.config import WeightedConfig
-from isles.training.config.reading import Tables, resolve, to_toml
+from isles.models.model_limits import state_bytes
+from isles.replicas import METHODS, method
+from isles.replicas.loop.config import OuterConfig, WeightedConfig
+from isles.training.config.reading import Tables, resolve
 from isles.training.config.sections import Config
 from isles.training.config.tokens import ending, tokens_a_step
-from isles.training.elastic.lighthouse.charter import Charter, draw_up
 from isles.training.growing import refuse_full, refuse_kept, refuse_silence, refuse_unsupported, refuse_waits
 from isles.training.swarmed.terms import among_peers, peer_rules
 
@@ -100,7 +101,8 @@ def check(config: Config, *, simulated: bool = False) -> None:
 def _check_method(config: Config) -> None:
     """The method, and its settings: rounds that can be done without whoever is lost, and end with nothing in flight."""
     name, replicas = config.method, config.replicas
-    if not method(name).follows_roster:
+    goes_on = isinstance(replicas, OuterConfig) if name in METHODS else method(name).follows_roster
+    if not goes_on:
         raise ValueError(
             f"replicas.method = {name!r}: it exchanges in every step and needs everybody, so workers cannot come and "
             f"go: use isles train --nodes, or a method that exchanges now and then ({_TAKEN} some)"
@@ -203,12 +205,7 @@ def rules(config: Config) -> Rules:
 def _first_bytes(config: Config) -> int:
     """Bytes of the model that the run begins with; 0, and a warning, where it cannot be made here."""
     try:
-        return sum(one.numel() * one.element_size() for one in sketch(config.model).state_dict().values())
+        return state_bytes(config.model)
     except (ValueError, OSError) as error:
         warnings.warn(f"what is fetched has no size limit: the model cannot be built here ({error})", stacklevel=2)
         return 0
-
-
-def charter_of(config: Config) -> Charter:
-    """All that the lighthouse of `config` is started with."""
-    return draw_up(to_toml(config), rules(config))

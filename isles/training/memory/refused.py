@@ -8,8 +8,8 @@ from isles.memory.disk import check_folder
 from isles.memory.search import METHODS
 from isles.replicas import method
 from isles.replicas.gradient.bucketed import BucketedSync
+from isles.replicas.gradient.config import FSDPConfig
 from isles.replicas.loop.outer import OuterSync
-from isles.replicas.methods.fsdp import FSDPConfig
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.sections import Config
 from isles.training.memory.stages import refuse_staged

@@ -21,8 +21,8 @@ from isles.models.stages import Stage
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
 from isles.replicas import method
-from isles.training.config.inner import inner_optimizer
 from isles.training.config.sections import Config
+from isles.training.inner_optimizer import inner_optimizer
 from isles.training.records.checkpoint import State
 from isles.training.staged import planned_cut, run_scheme
 

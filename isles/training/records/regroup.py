@@ -32,7 +32,7 @@ from isles.training.config.reading import read_config, run_name, to_toml
 from isles.training.config.sections import Config
 from isles.training.config.tokens import ending_after
 from isles.training.draws import carried_draws, new_draws
-from isles.training.dry_run import dry_run
+from isles.training.plan.run_plan import plan_run
 from isles.training.records.checkpoint import Checkpoints, State, join_state, newest_whole, split_state
 from isles.training.records.lock import locked
 from isles.training.records.recut import (
@@ -128,7 +128,7 @@ def prepare(
     if config.world.inner > 1:
         raise ValueError(f"the workers of an island have parts of their own: resume with {before} workers, as before")
     config = ending_after(config, before // (saved.pipeline.stages * saved.world.inner), step)
-    dry_run(config)  # refuses what the method or the batch cannot be
+    plan_run(config)  # refuses what the method or the batch cannot be
     replicas = config.replicas_in_all
     Loader(
         load_corpus(config.data),

@@ -19,7 +19,7 @@ from isles.models.sizes import parameters, shape_of
 from isles.network.planner.hardware import step_seconds
 from isles.network.units import parse_count, parse_latency
 from isles.training.config.sections import Config
-from isles.training.dry_run import dry_run
+from isles.training.plan.run_plan import plan_run
 from isles.training.records.summary import SummaryTable
 
 _USUAL, _MFU = ("", "H100", "131072"), 0.4
@@ -49,14 +49,14 @@ def priced(config: Config, text: str, over: str | None = None) -> SummaryTable:
         raise ValueError(f"--as {text}: {(*waits, 'pipeline.routing')[0]} makes the run hang on time; leave it out")
     model = ModelConfig(size=size, dtype=config.model.dtype, device="cpu")
     data, run = replace(config.data, tokenizer="bytes"), replace(config.run, start="", priced_as="")
-    plan = dry_run(replace(config, model=model, data=data, memory=MemoryConfig(), world=world, run=run))
-    whole = step * max(world.factors) if plan.transfers is None else plan.transfers.step
+    plan = plan_run(replace(config, model=model, data=data, memory=MemoryConfig(), world=world, run=run))
+    whole = step * max(world.factors) if plan.time is None else plan.time.step
     if not whole:
         raise ValueError(f"--as {text}: a step of 0 s, or {world.workers} workers with too many messages to replay")
     steps, computing = run.steps, step * sum(world.factors) / world.workers
     return {
         "priced_as": f"{size}, {step:.4g} s a step, over {world.links}",
-        "priced_bytes_per_worker": sum(plan.bytes_sent) / plan.workers,
+        "priced_bytes_per_worker": sum(plan.bytes_sent or ()) / plan.size,
         "virtual_seconds": steps * whole,
         "compute_seconds": steps * computing,
         "blocked_seconds": steps * (whole - computing),

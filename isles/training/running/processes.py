@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.mesh import Mesh
+from isles.errors import warnings_told
 from isles.launch.nodes import NodeGroup
 from isles.launch.workers import LocalWorkers, Workers
 from isles.training.config.sections import Config
 from isles.training.records.events import Schema
 from isles.training.records.rundir import LOGS
 from isles.training.running.server import start_server
-from isles.training.running.starting import deadlines, warnings_told
+from isles.training.running.starting import deadlines
 from isles.training.worker import train_worker
 
 

@@ -1,12 +1,8 @@
-"""What starting workers takes on every backend: how long they wait, where warnings go."""
+"""What starting workers takes on every backend: how long they wait."""
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from isles.comm.transport import Deadlines
 from isles.training.config.planned import longest_wait, plan_of
@@ -39,19 +35,3 @@ def deadlines(config: Config) -> Deadlines:
         for name in ("control", "inner", "outer", "pipeline", "eval")
     }
     return replace(own, **(patience | ({"outer": own.outer} if config.replicas.survives else {})))
-
-
-@contextlib.contextmanager
-def warnings_told(tell: Callable[[Any], None]) -> Iterator[None]:
-    """Python warnings become notices to the user, each once, instead of source lines on stderr."""
-    told: set[str] = set()
-
-    def show(message: Warning | str, *where: Any, **more: Any) -> None:
-        text = " ".join(str(message).split())
-        if text not in told:
-            told.add(text)
-            tell({"notice": text})
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield

@@ -12,10 +12,11 @@ from typing import Any
 from isles.comm.stopping import SharedStopControl
 from isles.comm.virtual.run import run_virtual
 from isles.data import load_corpus
+from isles.errors import warnings_told
 from isles.launch.nodes import NodeGroup
 from isles.training.config.sections import Config
 from isles.training.memory.planned import step_seconds
-from isles.training.running.starting import deadlines, warnings_told
+from isles.training.running.starting import deadlines
 from isles.training.worker import train_worker
 
 

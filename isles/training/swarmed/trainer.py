@@ -31,7 +31,7 @@ from isles.replicas.sync import ReplicaSync
 from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
-from isles.training.rates import rate_schedule
+from isles.training.inner_optimizer import rate_schedule
 from isles.training.records.checkpoint import join_state, split_state
 from isles.training.records.tensors import copy_to_host
 from isles.training.staged import build_stage, run_scheme, told_by_first

@@ -11,8 +11,8 @@ import isles
 from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.comm.tags import Tag
-from isles.comm.virtual.events import ARRIVED
 from isles.comm.virtual.transport import VirtualTransport
+from isles.network.engine import ARRIVED
 
 
 def doomed(world: Mesh, worker: Callable[..., Any], args: tuple[Any, ...], deaths: Mapping[int, int]) -> Any:

@@ -26,9 +26,9 @@ from isles.pipeline.ravnest.entering import ClusterWelcome
 from isles.training.clustered.node import ClusterWorker
 from isles.training.clustered.seated import _restore
 from isles.training.elastic.given import STATE
+from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
 from isles.training.elastic.lighthouse.kept import KeptStates
-from isles.training.elastic.terms import charter_of
 from isles.training.records.events import Schema
 from isles.training.swarmed.trainer import _read
 from tests.comm.elastic.sessions import router

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 import isles
 from isles.comm.mesh import Mesh
 from isles.data import Corpus, load_corpus
-from isles.training.clustered.dry import dry_clusters
 from isles.training.config.reading import read_config, to_toml
 from isles.training.config.sections import Config
+from isles.training.plan.clusters import plan_clusters
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.regroup import prepare
 from isles.training.running.run import launch
@@ -79,10 +79,10 @@ def test_a_run_resumes_exactly_and_sends_what_its_dry_run_says(tmp_path: Path) -
     assert summary["val_loss"] == summary["val_loss_replicas"] and summary["replicas"] == 3
     ages = {line["worker"]: line["staleness"] for line in lines(whole)}
     assert ages[2] == ages[4] == ages[5] == 0  # leaves
-    plan = dry_clusters(read)
+    plan = plan_clusters(read)
     counted = sum(summary["channels"][name]["bytes_sent"] for name in ("pipeline", "outer"))
     assert sum(plan.bytes_sent) / 7 == counted
-    assert plan.averages == 2 and plan.agreements == plan.aside == 1
+    assert plan.averages == 2 and plan.agreements == plan.standby == 1
 
 
 @pytest.mark.long
@@ -205,4 +205,4 @@ def test_what_does_not_go_with_clusters_is_refused_in_a_line(more: list[str], wo
 
 def test_cuts_that_the_model_does_not_have_are_refused() -> None:
     with pytest.raises(ValueError, match=r"one of pipeline.clusters = \[1, 9\]: name rising numbers of blocks"):
-        dry_clusters(config("pipeline.clusters=[[1, 9], [3], []]"))
+        plan_clusters(config("pipeline.clusters=[[1, 9], [3], []]"))

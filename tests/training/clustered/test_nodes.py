@@ -10,12 +10,12 @@ import isles
 from isles.comm.mesh import Mesh
 from isles.memory.meter import MemoryMeter
 from isles.training.clustered.cuts import cluster_cuts
-from isles.training.clustered.dry import dry_clusters
 from isles.training.clustered.serving import Serving
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.placement import layout_of
+from isles.training.plan.clusters import plan_clusters
 from isles.training.running.run import launch
 
 CLUSTER = [
@@ -93,10 +93,10 @@ def test_a_node_holds_what_its_dry_run_says(recompute: bool) -> None:
     )
     shape, rows = made.model.shape(), 2
     stream = rows * shape.context * shape.d_model * 4
-    for seat, counted in zip(dry_clusters(made).seats, isles.run_virtual(peak, 4, args=(made,)), strict=True):
+    for worker, counted in zip(plan_clusters(made).workers, isles.run_virtual(peak, 4, args=(made,)), strict=True):
         messages = 4 * (stream + rows * (shape.context + 1) * 2)
-        passing = 3 * rows * shape.context * max(shape.ffn, shape.vocab if seat.stage == 3 else 0) * 4
-        assert seat.memory <= counted <= seat.memory + messages + passing + SMALL, seat
+        passing = 3 * rows * shape.context * max(shape.ffn, shape.vocab if worker.stage == 3 else 0) * 4
+        assert worker.memory.peak <= counted <= worker.memory.peak + messages + passing + SMALL, worker
 
 
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)])

@@ -18,8 +18,8 @@ from isles.training.config.sections import Config
 from isles.training.elastic.entering import Here, in_run
 from isles.training.elastic.island import follow, leading
 from isles.training.elastic.joining import Participant
+from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
-from isles.training.elastic.terms import charter_of
 from tests.comm.elastic.sessions import workers
 from tests.training.lit import LitRun
 

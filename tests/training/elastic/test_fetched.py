@@ -14,8 +14,8 @@ from isles.comm.elastic.gifts.taking import NotGiven
 from isles.comm.elastic.keys import SeatKeys
 from isles.comm.elastic.session import Session, open_session
 from isles.training.elastic.given import MODEL, STATE
+from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
-from isles.training.elastic.terms import charter_of
 from tests.comm.elastic.sessions import router
 from tests.comm.elastic.test_gifts import Known
 from tests.training.elastic.test_terms import config

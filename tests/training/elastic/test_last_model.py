@@ -13,8 +13,8 @@ from torch import Tensor
 
 from isles.training.elastic.lighthouse import averaging, keeping
 from isles.training.elastic.lighthouse.averaging import consolidate, same_weights, spread, write_mean
+from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
-from isles.training.elastic.terms import charter_of
 from isles.training.records.saved import save_model
 from tests.training.elastic.test_terms import config
 

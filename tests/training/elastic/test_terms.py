@@ -18,9 +18,10 @@ from isles.training.config.reading import gather, resolve, words
 from isles.training.elastic.acts import positions
 from isles.training.elastic.entering import Here, _configuration
 from isles.training.elastic.lighthouse.averaging import write_mean
+from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
 from isles.training.elastic.own import as_words, with_own
-from isles.training.elastic.terms import charter_of, elastic, in_rounds, last_round, rules
+from isles.training.elastic.terms import elastic, in_rounds, last_round, rules
 from isles.training.running.run import launch
 from tests.training.runs import TINY
 

@@ -17,8 +17,9 @@ from isles.models import limits
 from isles.models.stages import Stage
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.parts.mixing import RandomGroups
-from isles.training.config.inner import inner_optimizer, lr_factor
+from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
+from isles.training.inner_optimizer import inner_optimizer
 from isles.training.placement import layout_of
 from isles.training.staged import build_stage, planned_cut, run_scheme
 from isles.training.swarmed.trainer import SwarmTrainer

@@ -12,11 +12,11 @@ from typing_extensions import override
 
 from isles.comm.credentials import parse_token
 from isles.comm.elastic.messages import Over
-from isles.training.config.reading import gather, to_toml
+from isles.training.config.reading import gather
 from isles.training.config.sections import Config
 from isles.training.elastic.entering import Here, admitted
-from isles.training.elastic.lighthouse.charter import draw_up
-from isles.training.elastic.terms import elastic, rules
+from isles.training.elastic.lighthouse.charter import charter_of
+from isles.training.elastic.terms import elastic
 from isles.training.swarmed.keeping import SwarmKeeper
 from isles.training.swarmed.peering import SeatedPeer
 from isles.training.swarmed.seated import ANYWHERE
@@ -44,8 +44,7 @@ class SwarmRun(LitRun):
 
     @override
     def made(self, told: Callable[[str], None]) -> SwarmKeeper:
-        charter = draw_up(to_toml(self.config), rules(self.config))
-        return self.keeps(charter, self.out, self.address, told, self.lines.append, self.notices.append)
+        return self.keeps(charter_of(self.config), self.out, self.address, told, self.lines.append, self.notices.append)
 
     def join(self, stage: int = ANYWHERE, *, listens: bool = False, again: bool = True) -> int:
         """Start a peer; its number. listens: for direct links; again: it comes again where it is told to."""

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from isles.cli.dry_run import show
-from isles.training.swarmed.dry import SwarmRun, dry_swarm
+from isles.cli.plan_printer import show
+from isles.training.plan.record import RunPlan
+from isles.training.plan.swarm import plan_swarm
 from tests.training.swarmed.test_swarmed import config, train
 
 SLOW = ("world.links=lan", "world.step_factors=[1,1,1,4,1,1,1]", "data.batch_size=96", "pipeline.microbatches=48")
@@ -44,18 +45,18 @@ def measured(folder: Path, *more: str) -> tuple[float, float]:
     return (late - early) / 4, (ended - began) / 4
 
 
-def check(name: str, folder: Path) -> SwarmRun:
-    planned = dry_swarm(config(*SETTINGS[name]))
+def check(name: str, folder: Path) -> RunPlan:
+    planned = plan_swarm(config(*SETTINGS[name]))
     nbytes, seconds = measured(folder, *SETTINGS[name])
-    assert planned.bytes_a_step == pytest.approx(nbytes, abs=0.5)
-    assert sum(seat.bytes_sent or 0 for seat in planned.seats) == pytest.approx(nbytes, rel=1e-4)
-    assert planned.seconds == pytest.approx(seconds, rel=0.10)
+    assert planned.swarm_bytes == pytest.approx(nbytes, abs=0.5)
+    assert sum(peer.step_bytes or 0 for peer in planned.workers) == pytest.approx(nbytes, rel=1e-4)
+    assert planned.time.step == pytest.approx(seconds, rel=0.10)
     return planned
 
 
 def test_bytes_are_exact_and_seconds_near(tmp_path: Path) -> None:
     planned = check("one a stage", tmp_path)
-    assert [round(seat.counted or 0) for seat in planned.seats][::3] == [12, 12]
+    assert [round(peer.microbatches or 0) for peer in planned.workers][::3] == [12, 12]
 
 
 @pytest.mark.long
@@ -67,9 +68,8 @@ def test_whatever_peers_there_are(name: str, tmp_path: Path) -> None:
 def test_it_is_printed_and_told_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     show(config(*SETTINGS["alike"]), probe=False, as_json=False)
     text = capsys.readouterr().out
-    assert "a swarm of 3 stages" in text and "a step takes about" in text and "microbatches a step" in text
+    assert "a swarm of 3 stages" in text and "of the clock" in text and "slowest stage can do" in text
     show(config("world.backend=distributed"), probe=False, as_json=True)
     told = json.loads(capsys.readouterr().out)
-    assert told["seconds"] is None and len(told["seats"]) == 7 and min(told["peak_bytes"]) > 0
-    show(config("world.backend=distributed"), probe=False, as_json=False)
-    assert "by its speed" in capsys.readouterr().out
+    assert told["time"] is None and len(told["workers"]) == 7
+    assert min(worker["memory"]["peak_bytes"] for worker in told["workers"]) > 0

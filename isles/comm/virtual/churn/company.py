@@ -14,8 +14,8 @@ from typing_extensions import override
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import BeatReply, Over, Refusal
-from isles.comm.virtual.events import ARRIVED, DEADLINE
 from isles.comm.virtual.scheduler import VirtualWorker
+from isles.network.engine import ARRIVED, LAST
 
 _PATIENCE = 3.0  # seconds, as between processes
 
@@ -114,7 +114,7 @@ class VirtualCompany(LighthouseLine):
                     self.waited += worker.clock - began
                     return is_over
                 sleep = self._sleep = _Sleep()
-                end = timeline.at(worker.back(until), DEADLINE, self.seat, partial(self._wake, sleep))
+                end = timeline.at(worker.back(until), LAST, self.seat, self._wake, sleep)
                 worker.scheduler.block(worker, sleep)
                 timeline.cancel(end)
                 if sleep.error is not None:
@@ -169,7 +169,7 @@ class VirtualCompany(LighthouseLine):
             return
         back = worker.back(timeline.now)
         if back > timeline.now:  # a paused worker hears of it when it is back
-            timeline.at(back, ARRIVED, self.seat, partial(self._wake, sleep))
+            timeline.at(back, ARRIVED, self.seat, self._wake, sleep)
             return
         self._sleep = None
         worker.scheduler.wake(worker)

@@ -23,11 +23,11 @@ from isles.comm.elastic.messages import Finished, Over
 from isles.comm.elastic.orders import Order, Record, Reply, Rules, Tell
 from isles.comm.errors import PeerLost
 from isles.comm.virtual.churn.company import VirtualCompany
-from isles.comm.virtual.events import ARRIVED
 from isles.comm.virtual.scheduler import Scheduler
 from isles.comm.virtual.transport import VirtualTransport
 from isles.comm.virtual.wire import VirtualWire
 from isles.network.churn import ChurnEvent
+from isles.network.engine import ARRIVED
 
 GRACE = 8.0  # seconds for workers to come back to a lighthouse that was started again
 _TOLD, _WAY, _BACK = 0.2, 0.02, 0.5  # seconds: a death is noticed; a word's way; a worker finds the lighthouse again
@@ -72,7 +72,7 @@ class VirtualMeeting:
 
     def ask(self, seat: int, message: Any, answered: Callable[[Any], None]) -> None:
         """A question of a worker, now. `answered` gets the reply, or None where the lighthouse is away."""
-        self.timeline.at(self.timeline.now + _WAY, ARRIVED, seat, partial(self._asked, seat, message, answered))
+        self.timeline.at(self.timeline.now + _WAY, ARRIVED, seat, self._asked, seat, message, answered)
 
     def alive(self) -> list[int]:
         """Seats that have come and are neither dead nor gone."""

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 from typing_extensions import override
 
 from isles.replicas.checks import at_least, one_of
+from isles.replicas.config import MethodConfig
 from isles.replicas.space import Dimension
-from isles.replicas.sync import MethodConfig
 
 Base = Literal["sign", "sgd", "muon"]
 Projection = Literal["dct", "identity", "random"]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from isles.comm.codecs import Codec, codec
+from isles.comm.codecs import codec
+from isles.comm.codecs.base import Codec
 from isles.comm.codecs.sign import Sign
 from isles.comm.codecs.topk import pack_places, unpack_places
 from isles.comm.collectives.same import numbers

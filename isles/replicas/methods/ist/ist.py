@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,56 +43,20 @@ from isles.models.sizes import like_size
 from isles.models.subnet import put, reads, split_axes, take
 from isles.network.planner.memory import PINNED, Held
 from isles.network.planner.planned import Cross, PlannedExchange, Rhythm, by_size
-from isles.replicas.checks import at_least, one_of
 from isles.replicas.flat import FlatParameters, all_finite
+from isles.replicas.methods.ist.config import ISTConfig
 from isles.replicas.methods.ist.moments import moments_of
-from isles.replicas.methods.ist.partition import SAMPLERS, SERVERS, Division
+from isles.replicas.methods.ist.partition import Division
 from isles.replicas.methods.ist.store import Key, Store
 from isles.replicas.methods.ist.subnet import Subnet
 from isles.replicas.scaled import Scaled
 from isles.replicas.schedule import everyone
-from isles.replicas.space import Dimension, rounds
 from isles.replicas.start import OTHER_STATE, among_even
-from isles.replicas.sync import MethodConfig, ReplicaSync
+from isles.replicas.sync import ReplicaSync
 from isles.staging import HostCopies, arena, is_away, pinned_bytes, to_host
 
 _OTHER_DIVISION = "its units are divided otherwise: it is in another round, or has another seed"
 _FEW = 64  # units of an MLP: below it subnets are poor; one head each will do
-
-
-@dataclass(frozen=True, kw_only=True)
-class ISTConfig(MethodConfig):
-    """Settings of `ist`."""
-
-    sync_every: int = 50
-    """Inner steps between two divisions (H)."""
-    split: str = "all"
-    """What is divided: heads, ffn, heads+ffn, or "all" that the model can (never whole blocks)."""
-    sampler: Literal["random", "stratified", "rolling", "fixed"] = "random"
-    """Who gets which units: random; stratified (equally many from each keeper); rolling (neighbours, moved on by one a
-    round); fixed.
-    """
-    server: Literal["partitioned", "central"] = "partitioned"
-    """Who keeps them between rounds: partitioned (1/n each) or central (worker 0)."""
-    optimizer_state: Literal["travel", "reset"] = "travel"
-    """What becomes of the inner optimizer's moments: travel (they go with their units) or reset (fresh every round)."""
-    eval_scale: Literal["keep_fraction", "none"] = "keep_fraction"
-    """Of what reads divided units, in the full model: keep_fraction (1/n) or none."""
-    seed: int = 0
-    """Seed of the divisions."""
-
-    def __post_init__(self) -> None:
-        at_least("sync_every", self.sync_every, 1)
-        one_of("sampler", self.sampler, SAMPLERS)
-        one_of("server", self.server, SERVERS)
-        one_of("optimizer_state", self.optimizer_state, ("travel", "reset"))
-        one_of("eval_scale", self.eval_scale, ("keep_fraction", "none"))
-
-    @override
-    def space(self, steps: int, *, timed: bool) -> list[Dimension]:
-        """H counts at equal tokens, too: what a worker does not hold for long it does not learn."""
-        who = Dimension(name="replicas.sampler", start=self.sampler, choices=("random", "stratified", "rolling"))
-        return [who, rounds(self, steps)]
 
 
 class IST(ReplicaSync):

@@ -22,9 +22,6 @@ from torch import Tensor
 from isles.comm.collectives.same import numbers
 from isles.models.subnet import Axes, Axis, layers_of
 
-SAMPLERS = ("random", "stratified", "rolling", "fixed")
-SERVERS = ("partitioned", "central")
-
 Units = tuple[Tensor | None, ...]
 """A parameter's units by dimension (None: undivided), as `isles.models.subnet.take` wants them."""
 

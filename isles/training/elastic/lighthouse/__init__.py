@@ -1,6 +1,6 @@
 """The lighthouse of a run, on top of `isles.comm.elastic.lighthouse`: its directory, its records, and its model.
 
-`charter`     what a lighthouse knows of its run, read by another process (`drawing_up`), so that it loads no torch
+`charter`     what a lighthouse knows of its run
 `keeper`      `Keeper`: a run from its start to its end; `keeping`: what it shares with the keepers of swarms
 `kept`        states on its disk; `averaging`: the mean of the models, without torch; `refused`: who refused whom
 `stand`       where it stood, for `isles resume`

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isles.network.pipe import Pipe
+from isles.network.engine import Pipe
 
 
 def drain(pipe):

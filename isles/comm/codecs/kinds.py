@@ -1,0 +1,118 @@
+"""The table of codecs, and what their names say: what each does to the entries, and where its class is. Loads no torch,
+so that settings which name a codec are checked without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from isles.errors import unknown_name
+
+CHUNK = 4096
+"""Entries of which topk, dct_topk and randk keep some."""
+
+
+class CodecKind(NamedTuple):
+    """A row. What it does to the entries has no default, for what goes with it is decided by this
+    (`isles.replicas.parts.legal`).
+    """
+
+    place: str
+    """module:Class."""
+    lossless: bool
+    """What is decoded is what was encoded, to the bit."""
+    biased: bool
+    """It shrinks, or leaves out, a part of what it encodes."""
+    shared_mask: bool
+    """It leaves out the same entries on all members of an exchange and keeps the others exactly."""
+    number: Callable[[str], float] | None = None
+    """Reads the number behind the colon; None: there is none, and every entry is sent."""
+    unfit: Callable[[float], str | None] | None = None
+    """What is to be said of such a number; None: it will do."""
+
+
+def _entries(k: float) -> str | None:
+    return None if 0 < k <= CHUNK and k % 2 == 0 else f"choose an even number of entries a chunk, 2 to {CHUNK}"
+
+
+def _fraction(fraction: float) -> str | None:
+    return None if 0 < fraction <= 1 else "choose a fraction above 0, up to 1"
+
+
+def _rank(rank: float) -> str | None:
+    return None if rank >= 1 else "choose a rank of at least 1"
+
+
+_HERE = "isles.comm.codecs"
+KINDS: dict[str, CodecKind] = {
+    "none": CodecKind(f"{_HERE}.casts:Identity", lossless=True, biased=False, shared_mask=False),
+    "fp16": CodecKind(f"{_HERE}.casts:Float16", lossless=False, biased=False, shared_mask=False),
+    "bf16": CodecKind(f"{_HERE}.casts:BFloat16", lossless=False, biased=False, shared_mask=False),
+    "int8": CodecKind(f"{_HERE}.integers:Int8", lossless=False, biased=False, shared_mask=False),
+    "int4": CodecKind(f"{_HERE}.integers:Int4", lossless=False, biased=False, shared_mask=False),
+    "int2": CodecKind(f"{_HERE}.integers:Int2", lossless=False, biased=True, shared_mask=False),
+    "fp4": CodecKind(f"{_HERE}.float4:Float4", lossless=False, biased=False, shared_mask=False),
+    "sign": CodecKind(f"{_HERE}.sign:Sign", lossless=False, biased=True, shared_mask=False),
+    "topk": CodecKind(f"{_HERE}.topk:TopK", False, True, False, int, _entries),
+    "dct_topk": CodecKind(f"{_HERE}.topk:DCTTopK", False, True, False, int, _entries),
+    "randk": CodecKind(f"{_HERE}.randomk:RandomK", False, True, True, float, _fraction),
+    "powersgd": CodecKind(f"{_HERE}.lowrank:LowRank", False, True, False, int, _rank),
+}
+"""Every form by what stands before the colon; one of a name after a colon loses what the kind loses."""
+CODECS: dict[str, str] = {kind: row.place for kind, row in KINDS.items() if row.number is None} | {
+    "int8:stochastic": f"{_HERE}.stochastic:StochasticInt8",
+    "int4:stochastic": f"{_HERE}.stochastic:StochasticInt4",
+}
+"""The place of each that sends every entry, in fewer bits."""
+NAMES = (*CODECS, "topk:64", "dct_topk:64", "randk:0.01")
+FORMS = (*NAMES, "powersgd:16")
+
+
+class CodecName(NamedTuple):
+    """What a name says: the class, the number behind the colon, and the codec behind a plus."""
+
+    place: str
+    number: float | None = None
+    values: str | None = None
+
+
+def read_codec(name: str) -> CodecName:
+    """Of a codec. ValueError for any other name."""
+    if name in CODECS:
+        return CodecName(CODECS[name])
+    kind, number, values = _taken_apart(name)
+    if kind not in ("topk", "dct_topk", "randk") or (kind == "randk" and values):
+        raise ValueError(unknown_name("codec", name, NAMES))
+    return CodecName(KINDS[kind].place, _number(name, kind, number), values or None)
+
+
+def read_form(name: str) -> CodecName:
+    """Of a codec, or of the low-rank form. ValueError for any other name."""
+    kind, number, values = _taken_apart(name)
+    if kind == "powersgd":
+        return CodecName(KINDS[kind].place, _number(name, kind, number), values or None)
+    if kind or name in CODECS:
+        return read_codec(name)
+    raise ValueError(unknown_name("codec", name, FORMS))
+
+
+def _taken_apart(name: str) -> tuple[str, str, str]:
+    """kind:number+values; ("", "", "") for what is no such name."""
+    kind, colon, rest = name.partition(":")
+    number, plus, values = rest.partition("+")
+    return ("", "", "") if not colon or (plus and values not in CODECS) else (kind, number, values)
+
+
+def _number(name: str, kind: str, text: str) -> float:
+    row = KINDS[kind]
+    assert row.number is not None and row.unfit is not None
+    try:
+        number = row.number(text)
+    except ValueError:
+        raise ValueError(f"codec = {name}: write a number behind the colon") from None
+    complaint = row.unfit(number)
+    if complaint is not None:
+        shown = number if isinstance(number, int) else f"{number:g}"
+        raise ValueError(f"codec = {kind}:{shown}: {complaint}")
+    return number

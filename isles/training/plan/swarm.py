@@ -1,0 +1,160 @@
+"""The plan of a run in a swarm: what each peer holds and sends, and how long a step takes."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from isles.models import limits, sketch
+from isles.models.stages import Stage
+from isles.network.named import links
+from isles.network.planner.memory import Held, WorkerMemory
+from isles.network.planner.replay import TimeAccount
+from isles.network.routing.routes import Task
+from isles.network.topology import Topology
+from isles.pipeline.pipeline import form_of
+from isles.pipeline.shares import stage_shares
+from isles.pipeline.swarm.arrangement import origins
+from isles.pipeline.swarm.books import words_for
+from isles.pipeline.swarm.forecast import HEAD, SwarmForecast, SwarmLoad, forecast
+from isles.pipeline.swarm.swarm import COMERS
+from isles.pipeline.swarm.told import PeerWord
+from isles.training.config.inner import inner_kind
+from isles.training.config.sections import Config
+from isles.training.config.swarmed import stages_of
+from isles.training.inner_optimizer import inner_bytes
+from isles.training.memory.planned import step_seconds
+from isles.training.plan.record import RunPlan, RunTime, WorkerPlan
+from isles.training.staged import planned_cut, run_scheme
+from isles.training.swarmed.step import ways_of
+
+_OF_BOOKS, _OF_VERDICT = 2, len(PeerWord._fields) + COMERS
+"""Numbers that a peer says of itself in the two agreements of a step; in the first its book is beside them."""
+_STEPS = 5
+"""Steps that are played behind the first."""
+
+
+def plan_swarm(config: Config) -> RunPlan:
+    """As `plan_run`. ValueError for what the run would refuse, and for methods that exchange weights."""
+    if config.method != "none":
+        raise ValueError(
+            f'replicas.method = "{config.method}" in a swarm is not planned: try `isles simulate`, or plan "none"'
+        )
+    if config.pipeline.delay_updates:
+        raise ValueError("pipeline.delay_updates = 1 is not planned: try `isles simulate`, or plan 0")
+    return _SwarmPlanner(config).plan()
+
+
+class _SwarmPlanner:
+    """What the stages of a run take, from which its workers, bytes and seconds follow.
+
+    stages: by rank. pieces: by stage. down, up: bytes of a microbatch's letters forward and backward, heads included.
+    sums: by stage, bytes of its gradients. agreed: that a peer sends in a step to agree, twice. passes: by rank,
+    seconds of a microbatch's forward pass, and of both.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.cut = config, planned_cut(config)
+        scheme, self.model = run_scheme(config, self.cut), sketch(config.model)
+        scheme.fit(self.model)
+        self.pieces = [Stage(self.model, piece) for piece in self.cut.pieces]
+        self.context, vocab = limits(config.model)
+        self.rows, parts = config.data.batch_size_per_worker(1), config.pipeline.microbatches
+        form = form_of(self.pieces[0], scheme, config.pipeline, batch_size=self.rows, context=self.context, vocab=vocab)
+        self.down, self.up = HEAD + form.nbytes(Task("F", 0, 1)), HEAD + form.nbytes(Task("B", 0, 0))
+        self.stages = [at for at, ranks in enumerate(stages_of(config.pipeline, config.world.workers)) for _ in ranks]
+        self.sums = [sum(own.nbytes for own in piece.parameters() if own.requires_grad) for piece in self.pieces]
+        workers, step, last = len(self.stages), step_seconds(config), len(self.pieces) - 1
+        book = _OF_BOOKS + (1 if config.pipeline.consistency == "strict" else words_for(parts))
+        rows = [8 * (1 + words_for(workers) + said) for said in (book, _OF_VERDICT)]
+        self.agreed = sum((workers - 1) * (2 * HEAD + (1 + workers) * row) for row in rows)
+        shares = [stage_shares(piece, self.cut.costs, parts, recompute=False) for piece in self.cut.pieces]
+        both = [share.both if at == last else share.forward + share.backward for at, share in enumerate(shares)]
+        self.passes = [
+            (shares[at].forward * step * factor, both[at] * step * factor)
+            for at, factor in zip(self.stages, config.world.factors, strict=True)
+        ]
+
+    def plan(self) -> RunPlan:
+        """Of all."""
+        config, stages, parts = self.config, self.stages, self.config.pipeline.microbatches
+        made = self._forecast() if config.world.is_simulated else None
+        each = (len(self.pieces) - 1) * (self.down + HEAD + self.up) - HEAD  # the last stage tells nobody it took one
+        summed = sum(
+            2 * (count - 1) * (nbytes + count * HEAD)
+            for count, nbytes in zip(map(stages.count, range(len(self.pieces))), self.sums, strict=True)
+        )
+        done = stages.count(0) * (len(stages) - 1) * HEAD  # the first stage's say that they have all of their gradients
+        return RunPlan(
+            config=config,
+            arrangement=f"a swarm of {len(self.pieces)} stages",
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            tokens_per_step=self.rows * self.context,
+            workers=tuple(self._worker(rank, made) for rank in range(len(stages))),
+            microbatch_bytes=each,
+            swarm_bytes=parts * each + len(stages) * self.agreed + done + summed,
+            time=None if made is None else self._time(made),
+        )
+
+    def _forecast(self) -> SwarmForecast:
+        config, workers, parts = self.config, len(self.stages), self.config.pipeline.microbatches
+        load = SwarmLoad(
+            stages=self.stages,
+            forward=[forward for forward, _ in self.passes],
+            backward=[both - forward for forward, both in self.passes],
+            down=self.down,
+            up=self.up,
+            microbatches=parts,
+            room=ways_of(config.pipeline, self.stages, 1.0).room,
+            words=[self.agreed] * workers,
+            sums=[self.sums[at] for at in self.stages],
+            topology=Topology(workers, links(config.world.links)),
+        )
+        return forecast(load, lambda seconds: origins(range(parts), seconds), steps=_STEPS)
+
+    def _time(self, made: SwarmForecast) -> RunTime:
+        computed = [counted * both for counted, (_, both) in zip(made.counted, self.passes, strict=True)]
+        computing, steps = sum(computed) / len(computed), self.config.run.steps
+        rates = [0.0] * len(self.pieces)  # microbatches a second that the peers of a stage can do together
+        for at, (_, both) in zip(self.stages, self.passes, strict=True):
+            rates[at] += 1.0 / both
+        return RunTime(
+            account=TimeAccount(steps * computing, steps * (made.seconds - computing)),
+            step=made.seconds,
+            reached=self.config.pipeline.microbatches / min(rates) / made.seconds,
+        )
+
+    def _worker(self, rank: int, made: SwarmForecast | None) -> WorkerPlan:
+        at, last = self.stages[rank], len(self.pieces) - 1
+        stage, piece, counted = self.pieces[at], self.cut.pieces[at], None if made is None else made.counted[rank]
+        trained = [own for own in stage.parameters() if own.requires_grad]
+        came, left = (0 if piece.enters else self.down - HEAD), (0 if at == last else self.down - HEAD)
+        back = self.up - HEAD
+        saved = came + left + (0 if at == last else back) + (0 if piece.enters else back)
+        held = []
+        if made is not None and counted is not None:
+            held.append(Held("microbatches under way", made.held[rank] * (came + left), "step"))
+            if self.config.pipeline.consistency == "exact":
+                held.append(Held("passes saved until the step's end", ceil(counted) * saved, "step"))
+        return WorkerPlan(
+            ranks=(rank,),
+            stage=at,
+            blocks=(piece.blocks.start, piece.blocks.stop),
+            parameters=sum(own.numel() for own in stage.parameters()),
+            memory=WorkerMemory(
+                weights=sum(own.nbytes for own in stage.parameters()),
+                gradients=self.sums[at],
+                inner=inner_bytes(trained, inner_kind(self.config.inner, "adamw")),
+                held=tuple(held),
+            ),
+            microbatches=counted,
+            step_bytes=None if counted is None else self._sent(at, counted),
+            seconds=None if counted is None else counted * self.passes[rank][1],
+        )
+
+    def _sent(self, at: int, counted: float) -> int:
+        """Bytes that a peer of stage `at` sends in a step in which it counts so many microbatches."""
+        last, alike = len(self.pieces) - 1, self.stages.count(at)
+        agreed = self.agreed + (0 if at else (len(self.stages) - 1) * HEAD)
+        summed = 2 * (alike - 1) * (self.sums[at] // alike + HEAD) if alike > 1 else 0
+        taken = HEAD if 0 < at < last else 0
+        return round(counted * ((self.down if at < last else 0) + (self.up + taken if at else 0))) + agreed + summed
