@@ -62,9 +62,13 @@ def _memory(plan: RunPlan) -> dict[str, list[str]]:
     rows = [("weights", memory.weights, on), ("gradients", memory.gradients, on), ("inner optimizer", memory.inner, on)]
     rows[1:1] = [("tables of the model", memory.tables, on)] if memory.tables else []
     rows += [(held.what, held.nbytes, when.get(held.when, "host")) for held in memory.held]
-    counted = "with" if any(held.what == "activations" for held in memory.held) else "without"
+    counted = "with" if _has_activations(plan) else "without"
     rows.append(("at the peak", memory.peak, f"{counted} activations{', of the fullest' if plan.is_staged else ''}"))
     return {"memory": aligned([(what, f"{format_bytes(nbytes):>8}", where) for what, nbytes, where in rows], (0, 2))}
+
+
+def _has_activations(plan: RunPlan) -> bool:
+    return any(held.what == "activations" for held in plan.fullest.memory.held)
 
 
 def _placed(plan: RunPlan) -> dict[str, list[str]]:
@@ -84,7 +88,9 @@ def _fits(plan: RunPlan) -> dict[str, list[str]]:
     fit = plan.fit
     if fit is None:
         return {}
-    of = "" if fit.activations is None else f" ({format_bytes(fit.activations)} of activations)"
+    of = f" ({format_bytes(fit.activations)} of activations)" if fit.activations is not None else ""
+    if fit.activations is None and plan.placed is None and not _has_activations(plan):
+        of = " (without activations)"  # the model could not be profiled
     needs = f"{format_bytes(fit.device_bytes)}{of} on a device of {format_bytes(fit.device_room)}"
     if fit.host_room:
         needs += f", {format_bytes(fit.host_bytes)} on a host of {format_bytes(fit.host_room)}"
