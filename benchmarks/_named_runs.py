@@ -160,9 +160,9 @@ for name in isles.METHODS:
 
 RESUME = ("resume", "{run}")
 REPLAY = ("simulate", "{run}", "--replay", "--out", "{run}/again.safetensors")
-MEMORY_PLAN = ("memory", "plan", "--json")
-PATHS_PLAN = ("pipeline", "plan", "home-fibre", "--stages", "2,1,2", "--bytes", "4k", "--forward", "0.05")
-PATHS_PLAN += ("--skip-ratio", "0.33", "--memory", "2", "--waves", "1", "--out", "{home}/paths.json")
+MEMORY_PLAN = ("plan", "memory", "--json")
+PATHS_PLAN = ("plan", "paths", "home-fibre", "--stages", "2,1,2", "--message", "4kB", "--task", "50ms")
+PATHS_PLAN += ("--path-length", "67%", "--microbatches", "2x1", "--out", "{home}/paths.json")
 
 
 def trace(*events: Mapping[str, float]) -> str:
@@ -198,7 +198,7 @@ FOUR, STAGES = ["world.workers=4"], ["pipeline.stages=2", "pipeline.microbatches
 PLAN = ["memory.method=auto", "memory.machine=RTX 3060", "memory.device_budget=190kB"]
 WORLDS: dict[str, list[str]] = {
     **{f"workers {count}": [f"world.workers={count}"] for count in range(1, 5)},
-    "islands": [*FOUR, "world.inner=2", "inner.accumulation=2", "world.links=datacentres"],
+    "islands": [*FOUR, "world.inner=2", "inner.accumulation=2", "world.virtual.links=datacentres"],
     "dropped": [*FOUR, "world.inner=2", "world.drop_outer=0.5"],
     "stages": [*FOUR, *STAGES],
     "random": [*FOUR, *STAGES, "pipeline.routing=random"],
@@ -207,9 +207,10 @@ WORLDS: dict[str, list[str]] = {
     "vectors": ["world.workers=2", "memory.vectors=disk", "memory.disk={home}"],
 }
 SIMULATED: dict[str, list[str]] = {  # what only the virtual clock can be
-    "uneven": ["world.workers=3", "inner.accumulation=2", "inner.max_norm=0.3", "world.links=home-cable",
-               "world.step_factors=[1.0,1.4,0.8]", "world.step_jitter=0.2"],
-    "paused": ["world.workers=3", "world.links=worldwide", "world.pause_every=0.5", "world.pause_seconds=0.3"],
+    "uneven": ["world.workers=3", "inner.accumulation=2", "inner.max_norm=0.3", "world.virtual.links=home-cable",
+               "world.virtual.step_factors=[1.0,1.4,0.8]", "world.virtual.step_jitter=0.2"],
+    "paused": ["world.workers=3", "world.virtual.links=worldwide", "world.virtual.pause_every=0.5",
+               "world.virtual.pause_seconds=0.3"],
     "priced": ["world.workers=3", "run.priced_as=1B, A100, 64k"],
     "plan": ["world.workers=2", *PLAN],
     "plan, stages": [*FOUR, *STAGES, *UNTIED, "pipeline.loss_at=last", *PLAN],
@@ -231,43 +232,51 @@ for name in isles.METHODS:
 
 DDP, DILOCO, NOLOCO = method("ddp"), method("diloco"), method("noloco")
 THREE = [*UNTIED, "model.layers=3", "pipeline.stages=3", "pipeline.microbatches=2", "world.workers=3"]
-LOST = [*THREE[1:], "pipeline.stage_loss=0.2"]
+LOST = [*THREE[1:], "pipeline.recovery.stage_loss=0.2"]
 SWARM = [*UNTIED, "data.batch_size=8", "data.batch_mode=global", "pipeline.routing=swarm", "pipeline.microbatches=8"]
-TWOS, FOURS = ["pipeline.peers=[2,2]", *FOUR], ["pipeline.peers=[4,4]", "world.workers=8"]
+TWOS, FOURS = ["pipeline.swarm.peers=[2,2]", *FOUR], ["pipeline.swarm.peers=[4,4]", "world.workers=8"]
 SOLO = method("noloco", on_peer_failure="solo", prefetch_phi="false")
 NONE = ["replicas.method=none"]
 CLUSTERS = [*UNTIED, "model.layers=4", "replicas.method=localsgd", "replicas.sync_every=4", "pipeline.routing=ravnest"]
 CLUSTERS += ["pipeline.microbatches=2", "pipeline.clip=stage"]
-ALIKE, UNLIKE = ["pipeline.clusters=[[2],[2]]", *FOUR], ["pipeline.clusters=[[1,2],[3],[]]", "world.workers=6"]
+ALIKE, UNLIKE = (
+    ["pipeline.ravnest.clusters=[[2],[2]]", *FOUR],
+    ["pipeline.ravnest.clusters=[[1,2],[3],[]]", "world.workers=6"],
+)
 ALONE: dict[str, list[str]] = {
     "stages, all in flight": [*DDP, *THREE, "pipeline.in_flight=all", "pipeline.order=arrival"],
     "stages, 1f1b, recomputed": [*DDP, *THREE, "pipeline.in_flight=1f1b", "pipeline.recompute=true"],
     "stages, cut": [*NOLOCO, *THREE, "pipeline.cut=[1,2]", "pipeline.clip=stage", "pipeline.loss_at=origin"],
-    "stages, apart": [*DILOCO, *FOUR, *STAGES, "pipeline.together=false", "world.step_jitter=0.3"],
-    "stages, coordinates": [*DDP, *THREE, "pipeline.boundary=subspace:8", "pipeline.subspace_update=3"],
-    "stages, row-wise": [*DDP, *THREE, "pipeline.boundary=subspace:8", "pipeline.subspace=row-wise"],
-    "stages, projected": [*DDP, *THREE, "pipeline.boundary=subspace:8", "pipeline.subspace=projected"],
-    "stages, dct": [*DDP, *THREE, "pipeline.boundary=dct:0.75"],
-    "stages, bottleneck": [*DDP, *THREE, "pipeline.boundary=bottleneck:8"],
-    "stages, maxout": [*DDP, *THREE, "pipeline.boundary=maxout:8", "pipeline.loss_at=last"],
-    "stages, int8": [*DDP, *THREE, "pipeline.codec=int8", "pipeline.gradient_codec=bf16"],
-    **{f"stages, lost, {kind}": [*DDP, *LOST, f"pipeline.recovery={kind}"]
+    "stages, apart": [*DILOCO, *FOUR, *STAGES, "pipeline.together=false", "world.virtual.step_jitter=0.3"],
+    "stages, coordinates": [*DDP, *THREE, "pipeline.boundary.kind=subspace:8", "pipeline.boundary.update_every=3"],
+    "stages, row-wise": [*DDP, *THREE, "pipeline.boundary.kind=subspace:8", "pipeline.boundary.form=row-wise"],
+    "stages, projected": [*DDP, *THREE, "pipeline.boundary.kind=subspace:8", "pipeline.boundary.form=projected"],
+    "stages, dct": [*DDP, *THREE, "pipeline.boundary.kind=dct:0.75"],
+    "stages, bottleneck": [*DDP, *THREE, "pipeline.boundary.kind=bottleneck:8"],
+    "stages, maxout": [*DDP, *THREE, "pipeline.boundary.kind=maxout:8", "pipeline.loss_at=last"],
+    "stages, int8": [*DDP, *THREE, "pipeline.boundary.codec=int8", "pipeline.boundary.gradient_codec=bf16"],
+    **{f"stages, lost, {kind}": [*DDP, *LOST, f"pipeline.recovery.kind={kind}"]
        for kind in ("checkfree", "checkfree+", "average", "copy", "random")},
-    "stages, lost, checkpoint": [*DDP, *LOST, "pipeline.recovery=checkpoint", "pipeline.recovery_every=2"],
+    "stages, lost, checkpoint": [*DDP, *LOST, "pipeline.recovery.kind=checkpoint", "pipeline.recovery.every=2"],
     "paths": [*DDP, "model.layers=3", "pipeline.stages=3", "pipeline.microbatches=2", "pipeline.routing=skippipe",
-              "pipeline.plan={home}/paths.json", "world.links=home-fibre", "world.workers=5"],
+              "pipeline.skippipe.plan={home}/paths.json", "world.virtual.links=home-fibre", "world.workers=5"],
     "swarm": [*NONE, *SWARM, *TWOS],
-    "swarm, strict": [*NONE, *SWARM, *TWOS, "pipeline.consistency=strict"],
-    "swarm, relaxed, int8": [*NONE, *SWARM, *TWOS, "pipeline.consistency=relaxed", "pipeline.codec=int8"],
-    "swarm, delayed": [*NONE, *SWARM, *TWOS, "pipeline.delay_updates=1"],
-    "swarm, moves": [*NONE, *SWARM, "pipeline.peers=[3,1]", *FOUR, "pipeline.rebalance=throughput",
-                     "pipeline.rebalance_every=0.2", "pipeline.hysteresis=0.05", "world.step_jitter=0.2"],
-    "swarm, uneven": [*NONE, *SWARM, *TWOS, "world.step_factors=[1.0,2.0,1.0,0.5]", "world.links=home-cable"],
+    "swarm, strict": [*NONE, *SWARM, *TWOS, "pipeline.swarm.consistency=strict"],
+    "swarm, relaxed, int8": [*NONE, *SWARM, *TWOS, "pipeline.swarm.consistency=relaxed",
+                             "pipeline.boundary.codec=int8"],
+    "swarm, delayed": [*NONE, *SWARM, *TWOS, "pipeline.swarm.delay_updates=1"],
+    "swarm, moves": [*NONE, *SWARM, "pipeline.swarm.peers=[3,1]", *FOUR, "pipeline.swarm.rebalance=throughput",
+                     "pipeline.swarm.rebalance_every=0.2", "pipeline.swarm.hysteresis=0.05",
+                     "world.virtual.step_jitter=0.2"],
+    "swarm, uneven": [*NONE, *SWARM, *TWOS, "world.virtual.step_factors=[1.0,2.0,1.0,0.5]",
+                      "world.virtual.links=home-cable"],
     "swarm, diloco": [*DILOCO, *SWARM, *TWOS],
     "swarm, noloco": [*SOLO, *SWARM, *TWOS],
     "clusters": [*CLUSTERS, *ALIKE],
-    "clusters, unlike": [*CLUSTERS, *UNLIKE, "pipeline.average_optimizer=true", "pipeline.stage_lr=1/(1+tau)"],
-    "clusters, one more": [*CLUSTERS, *ALIKE[:1], "world.workers=5", "world.step_factors=[1.0,1.5,1.0,1.0,1.0]"],
+    "clusters, unlike": [*CLUSTERS, *UNLIKE, "pipeline.ravnest.average_optimizer=true",
+                         "pipeline.ravnest.stage_lr=1/(1+tau)"],
+    "clusters, one more": [*CLUSTERS, *ALIKE[:1], "world.workers=5",
+                           "world.virtual.step_factors=[1.0,1.5,1.0,1.0,1.0]"],
     "plan, early": [*DDP, *WORLDS["workers 2"], *PLAN, "memory.update=early", "inner.max_norm=0"],
     "plan, shared": [*DDP, *WORLDS["workers 2"], *PLAN, "memory.shard=true"],
     "plan, islands": [*DILOCO, *FOUR, "world.inner=2", *PLAN],
@@ -279,8 +288,13 @@ ALONE: dict[str, list[str]] = {
 ALONE_REAL: dict[str, list[str]] = {
     "shards": [*DILOCO, *FOUR, "world.inner=2", "world.inside=fsdp"],
     "stages, int8": ALONE["stages, int8"],
-    "paths": [word for word in ALONE["paths"] if not word.startswith("world.links")],
-    "swarm": [*NONE, *SWARM, "pipeline.peers=[1,1]", "world.workers=2"],  # with more it is the clock that shares out
+    "paths": [word for word in ALONE["paths"] if not word.startswith("world.virtual.links")],
+    "swarm": [
+        *NONE,
+        *SWARM,
+        "pipeline.swarm.peers=[1,1]",
+        "world.workers=2",
+    ],  # with more it is the clock that shares out
     "clusters": ALONE["clusters"],
 }
 COMMANDS |= {name: Command(settings=[*SMALL, *SAVED, *VIRTUAL, *own], resume=[]) for name, own in ALONE.items()}
@@ -299,15 +313,15 @@ SEEDS = range(3)
 CHURNED: dict[str, tuple[str, list[str]]] = {
     "noloco": ("10%/s", [*NOLOCO, *FOUR]),
     "diloco": ("10%/s", [*DILOCO, *FOUR]),
-    "diloco, int8": ("10%/s", [*method("diloco", codec="int8"), *FOUR, "world.join_state=anchors"]),
-    "diloco, quorum": ("10%/s", [*method("diloco", on_late="quorum"), *FOUR, "world.step_jitter=0.5"]),
+    "diloco, int8": ("10%/s", [*method("diloco", codec="int8"), *FOUR, "world.elastic.join_state=anchors"]),
+    "diloco, quorum": ("10%/s", [*method("diloco", on_late="quorum"), *FOUR, "world.virtual.step_jitter=0.5"]),
     "noloco, ramp": ("ramp-up", [*NOLOCO, *FOUR]),
     "diloco, outage": ("{home}/outage.jsonl", [*DILOCO, *FOUR]),
     "noloco, outage": ("{home}/outage.jsonl", [*NOLOCO, *FOUR]),
     "swarm": ("8%/s", [*NONE, *SWARM, *FOURS]),
     "swarm, trace": ("{home}/trace.jsonl", [*NONE, *SWARM, *FOURS]),
-    "swarm, strict": ("8%/s", [*NONE, *SWARM, *FOURS, "pipeline.consistency=strict"]),
-    "swarm, relaxed": ("8%/s", [*NONE, *SWARM, *FOURS, "pipeline.consistency=relaxed"]),
+    "swarm, strict": ("8%/s", [*NONE, *SWARM, *FOURS, "pipeline.swarm.consistency=strict"]),
+    "swarm, relaxed": ("8%/s", [*NONE, *SWARM, *FOURS, "pipeline.swarm.consistency=relaxed"]),
     "swarm, diloco": ("8%/s", [*DILOCO, *SWARM, *FOURS]),
     "swarm, noloco": ("8%/s", [*SOLO, *SWARM, *FOURS]),
     "clusters": ("8%/s", [*CLUSTERS, *UNLIKE]),

@@ -46,6 +46,7 @@ from isles.data import DataConfig, Loader, load_corpus
 from isles.models import Decoder, Shape
 from isles.models.subspace import Subspace, SubspaceForm, most_outside
 from isles.pipeline.boundaries.base import Boundary
+from isles.pipeline.boundaries.config import BoundaryConfig
 from isles.pipeline.boundaries.dct import largest
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, crossing, scheme_of
@@ -324,7 +325,8 @@ def step_seconds(variant: Variant) -> float:
 
     def clock(_: object) -> float:
         world = isles.mesh(stage=4)
-        config = PipelineConfig(stages=4, boundary=variant.boundary, codec=variant.codec, gradient_codec=variant.codec)
+        boundary = BoundaryConfig(kind=variant.boundary, codec=variant.codec, gradient_codec=variant.codec)
+        config = PipelineConfig(stages=4, boundary=boundary)
         shape = Shape(d_model=64, layers=4, heads=4, ffn=256, vocab=256, context=64, tie_embeddings=False)
         pipeline = isles.Pipeline(Decoder(shape), world, batch_size=16, context=64, vocab=256, config=config)
         begun = world.transport.now()

@@ -53,7 +53,7 @@ MODEL = [
     "inner.warmup_steps=10",
     "run.validate_every=0",
     "world.backend=virtual",
-    "world.step_jitter=0.05",
+    "world.virtual.step_jitter=0.05",
 ]
 
 
@@ -66,7 +66,7 @@ def settings(asked: argparse.Namespace, way: str, seed: int) -> Config:
         f"run.log_every={asked.steps}",
         f"run.seed={seed}",
         f"world.workers={asked.members}",
-        f"world.step_seconds={asked.seconds}",
+        f"world.virtual.step_seconds={asked.seconds}",
     ]
     config = read_config(None, {}, given)
     tokens = asked.rounds * asked.steps * tokens_a_step(config, asked.members)
@@ -87,7 +87,7 @@ def run(config: Config, churn: str, folder: Path, *, idle: bool) -> dict[str, An
 
     one = ChurnedRun(config, churn, folder, lambda line: None, lambda notice: None, made=made)
     summary = one.run()
-    steps = summary["inner_steps_counted"] * config.world.step_seconds
+    steps = summary["inner_steps_counted"] * config.world.virtual.step_seconds
     return {**summary, "of_all": steps / (config.world.workers * summary["virtual_seconds"])}
 
 

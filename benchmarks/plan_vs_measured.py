@@ -1,11 +1,11 @@
-"""`isles plan` against reality: utilisations that the planner says, and those of real workers on lines of four rates.
+"""`isles plan methods` against reality: utilisations that it says, and those of real workers on lines of four rates.
 
     python -m benchmarks.plan_vs_measured [--workers 4] [--turns 3] [--json]       Linux, root, iproute2
 
 Workers in network namespaces as in `benchmarks.netns`, a 0.53M-parameter model, steps paced at 150 ms; H = 5 for
 methods that have it. Measured: wall of `none` / wall of the method, same turn, slowest worker, median of the turns.
-The planner is told the rate without the packets' headers (as `isles plan --probe` would measure it), no latency, and
-how long a step of `none` took; the rest it knows: nothing is fitted. Rates are such that every method has two
+The planner is told the rate without the packets' headers (as `--links probe:HOST:PORT` would measure it), no latency,
+and how long a step of `none` took; the rest it knows: nothing is fitted. Rates are such that every method has two
 measured utilisations between 0.2 and 0.8. Exit code 1 if the median error is above 5 points of utilisation, the worst
 above 10.
 """
@@ -22,16 +22,16 @@ from benchmarks._measure import Row
 from benchmarks._slow_line import main
 from benchmarks._stage import play
 from benchmarks.netns import SEGMENT, Case, on_the_line, run
-from isles.network.links import Links
-from isles.network.planner.costs import Lines
-from isles.network.planner.job import Job
-from isles.network.planner.planner import utilisation
-from isles.network.planner.ways import WAYS
+from isles.models import ModelConfig
+from isles.training.plan.candidates import candidates
+from isles.training.plan.method_plans import plan_methods
+from isles.training.plan.question import PlanQuestion
 
 PACE = 0.150  # seconds that the computation of a step takes
 H = 5
 RATES = (12e6, 20e6, 60e6, 160e6)  # bits per second, packets' headers included
 PATIENCE = 900.0  # seconds for a rate
+MODEL = ModelConfig(size="0.53M")
 
 CASES: dict[str, Case] = {
     "none": Case("none", steps=4 * H, warm_up=H),
@@ -53,20 +53,16 @@ def worker(world: Any, cases: dict[str, dict[str, Any]], turns: int) -> dict[str
     return told
 
 
-def planned(method: str, parameters: int, layers: int, step: float, workers: int, rate: float) -> float:
-    """What the planner says."""
-    links = Links(bandwidth=rate, downlink=rate)
-    job = Job(parameters=parameters, layers=layers, step_seconds=step, workers=workers, links=links)
-    way = next(way for way in WAYS if way.method == method and way.codec == "none")
-    return utilisation(job, way, way.every or H, Lines.of(links, range(workers)))
+def planned(method: str, step: float, workers: int, rate: float) -> float:
+    """What the planner says. step: seconds. rate: bits per second."""
+    network = f"{rate / 1e6:.9g}Mbit/s, 0ms"
+    question = PlanQuestion(model=MODEL, step_seconds=step, workers=workers, network=network)
+    as_it_is = [one for one in candidates(method) if not one.settings]
+    return plan_methods(question, every=H, among=as_it_is).plans[0].utilisation
 
 
 def table(workers: int, turns: int) -> list[Row]:
     """Measure at every rate, and put it beside what was planned."""
-    from isles.models import ModelConfig
-    from isles.models import parameters as counted
-
-    shape = ModelConfig(size="0.53M").shape()
     arguments = {"cases": {name: asdict(case) for name, case in CASES.items()}, "turns": turns}
     rows, errors = [], []
     between = dict.fromkeys([name for name in CASES if name != "none"], 0)
@@ -80,7 +76,7 @@ def table(workers: int, turns: int) -> list[Row]:
             step = median(steps["none"])
             for name in between:
                 real = median(bare / one for bare, one in zip(steps["none"], steps[name], strict=True))
-                said = planned(name, counted(shape), shape.layers, step, workers, rate * SEGMENT / on_the_line(SEGMENT))
+                said = planned(name, step, workers, rate * SEGMENT / on_the_line(SEGMENT))
                 errors.append(abs(real - said))
                 between[name] += 0.2 <= real <= 0.8
                 note = f"{100 * real:.1f} % measured, {100 * said:.1f} % planned; a step of none {1e3 * step:.0f} ms"

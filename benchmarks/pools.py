@@ -34,8 +34,8 @@ MODEL = [
     "inner.warmup_steps=20",
     "run.validate_every=0",
     "world.backend=virtual",
-    "world.step_seconds=10",
-    "world.links=home-fibre",
+    "world.virtual.step_seconds=10",
+    "world.virtual.links=home-fibre",
 ]
 
 

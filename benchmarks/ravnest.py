@@ -47,13 +47,13 @@ BASE = (
     f"model.layers={BLOCKS}",
     "model.tie_embeddings=false",
     "world.backend=virtual",
-    "world.links=home-fibre",
-    "world.step_seconds=1.0",
+    "world.virtual.links=home-fibre",
+    "world.virtual.step_seconds=1.0",
     "pipeline.clip=stage",
 )
 NOBODY = ("replicas.method=none",)
 SELDOM = ("replicas.method=localsgd", "replicas.sync_every=20")
-OFTEN = ("replicas.method=localsgd", "replicas.sync_every=4", "pipeline.average_optimizer=true")
+OFTEN = ("replicas.method=localsgd", "replicas.sync_every=4", "pipeline.ravnest.average_optimizer=true")
 MEANS = (0.25, 0.5, 0.75, 1.0)
 """Of the time that Ravnest takes, when losses are compared."""
 CLOCKS = {1: "ravnest x 1", 2: "ravnest x 2, every 4"}
@@ -118,13 +118,13 @@ class Outcome:
 def configured(way: Way, cuts: tuple[int, ...], steps: int = STEPS_HERE) -> Config:
     """cuts: where the second stage begins, of each cluster; of all replicas where there is one."""
     if way.ravnest:
-        where = ("pipeline.routing=ravnest", f"pipeline.clusters={[[cut] for cut in cuts]}")
+        where = ("pipeline.routing=ravnest", f"pipeline.ravnest.clusters={[[cut] for cut in cuts]}")
     else:
         where = (f"pipeline.stages={STAGES}", f"pipeline.cut=[{cuts[0]}]", "pipeline.together=false")
     where += (f"pipeline.microbatches={MICROBATCHES}",)
     workers = STAGES * way.copies
-    more = [f"world.workers={workers}", f"world.step_factors={list(FACTORS[way.copies])}"]
-    more += [f"run.steps={steps * way.times}", "run.validate_every=40", "world.step_jitter=0.3"]
+    more = [f"world.workers={workers}", f"world.virtual.step_factors={list(FACTORS[way.copies])}"]
+    more += [f"run.steps={steps * way.times}", "run.validate_every=40", "world.virtual.step_jitter=0.3"]
     return read_config(None, {}, [*BASE, *way.settings, *where, *more])
 
 

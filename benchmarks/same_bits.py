@@ -249,10 +249,9 @@ def real_rows(only: str) -> Iterator[tuple[str, Row]]:
 
 
 def command(*arguments: str) -> str:
-    """`isles ARGUMENTS` in this process, without pictures; what it prints. Refused if it fails."""
+    """`isles ARGUMENTS` in this process; what it prints. Refused if it fails."""
     out, error = io.StringIO(), io.StringIO()
     with patch.object(sys, "argv", ["isles", *arguments]), contextlib.ExitStack() as quiet:
-        quiet.enter_context(patch("isles.report.write_picture"))  # most of the time of a small run
         quiet.enter_context(contextlib.redirect_stdout(out))
         quiet.enter_context(contextlib.redirect_stderr(error))
         try:

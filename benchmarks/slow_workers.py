@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,6 +26,7 @@ from isles.models.sizes import parameters, shape_of
 from isles.report.paired import judged, paired
 from isles.report.rundir import read_run
 from isles.report.units import format_seconds
+from isles.tables import changed
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.plan.run_plan import plan_run
@@ -53,7 +53,7 @@ JOB = {
 
 def configured(method: str, seed: int, slow: str = "all alike") -> Config:
     """Of a row."""
-    speeds = [f"world.step_factors={list(SLOW[slow])}"] if SLOW[slow] else []
+    speeds = [f"world.virtual.step_factors={list(SLOW[slow])}"] if SLOW[slow] else []
     return read_config(None, {**JOB, "replicas.method": method, "run.seed": seed}, speeds)
 
 
@@ -62,8 +62,8 @@ def seconds(config: Config, network: str) -> float:
     rate, latency = NETWORKS[network]
     size, step = named(AS)
     smaller = parameters(config.model.shape()) / parameters(shape_of(size))
-    world = replace(config.world, links=f"{rate * smaller:.6g}bit/s, {latency}", step_seconds=step)
-    found = plan_run(replace(config, world=world)).time
+    terms = {"world.virtual.links": f"{rate * smaller:.6g}bit/s, {latency}", "world.virtual.step_seconds": step}
+    found = plan_run(changed(config, terms)).time
     assert found is not None and found.step is not None
     return found.step * config.run.steps
 

@@ -31,16 +31,16 @@ BASE = (
     "model.layers=3",
     "model.tie_embeddings=false",
     "world.backend=virtual",
-    "world.links=home-fibre",
-    "world.step_jitter=0.3",
+    "world.virtual.links=home-fibre",
+    "world.virtual.step_jitter=0.3",
     "run.validate_every=40",
 )
 SWARM = (
     "pipeline.routing=swarm",
-    "pipeline.peers=[2,2,2]",
+    "pipeline.swarm.peers=[2,2,2]",
     "pipeline.microbatches=8",
     "data.batch_size=16",
-    "world.step_seconds=2.0",
+    "world.virtual.step_seconds=2.0",
     "world.workers=6",
 )
 FIXED = (
@@ -48,7 +48,7 @@ FIXED = (
     "pipeline.loss_at=last",
     "pipeline.microbatches=4",
     "data.batch_size=8",
-    "world.step_seconds=1.0",
+    "world.virtual.step_seconds=1.0",
 )
 TWO, ONE = ("world.workers=6", *FIXED), ("world.workers=3", *FIXED, f"run.steps={2 * STEPS}")
 OUTER = ("replicas.method=diloco", "replicas.sync_every=20")
@@ -72,7 +72,7 @@ SHARES = (0.25, 0.5, 0.75, 1.0)
 def configured(row: str, seed: int) -> Config:
     """Of a row."""
     workers = 3 if ROWS[row][0] == "world.workers=3" else 6
-    speeds = f"world.step_factors={list(FACTORS[-workers:])}"
+    speeds = f"world.virtual.step_factors={list(FACTORS[-workers:])}"
     config = read_config(None, {}, [f"run.steps={STEPS}", f"run.seed={seed}", *BASE, speeds, *ROWS[row]])
     if row != TUNED:
         return config

@@ -1,4 +1,4 @@
-"""What turning the subspace of a boundary gives (`pipeline.subspace_update`), where it should give something.
+"""What turning the subspace of a boundary gives (`pipeline.boundary.update_every`), where it should give something.
 
     python -m benchmarks.turning [--seeds 0,1,2] [--runs FILE] [--write] [--json]
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import isles
+from isles.pipeline.boundaries.config import BoundaryConfig
 from isles.pipeline.config import PipelineConfig
 
 REPLICAS, STAGES, STEPS, BATCH = 4, 2, 100, 256
@@ -136,7 +137,8 @@ def train(_: object, form: Form, seed: int, steps: int) -> Result:
     """What each worker does."""
     torch.manual_seed(seed)
     world = isles.mesh(stage=STAGES)
-    clicks, settings = Clicks(), PipelineConfig(stages=STAGES, microbatches=1, boundary=form.boundary)
+    boundary = BoundaryConfig(kind=form.boundary)
+    clicks, settings = Clicks(), PipelineConfig(stages=STAGES, microbatches=1, boundary=boundary)
     pipeline = isles.Pipeline(
         Recommender(), world, batch_size=BATCH, context=1, columns=1, vocab=2, config=settings, seed=seed
     )

@@ -27,6 +27,13 @@ def in_section(section: str, message: str, keys: Iterable[str]) -> str:
     return f"{section}.{message}" if first.removesuffix(":") in keys else message
 
 
+def demand(config: Any, keys: str, fits: Callable[[Any], bool], mend: str) -> None:
+    """ValueError "KEY = VALUE: mend" for the first of `keys`, with spaces between them, whose value does not fit."""
+    for key in keys.split():
+        if not fits(value := getattr(config, key)):
+            raise ValueError(f"{key} = {value}: {mend}")
+
+
 def as_typed(value: Any) -> str:
     """The value of a setting as a CONFIG.toml has it."""
     return json.dumps(value, ensure_ascii=False, default=repr)

@@ -95,13 +95,12 @@ class ShareAvgConfig(FedAvgConfig):
 '''
 BACKEND = '''"""The backend `classroom`: virtual workers in one room."""
 
-from dataclasses import replace
-
+from isles.tables import changed
 from isles.training.running import virtual
 
 
 def _near(config):
-    return replace(config, world=replace(config.world, links="lan"))
+    return changed(config, {"world.virtual.links": "lan"})
 
 
 def train(config, out, resume, node_group):
@@ -176,9 +175,11 @@ import isles
 from isles.replicas.methods.custom_config import CustomConfig
 from isles.replicas.parts.legal import AXES, warnings
 from isles.report.rundir import read_run
-from isles.report.sheets.plan import not_planned
 from isles.training.config.reading import read_config
 from isles.training.config.template import template
+from isles.training.plan.candidates import candidates
+from isles.training.plan.method_plans import plan_methods
+from isles.training.plan.question import PlanQuestion, decoder_of
 from isles.training.running.run import launch
 
 assert isles.__file__.startswith(sys.argv[1]), isles.__file__
@@ -196,7 +197,7 @@ for refused in ({"rule": "average"}, {"mixing": "nobody"}):
 assert not any("never comes back" in line for line in warnings(CustomConfig(codec="fp8").choice))
 
 assert isles.HalfAvg.__module__ == isles.METHODS["halfavg"].place.partition(":")[0]
-assert "halfavg" in not_planned() and 'method = "halfavg"' in template("halfavg")
+assert 'method = "halfavg"' in template("halfavg")
 assert "# Share of the mean change that is taken.\\nshare = 0.5\\n" in template("shareavg")
 assert "isles.replicas.methods.shareavg" not in sys.modules, "its settings are read without its code"
 assert isles.ShareAvg.Config().share == 0.5
@@ -204,6 +205,9 @@ assert isles.ShareAvg.Config().share == 0.5
 flags = {"replicas.method": "halfavg", "replicas.codec": "fp8", "replicas.sync_every": 1, "world.backend": "classroom"}
 flags |= {"world.workers": 2, "run.steps": 2, "data.path": sys.argv[1] + "/isles/network", "data.batch_size": 1}
 flags |= {"data.validation_sequences": 1, "inner.warmup_steps": 1}
+question = PlanQuestion(model=decoder_of(1e6, 2), step_seconds=1.0, workers=2, network="lan")
+(planned,) = plan_methods(question, every=10, among=candidates("halfavg")).plans
+assert planned.utilisation > 0.9 and planned.bytes_a_step > 0
 config, out = read_config(None, flags, []), Path(sys.argv[2])
 summary = launch(config, out, lambda line: None, lambda text: None)
 parameters = summary["parameters"]
@@ -248,7 +252,7 @@ def test_as_many_files_as_contributing_says(house: tuple[Path, dict[str, set[str
 
 
 def test_what_was_added_is_of_use(house: tuple[Path, dict[str, set[str]]], tmp_path: Path) -> None:
-    """The codec is refused where every lossy one is; the method is in `isles`, in the template and not planned; a run
+    """The codec is refused where every lossy one is; the method is in `isles`, in the template and planned; a run
     of all of them together sends what the codec says and takes the time that the backend says.
     """
     root, _ = house

@@ -487,17 +487,16 @@ def names_for_checkers(tree: ast.Module) -> set[tuple[str, str]]:
 
 def test_the_table_of_methods_is_the_only_one() -> None:
     """Type checkers see the classes that METHODS names; the built-in settings and the planner know no other method."""
-    from isles.network.planner.ways import WAYS
+
     from isles.replicas import METHODS
-    from isles.report.sheets.plan import not_planned
+    from isles.training.plan.candidates import candidates
 
     places = {tuple(row.place.split(":")) for row in METHODS.values()}
     assert names_for_checkers(parse(PACKAGE / "replicas" / "__init__.py")) == places
     assert all(getattr(isles, name).__module__ == module for module, name in places)
     embedded = tomllib.loads((PACKAGE / "training" / "config" / "embedded.toml").read_text(encoding="utf-8"))
     assert set(embedded["methods"]) <= set(METHODS)
-    planned = {way.method for way in WAYS}
-    assert planned <= set(METHODS) and planned | set(not_planned()) == set(METHODS)
+    assert {one.method for one in candidates()} == set(METHODS)
 
 
 def names_in(tree: ast.Module) -> set[str]:
@@ -524,7 +523,6 @@ HEAPS = {
     "comm/gloo/transfers.py": "alarms of the real clock",
     "network/routing/events.py": "the tasks of a worker that could start",
     "network/routing/stopwatch.py": "a makespan in a fraction of a replay's time, for searches",
-    "memory/lanes.py": "copies and passes of one machine, in the inner loop of a search",
     "memory/serial.py": "the queue of one lane",
     "memory/engines/paced.py": "the queue of one lane, in real time",
 }

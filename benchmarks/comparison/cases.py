@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from isles.cli.several.rows import one_worker
-from isles.cli.several.terms import applied, at_equal
+from isles.cli.several.terms import at_equal
 from isles.errors import unknown_name
 from isles.models.sizes import parameters
 from isles.replicas import METHODS
 from isles.report.comparison import ALONE, NEVER, run_folder
+from isles.tables import changed
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.config.tokens import tokens_a_step
@@ -78,7 +79,7 @@ TOPOLOGIES = {
     "home-fibre": "home fibre",
     "worldwide": "volunteers worldwide",
 }
-"""Preset of `world.links`, in words."""
+"""Preset of `world.virtual.links`, in words."""
 AS, AS_TOKENS = "1B", 131_072
 """What runs are priced as: a size, and tokens of a worker's step before the batch is tuned."""
 SMALL: Settings = {"model.d_model": 32, "model.ffn": 96}
@@ -135,7 +136,8 @@ class Case:
     @property
     def priced_as(self) -> str:
         """For `priced`: a step is paid for by its tokens, so at equal tokens a batch costs nothing."""
-        return f"{AS}, H100, {round(AS_TOKENS * self.config.world.step_seconds / self.base.world.step_seconds)}"
+        own, base = (config.world.virtual.step_seconds for config in (self.config, self.base))
+        return f"{AS}, H100, {round(AS_TOKENS * own / base)}"
 
 
 def tuned_settings(file: Path) -> dict[Key, Settings]:
@@ -172,8 +174,8 @@ def _case(key: Key, seed: int, over: Settings, words: Sequence[str], tuned: Sett
     if key[0] == "ladder" and "run.steps" not in over:
         each = tokens_a_step(base, base.replicas_in_all)
         steps = round(TOKENS_A_PARAMETER * parameters(base.model.shape()) / each)
-        base = applied(base, {"run.steps": steps, "inner.warmup_steps": steps // 10})
+        base = changed(base, {"run.steps": steps, "inner.warmup_steps": steps // 10})
     base = one_worker(base) if key[1] == ALONE else base
-    config = at_equal("tokens", applied(base, tuned), base)
+    config = at_equal("tokens", changed(base, tuned), base)
     shown = {"run.validate_every": max(config.run.steps // SHOWN, 1), "run.log_every": max(config.run.steps // 40, 1)}
-    return Case(key=key, seed=seed, base=base, config=applied(config, shown))
+    return Case(key=key, seed=seed, base=base, config=changed(config, shown))

@@ -22,8 +22,6 @@ from isles.cli import (
     export,
     generate,
     methods,
-    pipeline,
-    plan,
     report,
     resume,
     simulate,
@@ -34,8 +32,7 @@ from isles.cli import (
 )
 from isles.cli.elastic import join, lighthouse, swarm
 from isles.cli.experts import commands
-from isles.cli.memory import plan as memory
-from isles.cli.ravnest import plan as ravnest
+from isles.cli.plans import family
 from isles.errors import warnings_told
 from isles.version import __version__
 
@@ -55,7 +52,6 @@ app.command("generate")(generate.generate)
 app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("config")(config.config)
-app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("methods")(methods.methods)
 app.command("doctor")(doctor.doctor)
@@ -63,9 +59,7 @@ app.command("token")(token.token)
 app.command("lighthouse")(lighthouse.lighthouse)
 app.command("join")(join.join)
 app.add_typer(commands.app, name="experts")
-app.add_typer(memory.app, name="memory")
-app.add_typer(pipeline.app, name="pipeline")
-app.add_typer(ravnest.app, name="ravnest")
+app.add_typer(family.app, name="plan")
 app.add_typer(swarm.app, name="swarm")
 
 _UsageError = typer.BadParameter.__bases__[0]  # click's, wherever this version of typer keeps it
@@ -99,7 +93,7 @@ def _run() -> int:
             return _command()(standalone_mode=False) or 0
     except _UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]
-        return _fail(message, 2) if message else 0  # none: a room such as `isles memory` has shown its help
+        return _fail(message, 2) if message else 0  # none: a room such as `isles experts` has shown its help
     except ValueError as error:
         return _fail(str(error), 2)
     except (KeyboardInterrupt, typer.Abort):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from isles.cli.options import As
+from isles.cli.options import As, InnerSteps, Set
 from isles.cli.signals import end_in_order
 
 
@@ -23,10 +23,8 @@ def compare(
     sweep: Annotated[list[str] | None, typer.Option(metavar="KEY=A,B,C", help="Rows by value; repeatable.")] = None,
     tuned: Annotated[Path | None, typer.Option(metavar="DIR", help="As found by isles tune --out DIR/ROW.")] = None,
     workers: Annotated[int | None, typer.Option(help="Workers of every run.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Inner steps a worker.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
-    ] = None,
+    steps: InnerSteps = None,
+    set_: Set = None,
     as_: As = None,
     over: Annotated[list[str] | None, typer.Option(metavar="LINKS", help="Finished runs --as: over these.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what will be run, and how long.")] = False,

@@ -52,7 +52,7 @@ def doctor(
         typer.Option(metavar="HERE,THERE", help="With --write-links: which nodes the two machines are. Default: 0,1."),
     ] = None,
     describe: Annotated[
-        bool, typer.Option("--describe", help="Print this machine's table for `isles ravnest plan`, nothing else.")
+        bool, typer.Option("--describe", help="Print this machine's table for `isles plan clusters`, nothing else.")
     ] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="Also measure what plans of memory go by: host, disk, link to a GPU.")
@@ -61,8 +61,7 @@ def doctor(
         str | None, typer.Option(metavar="FOLDER", help="With --memory: where the disk is measured. Default: here.")
     ] = None,
     write: Annotated[
-        Path | None,
-        typer.Option(metavar="MY.toml", help="With --memory: write what was found as a machine."),
+        Path | None, typer.Option(metavar="MY.toml", help="With --memory: write what was found as a machine.")
     ] = None,
 ) -> None:
     """Check this machine; with --listen on one and --peer on the other, both directions between two."""
@@ -114,7 +113,7 @@ def _walk(join: str, token: str | None, listen: str | None) -> None:
 
     target, parsed = parse_address(join, "--join"), given_token(token)
     (here,) = places(listen, 1)
-    listening, announced = (None, "") if here is None else place(here, join)
+    listening, announced = place(here, join)
     zenoh()  # or what to install, before anything else
     good = [_show(check) for check in machine()]
     good += [_show(check) for check in walk(*target, parsed, listening, announced)]
@@ -224,7 +223,7 @@ def of_memory(disk: str, write: Path | None) -> Iterator[Check]:
         except OSError as error:
             yield Check("machine", False, f"{write} cannot be written ({error.strerror}): name another file")
         else:
-            yield Check("machine", True, f"{write}, for `isles memory plan --machine {write}` and memory.machine")
+            yield Check("machine", True, f"{write}, for `isles plan memory --machine {write}` and memory.machine")
 
 
 def _keeps_bits() -> Check:

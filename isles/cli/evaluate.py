@@ -31,7 +31,7 @@ def evaluate(
         bool, typer.Option("--curves", help="Loss against stages dropped, exchanged, and left early.")
     ] = False,
     without_mask: Annotated[
-        bool, typer.Option("--without-mask", help='With pipeline.boundary = "dct:...": let all entries cross.')
+        bool, typer.Option("--without-mask", help='With pipeline.boundary.kind = "dct:...": let all entries cross.')
     ] = False,
     device: Device = "auto",
     trust: Trust = False,
@@ -49,12 +49,7 @@ def evaluate(
     if questions is not None:
         from isles.training.multiple_choice import accuracies, read_questions
 
-        found = accuracies(
-            read_questions(questions),
-            saved.logits,
-            saved.tokenizer.encode,
-            saved.context,
-        )
+        found = accuracies(read_questions(questions), saved.logits, saved.tokenizer.encode, saved.context)
         print(f"questions      {found['questions']}")
         print(f"accuracy       {found['accuracy']:.4f}")
         print(f"accuracy_norm  {found['accuracy_norm']:.4f}   (log probability per byte of the ending)")

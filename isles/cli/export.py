@@ -29,10 +29,10 @@ def export(
         raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))
     folder = out or run / f"export-{format}"
     saved = load_run(run, device=device, trust=trust)
-    own, boundary = saved.config.model.own, saved.config.pipeline.boundary
+    own, boundary = saved.config.model.own, saved.config.pipeline.boundary.kind
     if format == "hf" and boundary.partition(":")[0] in ("dct", "bottleneck", "maxout"):
         raise ValueError(
-            f'{run}: what crosses its boundaries (pipeline.boundary = "{boundary}") is part of the model, and '
+            f'{run}: what crosses its boundaries (pipeline.boundary.kind = "{boundary}") is part of the model, and '
             "transformers knows no such model; write it with --format safetensors"
         )
     if format == "hf" and own == "factory":

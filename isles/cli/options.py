@@ -15,6 +15,9 @@ def _known(device: str | None) -> str | None:
     return device
 
 
+ConfigFile = Annotated[str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the embedded small run.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")]
+InnerSteps = Annotated[int | None, typer.Option(help="Inner steps a worker.")]
 Device = Annotated[str, typer.Option(callback=_known, help="auto, cpu, cuda or cuda:N.")]
 OwnDevice = Annotated[str | None, typer.Option(callback=_known, help="auto, cpu, cuda or cuda:N. Default: the run's.")]
 As = Annotated[str | None, typer.Option("--as", metavar="MODEL", help='Time and bytes as of "1B", or "1B, A100".')]

@@ -177,7 +177,7 @@ def _costs(plan: RunPlan) -> dict[str, list[str]]:
     every = f"{outline.every} step{'s' if outline.every > 1 else ''} between two rounds"
     if each is None:
         return found | {"time": [f"{every}; how long a step takes is not known: add --probe to measure it here"]}
-    source = "world.step_seconds" if plan.config.world.is_simulated else "measured here, one worker alone"
+    source = "world.virtual.step_seconds" if plan.config.world.is_simulated else "measured here, one worker alone"
     source = "the plan's way of it, first task to last" if plan.is_by_paths else source
     found["time"] = [f"{every}: {format_seconds(outline.every * each)} ({format_seconds(each)} a step, {source})"]
     return found if time is None else found | {"links": _links(plan, time)}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.options import As
+from isles.cli.options import As, ConfigFile, InnerSteps
 from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    config: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the embedded small run.")
-    ] = None,
+    config: ConfigFile = None,
     methods: Annotated[
         str | None, typer.Option(help="Names, separated by commas. Default: the configuration's one.")
     ] = None,
@@ -30,7 +28,7 @@ def simulate(
         str | None, typer.Option(help="Seeds, separated by commas. Default: the configuration's one.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Workers of every run.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Inner steps a worker.")] = None,
+    steps: InnerSteps = None,
     links: Annotated[str | None, typer.Option(help="Network between them: a preset, or a .toml file.")] = None,
     churn: Annotated[
         str | None,
@@ -41,7 +39,7 @@ def simulate(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting, such as world.pause_every=600."),
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting, such as world.virtual.pause_every=600."),
     ] = None,
     as_: As = None,
     replay: Annotated[
@@ -64,7 +62,7 @@ def simulate(
             raise ValueError(f"{given[0]} with --replay: what is done again is as it was; leave it out")
         _replay(config, out, as_json=json)
         return
-    flags = {"world.backend": "virtual", "world.links": links, "world.workers": workers, "run.steps": steps}
+    flags = {"world.backend": "virtual", "world.virtual.links": links, "world.workers": workers, "run.steps": steps}
     flags["run.priced_as"] = as_
     own = read_config(config, flags, set_ or [], shared=methods is not None)
     if own.world.backend != "virtual":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isles.cli import torchrun
-from isles.cli.options import As, Trust
+from isles.cli.options import As, ConfigFile, InnerSteps, Set, Trust
 from isles.cli.signals import end_in_order
 
 Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
@@ -33,19 +33,15 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the embedded small run.")
-    ] = None,
+    config: ConfigFile = None,
     method: Annotated[
         str | None, typer.Option(help="none, ddp, localsgd, diloco, noloco, or package.module:Class.")
     ] = None,
     workers: Annotated[
         str | None, typer.Option(metavar="N|auto", help="Worker processes. Default, auto: one a GPU; 4 without GPUs.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Inner steps a worker.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
-    ] = None,
+    steps: InnerSteps = None,
+    set_: Set = None,
     preset: Annotated[
         str | None, typer.Option(help="A named configuration instead of CONFIG.toml: see isles config --presets.")
     ] = None,
@@ -178,7 +174,7 @@ def print_summary(summary: dict[str, Any], out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from isles.report import write_picture, write_report
+    from isles.report import write_report
 
     page = write_report(out)
     layout = f" in {summary['islands']} islands" if "islands" in summary else ""
@@ -194,7 +190,6 @@ def print_summary(summary: dict[str, Any], out: Path) -> None:
         table.add_row(label, value)
     Console().print(table)
     print(f"run     {out}", f"report  {page}", sep="\n", flush=True)
-    write_picture(out)
 
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

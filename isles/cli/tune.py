@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import sys
 import time
+from dataclasses import is_dataclass
 from datetime import datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from isles.cli.options import ConfigFile, Set
 from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
@@ -21,9 +24,7 @@ _AT = ("tokens", "steps", "seconds")
 
 
 def tune(
-    config: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the embedded small run.")
-    ] = None,
+    config: ConfigFile = None,
     method: Annotated[str | None, typer.Option(help="Or one-worker. Default: the configuration's.")] = None,
     over: Annotated[
         list[str] | None,
@@ -36,9 +37,7 @@ def tune(
     budget: Annotated[str | None, typer.Option(help="Begin no trial after this time, such as 20min.")] = None,
     at: Annotated[str, typer.Option(help="What all trials have alike: tokens, steps or seconds.")] = "tokens",
     seed: Annotated[int, typer.Option(help="Seed of the search and its runs; judge by others.")] = 1000,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
-    ] = None,
+    set_: Set = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few steps: see what comes out.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="New directory, or one to go on with. Default: runs/tune-METHOD-DATE-TIME.")
@@ -57,7 +56,7 @@ def tune(
     from isles.cli.several.study import Study, Terms
     from isles.cli.table import print_table
     from isles.network.units import parse_seconds
-    from isles.report import write_picture, write_report
+    from isles.report import write_report
     from isles.report.comparison import ALONE, NEVER
     from isles.report.tuning import complete, read_tuning, subtitle, table_of
     from isles.report.units import format_seconds
@@ -104,7 +103,6 @@ def tune(
     if not complete(study):
         raise ValueError("no trial has come to its end: give a larger --budget, or a lower inner.lr")
     print(f"best    {out / 'best.toml'}", f"report  {write_report(out)}", sep="\n")
-    write_picture(out)
 
 
 def _dimension(text: str, config: Config) -> Dimension:
@@ -114,10 +112,12 @@ def _dimension(text: str, config: Config) -> Dimension:
     from isles.training.config.reading import parse_value
 
     key, equals, values = text.partition("=")
-    section, _, name = key.partition(".")
-    if not equals or not hasattr(getattr(config, section, None), name):
+    try:
+        start = attrgetter(key)(config)
+    except AttributeError:
+        start = config
+    if not equals or is_dataclass(start):
         raise ValueError(f"--over {text}: write SECTION.KEY=LOW..HIGH or SECTION.KEY=A,B,C, of settings of this run")
-    start = getattr(getattr(config, section), name)
     low, dots, high = values.partition("..")
     if not dots:
         choices = [parse_value(word) for word in names(values, f"--over {key}")]

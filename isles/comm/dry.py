@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from isles.comm.traffic import Traffic
 from isles.comm.transport import Bell, Steps, Transfer, Work
 
 
+@lru_cache(maxsize=8)  # nothing ever happens in it
 def dry_mesh(workers: int, *, stage: int = 1, inner: int, rank: int, native: bool) -> Mesh:
     """The arranged world of `workers`, as `rank` sees it, before there are any. native: whether the backend that is
     planned for has a collective of its own.

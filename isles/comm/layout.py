@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import cached_property, lru_cache
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 MeshAxis = Literal["replica", "stage", "inner"]
 
@@ -63,13 +65,28 @@ class Layout:
 
     def sharing(self, rank: int, *axes: MeshAxis) -> list[int]:
         """The ranks that are where `rank` is on all of `axes`, itself included, in the order of coordinates."""
-        here = self.coordinates[rank]
-        there = [
-            (place, other)
-            for other, place in enumerate(self.coordinates)
-            if all(getattr(place, axis) == getattr(here, axis) for axis in axes)
-        ]
-        return [other for _, other in sorted(there)]
+        where = attrgetter(*axes) if axes else lambda place: ()
+        if axes not in self._shared:
+            found: dict[Any, list[int]] = {}
+            for other, place in enumerate(self.coordinates):
+                found.setdefault(where(place), []).append(other)
+            for there in found.values():
+                there.sort(key=self.coordinates.__getitem__)
+            self._shared[axes] = found
+        return list(self._shared[axes][where(self.coordinates[rank])])
+
+    @cached_property
+    def _shared(self) -> dict[tuple[MeshAxis, ...], dict[Any, list[int]]]:
+        """What `sharing` has found: of thousands of workers it is asked for every one."""
+        return {}
+
+    @cached_property
+    def holders(self) -> list[list[int]]:
+        """By place in a replica, stage after stage, the ranks that hold the same of the model, in the order of their
+        group.
+        """
+        first = self.coordinates.index(Coordinate(0, 0, 0))
+        return [self.sharing(rank, "stage", "inner") for rank in self.sharing(first, "replica")]
 
     def reader(self, rank: int) -> tuple[int, int]:
         """Which share of the data `rank` trains on, and of how many: the stages of a pipeline read the same one. In a
@@ -81,6 +98,7 @@ class Layout:
         return shares.index(own) if own in shares else 0, len(shares)
 
 
+@lru_cache(maxsize=8)
 def grid_of(workers: int, *, outer: int | None = None, stage: int = 1, inner: int = 1) -> Layout:
     """The grid of all `workers` (outer None: what is left). ValueError when the product is another number."""
     if outer is None:

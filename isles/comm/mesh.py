@@ -97,7 +97,7 @@ class Mesh:
 
     def arranged(self, layout: Layout) -> Mesh:
         """The same workers at other places. ValueError for a layout of another number of them."""
-        return replace(self, layout=layout)
+        return self if layout == self.layout else replace(self, layout=layout)
 
     def close(self) -> None:
         """Give back connections and threads."""

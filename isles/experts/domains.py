@@ -22,6 +22,7 @@ from isles.data.corpus import rows_corpus
 from isles.data.loader import spaced, windows
 from isles.data.order import epoch_order
 from isles.data.store import save_corpus
+from isles.durable import write_text
 from isles.experts.text import write_texts
 from isles.parsing import parse_json
 from isles.tables import typed
@@ -94,9 +95,7 @@ def keep_texts(out: Path, texts: Mapping[str, str]) -> None:
     """Note these beside those that are known."""
     known = known_texts(out)
     if {**known, **texts} != known:
-        partial = out / f"{TEXTS}.partial"
-        partial.write_text(json.dumps({**known, **texts}, indent=1) + "\n", encoding="utf-8")
-        partial.replace(out / TEXTS)
+        write_text(out / TEXTS, json.dumps({**known, **texts}, indent=1) + "\n")
 
 
 class DomainText:

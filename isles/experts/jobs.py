@@ -57,7 +57,6 @@ class ExpertJob:
 
     @property
     def tokens(self) -> int:
-        """Tokens that it trains on."""
         config, context = self.config, limits(self.config.model).context
         sequences = config.data.batch_size_per_worker(config.world.workers) * config.world.workers
         return config.run.steps * sequences * config.inner.accumulation * context
@@ -101,8 +100,10 @@ def train(job: ExpertJob, folder: Path, progress: JobProgress) -> dict[str, Any]
     steps = Checkpoints(out).steps()
     if steps:
         _refuse_other(job, out)
-    elif out.exists():
-        _clear(out)
+    elif out.exists():  # cut off before its first checkpoint; held: ValueError while it still goes on
+        with held(out):
+            for name in (METRICS, TIMELINE, CONFIG):
+                (out / name).unlink(missing_ok=True)
     if job.parents:
         make_average(job.parents, folder, Path(job.config.run.start), job.config.data)
     name = f"{folder.name}/{job.name}"
@@ -159,10 +160,3 @@ def _essence(config: Config) -> dict[str, Any]:
         section: {key: value for key, value in sections[section].items() if key not in keys}
         for section, keys in _PLACES.items()
     }
-
-
-def _clear(out: Path) -> None:
-    """What a run left that was cut off before its first checkpoint. ValueError while it still goes on."""
-    with held(out):
-        for name in (METRICS, TIMELINE, CONFIG):
-            (out / name).unlink(missing_ok=True)

@@ -57,6 +57,8 @@ def judge(test_ENT: Tensor, prior_ENT: Tensor) -> Judgement:
     bayes = mixture.posterior(test_ENT, uniform)
     believed = bayes.exp()
 
+    sequences = torch.arange(test_ENT.shape[1], dtype=torch.int64, device="cpu")
+
     def by(log_prior: Tensor) -> Tensor:
         return mixture.mix(test_ENT, mixture.posterior(test_ENT, log_prior))
 
@@ -69,7 +71,7 @@ def judge(test_ENT: Tensor, prior_ENT: Tensor) -> Judgement:
         "last_token": mixture.mix(test_ENT, mixture.last_token(test_ENT, uniform)),
         "arithmetic": mixture.mix(test_ENT, mixture.constant(test_ENT, uniform)),
         "geometric": mixture.geometric(test_ENT),
-        "oracle": test_ENT.gather(0, _best(test_ENT))[0],
+        "oracle": test_ENT[test_ENT.sum(-1).argmax(0), sequences],
     }
     return Judgement(
         perplexity={way: mixture.perplexity(scores) for way, scores in scored.items()},
@@ -78,11 +80,6 @@ def judge(test_ENT: Tensor, prior_ENT: Tensor) -> Judgement:
         entropy=float(-torch.xlogy(believed, believed).sum(0).mean()),
         sure_after=_sure_after(believed),
     )
-
-
-def _best(scores_ENT: Tensor) -> Tensor:
-    """(1, N, T) the expert that gives each whole sequence the most."""
-    return scores_ENT.sum(-1).argmax(0)[None, :, None].expand(1, *scores_ENT.shape[1:])
 
 
 def _sure_after(believed_ENT: Tensor) -> float:

@@ -60,10 +60,7 @@ def _smalltalk(asked: ExperimentConfig[SmalltalkConfig]) -> dict[str, Any]:
             "experts": sum(job.flops or 0.0 for job in experts),
             "a sequence at inference": float(context * flops_per_token(base.model.shape(), backward=False)),
         },
-        "bytes": {
-            "between experts in training": 0,
-            "an expert, at the end": 4 * parameters(base.model.shape()),
-        },
+        "bytes": {"between experts in training": 0, "an expert, at the end": 4 * parameters(base.model.shape())},
     }
     if own.gate == "routers":
         _add_routers(found, own, base, context)

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import tomlkit
 
+from isles.durable import write_text
 from isles.errors import unknown_name
 from isles.parsing import parse_toml
 from isles.tables import read_toml, typed
@@ -100,11 +101,8 @@ def keep(asked: ExperimentConfig[Any], out: Path) -> None:
     """Write OUT/experts.toml, or see that it says the same. ValueError where it does not, or OUT cannot be made."""
     refuse_others(asked, out)
     make_directory(out)
-    path = out / KEPT
-    if not path.exists():
-        partial = path.with_suffix(".partial")
-        partial.write_text(_text(asked), encoding="utf-8")
-        partial.replace(path)
+    if not (out / KEPT).exists():
+        write_text(out / KEPT, _text(asked))
 
 
 def make_directory(out: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from isles.durable import write_text
 from isles.parsing import parse_json
 
 _FORMAT = 1
@@ -58,7 +59,6 @@ class Forest:
         return bool(self.routers) or self.clusters is not None
 
     def add(self, member: ForestMember) -> Forest:
-        """With one expert more."""
         return replace(self, experts=(*self.experts, member))
 
     def remove(self, name: str) -> Forest:
@@ -102,9 +102,7 @@ class Forest:
             "routers": list(map(told, self.routers)),
             "clusters": None if self.clusters is None else place(self.clusters),
         }
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_text(path, json.dumps(record, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Forest:

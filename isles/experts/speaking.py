@@ -39,11 +39,9 @@ class Speaker:
         if data is not None and joining.prior != "cached":
             raise ValueError("--data is the text of a cached prior: add --prior cached, or leave it out")
         self.heard = 0
-        self.believed = self.joined.prior(None if data is None else self._held(data)) if self._mixes else None
-
-    @property
-    def _mixes(self) -> bool:
-        return self.joined.gate is None
+        self.believed = None
+        if self.joined.gate is None:
+            self.believed = self.joined.prior(None if data is None else self._held(data))
 
     def _held(self, data: str) -> Tensor:
         experts = self.joined.experts
@@ -54,7 +52,7 @@ class Speaker:
     def voice(self, prompt: str) -> Voice:
         """For one prompt. ValueError: too short to route."""
         tokens = encoded(self.tokenizer, prompt)
-        if self._mixes:
+        if self.joined.gate is None:
             return self._mixed(tokens)
         return self._chosen(tokens) if self.joined.joining.route == "once" else self._growing(tokens)
 

@@ -115,15 +115,13 @@ class _Several:
         process.join()
         pipe.close()
         if kind == "failed":
-            self._take_failure(task, *values)
-
-    def _take_failure(self, task: ExpertTask, plain: Any, notes: Sequence[str]) -> None:
-        error = from_plain(plain)
-        for note in notes:
-            error.add_note(note)
-        if self.running:
-            self.progress.notice(f"{task.name} failed ({error}); the others that are under way go on to their end")
-        self.failure = self.failure or error
+            plain, notes = values
+            error = from_plain(plain)
+            for note in notes:
+                error.add_note(note)
+            if self.running:
+                self.progress.notice(f"{task.name} failed ({error}); the others that are under way go on to their end")
+            self.failure = self.failure or error
 
     def _stop(self) -> None:
         self.stopping = True

@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from isles.data.sources import list_sources
+from isles.durable import write_text
 
 Texts = Iterator[str]
 
@@ -34,9 +35,7 @@ def write_texts(folder: Path, characters: int) -> dict[str, Path]:
             lines = [json.dumps({"text": text}) for text in _up_to(characters, texts())]
             if not lines:
                 continue
-            partial = path.with_suffix(".partial")
-            partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            partial.replace(path)
+            write_text(path, "\n".join(lines) + "\n")
         found[name] = path
     return found
 

@@ -9,7 +9,6 @@ import contextlib
 import queue
 import socket
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 from isles.comm import credentials
@@ -61,9 +60,7 @@ class Admission:
     def __enter__(self) -> Admission:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._listener.__exit__(kind, error, trace)
         with contextlib.suppress(queue.Empty):
             while True:

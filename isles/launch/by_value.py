@@ -42,7 +42,6 @@ class ByValue:
         self._value, self._made = value, made
 
     def open(self) -> Any:
-        """The value."""
         return self._value if self._made is None else ForkingPickler.loads(self._made)
 
     def __reduce__(self) -> tuple[Callable[..., ByValue], tuple[Any, ...]]:
@@ -57,7 +56,6 @@ class ByValueConnection:
         self.recv = pipe.recv
 
     def send(self, message: tuple[str, Any], /) -> None:
-        """As the pipe's."""
         self._pipe.send_bytes(dumps(message))
 
 

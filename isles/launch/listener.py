@@ -20,7 +20,6 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 
 from isles.launch import loop
 from isles.launch.frames import STRANGERS
@@ -71,9 +70,7 @@ class Listener:
     def __enter__(self) -> Listener:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(TimeoutError, RuntimeError):
             loop.run(self._end(), 2.0)
         self._listening.close()

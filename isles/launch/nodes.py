@@ -75,12 +75,10 @@ class NodeGroup:
 
     @property
     def nodes(self) -> int:
-        """Number of machines."""
         return self.spec.nodes
 
     @property
     def node(self) -> int:
-        """Which of them this is."""
         return self.spec.node
 
     @property

@@ -1,7 +1,7 @@
-"""What `isles doctor` and `isles plan --probe` ask another machine: whether each direction is open, the round trip and
-the rates.
+"""What `isles doctor` and `--links probe:HOST:PORT` of `isles plan` ask another machine: whether each direction is
+open, the round trip and the rates.
 
-caller (--peer, --probe)                                 host (--listen)
+caller (--peer, --links probe:)                          host (--listen)
 {"doctor": version, "port": echo port}         ------>
                                                <------   {"doctor": version, "port": echo port, "ports": range}
 asks for an echo, sends {"reached": reason}    <----->   asks for an echo, sends {"reached": reason}
@@ -100,10 +100,7 @@ def wait_for_call(listening: socket.socket, seconds: float, on_failure: Callable
     def refused(address: str, why: str) -> None:
         throttle.tell(f"{address} called, but: {why}")
 
-    with (
-        Listener(listening, hear, seconds=PATIENCE, refused=refused),
-        ThreadPoolExecutor(_CALLERS) as pool,
-    ):
+    with Listener(listening, hear, seconds=PATIENCE, refused=refused), ThreadPoolExecutor(_CALLERS) as pool:
         under_way: dict[Future[Findings], Link] = {}
         try:
             while time.monotonic() < ends_at:
@@ -222,4 +219,4 @@ def _checked(field: Callable[[Mapping[str, Any], str], T], message: Any, key: st
     try:
         return field(table(message, "what it says"), key)
     except Unfit:
-        raise LinkLost("what answers there is no `isles doctor` or `isles plan`") from None
+        raise LinkLost("what answers there is no `isles doctor`") from None

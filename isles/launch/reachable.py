@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import secrets
 from pathlib import Path
-from types import TracebackType
 
 from isles.fields import table, text
 from isles.launch.addresses import listen
@@ -39,10 +38,8 @@ class EchoServer:
     def __enter__(self) -> EchoServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._listener.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._listener.__exit__(*error)
 
 
 async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

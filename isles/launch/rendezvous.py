@@ -94,11 +94,7 @@ def host(
 
 
 def come(
-    node_spec: NodeSpec,
-    token: Token,
-    description: Mapping[str, Any],
-    seconds: float,
-    tell: Callable[[str], None],
+    node_spec: NodeSpec, token: Token, description: Mapping[str, Any], seconds: float, tell: Callable[[str], None]
 ) -> NodeGroup:
     """Another node: come to node 0 within `seconds`. description: JSON-able. Told and raised as in `host`; TokenRefused
     where node 0 is not the machine of the token.

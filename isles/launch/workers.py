@@ -93,9 +93,7 @@ class Workers:
         self._stop_wanted = True
 
     def join(
-        self,
-        on_event: Callable[[Any], None] | None = None,
-        on_failure: Callable[[int, Exception], None] | None = None,
+        self, on_event: Callable[[Any], None] | None = None, on_failure: Callable[[int, Exception], None] | None = None
     ) -> list[Any]:
         """Wait for all results; a failed worker's entry is its exception. Ends every process.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from isles.network.units import parse_bytes
+from isles.tables import refuse
 
 MemoryMethod = Literal["none", "auto", "autohete", "karma", "checkpoint"]
 Update = Literal["exact", "early"]
@@ -49,7 +50,7 @@ class MemoryConfig:
     block, updates that part of the weights, and gets the others' before the next forward pass.
     """
     plan: str = ""
-    """A plan that `isles memory plan --json` wrote, instead of a search."""
+    """A plan that `isles plan memory --json` wrote, instead of a search."""
     emulate: bool = False
     """On a CPU: take a part of the RAM for the device, with copies between the two as on the machine; for trying out
     plans, it saves no memory.
@@ -70,9 +71,5 @@ class MemoryConfig:
             raise ValueError('vectors = "disk": set memory.disk to the folder where they may lie')
         if self.method == "none":
             used = ("disk",) if self.vectors == "disk" else ()
-            for key in ("device_budget", "host_budget", "disk", "machine", "plan"):
-                if key not in used and getattr(self, key):
-                    raise ValueError(f'{key} = {getattr(self, key)!r} is of a plan: set memory.method = "auto" too')
-            if self.update != "exact" or self.emulate or self.shard:
-                key = "emulate" if self.emulate else "shard" if self.shard else "update"
-                raise ValueError(f'{key} is of a plan: set memory.method = "auto" too, or take it out')
+            keys = {"device_budget", "host_budget", "disk", "machine", "plan", "update", "emulate", "shard"} - {*used}
+            refuse(self, 'is of a plan: set memory.method = "auto" too, or take it out', *keys)

@@ -37,16 +37,7 @@ UnitPlace = Literal["device", "optimizer", "host", "disk", "file"]
 Activations = Literal["keep", "swap", "recompute"]
 PLACES: tuple[UnitPlace, ...] = get_args(UnitPlace)
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
-LETTERS = {
-    "device": "D",
-    "optimizer": "O",
-    "host": "H",
-    "disk": "N",
-    "file": "F",
-    "keep": "K",
-    "swap": "S",
-    "recompute": "R",
-}
+LETTERS: dict[str, str] = dict(zip((*PLACES, *ACTIVATIONS), "DOHNFKSR", strict=True))
 SLOTS = 2
 """Units whose updates may be between memory and the disk at a time: one is read while another one is updated and
 written.

@@ -12,6 +12,7 @@ file: the kernel keeps both views alike as long as they do not overlap in time, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -20,7 +21,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -76,10 +77,8 @@ class DiskFile:
         """Make room at the end; where it begins. OSError where the disk is full."""
         begin = self.size
         if nbytes:
-            try:
+            with self._failing(f"no room for {nbytes} bytes more"):
                 os.posix_fallocate(self._cached, begin, nbytes)
-            except OSError as error:
-                raise self._failed(f"no room for {nbytes} bytes more", error) from error
             self.size += nbytes
         return begin
 
@@ -88,12 +87,10 @@ class DiskFile:
         view, handle = into.numpy().data, self._cached if cached else self._direct
         done = 0
         while done < len(view):
-            try:
+            with self._failing("reading failed"):
                 count = os.preadv(handle, [view[done:]], begin + done)
-            except OSError as error:
-                raise self._failed("reading failed", error) from error
             if not count:
-                raise self._failed(f"the file ends {len(view) - done} bytes before what was written to it")
+                raise self._failure(f"the file ends {len(view) - done} bytes before what was written to it")
             done += count
 
     def write(self, begin: int, out: Tensor, *, cached: bool = False) -> None:
@@ -101,17 +98,13 @@ class DiskFile:
         view, handle = out.numpy().data, self._cached if cached else self._direct
         done = 0
         while done < len(view):
-            try:
+            with self._failing("writing failed"):
                 done += os.pwritev(handle, [view[done:]], begin + done)
-            except OSError as error:
-                raise self._failed("writing failed", error) from error
 
     def sync(self) -> None:
         """Return once all that was written is on the disk."""
-        try:
+        with self._failing("writing failed"):
             os.fdatasync(self._cached)
-        except OSError as error:
-            raise self._failed("writing failed", error) from error
 
     def forget(self) -> None:
         """Give back what the page cache holds of the file, where the system can be asked to."""
@@ -127,9 +120,16 @@ class DiskFile:
         """What is mapped stays."""
         self._finalizer()
 
-    def _failed(self, what: str, error: OSError | None = None) -> OSError:
-        why = "" if error is None else f" ({error.strerror})"
-        return OSError(f"memory.disk = {self.folder!r}: {what}{why}; choose another folder, or a plan without disk")
+    @contextlib.contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """The system's error becomes one that says what failed, and what to do."""
+        try:
+            yield
+        except OSError as error:
+            raise self._failure(f"{what} ({error.strerror})") from error
+
+    def _failure(self, what: str) -> OSError:
+        return OSError(f"memory.disk = {self.folder!r}: {what}; choose another folder, or a plan without disk")
 
 
 def _close(handles: Sequence[int]) -> None:

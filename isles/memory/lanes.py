@@ -16,9 +16,8 @@ This is the only replay of lanes; `network.planner.replay` plays exchanges betwe
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -37,6 +36,7 @@ from isles.memory.costs import (
     unit_time,
 )
 from isles.memory.serial import LANES, Deadlock, LaneName, LaneTimeline, SerialLane, SimulatedEvent, SimulatedSpan
+from isles.network.engine import EventQueue
 from isles.network.machines import Machine
 
 _ENDS = -1  # in place of a unit: embedding and head
@@ -98,17 +98,13 @@ class _Run:
         resident = sum(cost.resident for cost in self.costs)
         self.arena = Arena(budget, profile.base + staging(profile, placements) + resident)
         self.updates = Arena(SLOTS)  # that are between memory and the disk
-        up, down = _slowed(machine.up, machine.up_both), _slowed(machine.down, machine.down_both)
-        self.lanes: dict[str, SerialLane] = {
-            "up": SerialLane(self, "up", False, up),
-            "down": SerialLane(self, "down", first_come, down),
-            "host": SerialLane(self, "host", first_come),
-            "read": SerialLane(self, "read", first_come),
-            "write": SerialLane(self, "write", first_come),
-            "peers": SerialLane(self, "peers", first_come),
+        self.clock = EventQueue()
+        self.lanes = {
+            name: SerialLane(self.clock, partial(self._note, name), first_come and name != "up") for name in LANES[1:]
         }
-        self.lanes["up"].opposite, self.lanes["down"].opposite = self.lanes["down"], self.lanes["up"]
-        self.now, self._number, self._heap = 0.0, 0, list[tuple[float, int, Callable[[], None]]]()
+        up, down = self.lanes["up"], self.lanes["down"]
+        up.opposite, up.slowed = down, _slowed(machine.up, machine.up_both)
+        down.opposite, down.slowed = up, _slowed(machine.down, machine.down_both)
         self.device_busy, self.working = 0.0, False
         self.spans: list[SimulatedSpan] | None = [] if spans else None
         self.tasks = list(self._program())
@@ -126,9 +122,7 @@ class _Run:
 
     def play(self) -> LaneTimeline:
         self._go_on()
-        while self._heap:
-            self.now, _, run = heapq.heappop(self._heap)
-            run()
+        self.clock.run()
         if self.at < len(self.tasks):
             raise Deadlock(
                 f"stuck at {self.tasks[self.at]}: {self.arena.used:.0f} of {self.arena.budget:.0f} bytes used"
@@ -143,18 +137,9 @@ class _Run:
             spans=self.spans or [],
         )
 
-    # What lanes need of the run
-
-    def number(self) -> int:
-        self._number += 1
-        return self._number
-
-    def after(self, seconds: float, run: Callable[[], None]) -> None:
-        heapq.heappush(self._heap, (self.now + seconds, self.number(), run))
-
-    def note(self, lane: LaneName, seconds: float, what: str) -> None:
+    def _note(self, lane: LaneName, seconds: float, what: str) -> None:
         if self.spans is not None and seconds:
-            self.spans.append(SimulatedSpan(lane, self.now, seconds, what))
+            self.spans.append(SimulatedSpan(lane, self.clock.now, seconds, what))
 
     # The program
 
@@ -201,8 +186,8 @@ class _Run:
         seconds = self._seconds(task)
         self.working = True
         self.device_busy += seconds
-        self.note("device", seconds, f"{task.kind} {task.unit}" if task.kind in ("forward", "backward") else task.kind)
-        self.after(seconds, self._end)
+        self._note("device", seconds, f"{task.kind} {task.unit}" if task.kind in ("forward", "backward") else task.kind)
+        self.clock.at(self.clock.now + seconds, 0, 0, self._end)
 
     def _ask_ahead(self) -> None:
         """For a pass; with several in flight, for this half of one and the next half."""
@@ -346,7 +331,7 @@ class _Run:
         return self.ends.bottom + self.ends.carried + (self.ends.bottom_gradients if task.batch else 0)
 
     def _end_update(self, task: _Task) -> float:
-        self.marks.append(self.now)
+        self.marks.append(self.clock.now)
         held = sum(cost.gradients for cost in self.costs if cost.on_device)
         return held + self.ends.top_gradients + self.ends.bottom_gradients
 

@@ -212,22 +212,18 @@ class Managed(Wrapping):
                 )
         self._begun, self._final = None, set()
         began = time.perf_counter()
-        for index in (
-            reversed(self._parts) if self.engine.first_come else self._parts
-        ):  # as gradients came, or as needed
+        in_order = reversed(self._parts) if self.engine.first_come else self._parts  # as gradients came, or as needed
+        for index in in_order:
             if index not in done:
                 self._queue(index, settings)
         self._rest_part.step(settings)
         if self.meter is not None:
-            self.meter.track(*self._states_of_rest())
+            states = (value for parameter in self.rest for value in self.inner.state.get(parameter, {}).values())
+            self.meter.track(*(value for value in states if isinstance(value, Tensor)))
         self.engine.computed(began, self._update_seconds)
         self.runner.end_step()
         self._clean = not any(parameter.grad is not None for parameter in self.rest)
         return loss
-
-    def _states_of_rest(self) -> list[Tensor]:
-        values = (value for parameter in self.rest for value in self.inner.state.get(parameter, {}).values())
-        return [value for value in values if isinstance(value, Tensor)]
 
     def _queue(self, index: int, settings: Settings) -> None:
         """Update a unit on the host by the gradients that it has now; then its copy on the device follows."""
@@ -345,7 +341,6 @@ class Managed(Wrapping):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Into the inner optimizer."""
         self.catch_up()
         self.inner.load_state_dict(state_dict)
         for part in self._parts.values():

@@ -103,7 +103,7 @@ def measure_machine(folder: str, effort: MeasuringEffort | None = None) -> Measu
     if not direct:
         notes.append(f"{folder} has no way past the page cache: its rates are those of writing it out")
     made = Machine(
-        name=_name(device),
+        name=torch.cuda.get_device_name(device) if cuda else platform.node() or "this machine",
         device_bytes=float(torch.cuda.get_device_properties(device).total_memory) if cuda else ram,
         peak=peak,
         mfu=mfu,
@@ -118,29 +118,10 @@ def measure_machine(folder: str, effort: MeasuringEffort | None = None) -> Measu
 
 def _readable(made: Machine) -> Machine:
     """With four digits of every rate: the others say nothing."""
-
-    def short(name: str) -> float:
-        return float(f"{getattr(made, name):.4g}")
-
-    return replace(
-        made,
-        peak=short("peak"),
-        mfu=short("mfu"),
-        device_rate=short("device_rate"),
-        up=short("up"),
-        down=short("down"),
-        up_both=short("up_both"),
-        down_both=short("down_both"),
-        host_update=short("host_update"),
-        disk_read=short("disk_read"),
-        disk_write=short("disk_write"),
-    )
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return platform.node() or "this machine"
+    rates = ("peak", "mfu", "device_rate", "up", "down", "up_both", "down_both")
+    rates += ("host_update", "disk_read", "disk_write")
+    short: dict[str, Any] = {name: float(f"{getattr(made, name):.4g}") for name in rates}
+    return replace(made, **short)
 
 
 def _ram() -> tuple[float, bool]:
@@ -251,33 +232,31 @@ def _disk(folder: str, work: MeasuringEffort) -> tuple[dict[str, float], bool]:
         begins = [file.extend(half) for _ in range(2)]
         slots = [torch.frombuffer(mmap.mmap(-1, half // 8), dtype=torch.uint8) for _ in range(2)]
         slots[0].fill_(1)
-        _write(file, begins[1], half, slots[0])  # what is read must have been written
+        _rate(file.write, begins[1], half, slots[0], file.sync)  # what is read must have been written
         found = {"disk_read": 0.0, "disk_write": 0.0}
         for _ in range(work.laps):
             file.forget()
             reading = threading.Thread(
-                target=lambda: found.update(disk_read=max(found["disk_read"], _read(file, begins[1], half, slots[1])))
+                target=lambda: found.update(
+                    disk_read=max(found["disk_read"], _rate(file.read, begins[1], half, slots[1]))
+                )
             )
             reading.start()
-            found["disk_write"] = max(found["disk_write"], _write(file, begins[0], half, slots[0]))
+            found["disk_write"] = max(found["disk_write"], _rate(file.write, begins[0], half, slots[0], file.sync))
             reading.join(DEADLINE)
         return found | {"disk_bytes": float(shutil.disk_usage(folder).free)}, file.direct
     finally:
         file.close()
 
 
-def _write(file: DiskFile, begin: int, nbytes: int, slot: Tensor) -> float:
+def _rate(
+    move: Callable[[int, Tensor], Any], begin: int, nbytes: int, slot: Tensor, end: Callable[[], Any] = lambda: None
+) -> float:
+    """Bytes a second, slot by slot, `end` included."""
     start = time.perf_counter()
     for at in range(0, nbytes, len(slot)):
-        file.write(begin + at, slot[: nbytes - at])
-    file.sync()
-    return nbytes / (time.perf_counter() - start)
-
-
-def _read(file: DiskFile, begin: int, nbytes: int, slot: Tensor) -> float:
-    start = time.perf_counter()
-    for at in range(0, nbytes, len(slot)):
-        file.read(begin + at, slot[: nbytes - at])
+        move(begin + at, slot[: nbytes - at])
+    end()
     return nbytes / (time.perf_counter() - start)
 
 
@@ -292,25 +271,20 @@ def measured(made: Profile, model: nn.Module, batch: Any, *, loss: Loss = own_lo
     device = next(model.parameters()).device
     forward, backward = [float("inf")] * len(units), [float("inf")] * len(units)
 
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
     def around(index: int, run: Callable[..., Any]) -> Callable[..., Any]:
         began = [0.0]
 
         def begins() -> None:
-            began[0] = now()
+            began[0] = _now(device)
 
         def ends() -> None:
-            backward[index] = min(backward[index], now() - began[0])
+            backward[index] = min(backward[index], _now(device) - began[0])
 
         def timed(*args: Any, **named: Any) -> Any:
             args, named = edge(ends, (args, named), always=True)
-            start = now()
+            start = _now(device)
             value = run(*args, **named)
-            forward[index] = min(forward[index], now() - start)
+            forward[index] = min(forward[index], _now(device) - start)
             return edge(begins, value)
 
         return timed

@@ -71,7 +71,6 @@ class Brought:
         self.refresh()
 
     def empty(self) -> None:
-        """Give the room back."""
         if self.meter is not None:
             self.meter.forget(*self.device)
         for parameter in self.device:

@@ -24,7 +24,6 @@ class Half(NamedTuple):
     way: PassWay
 
     def tasks(self, units: int) -> list[PassTask]:
-        """In their order."""
         if self.way == "forward":
             return [*(PassTask("forward", index) for index in range(units)), PassTask("top", 0)]
         return [*(PassTask("backward", index) for index in reversed(range(units))), PassTask("bottom", 0)]

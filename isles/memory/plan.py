@@ -14,7 +14,7 @@ from typing import Any
 
 from isles.memory.config import Update
 from isles.memory.costs import ACTIVATIONS, LETTERS, PLACES, Placement, Profile, unit_cost
-from isles.memory.lanes import LANES, LaneTimeline, SimulatedSpan
+from isles.memory.lanes import LANES, LaneTimeline
 from isles.network.machines import Machine
 from isles.parsing import parse_json
 
@@ -106,14 +106,14 @@ def from_json(text: str, source: str = "memory.plan") -> MemoryPlan:
         table = parse_json(text)
         if table.pop("format") != _FORMAT:
             raise ValueError(
-                "it was written by another version of isles; make it again with `isles memory plan --json`"
+                "it was written by another version of isles; make it again with `isles plan memory --json`"
             )
         placements = tuple(Placement(place, activations) for place, activations in table.pop("placements"))
         if any(one.place not in PLACES or one.activations not in ACTIVATIONS for one in placements):
-            raise ValueError("a choice is none of this version's; make it again with `isles memory plan --json`")
+            raise ValueError("a choice is none of this version's; make it again with `isles plan memory --json`")
         return MemoryPlan(placements=placements, **(table | {"names": tuple(table["names"])}))
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{source}: no plan of memory ({error}); make one with `isles memory plan --json`") from None
+        raise ValueError(f"{source}: no plan of memory ({error}); make one with `isles plan memory --json`") from None
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
@@ -183,12 +183,11 @@ def trace(timeline: LaneTimeline) -> str:
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": name}}
         for name, number in rows.items()
     ]
-    spans = [_event(span, rows[span.lane]) for span in timeline.spans]
+    spans = [
+        {"ph": "X", "pid": 0, "tid": rows[lane], "ts": start * 1e6, "dur": seconds * 1e6, "name": what}
+        for lane, start, seconds, what in timeline.spans
+    ]
     return json.dumps({"traceEvents": names + spans})
-
-
-def _event(span: SimulatedSpan, row: int) -> dict[str, Any]:
-    return {"ph": "X", "pid": 0, "tid": row, "ts": span.start * 1e6, "dur": span.seconds * 1e6, "name": span.what}
 
 
 def choices(places: Iterable[str], activations: Sequence[str]) -> tuple[Placement, ...]:

@@ -97,20 +97,19 @@ def profile(
     if there is one, the tokens. state_bytes: of the optimizer's state of a parameter. ValueError as in `units_of`.
     """
     units = units_of(model)
-    runs = {
-        "resident": [_fake_trace(model, units, batch, loss, autocast, kept, False) for kept in ("keep", "recompute")]
-    }
-    runs["brought"] = runs["resident"]
-    if autocast == "bf16":
-        runs["brought"] = [
-            _fake_trace(model, units, batch, loss, autocast, kept, True) for kept in ("keep", "recompute")
-        ]
+
+    def traced(brought: bool) -> list[Trace]:
+        ways = ("keep", "recompute")
+        return [_fake_trace(model, units, batch, loss, autocast, kept, brought) for kept in ways]
+
+    resident = traced(False)
+    brought = traced(True) if autocast == "bf16" else resident
+    keep = resident[0]
     flops, whole = _flops(model, units, batch, loss)
-    stream = max(max(trace.input, trace.output) for trace in runs["resident"][0].units)
+    stream = max(max(trace.input, trace.output) for trace in keep.units)
     first = tensors_in(batch)[0]
     inside = {id(parameter) for unit in units for parameter in unit.parameters}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
-    keep = runs["resident"][0]
     begin, end = keep.units[0], keep.units[-1]
     carried = max(end.backward_begin - keep.below - keep.top_gradients, 0)
     ends = Ends(
@@ -129,21 +128,17 @@ def profile(
     made = []
     for index, unit in enumerate(units):
         parameters = unit.parameters
+        moved = sum(slot.parameter.numel() * travels_as(slot, autocast).itemsize for slot in unit.slots)
         made.append(
             UnitProfile(
                 name=unit.name,
                 params=sum(parameter.numel() for parameter in parameters),
                 weights=sum(parameter.nbytes for parameter in parameters),
                 states=sum(state_bytes(parameter) for parameter in parameters if parameter.requires_grad),
-                moved=sum(slot.parameter.numel() * travels_as(slot, autocast).itemsize for slot in unit.slots),
+                moved=moved,
                 boundary=keep.units[index].input,
-                resident=_passes(runs["resident"], index, sum(p.nbytes for p in parameters if p.requires_grad), stream),
-                brought=_passes(
-                    runs["brought"],
-                    index,
-                    sum(s.parameter.numel() * travels_as(s, autocast).itemsize for s in unit.slots),
-                    stream,
-                ),
+                resident=_passes(resident, index, sum(p.nbytes for p in parameters if p.requires_grad), stream),
+                brought=_passes(brought, index, moved, stream),
                 flops=flops[index],
                 given=keep.units[index].given,
             )

@@ -86,7 +86,8 @@ class Search(PlanTrials):
     def run(self) -> MemoryPlan:
         """Search, and make the plan of what was found."""
         floors = {name: self._fastest(plans) for name, plans in self.floors().items()}
-        bound = self._bound()
+        # Seconds that no plan of any size beats: every unit's cheapest choice on the device's lane, never idle.
+        bound = float(self.loads[:, :, 0].min(axis=1).sum() + self.fixed[0])
         alike = len({replace(unit, name="", given=0) for unit in self.profile.units}) == 1
         whole = (Placement("device", "keep"),) * self.units
         if self.fits(whole) and self.time(whole) <= bound * _SIMPLER:
@@ -143,10 +144,6 @@ class Search(PlanTrials):
         seconds = [self.time(plan) for plan in usable[-3:]]  # of those with a kept tail, the longest tails that fit
         return min([one for one in seconds if math.isfinite(one)], default=None)
 
-    def _bound(self) -> float:
-        """Seconds that no plan of any size beats: every unit's cheapest choice on the device's lane, never idle."""
-        return float(self.loads[:, :, 0].min(axis=1).sum() + self.fixed[0])
-
     def _by_counts(self, most: int) -> None:
         fastest, tried, best = min(self.seconds.values(), default=math.inf), 0, None
         counted = ranked(self.profile, self.options, self.loads[0], self.fixed, budget=self.budget, host=self.host)
@@ -176,13 +173,7 @@ class Search(PlanTrials):
         bound = 0.0
         for weights in _WEIGHTS if self.units <= _FEW else _WEIGHTS[:3]:
             plan, dual = solve(
-                self.profile,
-                self.options,
-                self.loads,
-                self.fixed,
-                budget=self.budget,
-                host=self.host,
-                weights=weights,
+                self.profile, self.options, self.loads, self.fixed, budget=self.budget, host=self.host, weights=weights
             )
             bound = max(bound, dual)
             if plan is not None and self.fits(plan):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
+
+from isles.network.engine import EventQueue
 
 LaneName = Literal["device", "up", "down", "host", "read", "write", "peers"]
 LANES: tuple[LaneName, ...] = ("device", "up", "down", "host", "read", "write", "peers")
@@ -36,22 +38,6 @@ class Deadlock(RuntimeError):
     """A plan that cannot go on within its budget."""
 
 
-class Clock(Protocol):
-    """What a lane needs of the simulation."""
-
-    def number(self) -> int:
-        """A new one, larger than all before."""
-        ...
-
-    def after(self, seconds: float, run: Callable[[], None]) -> None:
-        """Run it then."""
-        ...
-
-    def note(self, lane: LaneName, seconds: float, what: str) -> None:
-        """A lane begins work now."""
-        ...
-
-
 class SimulatedEvent:
     """Something that happens once; `then` runs at that moment, or at once where it has."""
 
@@ -75,18 +61,23 @@ class SimulatedEvent:
 
 
 class SerialLane:
-    """One at a time, the most urgent first; a lane with an opposite is slower while that works too."""
+    """One at a time, the most urgent first; a lane with an opposite is slower while that works too. begins: told of the
+    seconds of each work and for whom, at the moment of `clock` at which it begins.
+    """
 
-    def __init__(self, run: Clock, name: LaneName, first_come: bool, slowed: float = 1.0) -> None:
-        self.run, self.name, self.first_come, self.slowed = run, name, first_come, slowed
+    def __init__(self, clock: EventQueue, begins: Callable[[float, str], None], first_come: bool) -> None:
+        self.clock, self.begins, self.first_come = clock, begins, first_come
+        self.submitted = 0
         self.queue: list[tuple[tuple[int, ...], int, float, Callable[[], None], str]] = []
         self.opposite: SerialLane | None = None
+        self.slowed = 1.0  # how many times as long it takes while that works
         self.working = False
         self.busy = 0.0
 
     def submit(self, urgency: tuple[int, ...], seconds: float, done: Callable[[], None], what: str) -> None:
-        number = self.run.number()
-        heapq.heappush(self.queue, ((number,) if self.first_come else urgency, number, seconds, done, what))
+        self.submitted += 1
+        order = (self.submitted,) if self.first_come else urgency
+        heapq.heappush(self.queue, (order, self.submitted, seconds, done, what))
         self._next()
 
     def _next(self) -> None:
@@ -97,11 +88,11 @@ class SerialLane:
             seconds *= self.slowed
         self.working = True
         self.busy += seconds
-        self.run.note(self.name, seconds, what)
+        self.begins(seconds, what)
 
         def over() -> None:
             self.working = False
             done()
             self._next()
 
-        self.run.after(seconds, over)
+        self.clock.at(self.clock.now + seconds, 0, 0, over)

@@ -67,7 +67,6 @@ class SharedPart:
         return [runs(parameter.detach(), self.size) for parameter in self.parameters]
 
     def update(self, settings: Settings, gradients: Sequence[Tensor | None]) -> None:
-        """Update the own runs."""
         state, instead = defaultdict[Any, dict[str, Any]](dict), dict[nn.Parameter, nn.Parameter]()
         whole = self.part.whole.state
         for parameter, rows, gradient in zip(self.parameters, self.rows, gradients, strict=True):

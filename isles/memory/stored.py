@@ -36,7 +36,6 @@ class Staging:
         return self.updates.pop() if self.updates else StagingSlot(self.meter)
 
     def give(self, slot: StagingSlot) -> None:
-        """It is free again."""
         self.updates.append(slot)
 
 

@@ -40,7 +40,7 @@ class HuggingFaceLM(nn.Module):
         if all(module_at(layer, name) for layer in self.blocks for name in _WRITERS):
             return _WRITERS
         raise ValueError(
-            f'pipeline.boundary = "subspace": layers of a {type(self.model).__name__} have no '
+            f'pipeline.boundary.kind = "subspace": layers of a {type(self.model).__name__} have no '
             f'{" and ".join(_WRITERS)}, by which those of a Llama write to the stream; choose "dct:0.75"'
         )
 

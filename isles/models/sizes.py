@@ -34,7 +34,6 @@ __all__ = [
     "embedding_parameters",
     "flops_per_token",
     "like_size",
-    "matrices",
     "non_embedding_parameters",
     "parameters",
     "shape_of",
@@ -150,13 +149,6 @@ def embedding_parameters(shape: Shape) -> int:
 def parameters(shape: Shape) -> int:
     """All trainable numbers of the decoder, tied ones counted once."""
     return non_embedding_parameters(shape) + embedding_parameters(shape)
-
-
-def matrices(shape: Shape) -> tuple[tuple[int, int, int], ...]:
-    """(rows, columns, how many) of the decoder's matrices."""
-    d, L = shape.d_model, shape.layers
-    attention, mlp = ((3 * d, d, L), (d, d, L)), ((shape.ffn, d, 2 * L), (d, shape.ffn, L))
-    return (*attention, *mlp, (shape.vocab, d, 1 if shape.tie_embeddings else 2))
 
 
 def like_size(shape: Shape, count: int) -> Shape:

@@ -227,9 +227,9 @@ def writers(model: nn.Module) -> tuple[Sequence[str], str]:
     names, entry = getattr(source, "writers", None), getattr(source, "entry", None)
     if not names or not entry:
         raise ValueError(
-            f'pipeline.boundary = "subspace": a {type(source).__name__} does not name what writes to its stream; give '
-            'it `writers`, names of nn.Linear in a block such as ("attention.out", "mlp.down"), and `entry`, that of '
-            'its nn.Embedding; or choose "dct:0.75"'
+            f'pipeline.boundary.kind = "subspace": a {type(source).__name__} does not name what writes to its stream; '
+            'give it `writers`, names of nn.Linear in a block such as ("attention.out", "mlp.down"), and `entry`, that '
+            'of its nn.Embedding; or choose "dct:0.75"'
         )
     return names, entry
 
@@ -282,7 +282,7 @@ def check_inside(model: Any, subspace: Subspace, inside: Iterable[int], tokens_B
 
         if outside() > _INSIDE:
             raise ValueError(
-                f'pipeline.boundary = "subspace": block {number} carries the stream out of the subspace by '
+                f'pipeline.boundary.kind = "subspace": block {number} carries the stream out of the subspace by '
                 f"{_culprit(block, outside)}; what follows the last matrix of a branch may only scale a token as a "
                 'whole: take it out, or choose "dct:0.75"'
             )
@@ -344,11 +344,11 @@ def _taken_out(block: nn.Module, outside: Callable[[], float]) -> dict[str, nn.M
 def _checked(block: nn.Module, name: str) -> nn.Linear:
     module = module_at(block, name)
     if not isinstance(module, nn.Linear):
-        raise ValueError(f'pipeline.boundary = "subspace": {name!r} of a block is no nn.Linear; mend `writers`')
+        raise ValueError(f'pipeline.boundary.kind = "subspace": {name!r} of a block is no nn.Linear; mend `writers`')
     if module.bias is not None:
         raise ValueError(
-            f'pipeline.boundary = "subspace": the bias of {name!r} carries the stream out of the subspace; make it '
-            "with bias=False"
+            f'pipeline.boundary.kind = "subspace": the bias of {name!r} carries the stream out of the subspace; make '
+            "it with bias=False"
         )
     return module
 

@@ -36,6 +36,8 @@ class Links:
                number share its bandwidth fairly (one household, one data centre's egress), and its downlink.
     downlink:  bits per second towards the ranks of an uplink, in the forms of `bandwidth`; None: wide enough for all
                that arrives.
+    devices:   of each site: so many ranks in a row share an uplink, and the number of their site stands for theirs in
+               all of the above; without uplinks and a matrix of bandwidths.
 
     ValueError for a rate that is not positive, a negative or infinite latency, or a negative jitter.
     """
@@ -45,6 +47,7 @@ class Links:
     jitter: float = 0.0
     uplinks: Sequence[int] | None = None
     downlink: Rate | None = None
+    devices: int = 1
 
     def __post_init__(self) -> None:
         # Tuples, so that neither the caller's list nor an array can change the network of a run that has begun.
@@ -61,6 +64,8 @@ class Links:
                 raise ValueError(f"{name} must be above 0 bits per second, got {rates}")
         if not isinstance(self.latency, (int, float)) and not callable(self.latency):
             object.__setattr__(self, "latency", tuple(tuple(float(x) for x in row) for row in self.latency))
+        if self.devices > 1 and (self.uplinks is not None or is_matrix(self.bandwidth)):
+            raise ValueError("a network that names its uplinks or the lines of pairs says itself who shares a line")
         if self.uplinks is not None:
             object.__setattr__(self, "uplinks", tuple(int(uplink) for uplink in self.uplinks))
         if isinstance(self.latency, (int, float)):
@@ -97,13 +102,16 @@ class Links:
         for name, rates in (("bandwidth", self.bandwidth), ("downlink", self.downlink)):
             if isinstance(rates, tuple) and not is_matrix(rates) and len(rates) != count:
                 raise ValueError(f"{name} has {len(rates)} values, there are {count} uplinks")
-            if callable(rates) and not all(rates(uplink) > 0 for uplink in range(count)):
+            if callable(rates) and not all(rates(uplink) > 0 for uplink in range(min(count, _period(rates) or count))):
                 raise ValueError(f"{name} must be above 0 bits per second for every uplink")
-        if isinstance(self.latency, tuple) and any(len(row) != workers for row in (self.latency, *self.latency)):
-            raise ValueError(f"latency must be a matrix of {workers} x {workers} for {workers} workers")
+        places = -(-workers // self.devices)
+        if isinstance(self.latency, tuple) and any(len(row) != places for row in (self.latency, *self.latency)):
+            raise ValueError(f"latency must be a matrix of {places} x {places} for {workers} workers")
         if not isinstance(self.latency, (int, float)):
-            for source in range(workers):
-                for target in range(workers):
+            period = _period(self.latency)
+            ranks = range(workers) if period is None else range(min(workers, 2 * period * self.devices))
+            for source in ranks:
+                for target in ranks:
                     if source != target:
                         _check_latency(self.base_latency(source, target), f" from {source} to {target}")
 
@@ -125,11 +133,11 @@ class Links:
 
     def uplink_count(self, workers: int) -> int:
         """How many uplinks `workers` ranks have."""
-        return workers if self.uplinks is None else max(self.uplinks) + 1
+        return -(-workers // self.devices) if self.uplinks is None else max(self.uplinks) + 1
 
     def uplink_of(self, rank: int) -> int:
         """The number of the uplink by which `rank` sends."""
-        return rank if self.uplinks is None else self.uplinks[rank]
+        return rank // self.devices if self.uplinks is None else self.uplinks[rank]
 
     def rate(self, uplink: int) -> float:
         """Bits per second of an uplink; of a worker with a line to each other one the slowest of those."""
@@ -150,13 +158,27 @@ class Links:
         return self.down_rate(uplink) / self._sharing(uplink, ranks)
 
     def _sharing(self, uplink: int, ranks: Sequence[int]) -> int:
-        return 1 if self.uplinks is None else sum(self.uplinks[other] == uplink for other in ranks)
+        alone = self.uplinks is None and self.devices == 1
+        return 1 if alone else sum(self.uplink_of(other) == uplink for other in ranks)
 
     def base_latency(self, source: int, target: int) -> float:
         """Mean seconds from the last bit's leaving `source` to its arrival at `target`."""
         if isinstance(self.latency, (int, float)):
             return self.latency
-        return self.latency(source, target) if callable(self.latency) else self.latency[source][target]
+        here, there = source // self.devices, target // self.devices
+        return self.latency(here, there) if callable(self.latency) else self.latency[here][there]
+
+    @property
+    def period(self) -> int | None:
+        """Ranks after which their lines and latencies repeat themselves; None: they do not."""
+        periods = [_period(part) for part in (self.bandwidth, self.downlink, self.latency)]
+        known = [period for period in periods if period is not None]
+        return self.devices * math.lcm(*known) if self.uplinks is None and len(known) == len(periods) else None
+
+    def place_of(self, rank: int) -> int:
+        """Ranks with the same number have the same latencies to others."""
+        period = _period(self.latency)
+        return rank if period is None else rank // self.devices % period
 
     def scaled(self, factor: float) -> Links:
         """The same network, its lines so many times as fast."""
@@ -172,14 +194,15 @@ class Links:
 
     def slowest_rate(self, workers: int) -> float:
         """Bits per second that the worker with the least has, up or down, if those that share its line are busy too."""
-        ranks = range(workers)
-        return min(min(self.share(rank, ranks), self.down_share(rank, ranks)) for rank in ranks)
+        sharing = Counter(map(self.uplink_of, range(workers)))
+        return min(min(self.rate(line), self.down_rate(line)) / count for line, count in sharing.items())
 
     def longest_latency(self, workers: int) -> float:
         """Mean seconds of the longest way between two of `workers` ranks; 0 for one."""
         if isinstance(self.latency, (int, float)):
             return self.latency if workers > 1 else 0.0
-        ways = [(source, target) for source in range(workers) for target in range(workers) if source != target]
+        ranks = range(min(workers, 2 * (self.period or workers)))
+        ways = [(source, target) for source in ranks for target in ranks if source != target]
         return max((self.base_latency(source, target) for source, target in ways), default=0.0)
 
     def message_latency(self, source: int, target: int, *, number: int, seed: int) -> float:
@@ -202,6 +225,11 @@ class Links:
 def is_matrix(rates: Any) -> bool:
     """Whether rates are given for pairs of workers."""
     return hasattr(rates, "__len__") and len(rates) > 0 and hasattr(rates[0], "__len__")
+
+
+def _period(part: Any) -> int | None:
+    """Ranks after which it repeats itself."""
+    return 1 if part is None or isinstance(part, (int, float)) else getattr(part, "period", None)
 
 
 def _of(rates: Any, uplink: int) -> float:

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from isles.errors import unknown_name
+from isles.errors import demand, unknown_name
 from isles.network.units import parse_amount, parse_byte_rate, parse_bytes
 from isles.tables import read_toml
 
@@ -58,14 +58,10 @@ class Machine:
     disk_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        for key in ("device_bytes", "peak", "device_rate", "host_update"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key} = {getattr(self, key)}: choose a number above 0")
-        if not 0 < self.mfu <= 1:
-            raise ValueError(f"mfu = {self.mfu}: choose a share of the peak, above 0 and up to 1, such as 0.4")
-        for key in ("up", "down", "up_both", "down_both", "host_bytes", "disk_read", "disk_write", "disk_bytes"):
-            if not getattr(self, key) >= 0:
-                raise ValueError(f"{key} = {getattr(self, key)}: choose 0 or more")
+        demand(self, "device_bytes peak device_rate host_update", lambda x: x > 0, "choose a number above 0")
+        demand(self, "mfu", lambda x: 0 < x <= 1, "choose a share of the peak, above 0 and up to 1, such as 0.4")
+        keys = "up down up_both down_both host_bytes disk_read disk_write disk_bytes"
+        demand(self, keys, lambda x: x >= 0, "choose 0 or more")
         for key in ("up", "down"):
             if getattr(self, f"{key}_both") > getattr(self, key):
                 raise ValueError(

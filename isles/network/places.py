@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from isles.errors import demand
 from isles.network.links import Links
 
 EARTH_KM = 6371.0
@@ -40,9 +41,7 @@ class Place:
     def __post_init__(self) -> None:
         if not -90 <= self.latitude <= 90 or not -180 <= self.longitude <= 180:
             raise ValueError(f"latitude = {self.latitude}, longitude = {self.longitude}: degrees, up to ±90 and ±180")
-        for key in ("upload", "download"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key} = {getattr(self, key)}: a rate must be above 0 bits per second")
+        demand(self, "upload download", lambda x: x > 0, "a rate must be above 0 bits per second")
 
 
 def kilometres(one: Place, other: Place) -> float:
@@ -94,24 +93,34 @@ WORLD = (
 )
 
 
-def _home(rank: int) -> Place:
-    return WORLD[rank % len(WORLD)]
+class _Rate:
+    """See `Links.period`."""
+
+    period = len(WORLD)
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        self._rates = rates
+
+    def __call__(self, rank: int) -> float:
+        return self._rates[rank % self.period]
 
 
-def _upload(rank: int) -> float:
-    return _home(rank).upload
+class _Latency:
+    """See `Links.period`."""
+
+    period = len(WORLD)
+
+    def __init__(self) -> None:
+        self._between = [[latency(one, other) for other in WORLD] for one in WORLD]
+
+    def __call__(self, source: int, target: int) -> float:
+        return self._between[source % self.period][target % self.period]
 
 
-def _download(rank: int) -> float:
-    return _home(rank).download
-
-
-_BETWEEN = [[latency(one, other) for other in WORLD] for one in WORLD]
-
-
-def _latency(source: int, target: int) -> float:
-    return _BETWEEN[source % len(WORLD)][target % len(WORLD)]
-
-
-WORLDWIDE = Links(bandwidth=_upload, downlink=_download, latency=_latency, jitter=0.4)
+WORLDWIDE = Links(
+    bandwidth=_Rate([place.upload for place in WORLD]),
+    downlink=_Rate([place.download for place in WORLD]),
+    latency=_Latency(),
+    jitter=0.4,
+)
 """Rank r lives in place r mod 12, on a line of its own."""

@@ -66,6 +66,14 @@ def parse_bytes(name: str, given: float | str) -> float:
     return value
 
 
+def parse_sized_bytes(name: str, given: float | str) -> float:
+    """As `parse_bytes`, with a unit for all but 0."""
+    value = parse_bytes(name, given)
+    if value and _is_bare(given):
+        raise ValueError(f"{name} = {given}: has no unit: write {value:g}B, or {value:g}MB, whichever is meant")
+    return value
+
+
 def parse_byte_rate(name: str, given: float | str) -> float:
     """Bytes per second, 0 or more, `inf` too; ValueError that begins with `name`."""
     value = _parse(name, given, _BYTE_RATES, "22GB/s")

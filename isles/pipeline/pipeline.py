@@ -55,27 +55,28 @@ class Cut:
         """What crosses between the pieces, for one worker. vocab: token ids; seed: of what is drawn. ValueError where
         the stream has no such boundary.
         """
-        name = boundary_name(config.boundary)
+        name = boundary_name(config.boundary.kind)
         if name.kind == "subspace" and vocab is None:
             raise ValueError(
-                f'pipeline.boundary = "{config.boundary}" wants to know how many token ids there are: set model.vocab'
+                f'pipeline.boundary.kind = "{config.boundary.kind}" wants to know how many token ids there are: set '
+                "model.vocab"
             )
         if self.home and name.is_one_way:
             raise ValueError(
-                f'pipeline.boundary = "{config.boundary}": the embedding of this model is its head as well, so the '
-                "stream must come home, and what leaves the last stage does not fit through; choose "
+                f'pipeline.boundary.kind = "{config.boundary.kind}": the embedding of this model is its head as well, '
+                "so the stream must come home, and what leaves the last stage does not fit through; choose "
                 'model.tie_embeddings = false, or "dct:0.75"'
             )
         cuts = tuple(piece.blocks.start for piece in self.pieces[1:])
         place = Crossings(cuts=cuts, home=self.home, width=self.width, vocab=vocab or 0)
-        bound, layers = config.subspace_blocks, len(self.costs.blocks)
+        bound, layers = config.boundary.blocks, len(self.costs.blocks)
         if bound and not cuts[-1] <= bound <= layers:
             raise ValueError(
-                f"pipeline.subspace_blocks = {bound}: the last stage begins at block {cuts[-1]}, and all before it "
+                f"pipeline.boundary.blocks = {bound}: the last stage begins at block {cuts[-1]}, and all before it "
                 f"write into the subspace; choose {cuts[-1]} to {layers}, or 0"
             )
-        turns = bool(config.subspace_update)
-        return scheme_of(name, place, form=config.subspace, seed=seed, blocks=bound, turns=turns)
+        turns = bool(config.boundary.update_every)
+        return scheme_of(name, place, form=config.boundary.form, seed=seed, blocks=bound, turns=turns)
 
     def shares(self, microbatches: int, replicas: int, *, recompute: bool) -> TaskSeconds:
         """Of an inner step's computation in each task of each position."""
@@ -155,7 +156,7 @@ class Pipeline:
         self.stage = model if isinstance(model, Stage) else Stage(model, self.cut.pieces[here.stage])
         if scheme is None:
             self.scheme.fit(self.stage)
-        every, rate = self.config.subspace_update, self.config.subspace_rate
+        every, rate = self.config.boundary.update_every, self.config.boundary.update_rate
         self.turns = BasisTurns(self.scheme, self.stage, world, every=every, rate=rate)
         settings = self.scheme.settings(self.stage)
         if settings is not None:
@@ -171,7 +172,7 @@ class Pipeline:
         if plan is not None:
             steps = PlannedRoutes(plan=plan, ranks=world.pipeline.ranks)
             router, microbatches = steps.router, plan.problem.microbatches
-            ways = steps.ways(self.config.order, self.config.gradients, recompute=self.config.recompute)
+            ways = steps.ways(self.config.order, self.config.skippipe.gradients, recompute=self.config.recompute)
         self.executor = Executor(
             self.stage,
             world.pipeline,
@@ -226,8 +227,8 @@ def form_of(
         vocab=vocab or 1 << 31,
         dtype=next(stage.parameters()).dtype,
         boundary=scheme.boundary(stage),
-        codec=codec(config.codec),
-        gradient_codec=codec(config.gradient_codec),
+        codec=codec(config.boundary.codec),
+        gradient_codec=codec(config.boundary.gradient_codec),
     )
 
 
@@ -243,7 +244,7 @@ def ways_of(config: PipelineConfig, cut: Cut, replicas: int) -> Ways:
 
 def router_of(config: PipelineConfig, replicas: int, *, home: bool, seed: int) -> Router:
     """Which way the microbatches go. seed: of random routes."""
-    if config.stage_loss and config.recovery == "checkfree+":
+    if config.recovery.stage_loss and config.recovery.kind == "checkfree+":
         return ExchangedRouter(replicas, config.stages, config.microbatches)
     if config.routing == "random":
         return RandomRouter(replicas, config.stages, config.microbatches, home, seed)

@@ -56,8 +56,8 @@ def refuse_neighbours(step: int, lost: Sequence[int], kind: str, stages: int) ->
             pair = sorted((stage, gone[0]))
             raise ValueError(
                 f"stages {pair[0]} and {pair[1]} are both lost after inner step {step}: "
-                f'pipeline.recovery = "{kind}" makes a stage of its neighbours; choose "checkpoint", or a smaller '
-                "pipeline.stage_loss"
+                f'pipeline.recovery.kind = "{kind}" makes a stage of its neighbours; choose "checkpoint", or a smaller '
+                "pipeline.recovery.stage_loss"
             )
 
 
@@ -114,7 +114,7 @@ class Recovery:
         drawn: Callable[[int], Mapping[str, Tensor]],
     ) -> None:
         if sources(settings.kind, 1, 3):
-            refuse_unequal(blocks, f'pipeline.recovery = "{settings.kind}"')
+            refuse_unequal(blocks, f'pipeline.recovery.kind = "{settings.kind}"')
         self.stage, self.world, self.settings, self.drawn = stage, world, settings, drawn
         self.stages = len(blocks)
         self.norm = 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -80,8 +81,6 @@ class FlatParameters:
         self.exact = dtypes <= {self.dtype}
         planning = any(parameter.is_meta for parameter in self.parameters)
         self.device = torch.device("meta" if planning else "cpu")  # a model without numbers: nothing is allocated
-        self._runs = self._cut()
-        self._sizes = [sum(piece.elements for piece in run) for run in self._runs]
 
     @property
     def layout(self) -> tuple[list[torch.Size], torch.dtype, torch.device]:
@@ -96,7 +95,9 @@ class FlatParameters:
 
     def scratch(self) -> Tensor:
         """Room for one block."""
-        return torch.empty(max(self._sizes, default=0), dtype=self.dtype, device=self.device)
+        is_cut = any(parameter.numel() >= BLOCK for parameter in self.parameters)
+        size = BLOCK if is_cut else max(self._sizes, default=0)
+        return torch.empty(size, dtype=self.dtype, device=self.device)
 
     def blocks(self) -> list[FlatBlock]:
         """All blocks in order: of the weights, or, where those are on GPUs, of tensors of the host that stand for them
@@ -187,7 +188,12 @@ class FlatParameters:
         """64-bit hash of a flat vector, see `digest`."""
         return digest([words.sum() for words in self.words(flat)])
 
-    def _cut(self) -> list[list[_Piece]]:
+    @cached_property
+    def _sizes(self) -> list[int]:
+        return [sum(piece.elements for piece in run) for run in self._runs]
+
+    @cached_property
+    def _runs(self) -> list[list[_Piece]]:
         runs: list[list[_Piece]] = []
         room = 0
         for index, parameter in enumerate(self.parameters):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ class Foretold(Wrapping):
     group: Group
     model: nn.Module
     replica: Replica
+    config: Any
     shares: Sequence[Tensor]
     max_norm: float | None
 
@@ -44,6 +46,10 @@ class Foretold(Wrapping):
     def rhythm(self, steps: int) -> Rhythm:
         """How the exchanges of a run of `steps` inner steps repeat themselves; never, unless a method says so."""
         return Rhythm(0, max(steps, 1))
+
+    def retime(self, sync_every: int) -> None:
+        """Plan with rounds of so many inner steps from now on; of a sketch. TypeError where the method has none."""
+        self.config = replace(self.config, sync_every=sync_every)  # type: ignore[type-var]
 
     def outline(self, steps: int) -> Outline:
         """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show. In an

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import ceil
+from operator import itemgetter
 
 from isles.comm.collectives.averaging import Averaging
-from isles.network.planner.memory import Held, OuterVectors
+from isles.network.planner.memory import UNDER_WAY, Held, When
 from isles.network.planner.planned import BySize, Groups, PlannedExchange, Tree, by_size, gathered
-from isles.network.planner.rounds import Rounds
 from isles.replicas.loop.fragment import Fragment
 from isles.replicas.parts.interfaces import Composition, Mixing
 
 FIRST = 8  # exchanges that an outline shows
+_DRAINED, _SENT, _BEHIND = range(3)  # the order of what starts at one moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,7 @@ def _total(exchanges: Iterable[PlannedExchange], size: int) -> list[int]:
     return total
 
 
+@lru_cache(maxsize=8)
 def everyone(size: int) -> Groups:
     """One group of all."""
     return (tuple(range(size)),)
@@ -86,26 +88,48 @@ def bytes_of(exchanges: Iterable[PlannedExchange], size: int) -> tuple[int, ...]
 
 
 def planned_rounds(parts: Composition, fragments: Sequence[Fragment], size: int, steps: int) -> list[PlannedExchange]:
-    """All exchanges of `steps` inner steps and `finish` among `size` workers."""
+    """All exchanges of `steps` inner steps among `size` workers, and of `finish`, where what is left is sent in a last,
+    shorter round.
+    """
+    if not steps:
+        return []
+    cadence, end = parts.cadence, steps + 1
+    shared = parts.rule.shares_anchors and fragments[0].anchor_averaging is not None
+    made: list[tuple[tuple[float, int], PlannedExchange]] = []
+    known: dict[tuple[int, str, int, tuple[int, ...]], BySize] = {}
 
-    def pattern(index: int, what: str, round: int, groups: Groups) -> BySize:
-        means = _means(fragments[index], what)
+    def add(index: int, what: str, round: int, sent: int, lands: int, order: int, flight: int | None = None) -> int:
+        groups, means = groups_of(parts.mixing, round, size), _means(fragments[index], what)
         sizes = tuple(sorted({len(group) for group in groups}))
         key = (index, what, min(round, means.starting + 1), sizes)
         if key not in known:
             known[key] = by_size(groups, partial(means.pattern, round))
-        return known[key]
+        number = len(made) if flight is None else flight
+        made.append(((sent, order), PlannedExchange(sent, lands, index, what, groups, known[key], number)))
+        return number
 
-    known: dict[tuple[int, str, int, tuple[int, ...]], BySize] = {}
-    shared = parts.rule.shares_anchors and fragments[0].anchor_averaging is not None
-    return Rounds(
-        fragments=len(fragments),
-        sends=parts.cadence.sends,
-        lands=parts.cadence.lands,
-        groups=lambda round: groups_of(parts.mixing, round, size),
-        pattern=pattern,
-        anchors=("ahead" if parts.prefetch_anchors else "beside") if shared else "none",
-    ).planned(steps)
+    def round_of(index: int, sent: int, lands: int) -> None:
+        rounds[index] += 1
+        round, before, flight = rounds[index], landed[index], None
+        if shared and not parts.prefetch_anchors:
+            flight = add(index, "anchor", round, sent, lands, _SENT)
+        elif shared and round > 1:  # behind the landing before
+            flight = add(index, "anchor", round, before, lands, _BEHIND if before <= steps else _DRAINED)
+        add(index, "payload", round, sent, lands, _SENT, flight)
+        landed[index] = lands
+
+    rounds, landed = [0] * len(fragments), [0] * len(fragments)
+    for step in range(1, end):
+        for index in cadence.sends(step):
+            round_of(index, step, min(cadence.lands(step), end))
+    usual = cadence.sends(steps)
+    rest = [index for index in range(len(fragments)) if index not in usual]
+    for index in rest:
+        round_of(index, end, end)
+    for index in range(len(fragments)) if shared and parts.prefetch_anchors else ():
+        order = _BEHIND if landed[index] < end else _SENT if index in rest else _DRAINED
+        add(index, "anchor", rounds[index] + 1, landed[index], end + 1, order)  # for a round that never comes
+    return [planned for _, planned in sorted(made, key=itemgetter(0))]
 
 
 def _means(fragment: Fragment, what: str) -> Averaging:
@@ -127,7 +151,18 @@ def landings(plan: Sequence[PlannedExchange], late: int) -> list[tuple[int, int]
 
 def groups_of(mixing: Mixing, round: int, size: int) -> Groups:
     """The groups of a round, ordered by their first member."""
-    return tuple(sorted({mixing.members(round, size, position) for position in range(size)}))
+    return (_groups_of if isinstance(mixing, Hashable) else _groups_of.__wrapped__)(mixing, round, size)
+
+
+@lru_cache(maxsize=64)
+def _groups_of(mixing: Mixing, round: int, size: int) -> Groups:
+    if len(whole := mixing.members(round, size, 0)) == size:
+        return (whole,)
+    found: dict[int, tuple[int, ...]] = {}
+    for position in range(size):
+        if position not in found:
+            found |= dict.fromkeys(members := mixing.members(round, size, position), members)
+    return tuple(group for position, group in sorted(found.items()) if group[0] == position)
 
 
 def outer_memory(parts: Composition, fragments: Sequence[Fragment], size: int) -> list[Held]:
@@ -137,26 +172,23 @@ def outer_memory(parts: Composition, fragments: Sequence[Fragment], size: int) -
     if anchors:
         means += [fragment.anchor_averaging for fragment in fragments if fragment.anchor_averaging is not None]
     members = max(map(len, groups_of(parts.mixing, 1, size)))
-    return outer_vectors(parts, size).held(
-        sum(fragment.anchor.nbytes for fragment in fragments),
-        scratch=sum(fragment.scratch.nbytes for fragment in fragments),
-        bases=sum(fragment.averaging.held_bytes for fragment in fragments),
-        under_way=sum(each.working_bytes(members) for each in means),
-    )
-
-
-def outer_vectors(parts: Composition, size: int) -> OuterVectors:
-    """Which vectors of the model it keeps."""
-    late = parts.cadence.rounds_late
-    anchors = parts.rule.shares_anchors and parts.anchor_codec is not None
-    return OuterVectors(
-        rule=tuple(parts.rule.vectors),
-        feedback=parts.feedback is not None,
-        own_entries=parts.rule.keeps_left,
-        reference=parts.landing.moves_reference,
-        late=late,
-        own=parts.reading.needs_own or (parts.on_peer_failure == "solo" and late > 0),
-        anchors=anchors,
-        sent_anchor=anchors and parts.anchor_codec is not None and (late > 0 or not parts.anchor_codec.lossless),
-        answers=size > 1 or not parts.own_answer,
-    )
+    late, vector = parts.cadence.rounds_late, sum(fragment.anchor.nbytes for fragment in fragments)
+    flying = max(late, 1)  # with overlap by inner steps some fragments rest meanwhile: then this is the most
+    bases = sum(fragment.averaging.held_bytes for fragment in fragments)
+    under_way = sum(each.working_bytes(members) for each in means)
+    keeps_own = parts.reading.needs_own or (parts.on_peer_failure == "solo" and late > 0)
+    keeps_anchor = anchors and parts.anchor_codec is not None and (late > 0 or not parts.anchor_codec.lossless)
+    rows: list[tuple[str, int, When, bool]] = [
+        *((what, vector, "always", True) for what in ("anchor", *parts.rule.vectors)),
+        ("error feedback", vector, "always", parts.feedback is not None),
+        ("own entries that stay", vector, "always", parts.rule.keeps_left),
+        ("reference", vector, "always", parts.landing.moves_reference),
+        ("scratch", sum(fragment.scratch.nbytes for fragment in fragments), "always", True),
+        ("bases of the factors", bases, "always", bases > 0),
+        ("payload", vector * (flying + (late > 0)), "exchange", size > 1 or not parts.own_answer),
+        ("own payload as sent", vector * (flying + 1), "exchange", keeps_own),
+        ("anchors of the group", vector, "exchange", anchors),
+        ("own anchor as sent", vector, "exchange", keeps_anchor),
+        (UNDER_WAY, under_way, "exchange", True),
+    ]
+    return [Held(what, nbytes, when) for what, nbytes, when, is_held in rows if is_held]

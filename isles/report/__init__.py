@@ -2,7 +2,7 @@
 
 from isles.report import write_picture, write_report
 print(write_report("runs/demo"))            # runs/demo/report.html
-print(write_picture("runs/demo"))           # runs/demo/report.png, the same series
+print(write_picture("runs/demo"))           # runs/demo/report.png, its pictures
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from itertools import pairwise
 
-from isles.report.panels import Chart, Panel, Polyline
+from isles.report.panels import Chart, Panel, Polyline, chart_panel, plain
 from isles.report.rundir import Run
 from isles.report.series import Point, average, latest_of, mean_over, quantile, rising, thin
 from isles.report.units import compare, format_bytes, format_number, time_unit
@@ -74,7 +74,7 @@ def loss_cost_panels(run: Run) -> list[Panel]:
                 top=_cut(points, {0: points}),
             )
             keys = [("mean", "mean of the workers"), *[("dot", "validation")] * bool(chart.dots)]
-            panels.append(Panel(heading=f"Loss against {cost.noun}", picture=chart, keys=keys))
+            panels.append(chart_panel(chart, keys=keys))
     return panels
 
 
@@ -83,6 +83,12 @@ class CostAxis:
 
     def __init__(self, noun: str, label: str, points: list[Point], form: Callable[[float], str]) -> None:
         self.noun, self.label, self.points, self.form = noun, label, points, form
+
+
+def by_step(run: Run) -> CostAxis:
+    """The inner step itself."""
+    steps = sorted({float(step) for log in run.workers.values() for step in log.loss})
+    return CostAxis("steps", "inner step", [(step, step) for step in steps], plain)
 
 
 def by_bytes(run: Run) -> CostAxis:
@@ -176,7 +182,7 @@ def spread_panel(run: Run) -> Panel | None:
         keys.append(("rate", f"learning rate, on a scale of its own (peak {peak:.3g})"))
         notes += _correlation(run.spread, dict(rate))
     chart = Chart(title=heading, x_label="inner step", y_format=short, lines=lines, whole_x=True)
-    return Panel(heading=heading, picture=chart, keys=keys, notes=notes)
+    return chart_panel(chart, *notes, keys=keys)
 
 
 def _correlation(spread: list[Point], rate: dict[float, float]) -> list[str]:
@@ -199,9 +205,7 @@ def _stairs(points: list[Point]) -> list[Point]:
 
 
 def _worker_lines(
-    series: dict[int, list[Point]],
-    form: Callable[[float], str],
-    shape: Callable[[list[Point]], list[Point]] = list,
+    series: dict[int, list[Point]], form: Callable[[float], str], shape: Callable[[list[Point]], list[Point]] = list
 ) -> list[Polyline]:
     """Thin lines, none for a single worker: its line is the mean."""
     if len(series) < 2:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from isles.parsing import parse_json
-from isles.report.charts import MEAN_POINTS, CostAxis, by_bytes, by_clock, loss_against, short
+from isles.report.charts import MEAN_POINTS, CostAxis, by_bytes, by_clock, by_step, loss_against, short
 from isles.report.draw.style import SERIES
 from isles.report.page import document, section, wide_table
 from isles.report.paired import CLAIMS, claims_table, never_talks
-from isles.report.panels import Chart, Panel, Polyline, Table, plain
+from isles.report.panels import Chart, Panel, Polyline, Table, chart_panel, plain
 from isles.report.rundir import Run, read_run
-from isles.report.series import Point, average
+from isles.report.series import average
 from isles.report.time_charts import lanes_panel
 from isles.report.units import format_bytes, format_number, format_percent, format_seconds, time_unit
 
@@ -123,17 +123,13 @@ def comparison_panels(runs: Runs) -> list[Panel]:
     clocks = [value for run in first.values() for log in run.workers.values() for value in log.clock.values()]
     unit = time_unit(max(clocks, default=0.0))
     made = [
-        _panel(first, lambda run: CostAxis("steps", "inner step", [(s, s) for s in _steps(run)], plain), whole_x=True),
+        _panel(first, by_step, whole_x=True),
         _panel(first, by_bytes, log_x=True),
         _panel(first, lambda run: by_clock(run, unit)),
     ]
-    made += [_lanes(label, run) for label, run in first.items() if run.is_simulated]
+    lanes = [(label, lanes_panel(run, LANES)) for label, run in first.items() if run.is_simulated]
+    made += [panel and replace(panel, heading=f"Timeline of {label}") for label, panel in lanes]
     return [panel for panel in made if panel is not None]
-
-
-def _lanes(label: str, run: Run) -> Panel | None:
-    panel = lanes_panel(run, LANES)
-    return None if panel is None else replace(panel, heading=f"Timeline of {label}")
 
 
 def _panel(
@@ -156,21 +152,13 @@ def _panel(
         x_format=cost.form,
         y_format=short,
         lines=lines,
-        top=max(y for line in lines for _, y in _after_start(line.points)),
+        # Without the first twentieth, whose fall would press the rest onto the floor.
+        top=max(y for line in lines for _, y in (line.points[len(line.points) // 20 :] or line.points)),
         log_x=log_x,
         whole_x=whole_x,
     )
-    notes = ["Training loss, mean over the workers, of the first seed."]
-    return Panel(heading=chart.title, picture=chart, keys=keys, notes=notes + ["Logarithmic axis."] * log_x)
-
-
-def _steps(run: Run) -> list[float]:
-    return sorted({float(step) for log in run.workers.values() for step in log.loss})
-
-
-def _after_start(points: Sequence[Point]) -> Sequence[Point]:
-    """Without the first twentieth, whose fall would press the rest onto the floor."""
-    return points[len(points) // 20 :] or points
+    notes = ["Training loss, mean over the workers, of the first seed.", *["Logarithmic axis."] * log_x]
+    return chart_panel(chart, *notes, keys=keys)
 
 
 def _deviation(values: Sequence[float]) -> float:

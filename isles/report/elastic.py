@@ -6,21 +6,18 @@ out. Seconds are counted from the first entry, of the lighthouse's clock.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from isles.comm.elastic.journal import NAME
 from isles.comm.elastic.record import EXCHANGES, LATE, WHOLE, Lives, RoundLine, StartLine, from_line, lives
 from isles.parsing import parse_json
-from isles.report.panels import Chart, Lane, Lanes, Panel, Polyline, Stretch
+from isles.report.panels import Chart, Lane, Lanes, Panel, Polyline, Stretch, chart_panel
 from isles.report.rundir import Run, finite
 from isles.report.series import Point
-from isles.report.units import format_bytes, format_count
 
 SEATS = 32
-_REASONS = 8  # that are named
 _LOOKS = {WHOLE: "compute", LATE: "transfer"}
 _KEYS = (
     ("compute", "rounds with others"),
@@ -45,32 +42,6 @@ def elastic_panels(run: Run) -> list[Panel]:
     return [_members(there, start), _seats(there, lines, start)]
 
 
-def counts_in_words(counts: Any) -> str:
-    """Of a table of numbers, whatever a file holds."""
-    return _listed(counts, format_count)
-
-
-def bytes_in_words(links: Any) -> str:
-    """Of a table of bytes."""
-    return _listed(links, format_bytes)
-
-
-def refusals_in_words(rows: Any) -> str:
-    """Who was refused how often, and why, the most frequent first."""
-    if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
-        return json.dumps(rows)
-    told = sorted(rows, key=lambda row: -(finite(row.get("times")) or 0))
-    words = [f"seat {row.get('seat')}, {row.get('times')} times: {row.get('reason')}" for row in told[:_REASONS]]
-    more = [f"and {len(told) - _REASONS} more"] if len(told) > _REASONS else []
-    return "; ".join(words + more) or "nothing"
-
-
-def _listed(table: Any, form: Callable[[Any], str]) -> str:
-    if not isinstance(table, Mapping) or any(finite(value) is None for value in table.values()):
-        return json.dumps(table)
-    return ", ".join(f"{str(name).replace('_', ' ')} {form(value)}" for name, value in table.items()) or "nothing"
-
-
 def _members(there: Lives, start: float) -> Panel:
     """How many are connected, and how many are in the newest view."""
     changes = sorted(
@@ -89,9 +60,8 @@ def _members(there: Lives, start: float) -> Panel:
     for at, _, _, seats in there.views:
         in_view += [(at - start, in_view[-1][1]), (at - start, float(len(seats)))]
     in_view.append((there.end - start, in_view[-1][1]))
-    title = "Members over time"
     picture = Chart(
-        title=title,
+        title="Members over time",
         x_label="seconds since the first one came",
         lines=[
             Polyline(points=in_view, css="series1", name="in the newest view"),
@@ -100,7 +70,7 @@ def _members(there: Lives, start: float) -> Panel:
         whole_y=True,
     )
     keys = [("series0", "connected"), ("series1", "in the newest view, which begins some rounds later")]
-    return Panel(heading=title, picture=picture, keys=keys)
+    return chart_panel(picture, keys=keys)
 
 
 def _seats(there: Lives, lines: list[RoundLine | StartLine], start: float) -> Panel:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from isles.report.draw.style import SERIES
-from isles.report.panels import Chart, Panel, Polyline, Table, Titled
+from isles.report.panels import Chart, Panel, Table, Titled, chart_panel, coloured
 from isles.report.units import format_perplexity
 
 # Key of the results, head of the column.
@@ -101,14 +100,11 @@ def pictures(results: dict[str, Any]) -> list[Panel]:
 
 
 def _posterior(domain: str, told: dict[str, Any]) -> Panel:
-    lines = [
-        Polyline(points=[(float(place), value) for place, value in enumerate(values)], css=css, name=name)
-        for css, name, values in zip(SERIES, told["experts"], told["values"], strict=False)
-    ]
-    heading = f"Posterior over a text of {domain}"
-    chart = Chart(title=heading, x_label="token", y_format=lambda y: f"{y:.2f}", lines=lines, whole_x=True)
-    keys = [(line.css, line.name) for line in lines]
-    return Panel(heading=heading, picture=chart, keys=keys, notes=[f"The text: {told['text']}"])
+    shares = zip(told["experts"], told["values"], strict=False)
+    lines = coloured({name: [(float(place), share) for place, share in enumerate(own)] for name, own in shares})
+    title = f"Posterior over a text of {domain}"
+    chart = Chart(title=title, x_label="token", y_format=lambda y: f"{y:.2f}", lines=lines, whole_x=True)
+    return chart_panel(chart, f"The text: {told['text']}")
 
 
 def _last(results: dict[str, Any]) -> str:

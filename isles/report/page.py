@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from isles.comm.elastic.journal import NAME
 from isles.report.charts import bytes_panel, loss_cost_panels, loss_panel, spread_panel
 from isles.report.draw.style import STYLE
 from isles.report.draw.svg_time import draw
-from isles.report.elastic import bytes_in_words, counts_in_words, elastic_panels, refusals_in_words
 from isles.report.panels import Panel, Table
 from isles.report.rundir import Run, finite
 from isles.report.time_charts import lanes_panel, step_panel, time_panel
@@ -25,6 +25,8 @@ from isles.report.units import (
 )
 from isles.schema import USAGE
 
+_REASONS = 8  # that are named
+
 
 def _sent_over(summary: Mapping[str, Any], channel: str) -> float | None:
     channels = summary.get("channels")
@@ -38,6 +40,32 @@ def _by_channel(channels: Any) -> str:
         return _raw(channels)
     sent = {name: finite(counts.get("bytes_sent")) for name, counts in channels.items() if isinstance(counts, Mapping)}
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in sent.items() if nbytes)
+
+
+def counts_in_words(counts: Any) -> str:
+    """Of a table of numbers, whatever a file holds."""
+    return _listed(counts, format_count)
+
+
+def bytes_in_words(links: Any) -> str:
+    """Of a table of bytes."""
+    return _listed(links, format_bytes)
+
+
+def refusals_in_words(rows: Any) -> str:
+    """Who was refused how often, and why, the most frequent first."""
+    if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+        return json.dumps(rows)
+    told = sorted(rows, key=lambda row: -(finite(row.get("times")) or 0))
+    words = [f"seat {row.get('seat')}, {row.get('times')} times: {row.get('reason')}" for row in told[:_REASONS]]
+    more = [f"and {len(told) - _REASONS} more"] if len(told) > _REASONS else []
+    return "; ".join(words + more) or "nothing"
+
+
+def _listed(table: Any, form: Callable[[Any], str]) -> str:
+    if not isinstance(table, Mapping) or any(finite(value) is None for value in table.values()):
+        return json.dumps(table)
+    return ", ".join(f"{str(name).replace('_', ' ')} {form(value)}" for name, value in table.items()) or "nothing"
 
 
 _WORDS = (str, _by_channel, counts_in_words, bytes_in_words, refusals_in_words)
@@ -112,7 +140,11 @@ def render_page(run: Run) -> str:
 
 def panels(run: Run) -> list[Panel]:
     """The pictures of a run, those for which it has the data."""
-    elastic = elastic_panels(run)
+    elastic = []
+    if (run.path / NAME).is_file():  # its reading loads the lighthouse's messages, a third of a page's time
+        from isles.report.elastic import elastic_panels
+
+        elastic = elastic_panels(run)
     made = [
         loss_panel(run),
         *([] if elastic else loss_cost_panels(run)),  # means over workers of whom some came later go back in time

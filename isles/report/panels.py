@@ -6,9 +6,10 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from isles.report.draw.style import SERIES
 from isles.report.series import Point
 
 
@@ -141,3 +142,16 @@ class Panel:
     picture: Picture | None
     keys: Sequence[tuple[str, str]] = ()
     notes: Sequence[str] = ()
+
+
+def coloured(lines: Mapping[str, Sequence[Point]]) -> list[Polyline]:
+    """Lines by name, each in the next colour of a series; without those for which there is none."""
+    return [
+        Polyline(points=points, css=css, name=name) for css, (name, points) in zip(SERIES, lines.items(), strict=False)
+    ]
+
+
+def chart_panel(chart: Chart, *notes: str, keys: Sequence[tuple[str, str]] | None = None) -> Panel:
+    """A chart under its own title. keys: its legend; by default each line under its name."""
+    named = [(line.css, line.name) for line in chart.lines] if keys is None else keys
+    return Panel(heading=chart.title, picture=chart, keys=named, notes=notes)

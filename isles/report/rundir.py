@@ -182,7 +182,7 @@ def _read_metrics(run: Run) -> None:
     run.validation = _validation_points(validation)
     run.spread = sorted(spread.items())
     if unusable:
-        run.notes.append(f"{unusable} line{_s(unusable)} of metrics.jsonl could not be read and were left out.")
+        run.notes.append(f"{unusable} line{'s' * (unusable > 1)} of metrics.jsonl could not be read and were left out.")
     if not_finite:
         run.notes.append(f"{not_finite} loss{'es' * (not_finite > 1)} not finite (nan or inf): not drawn.")
 
@@ -255,7 +255,3 @@ def finite(value: object) -> float | None:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     return None
-
-
-def _s(count: int) -> str:
-    return "" if count == 1 else "s"

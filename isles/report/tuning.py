@@ -16,7 +16,7 @@ from typing import Any
 
 from isles.parsing import parse_json
 from isles.report.page import document, section, wide_table
-from isles.report.panels import Chart, Panel, Polyline, Table
+from isles.report.panels import Chart, Panel, Polyline, Table, chart_panel
 from isles.report.units import format_percent
 
 TUNED = "tune.json"
@@ -79,7 +79,7 @@ def pictures(study: TuningStudy) -> list[Panel]:
         if len(numbers) > 1:
             spread = min(x for x, _ in numbers) > 0 and max(numbers)[0] > 4 * min(numbers)[0]
             slice_ = Chart(title=f"Loss against {name}", x_label=name, lines=[], dots=numbers, log_x=spread)
-            panels.append(Panel(heading=slice_.title, picture=slice_))
+            panels.append(chart_panel(slice_))
     return panels
 
 

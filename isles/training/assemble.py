@@ -18,6 +18,7 @@ from isles.replicas import method
 from isles.replicas.replica import Plain
 from isles.replicas.stage_copy import StageCopy, ToldNorm
 from isles.replicas.sync import ReplicaSync
+from isles.tables import given
 from isles.training.config.inner import inner_notices
 from isles.training.config.sections import Config
 from isles.training.cores import has_own_gpu
@@ -77,8 +78,8 @@ def wrapped(
             optimizer.drop_outer(config.world.drop_outer, config.run.seed)
         optimizer.batches, optimizer.scales_loss = config.inner.accumulation, config.model.autocast == "fp16"
         notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
-        if config.pipeline.lossy:
-            notices.append(f"lossy between stages: {', '.join(config.pipeline.lossy)}")
+        if config.pipeline.boundary.lossy:
+            notices.append(f"lossy between stages: {', '.join(config.pipeline.boundary.lossy)}")
         notices += _unseen(config) + _unplayed(config)
         if config.data.validation_fraction == 0:
             notices.append("data.validation_fraction = 0: there will be no validation loss")
@@ -111,14 +112,14 @@ def _unplayed(config: Config) -> list[str]:
     of stages, and there are none; or where a model's own tokenizer is left aside.
     """
     world = config.world
-    said = [key for key in ("links", "step_seconds") if getattr(world, key) != getattr(type(world), key)]
+    said = [f"world.virtual.{key}" for key, _ in given(world.virtual) if key in ("links", "step_seconds")]
     notices = []
     hf = Path(config.model.hf or "", "tokenizer.json").expanduser()
     if config.model.hf and config.data.tokenizer == "bytes" and hf.is_file():
         notices.append('data.tokenizer = "bytes": the folder of model.hf has a tokenizer; leave this key out to use it')
     if said and not world.is_simulated:
         notices.append(
-            f"{' and '.join(f'world.{key}' for key in said)}: of the virtual clock; real lines and steps are as they "
+            f"{' and '.join(said)}: of the virtual clock; real lines and steps are as they "
             'are, unless world.backend = "virtual"'
         )
     if config.pipeline.stages == 1 and world.pipeline_deadline != type(world).pipeline_deadline:

@@ -83,10 +83,10 @@ class ChurnedWorkers:
         factors = replace(world, workers=workers).factors
         cluster = VirtualCluster(
             workers,
-            links=world.links,
+            links=world.virtual.links,
             step_seconds=step_seconds(config),
             speeds=[factors[machine] for machine in self._machines],
-            compute_jitter=world.step_jitter,
+            compute_jitter=world.virtual.step_jitter,
             pauses=KnownPauses(_pauses(self.events)),
             begins=self.begins,
             seed=config.run.seed,
@@ -103,10 +103,10 @@ def trace_of(config: Config, name: str) -> tuple[int, list[ChurnEvent]]:
     refuse_unplayed(config)
     if config.run.priced_as:
         raise ValueError("run.priced_as (--as): where workers come and go the run hangs on time, which is not priced")
-    if world.pauses is not None:
-        raise ValueError("world.pause_every: with --churn pauses stand in the trace; take it out")
+    if world.virtual.pauses is not None:
+        raise ValueError("world.virtual.pause_every: with --churn pauses stand in the trace; take it out")
     seconds = config.run.steps * step_seconds(config)
-    longer = 1.0 if name in POOLS else _LONGER * max(world.step_factors, default=1.0)
+    longer = 1.0 if name in POOLS else _LONGER * max(world.virtual.step_factors, default=1.0)
     return founders(name, world.workers), churn(
         name, workers=world.workers, seconds=seconds * longer, seed=config.run.seed
     )

@@ -49,7 +49,7 @@ class ChurnedWorld(ABC, Generic[W]):
     """
 
     gives_up: ClassVar[bool] = False
-    """Whether one that stands still for `world.lease` seconds is gone for the others."""
+    """Whether one that stands still for `world.elastic.lease` seconds is gone for the others."""
     saves: ClassVar[bool] = False
     """Whether there are checkpoints; of whom, says `saving`."""
 
@@ -62,7 +62,7 @@ class ChurnedWorld(ABC, Generic[W]):
         on_notice: Callable[[str], None],
     ) -> None:
         self.out, self.on_line, self.on_notice = out, on_line, on_notice
-        lease = config.world.lease if self.gives_up else None
+        lease = config.world.elastic.lease if self.gives_up else None
         self.churn = ChurnedWorkers(config, churn_name, lease, saves=self.saves)
         self.config = self.churn.config
         self.founders, self.begins = self.churn.founders, self.churn.begins

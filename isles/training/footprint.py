@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 
-import torch
-
-from isles.comm.dry import dry_mesh
 from isles.models.config import ModelConfig
-from isles.models.cuts import decoder_costs
-from isles.models.factory import sketch
-from isles.models.stages import Stage
-from isles.pipeline.pipeline import cut_of
-from isles.replicas import METHODS, method
-from isles.replicas.replica import Plain
-from isles.replicas.sync import ReplicaSync
+from isles.pipeline.config import PipelineConfig
+from isles.replicas import METHODS, config_of, method
+from isles.training.config.sections import Config, WorldConfig
+from isles.training.plan.sketch import sketch_run
 
 MODEL = ModelConfig(size="eager-35M")
 
@@ -39,34 +32,20 @@ def footprints(workers: int, stages: int = 1) -> list[Footprint]:
     """
     if stages < 1:
         raise ValueError(f"--stages {stages}: choose 1 or more")
-    return [one for name in METHODS if (one := _footprint(name, workers, stages)) is not None]
+    return [_footprint(name, workers, stages) for name in METHODS if stages == 1 or not method(name).needs_whole]
 
 
-def _footprint(name: str, workers: int, stages: int) -> Footprint | None:
-    config = replace(MODEL, device="cpu")
-    parameters = sum(parameter.numel() for parameter in sketch(config).parameters())
+def _footprint(name: str, workers: int, stages: int) -> Footprint:
+    config = Config(
+        method=name,
+        model=replace(MODEL, device="cpu"),
+        replicas=config_of(name)(),
+        pipeline=PipelineConfig(stages=stages),
+        world=WorldConfig(workers=workers * stages),
+    )
+    sketch = sketch_run(config)
     sums = dict.fromkeys(("always", "exchange", "end"), 0.0)
-    for number in range(stages):
-        try:
-            optimizer = _optimizer(name, config, workers, stages, number)
-        except ValueError:
-            if stages > 1 and method(name).needs_whole:
-                return None
-            raise
-        for held in optimizer.memory():
-            if held.when in sums:
-                sums[held.when] += held.nbytes / parameters / stages
+    for held in (held for optimizer in sketch.optimizers for held in optimizer.memory()):
+        if held.when in sums:
+            sums[held.when] += held.nbytes / sketch.parameters / stages
     return Footprint(method=name, **sums)
-
-
-def _optimizer(name: str, config: ModelConfig, workers: int, stages: int, number: int) -> ReplicaSync:
-    """Of the worker that holds that stage, or all of the model."""
-    kind, model = method(name), sketch(config)
-    mesh = dry_mesh(workers * stages, stage=stages, inner=1, rank=number, native=True)
-    if stages > 1:
-        model = Stage(model, cut_of(model, stages, costs=decoder_costs(config.shape())).pieces[number])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a run would be told is not asked for here
-        part = kind.local_part(model, mesh.outer, kind.Config())
-        inner = torch.optim.SGD(part.parameters(), lr=1.0)
-        return kind(part, Plain(part, inner, peers=mesh.stage, charged=True) if stages > 1 else inner, mesh.outer)

@@ -2,59 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from isles.tables import given, refuse
+from isles.training.config.sections import Config
+from isles.training.config.world import WorldConfig
 
-from isles.errors import as_typed
-from isles.training.config.sections import SILENCE, Config, RunConfig, WorldConfig
-
-_JOINING = ("lease", "join_state", "max_members")
-_WAITS = {
-    "join_deadline": "the first round waits for its workers however long it takes",
-    "pipeline_deadline": "there are no stages that wait for each other",
+_IDLE = {
+    "world.silence": "world.elastic.lease says when one counts as gone",
+    "run.keep_checkpoints": "the newest state alone is kept",
+    "world.join_deadline": "the first round waits for its workers however long it takes",
+    "world.pipeline_deadline": "there are no stages that wait for each other",
 }
 
 
-def refuse_unsupported(settings: Mapping[str, tuple[object, object]], who: str) -> None:
-    """ValueError, with the key, for the first setting that is not its default. settings: by key, (value, default). who:
-    comes and goes, such as "workers".
+def refuse_unsupported(config: Config, who: str, *keys: str) -> None:
+    """ValueError, with the key, for the first of these settings that is not its default. who: comes and goes, such as
+    "workers".
     """
-    for key, (value, default) in settings.items():
-        if value != default:
-            raise ValueError(f"{key} = {as_typed(value)} is not there yet where {who} come and go: leave it out")
+    refuse(config, f"is not there yet where {who} come and go: leave it out", *keys)
 
 
-def refuse_silence(world: WorldConfig, who: str) -> None:
-    """ValueError where `world.silence` is set, which says nothing there. who: as above."""
-    if world.silence != SILENCE:
-        raise ValueError(
-            f"world.silence = {world.silence:g}: where {who} come and go it is world.lease that says when one "
-            "counts as gone; set that, and leave silence out"
-        )
-
-
-def refuse_kept(run: RunConfig) -> None:
-    """ValueError for more states than a lighthouse keeps."""
-    if run.keep_checkpoints != RunConfig.keep_checkpoints:
-        raise ValueError(
-            f"run.keep_checkpoints = {run.keep_checkpoints}: where workers come and go the newest state is kept alone; "
-            "leave it out"
-        )
+def refuse_idle(config: Config, who: str, *keys: str) -> None:
+    """ValueError, with the key, for settings that say nothing there. who: as above."""
+    for key in keys:
+        refuse(config, f"does not act where {who} come and go, for {_IDLE[key]}: leave it out", key)
 
 
 def refuse_full(world: WorldConfig, founders: int) -> None:
     """ValueError where the first round waits for more than may be there."""
-    if world.max_members < founders:
+    if world.elastic.max_members < founders:
         raise ValueError(
-            f"world.max_members = {world.max_members}: the first round waits for {founders}; choose as many or more, "
-            "or fewer world.workers (--founders)"
+            f"world.elastic.max_members = {world.elastic.max_members}: the first round waits for {founders}; choose as "
+            "many or more, or fewer world.workers (--founders)"
         )
-
-
-def refuse_waits(world: WorldConfig, *keys: str) -> None:
-    """ValueError, with the key, for deadlines of waits that there are none of here."""
-    for key in keys:
-        if (value := getattr(world, key)) != getattr(WorldConfig, key):
-            raise ValueError(f"world.{key} = {value:g}: where workers come and go {_WAITS[key]}; leave it out")
 
 
 def refuse_unplayed(config: Config) -> None:
@@ -65,12 +44,10 @@ def refuse_unplayed(config: Config) -> None:
     if config.pipeline.routing == "swarm":
         idle["lease"] = "one that stands still is waited for, for world.pipeline_deadline"
     for key, why in idle.items():
-        if (value := getattr(config.world, key)) != getattr(WorldConfig, key):
-            raise ValueError(f"world.{key} = {as_typed(value)}: with --churn {why}; leave it out")
+        refuse(config, f"does not go with --churn, where {why}: leave it out", f"world.elastic.{key}")
 
 
 def refuse_joining(world: WorldConfig) -> None:
     """ValueError, with the key, for settings of runs that workers join, in a fixed world."""
-    for key in _JOINING:
-        if (value := getattr(world, key)) != getattr(WorldConfig, key):
-            raise ValueError(f"world.{key} = {value}: acts where workers join a lighthouse; leave it out")
+    for key, value in given(world.elastic):
+        raise ValueError(f"world.elastic.{key} = {value}: acts where workers join a lighthouse; leave it out")

@@ -59,11 +59,11 @@ def run_scheme(config: Config, cut: Cut) -> Scheme:
     exchange would carry weights out of the subspace.
     """
     pipeline, codec_name = config.pipeline, str(getattr(config.replicas, "codec", "none"))
-    if pipeline.subspace != "coordinates" and (codec_name != "none" or not method(config.method).is_linear):
+    if pipeline.boundary.form != "coordinates" and (codec_name != "none" or not method(config.method).is_linear):
         given = f'replicas.codec = "{codec_name}"' if codec_name != "none" else f'replicas.method = "{config.method}"'
         raise ValueError(
-            f'pipeline.subspace = "{pipeline.subspace}" with {given}: what replicas exchange would leave the '
-            'subspace, for it does more than scale and add rows; choose subspace = "coordinates"'
+            f'pipeline.boundary.form = "{pipeline.boundary.form}" with {given}: what replicas exchange would leave the '
+            'subspace, for it does more than scale and add rows; choose form = "coordinates"'
         )
     return cut.scheme(pipeline, vocab=limits(config.model).vocab, seed=config.run.seed)
 
@@ -89,7 +89,7 @@ def build_stage(
 def recovery_of(config: Config, world: Mesh, cut: Cut, stage: Stage) -> Recovery | None:
     """What mends stages that are lost; None where none is. ValueError where no stage can stand in for another."""
     pipeline, seed = config.pipeline, config.run.seed
-    if not pipeline.stage_loss:
+    if not pipeline.recovery.stage_loss:
         return None
 
     def drawn(draw: int) -> Mapping[str, Tensor]:
@@ -97,7 +97,7 @@ def recovery_of(config: Config, world: Mesh, cut: Cut, stage: Stage) -> Recovery
         return build_stage(anew, cut, run_scheme(anew, cut), world.place.stage, world.local_rank).state_dict()
 
     settings = LossSettings(
-        chance=pipeline.stage_loss, kind=pipeline.recovery, seed=seed, every=pipeline.recovery_every
+        chance=pipeline.recovery.stage_loss, kind=pipeline.recovery.kind, seed=seed, every=pipeline.recovery.every
     )
     return Recovery(stage, world, [len(piece.blocks) for piece in cut.pieces], settings, drawn)
 

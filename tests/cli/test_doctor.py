@@ -130,8 +130,8 @@ def test_a_measured_line_is_written_where_a_plan_finds_it(
     assert checks(run(*ask))["links"] == ("ok", f"{links} has the line between nodes 0 and 1")
     assert "not measured yet: 1 and 2" in run(*ask, "--nodes", "0,2")
     run(*ask, "--nodes", "2,1")
-    plan = ["--stages", "1,1,1", "--path-length", "2", "--memory", "1", "--forward", "1s", "--bytes", "1M"]
-    run("pipeline", "plan", links, *plan, "--time-budget-s", "1", "--out", str(tmp_path / "plan.json"))
+    plan = ["--stages", "1,1,1", "--path-length", "2", "--microbatches", "1x2", "--task", "1s", "--message", "1MB"]
+    run("plan", "paths", links, *plan, "--budget", "1s", "--out", str(tmp_path / "plan.json"))
     delays = json.loads((tmp_path / "plan.json").read_text())["delay_seconds"]
     assert (delays[0][2], delays[2][0], delays[1][2]) == pytest.approx((0.14, 0.44, 0.44))
 

@@ -92,7 +92,7 @@ def joins(world: Run) -> tuple[str, ...]:
         (["lighthouse", "--workers", "-1"], ["--workers -1: choose 0"]),
         (["lighthouse", "--workers", "9999"], ["--workers 9999: more than 8 a core"]),
         (["lighthouse", "--host", "nobody.invalid"], ["--host nobody.invalid is no name that this machine knows"]),
-        (["lighthouse", "--max-members", "0", *settings()], ["world.max_members = 0", "choose 1 or more"]),
+        (["lighthouse", "--max-members", "0", *settings()], ["world.elastic.max_members = 0", "choose 1 or more"]),
         (["lighthouse", *settings("replicas.method=ddp")], ["replicas.method = 'ddp'", "isles train --nodes"]),
         (["doctor", "--join", "127.0.0.1:29400"], ["--token is missing"]),
         (["doctor", "--join", "127.0.0.1", "--token", "0" * 64], ["--join 127.0.0.1: write HOST:PORT"]),
@@ -172,7 +172,7 @@ def test_a_journal_that_makes_no_sense(answer: Answer, tmp_path: Path, journal: 
 
 def test_more_founders_than_members(answer: Answer) -> None:
     words = ("--founders", "3", "--max-members", "2", *settings("run.steps=20"), *METHOD)
-    one_line(answer("lighthouse", *words), "world.max_members = 2", "waits for 3", "--founders")
+    one_line(answer("lighthouse", *words), "world.elastic.max_members = 2", "waits for 3", "--founders")
 
 
 def test_the_address_is_not_this_machines(answer: Answer) -> None:
@@ -232,7 +232,7 @@ def test_a_text_that_is_not_there(answer: Answer, world: Run) -> None:
 
 
 def test_no_room_is_left(answer: Answer, tmp_path: Path) -> None:
-    made = Run(small(tmp_path, 60, 2, "world.max_members=2"), tmp_path / "run")
+    made = Run(small(tmp_path, 60, 2, "world.elastic.max_members=2"), tmp_path / "run")
     for _ in range(2):
         made.keeper.lighthouse._call(lambda m, now: m.join(now, ""))  # somebody is there
     told = answer(*joins(made))

@@ -42,11 +42,15 @@ def test_methods_in_stages_are_compared(tmp_path: Path) -> None:
     assert (out / "report.html").exists()
 
 
-def test_stages_on_a_simulated_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_on_a_simulated_network(tmp_path: Path) -> None:
     """Stragglers, jitter and pauses of stages are events like others: the same every time."""
-    monkeypatch.setattr("isles.report.write_picture", lambda run: run)  # 0.3 s
     once, twice = tmp_path / "once", tmp_path / "twice"
-    uneven = ["world.step_factors=[1.0, 2.0]", "world.step_jitter=0.3", "world.pause_every=1", "world.pause_seconds=2"]
+    uneven = [
+        "world.virtual.step_factors=[1.0, 2.0]",
+        "world.virtual.step_jitter=0.3",
+        "world.virtual.pause_every=1",
+        "world.virtual.pause_seconds=2",
+    ]
     flags = ["simulate", "--methods", "eager", "--workers", "4", "--steps", "4", "--links", "home-cable"]
     own = words(tmp_path, "replicas.sync_every=2", *uneven)
     done = CliRunner().invoke(app, [*flags, *own, "--json", "--out", str(once)])

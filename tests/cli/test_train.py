@@ -21,7 +21,7 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from isles import cli, report
+from isles import cli
 from isles.training.running.server import PRELOAD
 from tests.cli.command import Command, eventually, gone, isles, marked
 from tests.forked import Forked
@@ -60,7 +60,7 @@ def test_from_a_config_to_a_report(
     run = folder / "deep" / "run [1]"
     assert {path.name for path in run.iterdir()} == {
         *("config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "model.safetensors"),
-        *("report.html", "report.png", "logs"),
+        *("report.html", "logs"),
     }
     assert [path.name for path in (run / "logs").iterdir()] == ["worker-1.log"]  # worker 0's warning is the note below
     assert "gamma = 1.9" in (run / "logs" / "worker-1.log").read_text()
@@ -83,7 +83,7 @@ def test_from_a_config_to_a_report(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code
-    assert capsys.readouterr() == ("deep/run [1]/report.html\ndeep/run [1]/report.png\n", "")
+    assert capsys.readouterr() == ("deep/run [1]/report.html\n", "")
 
 
 @pytest.mark.long
@@ -235,7 +235,6 @@ def _typed(terminal: str, folder: Path, arguments: tuple[str, ...]) -> None:
         os.environ.pop(key, None)
     os.environ["TERM"] = "xterm-256color"
     os.chdir(folder)
-    report.write_picture = lambda run: run  # a second, with loading what draws
     sys.argv = ["isles", *arguments]
     cli.main()
 

@@ -106,6 +106,6 @@ def test_another_version_and_another_time(light: tuple[int, Token], monkeypatch:
 
 def test_neither_the_engine_nor_torch_is_loaded_for_a_plan(tmp_path: Path) -> None:
     """Of `isles doctor` see test_doctor.py."""
-    command = Command("plan", "--preset", "noloco-quadratic", folder=tmp_path, program=[sys.executable, "-c", TELLING])
+    command = Command("plan", "explain", "noloco-quadratic", folder=tmp_path, program=[sys.executable, "-c", TELLING])
     code, out, error = command.end()
     assert code == 0 and out.splitlines()[-1] == "loaded", error

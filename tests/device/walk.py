@@ -409,11 +409,8 @@ def _isles(*words: str) -> None:
     import isles.report
     from isles.cli import app
 
-    isles.report.write_report, isles.report.write_picture = Path, _nothing  # nobody looks at them
+    isles.report.write_report = Path  # nobody looks at it
     app(list(words), standalone_mode=False)
-
-
-def _nothing(_: Path) -> None: ...
 
 
 def _train(out: Path, method: str, *settings: str, workers: int = 2, device: str = "cuda") -> float:
@@ -455,7 +452,11 @@ def _coming_and_going(folder: Path) -> dict[str, float]:
     trace = folder / "trace.jsonl"
     trace.write_text('{"at": 0.25, "join": 1}\n')
     for on in ("cuda", "cpu"):
-        words = [word for one in (*TINY[:-2], _H2, f"model.device={on}", "world.links=lan") for word in ("--set", one)]
+        words = [
+            word
+            for one in (*TINY[:-2], _H2, f"model.device={on}", "world.virtual.links=lan")
+            for word in ("--set", one)
+        ]
         plain = ("--methods", "diloco", "--workers", "2", "--steps", "20", "--churn", str(trace))
         _isles("simulate", *plain, *words, "--out", str(folder / on))
         (summary,) = (folder / on).rglob("summary.json")
@@ -501,7 +502,7 @@ def _from_run_to_export(folder: Path) -> dict[str, Any]:
 
 _H2 = "replicas.sync_every=2"
 _STAGES = ("pipeline.stages=2", "pipeline.microbatches=2", "model.tie_embeddings=false")
-_CLUSTERS = (*_STAGES[1:], "model.layers=4", "pipeline.routing=ravnest", "pipeline.clusters=[[2],[1]]")
+_CLUSTERS = (*_STAGES[1:], "model.layers=4", "pipeline.routing=ravnest", "pipeline.ravnest.clusters=[[2],[1]]")
 _CLUSTERS += ("pipeline.clip=stage",)
 CASES: dict[str, Case] = {  # worlds first, see there
     **{f"world {name}": partial(_world, name) for name in ("diloco", "ddp")},

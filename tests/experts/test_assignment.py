@@ -8,11 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isles.experts.routing.assignment import Assignment, assign, capacities, purity, total
+from isles.experts.routing.assignment import Assignment, assign, capacities, purity
 
 
 def scores(sequences: int, experts: int, seed: int = 0) -> np.ndarray:
     return -np.random.default_rng(seed).random((sequences, experts))
+
+
+def total(scores_NE: np.ndarray, chosen_N: np.ndarray) -> float:
+    return float(np.take_along_axis(scores_NE, chosen_N[:, None], 1).sum())
 
 
 @pytest.mark.parametrize("rule", ["greedy", "sequential", "optimal"])

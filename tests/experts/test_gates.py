@@ -13,6 +13,7 @@ from isles.data import ByteTokenizer
 from isles.experts.jobs import JobProgress
 from isles.experts.joining import Joining
 from isles.experts.registry import Forest
+from isles.experts.routing.assignment import assign
 from isles.experts.routing.clusters import Clusters, clustered
 from isles.experts.routing.ridge import RidgeGate
 from isles.experts.routing.routing import ByClusters, route
@@ -32,12 +33,9 @@ def texts(count: int, seed: int = 0) -> tuple[list[str], np.ndarray]:
 def test_clusters_find_the_kinds_and_are_balanced_in_training(tmp_path: Path) -> None:
     lines, made_of = texts(90)
     clusters = clustered(lines, 3, seed=0)
-    found = clusters.assign(lines, balanced=False)
+    found = assign(-clusters.distances(lines), "unbalanced")
     assert len({(kind, expert) for kind, expert in zip(made_of.tolist(), found.tolist(), strict=True)}) == 3
-    assert np.bincount(clusters.assign(lines, balanced=True)).tolist() == [30, 30, 30]
-    prior_EN = clusters.log_prior(lines)
-    torch.testing.assert_close(prior_EN.exp().sum(0), torch.ones(90, dtype=torch.float64))
-    assert np.array_equal(prior_EN.argmax(0).numpy(), found)
+    assert np.bincount(assign(-clusters.distances(lines))).tolist() == [30, 30, 30]
     clusters.save(tmp_path / "clusters.safetensors")
     back = Clusters.load(tmp_path / "clusters.safetensors")
     again = clustered(lines, 3, seed=0)
@@ -56,8 +54,10 @@ def test_clusters_read_the_prefix_alone() -> None:
     changed = tokens.clone()
     changed[:, 12:] = 97
     assert torch.equal(route(gate, tokens, 12), route(gate, changed, 12))
-    torch.testing.assert_close(gate.log_chances(gate.scores(tokens, 12)), clusters.log_prior(
-        [tokenizer.decode(row[:12].numpy()) for row in tokens]))  # fmt: skip
+    chances_EN = gate.log_chances(gate.scores(tokens, 12))
+    distances_NE = torch.from_numpy(clusters.distances([tokenizer.decode(row[:12].numpy()) for row in tokens]))
+    torch.testing.assert_close(chances_EN, (-distances_NE.T / 0.1).log_softmax(0))
+    torch.testing.assert_close(chances_EN.exp().sum(0), torch.ones(8, dtype=torch.float64))
 
 
 def test_the_ridge_gate_is_the_closed_form_and_experts_come_and_go() -> None:

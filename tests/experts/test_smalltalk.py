@@ -19,7 +19,7 @@ from isles.experts.jobs import JobProgress, weights_sha256
 from isles.experts.joining import Joining
 from isles.experts.planning import planned
 from isles.experts.registry import Forest
-from isles.experts.routing.assignment import Assignment, assign, total
+from isles.experts.routing.assignment import Assignment, assign
 from isles.experts.routing.em import RouterTask, TextRouter, train_router
 from isles.experts.routing.routing import Routers, from_wire, route, to_wire
 from isles.experts.served import Served
@@ -129,6 +129,9 @@ def test_hard_em_never_raises_its_objective(built: Built, tmp_path: Path) -> Non
     pool = system.seeds["seed-0"].pool(system.trained)  # type: ignore[attr-defined]
     own = replace(system.own, router_lr=0.005, router_warmup=0)
     task = RouterTask(own=own, config=router_config(own, system.base, pool.folder), label=pool.label, out=tmp_path)
+
+    def total(scores: np.ndarray, chosen: np.ndarray) -> float:
+        return float(scores[np.arange(len(chosen)), chosen].sum())
 
     def rounds(world: Mesh, task: RouterTask) -> list[float]:
         router = TextRouter(task, world.outer)

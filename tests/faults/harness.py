@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.errors import CommError
-from isles.training.config import sections
+from isles.training.config import world
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.running.run import Interrupted
@@ -57,7 +57,7 @@ class Bench:
         self._text = write_text(folder / "text.txt")
         self._whole: dict[str, bytes] = {}
         self._count = 0
-        sections._LEAST_SILENCE = 1.0
+        world._LEAST_SILENCE = 1.0
 
     def config(self, method: str, backend: str, launcher: str = "") -> Config:
         """Of every trial with it."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from isles.cli import main
-from isles.training.config import sections
+from isles.training.config import world
 from isles.training.running import torchrun
 from tests.faults.striking import struck_process
 
 if __name__ == "__main__":
-    sections._LEAST_SILENCE = 1.0
+    world._LEAST_SILENCE = 1.0
     torchrun.train_process = struck_process
     main()

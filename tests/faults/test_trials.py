@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from isles.training.config import sections
+from isles.training.config import world
 from tests.faults.harness import Bench, table
 from tests.faults.trials import Trial, drawn
 
@@ -39,7 +39,7 @@ DEARER = [
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sections, "_LEAST_SILENCE", sections._LEAST_SILENCE)  # put back at the end
+        patch.setattr(world, "_LEAST_SILENCE", world._LEAST_SILENCE)  # put back at the end
         yield Bench(tmp_path_factory.mktemp("trials"))
 
 

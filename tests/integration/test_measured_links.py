@@ -30,7 +30,7 @@ def measured(folder: Path, here: int, there: int, made: tuple[Machine, ...]) -> 
 
 @pytest.mark.long
 def test_three_machines_are_measured_and_planned_for(tmp_path: Path) -> None:
-    """All six ways within 15 % of what their token buckets let pass; `isles pipeline plan` reads the file."""
+    """All six ways within 15 % of what their token buckets let pass; `isles plan paths` reads the file."""
     if why := unavailable():
         pytest.skip(why)
     pairs = {pair: min(RATES[one] for one in pair) for pair in permutations(range(3), 2)}
@@ -44,8 +44,8 @@ def test_three_machines_are_measured_and_planned_for(tmp_path: Path) -> None:
             found = {pair: links.way_rate(*pair) for pair in pairs}
             if found == pytest.approx(pairs, rel=0.15):
                 break
-        words = ["links.toml", "--stages", "1,1,1", "--bytes", "1e6", "--forward", "0.2", "--out", "plan.json"]
-        code, _, error = Command("pipeline", "plan", *words, folder=tmp_path, machine=made[0]).end()
+        words = ["links.toml", "--stages", "1,1,1", "--message", "1MB", "--task", "200ms", "--out", "plan.json"]
+        code, _, error = Command("plan", "paths", *words, folder=tmp_path, machine=made[0]).end()
     assert code == 0, error
     assert found == pytest.approx(pairs, rel=0.15)
     assert json.loads((tmp_path / "plan.json").read_text())["paths"]

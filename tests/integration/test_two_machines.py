@@ -19,7 +19,7 @@ from tests.training.runs import metrics, without_clocks, write_folder
 PORT = 29400
 TOKEN = "token.txt"
 # The command itself, where other machines' silence may be noticed sooner than after 30 s.
-SOON = "from isles.training.config import sections; sections._LEAST_SILENCE = 1.0; from isles.cli import main; main()"
+SOON = "from isles.training.config import world; world._LEAST_SILENCE = 1.0; from isles.cli import main; main()"
 OTHER_VERSION = "import isles.version; isles.version.__version__ = '9.9.9'; from isles.cli import main; main()"
 
 

@@ -161,7 +161,7 @@ def test_plans_are_made_without_torch() -> None:
     """Simulation, search, plans and the comparison: what `isles plan` and a report may load."""
     program = (
         "import sys, isles.memory.lanes, isles.memory.search, isles.memory.plan, isles.memory.config, "
-        "isles.memory.parallel.ways, isles.report.sheets.parallel, isles.cli.plan; "
+        "isles.memory.parallel.ways, isles.report.sheets.parallel, isles.cli.plans.parallel; "
         "from isles.memory.search import best; from isles.memory.parallel.decoder import HalfDecoder, profile_of; "
         "from isles.network.machines import MACHINES; "
         "best(profile_of(HalfDecoder(layers=4, width=512, heads=8), 1), MACHINES['RTX 3060']); "

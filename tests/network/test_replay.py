@@ -1,16 +1,10 @@
-"""The replay by hand and against `costs`, and the closed forms of exchanges against the library's own."""
+"""The replay by hand."""
 
 from __future__ import annotations
-
-import warnings
-from dataclasses import replace
 
 import pytest
 
 from isles.network.links import Links
-from isles.network.planner.closed import random_pairs
-from isles.network.planner.costs import Lines, all_gather_seconds, two_shot_seconds
-from isles.network.planner.forms import form_of
 from isles.network.planner.planned import (
     Mean,
     MessagePattern,
@@ -18,16 +12,13 @@ from isles.network.planner.planned import (
     Rhythm,
     Ring,
     Segment,
+    ShardSizes,
     Swap,
-    Then,
     Tree,
     by_size,
 )
-from isles.network.planner.planner import replayed
 from isles.network.planner.replay import long_run, replay, replay_run
-from isles.network.planner.ways import WAYS, Way
 from isles.network.topology import Topology
-from tests.network.ways import H, job_of, named, settings_of
 
 WORKERS = 8
 SLOW = Links(bandwidth=1e6, latency=0.05)
@@ -50,15 +41,15 @@ def every_round(pattern: MessagePattern, workers: int, every: int, late: int = 0
 @pytest.mark.parametrize(
     ("pattern", "alone"),
     [
-        (Swap((1e6,) * 4), all_gather_seconds),
-        (Ring(6e6), lambda lines, bits: 6 * (bits / 1e6 + 0.05)),
-        (Mean((Segment((1e6,) * 4, (1e6,) * 4),), 0), lambda lines, bits: two_shot_seconds(lines, 4 * bits)),
+        (Swap((1e6,) * 4), 3 * 8.0 + 0.05),
+        (Ring(6e6), 6 * (8.0 + 0.05)),
+        (Mean((Segment(ShardSizes(((4, 1e6),)), ShardSizes(((4, 1e6),))),), 0), 2 * (3 * 8.0 + 0.05)),
     ],
 )
-def test_an_exchange_alone_takes_what_it_costs(pattern: MessagePattern, alone):
+def test_an_exchange_alone_takes_what_it_costs(pattern: MessagePattern, alone: float):
     """Megabytes on 1 Mbit/s."""
     waits = replay(every_round(pattern, 4, 10)(10), Topology(4, SLOW), [0.1] * 4, 10)
-    assert waits.waiting() == pytest.approx(alone(Lines.of(SLOW, range(4)), 8e6))
+    assert waits.waiting() == pytest.approx(alone)
     assert waits.account.computing == pytest.approx(1.0)
 
 
@@ -94,77 +85,3 @@ def test_a_long_run_is_played_in_part(late: int):
     settled = long_run(records, Rhythm(0, 10), topology, seconds)
     assert settled is not None and settled.waiting == pytest.approx(whole.waiting / 40, rel=0.05)
     assert replay_run(records, Rhythm(0, 10), topology, seconds, 407, messages=2) is None
-
-
-def of_library(way: Way, size: str, steps: int, tmp_path) -> list[PlannedExchange]:
-    from isles.training.config.reading import read_config
-    from isles.training.plan.sketch import sketch_run
-
-    flags = {"replicas.method": way.method, "world.workers": WORKERS, "run.steps": steps, "model.size": size}
-    config = read_config(None, flags, [*settings_of(way), f"data.path={tmp_path}"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return sketch_run(config).optimizers[0].schedule(steps)
-
-
-def kind(pattern: MessagePattern) -> object:
-    if isinstance(pattern, Mean):
-        return [there is None for there, _ in pattern.segments]
-    return [*map(kind, pattern.first), kind(pattern.second)] if isinstance(pattern, Then) else type(pattern)
-
-
-@pytest.mark.parametrize("way", WAYS, ids=named)
-@pytest.mark.parametrize(("size", "off"), [pytest.param("0.12M", 0.03, marks=pytest.mark.long), ("2M", 0.005)])
-def test_closed_forms_are_the_librarys_exchanges(way: Way, size: str, off: float, tmp_path):
-    """Moments, groups and kinds of patterns are equal; bytes nearly."""
-    steps = 4 if way.every else 4 * H + 7
-    job, own = job_of(size, SLOW), of_library(way, size, steps, tmp_path)
-    form = form_of(way.codec, job)
-    closed = way.exchanges(job, form, way.every or H, lambda round: random_pairs(WORKERS, round)).planned(steps)
-    assert [one[:5] for one in closed] == [(pytest.approx(one.sent), *one[1:5]) for one in own]
-    assert [kind(one.pattern(len(one.groups[0]))) for one in closed] == [
-        kind(one.pattern(len(one.groups[0]))) for one in own
-    ]
-    sent, ours = (sum(sum(one.bytes_sent) for one in records) for records in (closed, own))
-    assert sent == pytest.approx(ours, rel=off)
-
-
-SMALLER = ("bf16", "int8", "int4", "fp4", "topk:64+int2")  # whose messages go as those of others
-UNEVEN = Links(
-    bandwidth=4e6,
-    downlink=2e6,
-    latency=[[0.05 if (a < 4) == (b < 4) else 0.3 for b in range(WORKERS)] for a in range(WORKERS)],
-)
-
-
-@pytest.mark.parametrize(
-    ("way", "links"),
-    [
-        pytest.param(way, links, marks=[pytest.mark.long] if links is UNEVEN or way.codec in SMALLER else [])
-        for links in (Links(bandwidth=1e7, latency=0.05), UNEVEN)
-        for way in WAYS
-    ],
-    ids=lambda value: named(value) if isinstance(value, Way) else "uneven" if value is UNEVEN else "even",
-)
-def test_a_plan_is_of_the_long_run(way: Way, links: Links, tmp_path):
-    """Of steps 200 to 400 of the library's own exchanges, of which others show that the virtual clock plays them so; of
-    the methods that send in every step, 20 to 40.
-    """
-    first, last = (20, 40) if way.every else (200, 400)
-    job = job_of("2M", links)
-    seconds = [job.step_seconds * way.holds(job)] * WORKERS
-    waits = replay(of_library(way, "2M", last + 2 * H, tmp_path), Topology(WORKERS, links), seconds, last + 2 * H)
-    computing = (last - first) * seconds[0]
-    shown = computing / (computing + waits.waiting(first + 1, last))
-    said = replayed(job, way, way.every or H)
-    assert said is not None and said.share == pytest.approx(shown, abs=0.02)
-
-
-def test_a_plan_with_tokens_is_of_the_run():
-    """With its last round, for which nothing is left to hide behind."""
-    way = next(way for way in WAYS if way.method == "eager" and way.codec == "none")
-    job = job_of("2M", Links(bandwidth=1e8, latency=0.05))
-    long, run = replayed(job, way, H), replayed(replace(job, tokens=40.0, step_tokens=1.0), way, H)
-    assert long is not None and long.share == 1.0
-    assert run is not None and 0.5 < run.share < 0.9
-    assert replayed(replace(job, workers=17), way, H) is None

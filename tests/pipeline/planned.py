@@ -17,7 +17,7 @@ from isles.models.decoder import next_token_loss
 from isles.network.routing.events import orders_of
 from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.problem import Paths, Problem, replay_paths
-from isles.pipeline.config import PipelineConfig
+from isles.pipeline.config import PipelineConfig, SkippipeConfig
 from isles.pipeline.pipeline import Pipeline, cut_of
 
 CONTEXT = 6
@@ -64,7 +64,12 @@ def pipeline_of(world: Mesh, plan: PipelinePlan, dtype: torch.dtype = torch.floa
         vocab=SHAPE.vocab,
         cut=cut_of(model, stages, cut=cut, loss_at="origin"),
         config=PipelineConfig(
-            stages=stages, microbatches=own, routing="skippipe", plan="plan.json", cut=cut, **settings
+            stages=stages,
+            microbatches=own,
+            routing="skippipe",
+            skippipe=SkippipeConfig(plan="plan.json", gradients=settings.pop("gradients", "global")),
+            cut=cut,
+            **settings,
         ),
         plan=plan,
     )

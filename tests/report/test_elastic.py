@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from isles.report import read_run, render_page, write_picture
-from isles.report.elastic import bytes_in_words, counts_in_words, elastic_panels, refusals_in_words
+from isles.report.elastic import elastic_panels
+from isles.report.page import bytes_in_words, counts_in_words, refusals_in_words
 from isles.report.panels import Chart, Lanes
 
 

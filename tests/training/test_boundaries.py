@@ -51,8 +51,12 @@ def of(text: Path, *more: str, method: str = "diloco", steps: int = 6, workers: 
 @pytest.mark.parametrize(
     "more",
     [
-        ["pipeline.boundary=dct:0.7", "model.tie_embeddings=true", "pipeline.routing=random"],
-        ["pipeline.boundary=bottleneck:4", "pipeline.codec=int8", "pipeline.gradient_codec=bf16"],
+        ["pipeline.boundary.kind=dct:0.7", "model.tie_embeddings=true", "pipeline.routing=random"],
+        [
+            "pipeline.boundary.kind=bottleneck:4",
+            "pipeline.boundary.codec=int8",
+            "pipeline.boundary.gradient_codec=bf16",
+        ],
     ],
 )
 def test_a_dry_run_knows_the_bytes(text: Path, more: list[str]) -> None:
@@ -64,7 +68,7 @@ def test_a_dry_run_knows_the_bytes(text: Path, more: list[str]) -> None:
 
 
 def test_a_dry_run_counts_basis_and_table_at_every_stage(text: Path) -> None:
-    plain, bounded = (plan_run(of(text, f"pipeline.boundary={name}")) for name in ("none", "subspace:4"))
+    plain, bounded = (plan_run(of(text, f"pipeline.boundary.kind={name}")) for name in ("none", "subspace:4"))
     assert bounded.workers[1].memory.tables - plain.workers[1].memory.tables == 4 * (16 * 4 + 256 * 16)
     tokens, beside = 16, 17 + 4  # of a microbatch: ids of a byte, and the loss
     assert plain.stream_ratio == 1
@@ -89,15 +93,15 @@ def trained(world: Mesh, config: Config) -> tuple[float, str]:
     [
         ("diloco", ["replicas.codec=int8"]),
         pytest.param("noloco", ["replicas.codec=int8", "pipeline.routing=random"], marks=pytest.mark.long),
-        ("noloco", ["pipeline.subspace=row-wise"]),
-        pytest.param("diloco", ["pipeline.subspace=projected"], marks=pytest.mark.long),
+        ("noloco", ["pipeline.boundary.form=row-wise"]),
+        pytest.param("diloco", ["pipeline.boundary.form=projected"], marks=pytest.mark.long),
     ],
 )
 def test_replicas_stay_in_their_subspace(text: Path, method: str, more: list[str]) -> None:
     """2 x 2, float32: with and without replicas' exchanges, weights are as far outside as rounding puts them."""
-    config = of(text, "pipeline.boundary=subspace:4", *more, method=method, steps=4)
+    config = of(text, "pipeline.boundary.kind=subspace:4", *more, method=method, steps=4)
     without = [one for one in more if "replicas" not in one]
-    alone = of(text, "pipeline.boundary=subspace:4", *without, method="none", steps=4)
+    alone = of(text, "pipeline.boundary.kind=subspace:4", *without, method="none", steps=4)
     outside = [max(found[0] for found in VirtualWorkers(trained, 4, one, (one,)).join()) for one in (config, alone)]
     assert 0 < outside[0] < 1e-6
     assert outside[0] < 3 * outside[1]
@@ -106,9 +110,9 @@ def test_replicas_stay_in_their_subspace(text: Path, method: str, more: list[str
 @pytest.mark.parametrize(
     "more",
     [
-        ["pipeline.boundary=subspace:4", "pipeline.subspace_update=2", "pipeline.subspace_rate=0.2"],
-        pytest.param(["pipeline.boundary=subspace:4", "pipeline.subspace=row-wise"], marks=pytest.mark.long),
-        pytest.param(["pipeline.boundary=maxout:4"], marks=pytest.mark.long),
+        ["pipeline.boundary.kind=subspace:4", "pipeline.boundary.update_every=2", "pipeline.boundary.update_rate=0.2"],
+        pytest.param(["pipeline.boundary.kind=subspace:4", "pipeline.boundary.form=row-wise"], marks=pytest.mark.long),
+        pytest.param(["pipeline.boundary.kind=maxout:4"], marks=pytest.mark.long),
     ],
 )
 def test_a_run_goes_on_to_the_bit(text: Path, tmp_path: Path, more: list[str]) -> None:
@@ -127,8 +131,13 @@ def test_a_run_goes_on_to_the_bit(text: Path, tmp_path: Path, more: list[str]) -
 
 
 def test_a_turned_subspace_is_one_everywhere(text: Path) -> None:
-    turning = of(text, "pipeline.boundary=subspace:4", "pipeline.subspace_update=2", "pipeline.subspace_rate=0.3")
-    still = of(text, "pipeline.boundary=subspace:4")
+    turning = of(
+        text,
+        "pipeline.boundary.kind=subspace:4",
+        "pipeline.boundary.update_every=2",
+        "pipeline.boundary.update_rate=0.3",
+    )
+    still = of(text, "pipeline.boundary.kind=subspace:4")
     hashes = [{found[1] for found in VirtualWorkers(trained, 4, one, (one,)).join()} for one in (turning, still)]
     assert [len(one) for one in hashes] == [1, 1]
     assert hashes[0] != hashes[1]
@@ -141,7 +150,7 @@ def test_a_worker_that_draws_another_subspace_is_named(text: Path, monkeypatch: 
         return settings(self, stage) + ("?" if stage.piece.blocks.start else "")
 
     monkeypatch.setattr(Inside, "settings", drawn_elsewhere)
-    config = of(text, "pipeline.boundary=subspace:4", workers=2)
+    config = of(text, "pipeline.boundary.kind=subspace:4", workers=2)
     with pytest.raises(Diverged, match=r"worker 1 .* its subspace is another one"):
         VirtualWorkers(train_worker, 2, config, (config,)).join()
 
@@ -158,14 +167,14 @@ def test_a_worker_that_draws_another_subspace_is_named(text: Path, monkeypatch: 
 def test_the_one_model_is_what_the_stages_computed(text: Path, tmp_path: Path, boundary: str) -> None:
     """Of one replica: its loss in stages, that of the model put together, and that of the run read back."""
     name, _, how = boundary.partition(" ")
-    more = {"tied": ["model.tie_embeddings=true"], "turned": ["pipeline.subspace_update=2"]}.get(how, [])
+    more = {"tied": ["model.tie_embeddings=true"], "turned": ["pipeline.boundary.update_every=2"]}.get(how, [])
     told = Told()
-    summary = run(of(text, f"pipeline.boundary={name}", *more, method="none", workers=2), tmp_path / "run", told)
+    summary = run(of(text, f"pipeline.boundary.kind={name}", *more, method="none", workers=2), tmp_path / "run", told)
     assert summary["val_loss"] == pytest.approx(summary["val_loss_replicas"], abs=1e-5)
     saved = load_run(tmp_path / "run")
     batches = list(Loader(load_corpus(saved.config.data), saved.config.data, context=16).validation_batches())
     assert validation_loss(saved.model, batches, nullcontext()) == pytest.approx(summary["val_loss"], abs=1e-6)
-    assert (f'lossy between stages: pipeline.boundary = "{name}"' in told.notices) == ("subspace" not in name)
+    assert (f'lossy between stages: pipeline.boundary.kind = "{name}"' in told.notices) == ("subspace" not in name)
     if name.startswith("subspace"):
         plain = Decoder(saved.config.model.shape())
         plain.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
@@ -199,36 +208,49 @@ class Unnamed(nn.Module):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["pipeline.boundary=subspace:17"], ['pipeline.boundary = "subspace:17"', "only 16 wide", "at most 16"]),
-        (["pipeline.boundary=subspace:0"], ['pipeline.boundary = "subspace:0"', "1 number a token or more"]),
-        (["pipeline.boundary=subspace"], ['pipeline.boundary = "subspace"', 'such as "subspace:16"']),
-        (["pipeline.boundary=topk:4"], ['pipeline.boundary = "topk:4" is not known', '"dct:0.75"']),
-        (["pipeline.boundary=dct:1.0"], ['pipeline.boundary = "dct:1.0"', "a share from 0 to below 1"]),
-        (["pipeline.boundary=dct:-0.1"], ['pipeline.boundary = "dct:-0.1"', "a share from 0 to below 1"]),
-        (["pipeline.boundary=dct:nan"], ['pipeline.boundary = "dct:nan"', "a share from 0 to below 1"]),
-        (["pipeline.boundary=maxout:3"], ['pipeline.boundary = "maxout:3"', "divisor of 16"]),
-        (["pipeline.boundary=subspace:4", "model.tie_embeddings=true"], ["tie_embeddings = false", "subspace:4"]),
-        (["pipeline.boundary=bottleneck:4", "pipeline.loss_at=origin"], ["bottleneck:4", "at the origin", "dct:0.75"]),
-        (["pipeline.codec=sign"], ["pipeline.codec", "int8"]),
         (
-            ["pipeline.boundary=subspace:4", "pipeline.subspace_blocks=1"],
-            ["pipeline.subspace_blocks = 1", "choose 3 to 4"],
+            ["pipeline.boundary.kind=subspace:17"],
+            ['pipeline.boundary.kind = "subspace:17"', "only 16 wide", "at most 16"],
         ),
-        (["pipeline.subspace=row-wise"], ['pipeline.subspace = "row-wise"', "subspace:16"]),
-        (["pipeline.boundary=subspace:4", "pipeline.subspace_rate=0.2"], ["pipeline.subspace_rate", "subspace_update"]),
+        (["pipeline.boundary.kind=subspace:0"], ['pipeline.boundary.kind = "subspace:0"', "1 number a token or more"]),
+        (["pipeline.boundary.kind=subspace"], ['pipeline.boundary.kind = "subspace"', 'such as "subspace:16"']),
+        (["pipeline.boundary.kind=topk:4"], ['pipeline.boundary.kind = "topk:4" is not known', '"dct:0.75"']),
+        (["pipeline.boundary.kind=dct:1.0"], ['pipeline.boundary.kind = "dct:1.0"', "a share from 0 to below 1"]),
+        (["pipeline.boundary.kind=dct:-0.1"], ['pipeline.boundary.kind = "dct:-0.1"', "a share from 0 to below 1"]),
+        (["pipeline.boundary.kind=dct:nan"], ['pipeline.boundary.kind = "dct:nan"', "a share from 0 to below 1"]),
+        (["pipeline.boundary.kind=maxout:3"], ['pipeline.boundary.kind = "maxout:3"', "divisor of 16"]),
+        (["pipeline.boundary.kind=subspace:4", "model.tie_embeddings=true"], ["tie_embeddings = false", "subspace:4"]),
         (
-            ["pipeline.boundary=subspace:4", "pipeline.subspace=projected", "pipeline.subspace_update=5"],
-            ["pipeline.subspace_update = 5", 'subspace = "coordinates"'],
+            ["pipeline.boundary.kind=bottleneck:4", "pipeline.loss_at=origin"],
+            ["bottleneck:4", "at the origin", "dct:0.75"],
+        ),
+        (["pipeline.boundary.codec=sign"], ["pipeline.boundary.codec", "int8"]),
+        (
+            ["pipeline.boundary.kind=subspace:4", "pipeline.boundary.blocks=1"],
+            ["pipeline.boundary.blocks = 1", "choose 3 to 4"],
+        ),
+        (["pipeline.boundary.form=row-wise"], ['pipeline.boundary.form = "row-wise"', "subspace:16"]),
+        (
+            ["pipeline.boundary.kind=subspace:4", "pipeline.boundary.update_rate=0.2"],
+            ["pipeline.boundary.update_rate", "update_every"],
         ),
         (
-            ["pipeline.boundary=subspace:4", "pipeline.subspace=row-wise", "replicas.codec=int8"],
-            ['replicas.codec = "int8"', 'subspace = "coordinates"'],
+            [
+                "pipeline.boundary.kind=subspace:4",
+                "pipeline.boundary.form=projected",
+                "pipeline.boundary.update_every=5",
+            ],
+            ["pipeline.boundary.update_every = 5", 'form = "coordinates"'],
         ),
         (
-            ["pipeline.boundary=subspace:4", "pipeline.subspace=projected", "replicas.method=fedadam"],
-            ['replicas.method = "fedadam"', 'subspace = "coordinates"'],
+            ["pipeline.boundary.kind=subspace:4", "pipeline.boundary.form=row-wise", "replicas.codec=int8"],
+            ['replicas.codec = "int8"', 'form = "coordinates"'],
         ),
-        (["pipeline.stages=1", "pipeline.boundary=dct:0.5"], ["pipeline.boundary", "several stages only"]),
+        (
+            ["pipeline.boundary.kind=subspace:4", "pipeline.boundary.form=projected", "replicas.method=fedadam"],
+            ['replicas.method = "fedadam"', 'form = "coordinates"'],
+        ),
+        (["pipeline.stages=1", "pipeline.boundary.kind=dct:0.5"], ["pipeline.boundary.kind", "several stages only"]),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -250,7 +272,7 @@ SHAPE = ["model.d_model=16", "model.heads=2", "model.ffn=24", "model.context=16"
 
 def test_a_model_of_ones_own_must_name_what_writes(text: Path) -> None:
     factory = ["model.factory=tests.training.test_boundaries:Unnamed", "model.vocab=256", "model.context=16"]
-    settings = [f"data.path={text}", "pipeline.stages=2", "pipeline.boundary=subspace:4", *factory]
+    settings = [f"data.path={text}", "pipeline.stages=2", "pipeline.boundary.kind=subspace:4", *factory]
     config = read_config(None, {"replicas.method": "none", "world.workers": 2}, settings)
     with pytest.raises(ValueError, match="Unnamed does not name what writes to its stream"):
         plan_run(config)
@@ -278,7 +300,7 @@ def stopped(text: Path, folder: Path, *more: str) -> tuple[Path, dict[str, torch
 @pytest.mark.parametrize(
     ("more", "then", "stages", "cut", "bound"),
     [
-        (["pipeline.subspace_update=2"], "", 4, [1, 2, 3], 0),
+        (["pipeline.boundary.update_every=2"], "", 4, [1, 2, 3], 0),
         pytest.param(["pipeline.cut=[2]"], "", 3, [1, 2], 0, marks=pytest.mark.long),
         pytest.param([], "cut = [1]", 2, [1], 3, marks=pytest.mark.long),
     ],
@@ -287,11 +309,11 @@ def test_a_subspace_goes_on_in_other_stages(
     text: Path, tmp_path: Path, more: list[str], then: str, stages: int, cut: list[int], bound: int
 ) -> None:
     """Blocks that were not bound to it are in the last stage then too, and the weights end where they would have."""
-    path, expected = stopped(text, tmp_path / "run", "pipeline.boundary=subspace:8", *more)
+    path, expected = stopped(text, tmp_path / "run", "pipeline.boundary.kind=subspace:8", *more)
     toml = path / "config.toml"
     toml.write_text(toml.read_text().replace("cut = []", then) if then else toml.read_text())
     ready = prepare(path, None, stages)
-    assert first_blocks(ready.config) == cut and ready.config.pipeline.subspace_blocks == bound
+    assert first_blocks(ready.config) == cut and ready.config.pipeline.boundary.blocks == bound
     told = Told()
     launch(ready.config, path, told.lines.append, told.notices.append, resume=ready.step)
     found = load_file(path / "model.safetensors")
@@ -302,7 +324,7 @@ def test_rows_stay_rows_with_other_replicas(text: Path, tmp_path: Path) -> None:
     """Groups of one weight decay are told apart by the axis along which their rows run; where no weights are in the
     subspace, the optimizer is another one.
     """
-    path, _ = stopped(text, tmp_path / "run", "pipeline.boundary=subspace:4", "pipeline.subspace=row-wise")
+    path, _ = stopped(text, tmp_path / "run", "pipeline.boundary.kind=subspace:4", "pipeline.boundary.form=row-wise")
 
     def groups() -> list[list[dict[str, Any]]]:
         shards = [Checkpoints(path).read_shard(3, worker)["optimizer"]["inner"] for worker in range(2)]
@@ -316,15 +338,15 @@ def test_rows_stay_rows_with_other_replicas(text: Path, tmp_path: Path) -> None:
 
 
 def test_masks_go_on_where_the_stages_are(text: Path) -> None:
-    saved = of(text, "pipeline.boundary=dct:0.5")
+    saved = of(text, "pipeline.boundary.kind=dct:0.5")
     config = with_boundary(saved, with_stages(saved, 4, None))
-    assert config.pipeline.boundary == "dct:0.5" and first_blocks(config) == [1, 2, 3]
+    assert config.pipeline.boundary.kind == "dct:0.5" and first_blocks(config) == [1, 2, 3]
     assert any("stand behind blocks [0, 1, 2] now" in note for note in _cut_notes(saved, config, 3))
 
 
 @pytest.mark.long
 def test_masks_go_on_in_one_stage_as_no_masks(text: Path, tmp_path: Path) -> None:
-    path, _ = stopped(text, tmp_path / "run", "pipeline.boundary=dct:0.5")
+    path, _ = stopped(text, tmp_path / "run", "pipeline.boundary.kind=dct:0.5")
     ready, told = prepare(path, None, 1), Told()
     assert any("stand behind blocks [] now" in note for note in ready.notes)
     assert launch(ready.config, path, told.lines.append, told.notices.append, resume=ready.step)["val_loss"] < 5.6
@@ -333,10 +355,18 @@ def test_masks_go_on_in_one_stage_as_no_masks(text: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("more", "stages", "says"),
     [
-        (["pipeline.boundary=bottleneck:4"], 4, r"has trained layers where the stages begin now: blocks \[3\]"),
-        (["pipeline.boundary=subspace:4"], 1, "a whole model has no coordinates"),
-        (["pipeline.boundary=subspace:4", "pipeline.cut=[2]"], 4, "first 2 blocks write .* choose at most 3 stages"),
-        (["pipeline.boundary=subspace:4", "pipeline.subspace=row-wise"], 4, "hangs on where the stages begin"),
+        (["pipeline.boundary.kind=bottleneck:4"], 4, r"has trained layers where the stages begin now: blocks \[3\]"),
+        (["pipeline.boundary.kind=subspace:4"], 1, "a whole model has no coordinates"),
+        (
+            ["pipeline.boundary.kind=subspace:4", "pipeline.cut=[2]"],
+            4,
+            "first 2 blocks write .* choose at most 3 stages",
+        ),
+        (
+            ["pipeline.boundary.kind=subspace:4", "pipeline.boundary.form=row-wise"],
+            4,
+            "hangs on where the stages begin",
+        ),
     ],
 )
 def test_stages_stay_where_their_boundaries_want_them(text: Path, more: list[str], stages: int, says: str) -> None:
@@ -349,5 +379,5 @@ def test_stages_stay_where_their_boundaries_want_them(text: Path, more: list[str
 @pytest.mark.parametrize("name", [name for name in METHODS if method(name).is_linear])
 def test_methods_that_scale_and_add_rows_are_taken_with_full_size_forms(text: Path, name: str) -> None:
     """Others are refused (see above)."""
-    config = of(text, "pipeline.boundary=subspace:4", "pipeline.subspace=row-wise", method=name)
+    config = of(text, "pipeline.boundary.kind=subspace:4", "pipeline.boundary.form=row-wise", method=name)
     staged.run_scheme(config, staged.planned_cut(config))

@@ -64,7 +64,7 @@ def check(config: Config, within: float) -> RunPlan:
             5,
             (2, 3, 2),
             "localsgd",
-            ["replicas.sync_every=2", "pipeline.boundary=dct:0.75", "pipeline.codec=int8"],
+            ["replicas.sync_every=2", "pipeline.boundary.kind=dct:0.75", "pipeline.boundary.codec=int8"],
             1e-9,
         ),
         (6, (2, 1, 2), "noloco", ["replicas.sync_every=2"], 1e-9),
@@ -109,7 +109,7 @@ def test_narrow_lines_and_slow_nodes_are_those_of_the_run(folder: Path) -> None:
     lines.write_text('bandwidth = "40kbit/s"\nlatency = "25ms"\n')
     made = replace(made, links=fingerprint(read_links(str(lines)), problem.nodes))
     (folder / "plan.json").write_text(as_json(made))
-    more = ["inner.max_norm=0.0", "replicas.sync_every=4", "world.step_factors=[1.0, 3.0]"]
+    more = ["inner.max_norm=0.0", "replicas.sync_every=4", "world.virtual.step_factors=[1.0, 3.0]"]
     asked: dict[str, Any] = {"method": "localsgd", "workers": problem.nodes}
     config = tiny(folder / "text.txt", *words(folder, made), *QUIET, *more, steps=4, **asked)
     planned = check(config, 1e-6)

@@ -28,7 +28,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of(text: Path, *more: str, method: str = "noloco", workers: int = 4, steps: int = 4, stages: int = 2) -> Config:
-    links = f"world.links={text.parent / 'net.toml'}"
+    links = f"world.virtual.links={text.parent / 'net.toml'}"
     return tiny(text, *STAGES, links, f"pipeline.stages={stages}", *more, method=method, workers=workers, steps=steps)
 
 
@@ -53,7 +53,7 @@ def check(config: Config, within: float) -> RunPlan:
 @pytest.mark.parametrize("clip", ["model", "stage"])
 def test_the_bubble_of_one_microbatch_is_half_of_the_time(text: Path, clip: str) -> None:
     """One of two stages computes at any time, whether the other one waits for a microbatch or for the norm."""
-    links = 'world.links="1000000Gbit/s, 0ms"'
+    links = 'world.virtual.links="1000000Gbit/s, 0ms"'
     more = [UNTIED, "pipeline.microbatches=1", f"pipeline.clip={clip}", "pipeline.together=false", links]
     planned = plan_run(of(text, *more, method="none", workers=2, steps=200))
     assert planned.time is not None
@@ -70,12 +70,18 @@ TIED, UNTIED = "model.tie_embeddings=true", "model.tie_embeddings=false"
         ("noloco", 2, 4, [TIED]),
         ("diloco", 2, 4, [UNTIED, "inner.max_norm=0"]),
         ("eager", 2, 4, ["pipeline.routing=random", "pipeline.together=false"]),
-        ("diloco", 2, 4, [UNTIED, "pipeline.boundary=subspace:4", "pipeline.subspace_update=2"]),
+        ("diloco", 2, 4, [UNTIED, "pipeline.boundary.kind=subspace:4", "pipeline.boundary.update_every=2"]),
         pytest.param(
             "noloco",
             3,
             12,
-            ["world.inner=2", UNTIED, "model.layers=3", "pipeline.boundary=subspace:9", "pipeline.subspace_update=2"],
+            [
+                "world.inner=2",
+                UNTIED,
+                "model.layers=3",
+                "pipeline.boundary.kind=subspace:9",
+                "pipeline.boundary.update_every=2",
+            ],
             marks=pytest.mark.long,
         ),
         pytest.param("diloco", 2, 8, ["world.inner=2", UNTIED], marks=pytest.mark.long),
@@ -135,7 +141,7 @@ def test_a_long_run_is_played_in_part(text: Path, method: str, more: list[str]) 
     config = of(text, *more, "replicas.sync_every=40", method=method, steps=200)
     whole = plan_run(config).time
     sketch = sketch_run(config)
-    part = replayed(sketch, links(config.world.links), staged_steps(sketch), most=1000)
+    part = replayed(sketch, links(config.world.virtual.links), staged_steps(sketch), most=1000)
     assert whole is not None and part is not None and whole.utilisation is not None
     assert part.share == pytest.approx(whole.utilisation, abs=0.01)
     assert part.for_stages / (part.computing + part.waiting) == pytest.approx(whole.bubble, abs=0.01)

@@ -1,16 +1,13 @@
-"""The share of the time spent computing, as `isles train --dry-run` and `isles plan` say it, on the virtual clock."""
+"""The share of the time spent computing, as `isles train --dry-run` says it, on the virtual clock."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from isles.comm.virtual.run import run_virtual
 from isles.network.named import links
-from isles.network.planner.planner import replayed
-from isles.network.planner.ways import WAYS, Way
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.plan.replicas import replayed as replayed_run
@@ -18,7 +15,6 @@ from isles.training.plan.run_plan import plan_run
 from isles.training.plan.sketch import sketch_run
 from isles.training.worker import train_worker
 from tests.covers import cover, share
-from tests.network.ways import H, job_of, named, settings_of
 from tests.training.runs import ON_VIRTUAL, write_text
 
 SETTINGS = {
@@ -61,7 +57,7 @@ def of(
     text: Path, case: str, *more: str, workers: int = 3, steps: int = 7, net: str = "", size: str = "0.12M"
 ) -> Config:
     flags = {"replicas.method": METHODS[case], "world.workers": workers, "run.steps": steps, "model.size": size}
-    flags |= {"world.backend": "virtual", "world.links": net or str(text.parent / "net.toml")}
+    flags |= {"world.backend": "virtual", "world.virtual.links": net or str(text.parent / "net.toml")}
     every = ["replicas.sync_every=3"] if METHODS[case] not in ("none", "ddp", "dct-dp", "demo", "sparta") else []
     small = ["data.batch_size=1", "data.validation_fraction=0", "model.context=8", f"data.path={text}"]
     return read_config(None, flags, [*every, *SETTINGS.get(case, []), *small, *more])
@@ -82,10 +78,10 @@ def shown(config: Config) -> float:
         train_worker,
         world.workers,
         args=(config,),
-        links=world.links,
-        inner=world.inner,
-        inner_links=world.inner_links,
-        step_seconds=world.step_seconds,
+        links=config.network,
+        inner=config.island,
+        inner_links=world.virtual.inner_links,
+        step_seconds=world.virtual.step_seconds,
         speeds=world.factors,
         seed=config.run.seed,
     )
@@ -110,7 +106,7 @@ def test_stale_thresholds_send_about_as_much(text: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "more"),
-    cover(["diloco", "eager", "noloco"], ("world.inner=2", "world.step_factors=[1.0, 1.5]"), each=1),
+    cover(["diloco", "eager", "noloco"], ("world.inner=2", "world.virtual.step_factors=[1.0, 1.5]"), each=1),
 )
 def test_islands_and_uneven_workers_too(text: Path, case: str, more: str) -> None:
     said, seen = shares(of(text, case, more, workers=4))
@@ -136,34 +132,6 @@ def test_a_long_run_is_played_in_part(text: Path, case: str) -> None:
     """To the share of all of it, nearly."""
     config = of(text, case, steps=200)
     whole = plan_run(config).time
-    part = replayed_run(sketch_run(config), links(config.world.links), most=400)
+    part = replayed_run(sketch_run(config), links(config.world.virtual.links), most=400)
     assert whole is not None and part is not None and whole.utilisation is not None
     assert part.share == pytest.approx(whole.utilisation, abs=0.01)
-
-
-QUICK = ("ddp ", "streaming-diloco codec = fp4", "noloco ", "ist split = ffn")
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if named(way) in QUICK], ids=named)
-def test_a_plan_with_tokens_is_the_run_of_the_virtual_clock(text: Path, way: Way) -> None:
-    check_plan(text, way, str(text.parent / "net.toml"), 3, 6 if way.every else H + 3)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("way", WAYS, ids=named)
-@pytest.mark.parametrize(("net", "workers"), [("home-fibre", 8), ("worldwide", 8), ("home-cable", 3)])
-def test_plans_with_tokens_on_presets(text: Path, way: Way, net: str, workers: int) -> None:
-    check_plan(text, way, net, workers, 2 * H + 7)
-
-
-def check_plan(text: Path, way: Way, net: str, workers: int, steps: int) -> None:
-    """`isles plan` of a run of that many steps."""
-    job = job_of("0.12M", links(net), workers)
-    said = replayed(replace(job, tokens=float(steps), step_tokens=1.0), way, way.every or H)
-    flags = {"replicas.method": way.method, "world.workers": workers, "run.steps": steps, "model.size": "0.12M"}
-    flags |= {"world.backend": "virtual", "world.links": net, "data.path": str(text)}
-    own = [f"world.step_seconds={job.step_seconds * way.holds(job)}"]
-    own += ["replicas.threshold_interval=1"] if way.method == "dct-dp" else []  # else its bytes hang on the numbers
-    small = ["data.batch_size=1", "data.validation_fraction=0", "model.context=8"]
-    assert said is not None
-    assert 100 * said.share == pytest.approx(shown(read_config(None, flags, [*settings_of(way), *small, *own])), abs=2)

@@ -84,7 +84,7 @@ def test_ddp_inside_is_fsdp_inside_is_ddp_without_islands(text: Path, tmp_path: 
 
 def test_islands_wait_for_slow_links_less_than_workers_alone(text: Path, tmp_path: Path) -> None:
     """Over a slow line the four workers of two islands send half as much each as four replicas, and wait less."""
-    slow = ["world.links=home-cable", "world.step_seconds=0.01"]
+    slow = ["world.virtual.links=home-cable", "world.virtual.step_seconds=0.01"]
     seconds = {}
     for name, more in (("replicas", []), ("islands", ["world.inner=2"])):
         run(tiny(text, *slow, *more, method="diloco", workers=4), tmp_path / name)
@@ -110,7 +110,7 @@ def test_other_numbers_of_workers_are_refused_and_change_nothing(text: Path, tmp
         ("ddp", ["world.inner=2"], "take an outer method"),
         ("diloco", ["world.inner=3"], "choose a divisor of world.workers"),
         ("diloco", ["world.inside=fsdp"], "acts within islands only"),
-        ("diloco", ["world.inner_links=home-fibre"], "acts within islands on the virtual clock only"),
+        ("diloco", ["world.virtual.inner_links=home-fibre"], "acts within islands only"),
         ("diloco", ["world.inner=2", "world.inside=noloco"], "inside"),
     ],
 )

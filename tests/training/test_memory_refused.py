@@ -33,7 +33,7 @@ LINE = r"^[^\n]*$"
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["memory.device_budget=12GiB"], "memory.device_budget = '12GiB' is of a plan: set memory.method"),
+        (["memory.device_budget=12GiB"], 'memory.device_budget = "12GiB" is of a plan: set memory.method'),
         (["memory.method=auto", 'memory.device_budget="12"'], "memory.device_budget = '12': write its unit too"),
         (["memory.method=auto", 'memory.host_budget="64"'], "memory.host_budget = '64': write its unit too"),
         (["memory.method=auto", "memory.device_budget=12 parsecs"], "device_budget = '12 parsecs': write a number"),

@@ -60,8 +60,8 @@ def words(folder: Path, made: PipelinePlan) -> list[str]:
         f"pipeline.microbatches={own}",
         f"data.batch_size={own}",
         "pipeline.routing=skippipe",
-        f"pipeline.plan={folder / 'plan.json'}",
-        f"world.links={folder / 'links.toml'}",
+        f"pipeline.skippipe.plan={folder / 'plan.json'}",
+        f"world.virtual.links={folder / 'links.toml'}",
         "run.log_every=1",
     ]
 
@@ -95,7 +95,9 @@ def test_a_run_by_a_plan_goes_on_elsewhere_with_the_same_bits_and_is_judged_in_f
 ) -> None:
     made = write_plan(folder, small())
     whole, copy, told = folder / "whole", folder / "copy", Told()
-    config = config_of(folder, made, "run.checkpoint_every=2", "pipeline.gradients=visits", *more, method=method)
+    config = config_of(
+        folder, made, "run.checkpoint_every=2", "pipeline.skippipe.gradients=visits", *more, method=method
+    )
 
     def spoil(line: dict[str, Any]) -> None:  # the run has its own by now
         for name in ("plan.json", "links.toml"):
@@ -112,7 +114,7 @@ def test_a_run_by_a_plan_goes_on_elsewhere_with_the_same_bits_and_is_judged_in_f
     shutil.copytree(whole, copy)
     (copy / "summary.json").unlink()
     again = read_config(str(copy / "config.toml"), {}, [])
-    assert again.pipeline.plan == str(copy / "plan.json") and run_name(again) == run_name(config)
+    assert again.pipeline.skippipe.plan == str(copy / "plan.json") and run_name(again) == run_name(config)
     launch(again, copy, told.lines.append, told.notices.append, resume=2)
     lines = [sorted(str(without_clocks(line)) for line in metrics(one)) for one in (whole, copy)]
     assert lines[0] == lines[1]
@@ -123,8 +125,8 @@ def test_a_run_that_never_began_leaves_no_copies(folder: Path) -> None:
     config = config_of(folder, write_plan(folder, small()))
     (folder / "run").mkdir()
     with pytest.raises(RuntimeError), settled(config, folder / "run") as own:
-        assert Path(own.pipeline.plan) == folder / "run" / "plan.json" != Path(config.pipeline.plan)
-        assert Path(own.world.links).read_bytes() == (folder / "links.toml").read_bytes()
+        assert Path(own.pipeline.skippipe.plan) == folder / "run" / "plan.json" != Path(config.pipeline.skippipe.plan)
+        assert Path(own.world.virtual.links).read_bytes() == (folder / "links.toml").read_bytes()
         raise RuntimeError
     assert not list((folder / "run").iterdir())
 
@@ -135,7 +137,7 @@ def test_real_processes_compute_the_same_bits_by_a_plan(folder: Path, method: st
     made = write_plan(folder, small())
     more = ["replicas.sync_every=2"] if method == "diloco" else []
     run(config_of(folder, made, *more, method=method), folder / "virtual")
-    words = ["world.backend=distributed", "world.links=home-fibre", *more]
+    words = ["world.backend=distributed", "world.virtual.links=home-fibre", *more]
     run(config_of(folder, made, *words, method=method), folder / "real")
     virtual, real = (load_file(folder / name / "model.safetensors") for name in ("virtual", "real"))
     assert all(torch.equal(virtual[name], real[name]) for name in virtual)
@@ -163,24 +165,24 @@ def test_a_round_after_each_step_of_sgd_is_the_mean_gradient_and_rare_rounds_lea
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (["pipeline.plan=nowhere.json"], r"pipeline.plan = nowhere.json: cannot be read"),
-        (["pipeline.plan="], 'pipeline.routing = "skippipe" wants plan'),
+        (["pipeline.skippipe.plan=nowhere.json"], r"pipeline.skippipe.plan = nowhere.json: cannot be read"),
+        (["pipeline.skippipe.plan="], 'pipeline.routing = "skippipe" wants pipeline.skippipe.plan'),
         (["pipeline.stages=2", "model.layers=2"], "pipeline.stages = 2: the plan has 3"),
         (["pipeline.microbatches=4"], "pipeline.microbatches = 4: the plan sends 2 from each origin"),
         (["pipeline.cut=[1, 3]", "model.layers=4"], "the plan cuts the model before blocks 1, 2, the run before 1, 3"),
-        (["world.links=lan"], "the plan was made for other links"),
-        (["world.step_seconds=2.0"], "world.step_seconds = 2.0: a plan says what its tasks take"),
+        (["world.virtual.links=lan"], "the plan was made for other links"),
+        (["world.virtual.step_seconds=2.0"], "world.virtual.step_seconds = 2.0 does not go with a plan"),
         (["pipeline.loss_at=last"], 'pipeline.loss_at = "last": with a plan'),
-        (["pipeline.in_flight=2"], "pipeline.in_flight = 2: a plan says"),
-        (["pipeline.routing=fixed"], 'pipeline.plan = ".*" acts with routing = "skippipe" only'),
+        (["pipeline.in_flight=2"], "pipeline.in_flight = 2 does not go with a plan"),
+        (["pipeline.routing=fixed"], 'pipeline.skippipe.plan = ".*" acts with routing = "skippipe" only'),
         (["replicas.method=dilocox"], 'replicas.method = "dilocox" takes one rank'),
         (["replicas.method=ist"], 'replicas.method = "ist" cuts subnets'),
         (
             ["replicas.method=noloco", "replicas.on_peer_failure=solo"],
             'replicas.on_peer_failure = "solo": the paths of a plan',
         ),
-        (["world.workers=6", "world.links=lan"], "the plan is for 5 workers, there are 6"),
-        (["world.inner=5"], "world.inner = 5: the nodes of a plan are single workers"),
+        (["world.workers=6", "world.virtual.links=lan"], "the plan is for 5 workers, there are 6"),
+        (["world.inner=5"], "world.inner = 5 does not go with a plan"),
     ],
 )
 def test_what_a_plan_cannot_be_run_with_is_one_line(folder: Path, change: list[str], told: str) -> None:
@@ -208,7 +210,7 @@ def test_a_plan_that_is_broken_is_one_line(folder: Path, change: Any, told: str)
     path.write_text(change(path.read_text()))
     with pytest.raises(ValueError, match=told) as refusal:
         config_of(folder, made)
-    assert str(refusal.value).startswith("pipeline.plan = ") and "\n" not in str(refusal.value)
+    assert str(refusal.value).startswith("pipeline.skippipe.plan = ") and "\n" not in str(refusal.value)
 
 
 @pytest.mark.long
@@ -246,12 +248,10 @@ def test_a_new_plan_is_made_for_the_speeds_that_were_measured(
     problem = drawn(5, (1, 3), path_length=2, memory=3, waves=1, slowest=0.2001)
     paths = {(0, 0): (0, 1), (0, 1): (0, 1), (0, 2): (0, 2)}
     made = write_plan(folder, problem, paths)
-    slow = ["world.step_factors=[1.0, 4.0, 1.0, 1.0]", "run.checkpoint_every=2"]
+    slow = ["world.virtual.step_factors=[1.0, 4.0, 1.0, 1.0]", "run.checkpoint_every=2"]
     run(config_of(folder, made, *slow, steps=3), folder / "run")
     out = str(folder / "run" / "plan.json")  # which the run goes on by
-    monkeypatch.setattr(
-        sys, "argv", ["isles", "pipeline", "replan", str(folder / "run"), "--out", out, "--time-budget-s", "1"]
-    )
+    monkeypatch.setattr(sys, "argv", ["isles", "plan", "replan", str(folder / "run"), "--out", out, "--budget", "1s"])
     with pytest.raises(SystemExit) as caught:
         cli.main()
     out, err = capsys.readouterr()
@@ -273,7 +273,7 @@ def test_a_new_plan_is_made_for_the_speeds_that_were_measured(
 @pytest.mark.parametrize("method", ["ddp", "none"])
 def test_a_lost_stage_of_unequal_columns_is_made_anew_alike_at_all_its_nodes(folder: Path, method: str) -> None:
     made = write_plan(folder, small())
-    more = [f"pipeline.stage_loss={CHANCE}", f"run.seed={seed_of(3, [2], 4)}"]
+    more = [f"pipeline.recovery.stage_loss={CHANCE}", f"run.seed={seed_of(3, [2], 4)}"]
     told = Told()
     launch(
         config_of(folder, made, *more, method=method, steps=STEPS),

@@ -189,8 +189,8 @@ def test_at_the_rate_that_is_wanted_workers_compute_so_much(text: Path, case: st
     """
 
     def planned(rate: str) -> RunPlan:
-        links = f'world.links="{rate}, 5ms"'
-        return plan_run(of_case(text, case, links, "world.step_seconds=1.0", workers=4, steps=120))
+        links = f'world.virtual.links="{rate}, 5ms"'
+        return plan_run(of_case(text, case, links, "world.virtual.step_seconds=1.0", workers=4, steps=120))
 
     found = planned("20Mbit/s")
     assert found.time is not None and found.time.wanted is not None and found.outline is not None
@@ -204,14 +204,16 @@ def test_at_the_rate_that_is_wanted_workers_compute_so_much(text: Path, case: st
 
 
 def test_no_rate_is_enough_where_latency_costs_more(text: Path) -> None:
-    late = of_case(text, "diloco", "world.links=datacentres", "world.step_seconds=0.01", workers=4, steps=30)
+    late = of_case(
+        text, "diloco", "world.virtual.links=datacentres", "world.virtual.step_seconds=0.01", workers=4, steps=30
+    )
     found = plan_run(late).time
     assert found is not None and found.wanted is None
 
 
 def test_start_up_is_the_weights_over_the_slowest_line(text: Path) -> None:
     """Of two workers one sends all, and both exchange hashes before and after it."""
-    links = 'world.links="2Mbit/s, 25ms"'
+    links = 'world.virtual.links="2Mbit/s, 25ms"'
     planned = plan_run(of_case(text, "diloco", links, workers=2, steps=6))
     weights = 8 * 4 * planned.parameters / 2e6
     assert planned.startup is not None and weights < planned.startup < weights + 4 * 0.025
@@ -328,7 +330,7 @@ def test_the_command_says_it_and_leaves_nothing(text: Path, tmp_path: Path) -> N
 def test_words(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from isles.cli.plan_printer import show
 
-    show(of_case(text, "noloco", "world.step_seconds=1.0", workers=5, steps=30), probe=False, as_json=False)
+    show(of_case(text, "noloco", "world.virtual.step_seconds=1.0", workers=5, steps=30), probe=False, as_json=False)
     words = capsys.readouterr().out
     for said in ("alone", "anchor", "10 rounds in all, one every 3 steps", "for 95 % computing", "at the peak"):
         assert said in words, words
@@ -372,8 +374,10 @@ def test_a_method_that_says_nothing_is_told_so(text: Path, monkeypatch: pytest.M
 
 def test_a_network_that_is_not_played_is_a_notice() -> None:
     """The same configuration runs on the virtual clock, where it says how long a message takes."""
-    told = "world.links and world.step_seconds: of the virtual clock"
+    told = "world.virtual.links and world.virtual.step_seconds: of the virtual clock"
     for backend, count in (("distributed", 1), ("virtual", 0)):
-        config = read_config(None, {"world.backend": backend}, ["world.links=worldwide", "world.step_seconds=2"])
+        config = read_config(
+            None, {"world.backend": backend}, ["world.virtual.links=worldwide", "world.virtual.step_seconds=2"]
+        )
         assert len([notice for notice in plan_run(config).notices if told in notice]) == count
     assert not any("virtual clock" in notice for notice in plan_run(read_config(None, {}, [])).notices)

@@ -10,43 +10,39 @@ import pytest
 from typer.testing import CliRunner
 
 from isles.cli import app
-from isles.models.sizes import SIZES, matrices, parameters
-from isles.network.named import links
-from isles.network.planner.forms import FORMS
-from isles.network.planner.job import Job
-from isles.network.planner.planner import replayed
-from isles.network.planner.ways import WAYS
+from isles.models.config import ModelConfig
+from isles.models.sizes import SIZES, parameters
 from isles.training.churn import trace_of
 from isles.training.config.reading import read_config
+from isles.training.plan.candidates import candidates
+from isles.training.plan.method_plans import plan_methods
+from isles.training.plan.question import PlanQuestion
 from isles.training.running.priced import named, priced
 from tests.training.runs import TINY, write_text
 
 
 def agree(name: str, codec: str, size: str, network: str, steps: int, every: int) -> None:
-    """The seconds of a small run, priced, and those of `isles plan` for the shape, whose closed forms know no run."""
-    shape, workers = SIZES[size], 4
-    way = next(one for one in WAYS if (one.method, one.codec) == (name, codec))
-    words = [*TINY, "data.path=isles/network", f"replicas.sync_every={way.every or every}", f"run.steps={steps}"]
-    words += [f"replicas.{word.replace(' ', '')}" for word in way.settings.split(", ") if word]
-    flags = {"replicas.method": name, "world.workers": workers, "world.links": network}
-    found = priced(read_config(None, flags, words, shared=True), f"{size}, 2.5s")
-    job = Job(
-        parameters=parameters(shape),
-        layers=shape.layers,
-        step_seconds=2.5,
+    """The seconds and bytes of a small run, priced, and those of `isles plan` for the shape, which knows no run."""
+    workers, seconds = 4, 2.5
+    one = next(one for one in candidates(name) if one.replicas.get("codec", "none") == codec)
+    words = [*TINY, "data.path=isles/network", f"replicas.sync_every={every}", f"run.steps={steps}"]
+    words = [word for word in words if name != "ddp" or "sync_every" not in word]
+    words += [f"replicas.{word.replace(' ', '')}" for word in one.settings.split(", ") if word]
+    flags = {"replicas.method": name, "world.workers": workers, "world.virtual.links": network}
+    found = priced(read_config(None, flags, words, shared=True), f"{size}, {seconds}s")
+    question = PlanQuestion(
+        model=ModelConfig(size=size),
+        step_seconds=seconds,
         workers=workers,
-        links=links(network),
+        network=network,
         tokens=steps,
         step_tokens=1,
-        matrices=matrices(shape),
     )
-    length = way.every or every
-    planned = replayed(job, way, length)
-    assert planned is not None
-    seconds = steps / length * (planned.computing + planned.waiting)
-    assert found["virtual_seconds"] == pytest.approx(seconds, rel=0.01), (name, codec, network)
-    sent = steps / length * way.payloads(workers, FORMS[codec]) * FORMS[codec].bits / 8 * job.parameters
-    sent += 4 * job.parameters * (workers - 1) / workers  # worker 0's weights, down a tree
+    (plan,) = plan_methods(question, every=every, among=[one]).plans
+    assert plan.hours is not None
+    assert found["virtual_seconds"] == pytest.approx(3600 * plan.hours, rel=0.01), (name, codec, network)
+    sent = steps * plan.bytes_a_step
+    sent += 4 * question.parameters * (workers - 1) / workers  # worker 0's weights, down a tree
     assert found["priced_bytes_per_worker"] == pytest.approx(sent, rel=0.01), (name, codec, network)
 
 
@@ -88,7 +84,12 @@ def test_as_1b(name: str, codec: str, network: str) -> None:
 
 def trained(folder: Path, name: str, *more: str) -> tuple[dict[str, Any], str]:
     settings = [f"data.path={write_text(folder / 'text.txt')}", "data.batch_size=1", "data.validation_sequences=2"]
-    settings += ["world.links=10Mbit/s, 20ms", "world.backend=virtual", "replicas.sync_every=2", "run.validate_every=0"]
+    settings += [
+        "world.virtual.links=10Mbit/s, 20ms",
+        "world.backend=virtual",
+        "replicas.sync_every=2",
+        "run.validate_every=0",
+    ]
     words = [word for one in settings for word in ("--set", one)]
     words += ["--method", "diloco", "--workers", "2", "--out", str(folder / name), *more]
     done = CliRunner().invoke(app, ["train", *words])
@@ -96,11 +97,10 @@ def trained(folder: Path, name: str, *more: str) -> tuple[dict[str, Any], str]:
     return json.loads((folder / name / "summary.json").read_text()), done.stdout
 
 
-def test_a_run_priced_as_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_priced_as_itself(tmp_path: Path) -> None:
     """Its own model and step: its own clock, from the first step to the last one. As a larger one: the losses and bytes
     of the run, the clock of the other; the title says so, on every page.
     """
-    monkeypatch.setattr("isles.report.write_picture", lambda run: run)  # 0.3 s each
     (own, _), (longer, _) = (trained(tmp_path, name, "--steps", name) for name in ("4", "8"))
     same = [priced(read_config(str(tmp_path / name / "config.toml"), {}, []), "0.12M, 100ms") for name in ("4", "8")]
     more = same[1]["virtual_seconds"] - same[0]["virtual_seconds"]  # before the first step and after the last are alike
@@ -116,7 +116,7 @@ def test_a_run_priced_as_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     done = CliRunner().invoke(app, [*words, "--over", "10Mbit/s, 20ms", "--over", "1Gbit/s, 1ms"])
     assert done.exit_code == 0, done.output
     rows = json.loads((tmp_path / "page" / "compare.json").read_text())
-    assert list(rows) == ["diloco@world.links=10Mbit/s, 20ms", "diloco@world.links=1Gbit/s, 1ms"]
+    assert list(rows) == ["diloco@world.virtual.links=10Mbit/s, 20ms", "diloco@world.virtual.links=1Gbit/s, 1ms"]
     slow, fast = (row[0]["virtual_seconds"] for row in rows.values())
     assert slow == large["virtual_seconds"] > 20 * fast  # without training again
     assert "priced as 35M" in (tmp_path / "page" / "report.html").read_text() and "sent as priced" in done.stdout
@@ -130,8 +130,8 @@ def test_a_run_priced_as_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("1B, A100, 3, 4", [], 'write it as "1B"'),
         ("1B, 2", [], "has no unit"),
         ("0.12M, 0s", [], "a step of 0 s"),
-        ("1B", ["world.step_jitter=0.1"], "world.step_jitter makes the run hang on time"),
-        ("1B", ["world.pause_every=60"], "world.pause_every makes the run hang on time"),
+        ("1B", ["world.virtual.step_jitter=0.1"], "world.virtual.step_jitter makes the run hang on time"),
+        ("1B", ["world.virtual.pause_every=60"], "world.virtual.pause_every makes the run hang on time"),
     ],
 )
 def test_refused(text: str, more: list[str], said: str) -> None:

@@ -31,7 +31,7 @@ def words(stages: int, seed: int, *more: str) -> list[str]:
         f"pipeline.stages={stages}",
         "pipeline.microbatches=4",
         "data.batch_size=4",
-        f"pipeline.stage_loss={CHANCE}",
+        f"pipeline.recovery.stage_loss={CHANCE}",
         f"run.seed={seed}",
         "run.log_every=1",
         *more,
@@ -44,8 +44,8 @@ def words(stages: int, seed: int, *more: str) -> list[str]:
 )
 def test_a_run_goes_on_after_a_loss_and_from_its_checkpoint_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text.txt")
-    more = [f'pipeline.recovery="{kind}"', "run.checkpoint_every=3"]
-    more += ["pipeline.recovery_every=2"] if kind == "checkpoint" else []
+    more = [f'pipeline.recovery.kind="{kind}"', "run.checkpoint_every=3"]
+    more += ["pipeline.recovery.every=2"] if kind == "checkpoint" else []
     config = tiny(text, *words(3, seed_of(3, [1], 4), *more), method="ddp", workers=3, steps=STEPS)
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     told = Told()
@@ -73,12 +73,18 @@ def test_a_stage_in_the_middle_is_mended_alike_on_both_backends(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (["pipeline.stage_loss=1.0"], "pipeline.stage_loss = 1.0: choose a chance"),
+        (["pipeline.recovery.stage_loss=1.0"], "pipeline.recovery.stage_loss = 1.0: choose a chance"),
         (["pipeline.loss_at=last"], 'pipeline.loss_at = "last": the first stage is never lost'),
-        (["pipeline.recovery=checkfree+", "pipeline.routing=random"], 'pipeline.recovery = "checkfree\\+" exchanges'),
-        (["pipeline.recovery_every=7"], "pipeline.recovery_every = 7 acts with"),
-        (["pipeline.stage_loss=0.0", "pipeline.recovery=copy"], 'pipeline.recovery = "copy" acts with stage_loss'),
-        (["replicas.method=diloco"], 'pipeline.stage_loss with replicas.method = "diloco"'),
+        (
+            ["pipeline.recovery.kind=checkfree+", "pipeline.routing=random"],
+            'pipeline.recovery.kind = "checkfree\\+" exchanges',
+        ),
+        (["pipeline.recovery.every=7"], "pipeline.recovery.every = 7 acts with"),
+        (
+            ["pipeline.recovery.stage_loss=0.0", "pipeline.recovery.kind=copy"],
+            'pipeline.recovery.kind = "copy" acts with stage_loss',
+        ),
+        (["replicas.method=diloco"], 'pipeline.recovery.stage_loss with replicas.method = "diloco"'),
     ],
 )
 def test_what_cannot_be_is_one_line(change: list[str], told: str, tmp_path: Path) -> None:

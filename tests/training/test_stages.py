@@ -78,7 +78,7 @@ GO_ON = {
     "delayed": ["model.tie_embeddings=true", "pipeline.in_flight=1f1b"],
     "eager": ["pipeline.recompute=true"],
     "dilocox": [*ADAPTS, "world.inner=2"],
-    "ddp": ["world.step_jitter=0.3"],
+    "ddp": ["world.virtual.step_jitter=0.3"],
 }
 
 
@@ -135,7 +135,7 @@ def test_islands_inside_a_stage_train_on_the_islands_batch(text: Path, tmp_path:
         (["pipeline.stages=2", "pipeline.in_flight=some"], 4, "in_flight"),
         (["pipeline.stages=2", "pipeline.cut=[1, 1]"], 4, "begin at 1 blocks after the first"),
         (["pipeline.stages=2", "pipeline.cut=[2]"], 4, "rising numbers of blocks between 1 and 1"),
-        (["pipeline.stages=2", "inner.accumulation=2"], 4, "inner.accumulation = 2: with stages"),
+        (["pipeline.stages=2", "inner.accumulation=2"], 4, "inner.accumulation = 2 does not go with stages"),
         (["pipeline.stages=2", "world.inner=2", "world.inside=fsdp"], 4, 'inside a stage choose "ddp"'),
         (["pipeline.stages=2", "pipeline.loss_at=last", "model.tie_embeddings=true"], 4, 'choose "origin"'),
         (["pipeline.stages=2", "replicas.on_peer_failure=solo"], 4, 'choose "raise"'),

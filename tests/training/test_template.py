@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from isles.experts.systems import SYSTEMS
 from isles.replicas import METHODS, method
-from isles.tables import field_docs
+from isles.tables import field_docs, tables_of
 from isles.training.config.reading import read_config, to_toml
 from isles.training.config.sections import ORDER, SECTIONS, Config
 from isles.training.config.template import template
@@ -27,14 +28,15 @@ def test_the_template_reads_back_to_the_defaults(tmp_path: Path, name: str) -> N
     assert all(getattr(config, section) == cls() for section, cls in SECTIONS.items())
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [*SECTIONS.values(), *(method(name).Config for name in METHODS), *(settings for settings, _ in SYSTEMS.values())],
-)
+WRITTEN = [*SECTIONS.values(), *(method(name).Config for name in METHODS), *(own for own, _ in SYSTEMS.values())]
+
+
+@pytest.mark.parametrize("cls", [*WRITTEN, *(table for cls in WRITTEN for table in tables_of(cls).values())])
 def test_every_key_is_described(cls: type) -> None:
     """No field of a config class without a docstring below it, of its own or of the class that it comes from."""
     texts = field_docs(cls)
     assert list(texts) == [field.name for field in fields(cls)]
+    texts |= {key: inspect.getdoc(table) or "" for key, table in tables_of(cls).items()}
     assert all(texts.values()), [key for key, text in texts.items() if not text]
     assert all(text[-1] in ".?" for text in texts.values()), "whole sentences"
 
@@ -76,7 +78,9 @@ def test_sections_stand_in_one_place() -> None:
     names = [field.name for field in fields(Config) if field.name != "method"]
     text = to_toml(Config(method="diloco", replicas=method("diloco").Config()))
     for written in (text, template("diloco")):
-        assert [line[1:-1] for line in written.splitlines() if line.startswith("[")] == names == list(ORDER)
+        heads = [line[1:-1] for line in written.splitlines() if line.startswith("[")]
+        assert [head for head in heads if "." not in head] == names == list(ORDER)
+        assert [head for head in heads if head.startswith("world.")] == ["world.virtual", "world.elastic"]
     assert set(SECTIONS) == set(ORDER) - {"replicas"}
     with pytest.raises(ValueError, match="choose one of " + ", ".join(sorted(ORDER))):
         read_config(None, {"words.key": 1}, [])

@@ -180,7 +180,7 @@ def test_the_files_of_a_run_agree_with_each_other(text: Path, tmp_path: Path, na
     assert summary["ddp_bytes_per_worker"] == pytest.approx(
         steps * (share * 4 * summary["parameters"] + 32 * peers), rel=1e-12
     )
-    assert summary["compute_seconds"] == pytest.approx(steps * config.world.step_seconds, rel=1e-9)
+    assert summary["compute_seconds"] == pytest.approx(steps * config.world.virtual.step_seconds, rel=1e-9)
     ended = max(line["clock_seconds"] for line in last)
     if name == "noloco" or in_flight:  # `finish` waits for the anchors sent ahead for a round that does not come
         assert summary["virtual_seconds"] >= ended
@@ -216,7 +216,7 @@ def test_what_finish_sends_and_waits_for_is_counted(text: Path, tmp_path: Path) 
     assert summary["bytes_sent_per_worker"] - sum(line["bytes_sent"] for line in lines) / 2 == (
         4 * summary["parameters"] + 32
     )
-    assert summary["compute_seconds"] == pytest.approx(5 * config.world.step_seconds, rel=1e-9)
+    assert summary["compute_seconds"] == pytest.approx(5 * config.world.virtual.step_seconds, rel=1e-9)
     assert summary["blocked_seconds"] > sum(line["blocked_seconds"] for line in lines) / 2
     assert summary["replica_std"] == 0
 

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from isles.training.config.reading import read_config
-from isles.training.config.sections import WorldConfig
+from isles.training.config.world import VirtualConfig, WorldConfig
 from isles.training.running.starting import deadlines
 from tests.training.runs import lines_of, metrics, run, tiny, write_text
 
-PAUSED = ["world.pause_every=0.4", "world.pause_seconds=200.0"]  # away most of the time, longer than all deadlines
-UNEVEN = [*PAUSED, "world.step_factors=[1.0, 2.0]", "world.step_jitter=0.5"]
+PAUSED = [
+    "world.virtual.pause_every=0.4",
+    "world.virtual.pause_seconds=200.0",
+]  # away most of the time, longer than all deadlines
+UNEVEN = [*PAUSED, "world.virtual.step_factors=[1.0, 2.0]", "world.virtual.step_jitter=0.5"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,12 @@ def test_others_wait_and_nothing_is_lost(text: Path, tmp_path: Path, method: str
 
 def test_noloco_goes_on_without_who_is_away(text: Path, tmp_path: Path) -> None:
     """solo: a partner that pauses costs a round's deadline, not the whole pause, and is met again."""
-    settings = ["world.pause_every=20", "world.pause_seconds=500.0", "world.outer_deadline=1", "run.seed=32"]
+    settings = [
+        "world.virtual.pause_every=20",
+        "world.virtual.pause_seconds=500.0",
+        "world.outer_deadline=1",
+        "run.seed=32",
+    ]
     ends = {}  # with this seed only worker 2 pauses within eight seconds
     for how in ("raise", "solo"):
         config = tiny(text, *settings, f"replicas.on_peer_failure={how}", workers=4, steps=9)
@@ -59,31 +67,32 @@ def test_noloco_goes_on_without_who_is_away(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("step_factors=[1.0, 0.0]", "world.step_factors: 0.0: choose positive"),
-        ("step_jitter=5", "world.step_jitter = 5.0: choose 0 to 3"),
-        ("pause_every=-1", "world.pause_every = -1.0: choose 0 or more seconds"),
-        ("pause_seconds=0", "world.pause_seconds = 0.0: choose how long"),
+        ("step_factors=[1.0, 0.0]", "world.virtual.step_factors: 0.0: choose positive"),
+        ("step_jitter=5", "world.virtual.step_jitter = 5.0: choose 0 to 3"),
+        ("pause_every=-1", "world.virtual.pause_every = -1.0: choose 0 or more seconds"),
+        ("pause_seconds=0", "world.virtual.pause_seconds = 0.0: choose how long"),
     ],
 )
 def test_no_such_world(setting: str, said: str) -> None:
     with pytest.raises(ValueError) as caught:
-        read_config(None, {}, ["world.backend=virtual", "world.pause_every=9", f"world.{setting}"])
+        read_config(None, {}, ["world.backend=virtual", "world.virtual.pause_every=9", f"world.virtual.{setting}"])
     assert str(caught.value).startswith(said)
 
 
 def test_a_pause_that_nobody_makes() -> None:
     with pytest.raises(
-        ValueError, match=r"world\.pause_seconds = 5\.0: nobody pauses; choose pause_every, such as 600"
+        ValueError, match=r"world\.virtual\.pause_seconds = 5\.0 acts with pause_every: choose that, such as 600"
     ):
-        read_config(None, {}, ["world.backend=virtual", "world.pause_seconds=5"])
+        read_config(None, {}, ["world.backend=virtual", "world.virtual.pause_seconds=5"])
 
 
 @pytest.mark.parametrize("setting", ["step_factors=[2.0]", "step_jitter=0.1", "pause_every=5"])
 def test_real_workers_are_as_they_are(setting: str) -> None:
     with pytest.raises(ValueError, match=r"virtual clock; .*take it out, or set world\.backend"):
-        read_config(None, {}, [f"world.{setting}"])
+        read_config(None, {}, [f"world.virtual.{setting}"])
 
 
 def test_factors_go_round() -> None:
-    assert WorldConfig(workers=5, backend="virtual", step_factors=(1.0, 3.0)).factors == (1.0, 3.0, 1.0, 3.0, 1.0)
-    assert WorldConfig(workers=2).factors == (1.0, 1.0) and WorldConfig().pauses is None
+    uneven = VirtualConfig(step_factors=(1.0, 3.0))
+    assert WorldConfig(workers=5, backend="virtual", virtual=uneven).factors == (1.0, 3.0, 1.0, 3.0, 1.0)
+    assert WorldConfig(workers=2).factors == (1.0, 1.0) and VirtualConfig().pauses is None

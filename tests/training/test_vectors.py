@@ -34,7 +34,7 @@ def test_vectors_lie_in_a_file(tmp_path: Path) -> None:
         (["memory.vectors=disk"], 'memory.vectors = "disk": set memory.disk to the folder'),
         (["memory.vectors=tape"], "memory.vectors = 'tape'"),
         (["memory.vectors=disk", "memory.disk=/nowhere"], "memory.disk = '/nowhere': there is no such folder"),
-        (["memory.disk=."], "memory.disk = '.' is of a plan: set memory.method"),
+        (["memory.disk=."], 'memory.disk = "." is of a plan: set memory.method'),
     ],
 )
 def test_what_cannot_be_is_one_line(words: list[str], told: str, tmp_path: Path) -> None:

@@ -59,7 +59,12 @@ def join(
     there = places(listen, workers)
     if workers > 1:
         raise typer.Exit(_several(address, parsed, there, as_words(settings)))
-    _join(address, parsed, there[0], apart, settings)
+    from isles.training.elastic.entering import Here
+    from isles.training.elastic.part import take_part
+
+    listening, announced = place(there[0], address)
+    here = Here(own=settings, listen=listening, announced=announced, apart=apart)
+    print(take_part(address, parsed, here, tell=tell), flush=True)
 
 
 def own(data: str | None, device: str | None, assignments: list[str] | None) -> Tables:
@@ -83,23 +88,16 @@ def given_token(token: str | None) -> Token:
     return parse_token(text)
 
 
-def _join(address: str, token: Token, listen: str | None, apart: int, settings: Tables) -> None:
-    from isles.training.elastic.entering import Here
-    from isles.training.elastic.part import take_part
-
-    listening, announced = (None, "") if listen is None else place(listen, address)
-    here = Here(own=settings, listen=listening, announced=announced, apart=apart)
-    print(take_part(address, token, here, tell=tell), flush=True)
-
-
-def place(listen: str, lighthouse: str) -> tuple[tuple[str, int], str]:
+def place(listen: str | None, lighthouse: str) -> tuple[tuple[str, int] | None, str]:
     """((address of this machine, port; 0: any), the address that others are told; "": as the lighthouse sees it, which
     is at HOST:PORT, and to which this machine may speak by another line than to all others). HOST may be that of the
-    router in front of this machine.
+    router in front of this machine. (None, "") where nothing is listened at.
     """
     from isles.comm.interfaces import outward_address
     from isles.launch.addresses import is_own, parse_address
 
+    if listen is None:
+        return None, ""
     host, _, port = listen.rpartition(":")
     host = host.strip("[]")
     if not host or not is_own(host):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isles.cli.options import Set
 from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
@@ -36,11 +37,9 @@ def lighthouse(
         int | None, typer.Option(help="Workers that the first round waits for. Default: world.workers.")
     ] = None,
     max_members: Annotated[
-        int | None, typer.Option(help="Workers that may be there at once. Default: world.max_members.")
+        int | None, typer.Option(help="Workers that may be there at once. Default: world.elastic.max_members.")
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
-    ] = None,
+    set_: Set = None,
     out: Annotated[Path | None, typer.Option(help="New run directory. Default: runs/METHOD-DATE-TIME.")] = None,
 ) -> None:
     """Keep a run that workers join and leave (`isles join`, `isles swarm peer`), and show the command that they join
@@ -65,7 +64,7 @@ def lighthouse(
     refuse_unknown(host)
     zenoh()  # or what to install, before anything else
     refuse_number(written(host, port))
-    ours = {"world.workers": founders, "world.max_members": max_members}
+    ours = {"world.workers": founders, "world.elastic.max_members": max_members}
     charter, there = _drawn_up(config, ours, set_ or [], out)
     _keep(charter, there or new_directory(charter.method), Stand(host=host, port=port, workers=workers))
 

@@ -29,8 +29,7 @@ def peer(
     device: OwnDevice = None,
     set_: OwnSettings = None,
     listen: Annotated[
-        str | None,
-        typer.Option(metavar="[HOST:]PORT", help="Let other peers reach this one directly, at this port."),
+        str | None, typer.Option(metavar="[HOST:]PORT", help="Let other peers reach this one directly, at this port.")
     ] = None,
     node: Annotated[
         str | None,
@@ -55,7 +54,7 @@ def peer(
     from isles.training.swarmed.peering import take_part
     from isles.training.swarmed.seated import ANYWHERE
 
-    listening, announced = (None, "") if there is None else place(there, join)
+    listening, announced = place(there, join)
     here = Here(own=settings, listen=listening, announced=announced)
     kinds = {"ravnest": partial(SeatedClusterPeer, node=described)}
     print(take_part(join, parsed, here, ANYWHERE if stage is None else stage, tell=tell, kinds=kinds), flush=True)

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from isles.cli.options import Trust
+from isles.cli.options import Set, Trust
 from isles.cli.signals import end_in_order
 from isles.errors import warnings_told
-
-if TYPE_CHECKING:
-    from isles.experts.system import System
 
 app = typer.Typer(
     help="Models that are trained apart and joined where they are used: HDEE and SMALLTALK LM.", no_args_is_help=True
 )
 
 ConfigArgument = Annotated[str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the built-in small run.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")]
 Out = Annotated[Path | None, typer.Option(help="Directory, new or to go on in. Default: runs/SYSTEM-DATE-TIME.")]
 Quick = Annotated[bool, typer.Option("--quick", help="The built-in run in a small form, about a minute.")]
 JobNames = Annotated[
@@ -40,32 +35,49 @@ def _experts(context: typer.Context) -> None:
     context.with_resource(warnings_told(lambda event: print(f"note: {event['notice']}", file=sys.stderr)))
 
 
-@app.command("hdee")
-def hdee(
-    config: ConfigArgument = None,
-    set_: Set = None,
-    out: Out = None,
-    quick: Quick = False,
-    job: JobNames = None,
-    at_once: AtOnceOption = 1,
-    jobs: Jobs = False,
-) -> None:
-    """Train and judge HDEE ensembles: one expert a domain, unequal sizes and steps at one budget."""
-    _run(_Words("hdee", config, set_ or [], quick, job or [], at_once), out, jobs)
+def _system(system: str, what: str) -> None:
+    """Add the command that makes experts of a system."""
+
+    @app.command(system, help=what)
+    def make(
+        config: ConfigArgument = None,
+        set_: Set = None,
+        out: Out = None,
+        quick: Quick = False,
+        job: JobNames = None,
+        at_once: AtOnceOption = 1,
+        jobs: Jobs = False,
+    ) -> None:
+        from isles.cli.experts.show import print_jobs, print_results
+        from isles.experts.reading import read
+        from isles.experts.systems import opened, settings
+
+        end_in_order()
+        asked = read(system, settings(system), config, set_ or [], quick=quick)
+        out = out or Path("runs") / f"{system}-{datetime.now():%Y%m%d-%H%M%S}"
+        opened_system = opened(asked, out)
+        if jobs:
+            print_jobs(opened_system)
+            return
+        try:
+            with _progress() as progress, warnings_told(lambda event: progress.notice(event["notice"])):
+                done = opened_system.train(progress, job or [], at_once)
+                results = opened_system.evaluate(progress) if done else None
+        except KeyboardInterrupt:
+            again = ["isles", "experts", system, *([config] if config else []), *(["--quick"] if quick else [])]
+            again += [part for word in set_ or [] for part in ("--set", word)]
+            again += [part for word in job or [] for part in ("--job", word)]
+            again += ["--at-once", str(at_once)] if at_once > 1 else []
+            print(f"isles: stopped; go on with: {shlex.join([*again, '--out', str(out)])}", file=sys.stderr)
+            raise typer.Exit(130) from None
+        if results is None:
+            print_jobs(opened_system)
+        else:
+            print_results(results, out)
 
 
-@app.command("smalltalk")
-def smalltalk(
-    config: ConfigArgument = None,
-    set_: Set = None,
-    out: Out = None,
-    quick: Quick = False,
-    job: JobNames = None,
-    at_once: AtOnceOption = 1,
-    jobs: Jobs = False,
-) -> None:
-    """Train and judge SMALLTALK LM: routers part the text, each expert trains alone on its share."""
-    _run(_Words("smalltalk", config, set_ or [], quick, job or [], at_once), out, jobs)
+_system("hdee", "Train and judge HDEE ensembles: one expert a domain, unequal sizes and steps at one budget.")
+_system("smalltalk", "Train and judge SMALLTALK LM: routers part the text, each expert trains alone on its share.")
 
 
 Prior = Annotated[
@@ -94,6 +106,8 @@ def evaluate(
     """Judge again: a whole directory on its own domains, or one forest on a text."""
     from isles.cli.experts.show import print_forest, print_results
     from isles.experts.joining import Joining
+    from isles.experts.reading import kept
+    from isles.experts.systems import SYSTEMS, opened
 
     joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
     if trust:
@@ -101,8 +115,12 @@ def evaluate(
     if path.is_dir():
         if data is not None or joining != Joining():
             raise ValueError(f"options judge one forest: name a file of {path}/seed-N/forests, or leave them out")
-        system = _opened(path)
-        _refuse_undone(system)
+        system = opened(kept(path, {name: own for name, (own, _) in SYSTEMS.items()}), path)
+        undone = [name for name, (_, state) in system.jobs().items() if state != "done"]
+        if undone:
+            raise ValueError(
+                f"{path}: {len(undone)} runs are not done, among them {undone[0]}; train them, or copy them there"
+            )
         with _progress() as progress, warnings_told(lambda event: progress.notice(event["notice"])):
             results = system.evaluate(progress)
         print_results(results, path)
@@ -140,17 +158,8 @@ def generate(
     speaker = Speaker(forest, joining, data)
     for text in prompt:
         voice = speaker.voice(text)
-        ids = list(
-            sample(
-                voice.logits,
-                voice.tokens,
-                new_tokens=tokens,
-                context=voice.context,
-                temperature=temperature,
-                top_k=top_k,
-                seed=seed,
-            )
-        )
+        settings = {"new_tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+        ids = list(sample(voice.logits, voice.tokens, context=voice.context, **settings))
         print(text + speaker.tokenizer.decode(ids))
         print(voice.note, file=sys.stderr)
         speaker.listen(torch.cat([voice.tokens, torch.tensor(ids)]))
@@ -236,67 +245,6 @@ def plan(
         print_paper(json)
         return
     print_plan(read(system, settings(system), config, set_ or [], quick=quick), json)
-
-
-@dataclass(frozen=True)
-class _Words:
-    """What `isles experts SYSTEM` was given, but for --out and --jobs."""
-
-    system: str
-    config: str | None
-    assignments: list[str]
-    quick: bool
-    only: list[str]
-    at_once: int
-
-    def again(self, out: Path) -> str:
-        """The command that goes on in `out`."""
-        words = ["isles", "experts", self.system, *([self.config] if self.config else [])]
-        words += ["--quick"] if self.quick else []
-        words += [part for word in self.assignments for part in ("--set", word)]
-        words += [part for word in self.only for part in ("--job", word)]
-        words += ["--at-once", str(self.at_once)] if self.at_once > 1 else []
-        return shlex.join([*words, "--out", str(out)])
-
-
-def _run(words: _Words, out: Path | None, listing: bool) -> None:
-    from isles.cli.experts.show import print_jobs, print_results
-    from isles.experts.reading import read
-    from isles.experts.systems import opened, settings
-
-    end_in_order()
-    asked = read(words.system, settings(words.system), words.config, words.assignments, quick=words.quick)
-    out = out or Path("runs") / f"{words.system}-{datetime.now():%Y%m%d-%H%M%S}"
-    system = opened(asked, out)
-    if listing:
-        print_jobs(system)
-        return
-    try:
-        with _progress() as progress, warnings_told(lambda event: progress.notice(event["notice"])):
-            done = system.train(progress, words.only, words.at_once)
-            results = system.evaluate(progress) if done else None
-    except KeyboardInterrupt:
-        print(f"isles: stopped; go on with: {words.again(out)}", file=sys.stderr)
-        raise typer.Exit(130) from None
-    if results is None:
-        print_jobs(system)
-    else:
-        print_results(results, out)
-
-
-def _opened(out: Path) -> System[Any]:
-    from isles.experts.reading import kept
-    from isles.experts.systems import SYSTEMS, opened
-
-    return opened(kept(out, {name: own for name, (own, _) in SYSTEMS.items()}), out)
-
-
-def _refuse_undone(system: System[Any]) -> None:
-    undone = [name for name, (_, state) in system.jobs().items() if state != "done"]
-    if undone:
-        raise ValueError(
-            f"{system.out}: {len(undone)} runs are not done, among them {undone[0]}; train them, or copy them there"
-        )
 
 
 def _progress() -> Any:

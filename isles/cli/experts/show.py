@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from typing_extensions import override
@@ -31,9 +30,7 @@ class Shown(JobProgress):
     def __enter__(self) -> Shown:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.bars.stop()
 
     @override
@@ -105,16 +102,9 @@ def print_paper(as_json: bool) -> None:
         return
     print("Table 3 of arXiv 2410.03529: FLOPs of training (1e19) and of a sequence at inference (1e12)")
     heads = ["expert", "experts", "training", "overhead", "inference", "overhead"]
+    units = {"training": 1e19, "training_overhead": 1e19, "inference": 1e12, "inference_overhead": 1e12}
     shown = [
-        [
-            row["expert"],
-            str(row["experts"]),
-            f"{row['training'] / 1e19:.2f}",
-            f"{row['training_overhead'] / 1e19:.2f}",
-            f"{row['inference'] / 1e12:.2f}",
-            f"{row['inference_overhead'] / 1e12:.2f}",
-        ]
-        for row in rows
+        [row["expert"], str(row["experts"]), *(f"{row[key] / unit:.2f}" for key, unit in units.items())] for row in rows
     ]
     print_table(Table(heads=heads, rows=shown))
 

@@ -126,7 +126,8 @@ def read_beside(
     tuned: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Configs:
     """`read_all`, and beside them the rows that all are held against; a note where one cannot be."""
-    from isles.cli.several.terms import applied, at_equal
+    from isles.cli.several.terms import at_equal
+    from isles.tables import changed
 
     configs = read_all(config, rows, seeds, flags, assignments, tuned)
     calm = [*assignments, "world.drop_outer=0"]  # nothing is exchanged that could be dropped
@@ -135,7 +136,7 @@ def read_beside(
         alone = {(ALONE, seed): one_worker(one) for (_, seed), one in never.items()}
         if tuned is not None:
             never = read_all(config, [ComparisonRow(NEVER)], seeds, flags, calm, tuned)
-            alone = {place: at_equal("tokens", applied(one, tuned.get(ALONE, {})), one) for place, one in alone.items()}
+            alone = {place: at_equal("tokens", changed(one, tuned.get(ALONE, {})), one) for place, one in alone.items()}
         return {**configs, **never, **alone}
     except ValueError as error:
         print(f"note: no rows of workers that never talk, and of one worker: {error}", file=sys.stderr)
@@ -145,11 +146,12 @@ def read_beside(
 def one_worker(config: Config) -> Config:
     """`config`, in which nobody talks, with one worker that reads the tokens of all: as many steps more."""
     from isles.pipeline.config import PipelineConfig
+    from isles.tables import changed
     from isles.training.config.tokens import ending
 
     times, run, world = config.replicas_in_all * config.world.inner, config.run, config.world
     steps = {key: getattr(run, key) * times for key in ("steps", "log_every", "validate_every", "checkpoint_every")}
-    world = replace(world, workers=1, inner=1, inside="ddp", inner_links="lan")
+    world = changed(world, {"workers": 1, "inner": 1, "inside": "ddp", "virtual.inner_links": "lan"})
     data = replace(config.data, batch_size=config.data.batch_size_per_worker(times))
     return ending(replace(config, data=data, pipeline=PipelineConfig(), world=world, run=replace(run, **steps)))
 
@@ -172,9 +174,9 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
         summary = {**run.summary, "folder": os.path.relpath(folder, out)}
         if as_ is not None and "joins" in summary:
             raise ValueError(f"{folder}: workers come and go in it, so it hangs on time, which --as does not price")
-        for links in over or [terms.get("world.links")]:
+        for links in over or [terms.get("world.virtual.links")]:
             price = {} if as_ is None else priced(read_config(str(folder / "config.toml"), {}, []), as_, links)
-            place = {**terms, "world.links": links}
+            place = {**terms, "world.virtual.links": links}
             rows.setdefault(repr(sorted(place.items())), []).append(({**summary, **price}, place))
     found: dict[str, list[dict[str, Any]]] = {}
     for group in rows.values():

@@ -71,7 +71,7 @@ def run_all(
                 done += work[name, seed]
                 with Progress(title, one.world.workers, one.run.steps, plain=f"{title} ") as progress:
                     summaries[name].append(begin(one, folder, progress.line, progress.notice))
-                write_report(folder)  # its picture, a second each, by `isles report` where it is wanted
+                write_report(folder)
     except KeyboardInterrupt as stop:
         what = str(stop) if isinstance(stop, Interrupted) else f"stopped after {folder}"
         print(f"isles: {what}; the runs after it were not begun", file=sys.stderr)
@@ -89,14 +89,13 @@ def new_folder(out: Path | None, verb: str) -> Path:
 
 
 def write_pages(out: Path, summaries: dict[str, list[dict[str, Any]]]) -> None:
-    """The index of a comparison, its page and its picture."""
-    from isles.report import write_picture, write_report
+    """The index of a comparison and its page."""
+    from isles.report import write_report
     from isles.report.comparison import INDEX
 
     out.mkdir(parents=True, exist_ok=True)
     (out / INDEX).write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
     write_report(out)
-    write_picture(out)
 
 
 def show(out: Path, summaries: dict[str, list[dict[str, Any]]]) -> None:

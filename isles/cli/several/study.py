@@ -22,12 +22,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isles.cli.several.terms import applied, at_equal
+from isles.cli.several.terms import at_equal
 from isles.durable import write_text
 from isles.network.noise import hash64
 from isles.replicas.space import Dimension, settings_of
 from isles.report.paired import judged
 from isles.report.tuning import TUNED, complete, read_tuning
+from isles.tables import changed
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.records.finite import NotFinite
@@ -84,7 +85,7 @@ class Terms:
 
     def run(self, settings: dict[str, Any]) -> Config:
         """The run of a trial."""
-        made = at_equal(self.at, applied(self.config, settings), self.config)
+        made = at_equal(self.at, changed(self.config, settings), self.config)
         shown = {"validate_every": -(-made.run.steps // _PARTS), "checkpoint_every": 0}
         return replace(made, run=replace(made.run, seed=self.seed, **shown))
 

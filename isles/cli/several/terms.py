@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from isles.parsing import parse_toml
 from isles.report.tuning import TUNED, complete, read_tuning
+from isles.tables import changed
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.config.tokens import tokens_a_step
-
-
-def applied(config: Config, settings: Mapping[str, Any]) -> Config:
-    """`config` with other settings. ValueError where they are refused."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return replace(config, **{name: replace(getattr(config, name), **own) for name, own in sections.items()})
 
 
 def at_equal(at: str, made: Config, base: Config) -> Config:
@@ -29,11 +20,11 @@ def at_equal(at: str, made: Config, base: Config) -> Config:
     by its size; the warm-up is the same share of the run.
     """
     ratio = tokens_a_step(made, made.replicas_in_all) / tokens_a_step(base, base.replicas_in_all)
-    made = applied(made, {"world.step_seconds": base.world.step_seconds * ratio})
+    made = changed(made, {"world.virtual.step_seconds": base.world.virtual.step_seconds * ratio})
     share = {"tokens": 1 / ratio, "steps": 1.0}.get(at) or pace(base) / pace(made)
     steps = max(round(base.run.steps * share), 1)
     warmup = round(base.inner.warmup_steps * steps / base.run.steps)
-    return applied(made, {"inner.warmup_steps": warmup, "run.steps": steps, "run.tokens": 0})
+    return changed(made, {"inner.warmup_steps": warmup, "run.steps": steps, "run.tokens": 0})
 
 
 def pace(config: Config) -> float:
@@ -42,7 +33,7 @@ def pace(config: Config) -> float:
 
     plan = plan_run(config)
     found = plan.step_seconds if plan.time is None else plan.time.step
-    return found or config.world.step_seconds
+    return found or config.world.virtual.step_seconds
 
 
 def tuned_in(folder: Path, rows: Mapping[str, Config]) -> dict[str, Mapping[str, Any]]:

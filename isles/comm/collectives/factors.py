@@ -69,12 +69,12 @@ class Factors(Averaging):
         self._dense.append(run)
         self.elements = start
         draw = torch.Generator().manual_seed(0)  # the same on all members
-        self.bases = [
-            torch.randn(m.columns, min(form.rank, m.rows, m.columns), generator=draw, dtype=dtype, device="cpu").to(
-                device
-            )
-            for m in self.matrices
-        ]
+        self.bases = [self._drawn(m.columns, min(form.rank, m.rows, m.columns), draw, device) for m in self.matrices]
+
+    def _drawn(self, rows: int, columns: int, draw: torch.Generator, device: torch.device) -> Tensor:
+        if device.type == "meta":  # a sketch has no numbers
+            return torch.empty(rows, columns, dtype=self.dtype, device=device)
+        return torch.randn(rows, columns, generator=draw, dtype=self.dtype, device="cpu").to(device)
 
     @property
     @override

@@ -35,10 +35,9 @@ from isles.comm.collectives.headers import HEADER_BYTES, Headers, Stamp, form_di
 from isles.comm.collectives.shots import PARTS, AllGather, Alone, MeanPart, TwoShot, Wires, cuts
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Steps, native_collectives
-from isles.network.planner import memory
-from isles.network.planner.memory import MOST_SEGMENTS, Working
+from isles.network.planner.memory import MOST_SEGMENTS
 from isles.network.planner.memory import SEGMENT as _SEGMENT
-from isles.network.planner.planned import Mean, Segment
+from isles.network.planner.planned import Mean, Segment, ShardSizes
 
 
 def segments(elements: int, block: int) -> list[tuple[int, int]]:
@@ -49,9 +48,16 @@ def segments(elements: int, block: int) -> list[tuple[int, int]]:
 
 def gathers(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> bool:
     """Whether a segment is all-gathered, not averaged in two shots: whatever takes fewer bytes over all members."""
-    shards = [last - first for first, last in cuts(elements, size, codec.block)]
-    there, back = (sum(form.wire_bytes(shard, dtype) for shard in shards) for form in (codec, codec.back))
+    there, back = (_shards(elements, dtype, form, codec.block, size).total for form in (codec, codec.back))
     return size * codec.wire_bytes(elements, dtype) <= there + back
+
+
+def _shards(elements: int, dtype: torch.dtype, form: Codec, block: int, size: int) -> ShardSizes:
+    """Of a segment: see `cuts`."""
+    share = -(-elements // (size * block)) * block
+    full, rest = divmod(elements, share) if share else (0, 0)
+    runs = (full, share), (min(rest, 1), rest), (size - full - min(rest, 1), 0)
+    return ShardSizes(tuple((count, form.wire_bytes(entries, dtype)) for count, entries in runs if count))
 
 
 def phases(elements: int) -> int:
@@ -61,15 +67,16 @@ def phases(elements: int) -> int:
 
 def pattern(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> Mean:
     """What one mean in a group of `size` puts on the wire."""
-    made = []
-    for start, stop in segments(elements, codec.block):
-        if gathers(stop - start, dtype, codec, size):
-            made.append(Segment(None, (codec.wire_bytes(stop - start, dtype),) * size))
-            continue
-        shards = [last - first for first, last in cuts(stop - start, size, codec.block)]
-        there, back = ([form.wire_bytes(shard, dtype) for shard in shards] for form in (codec, codec.back))
-        made.append(Segment(tuple(there), tuple(back)))
-    return Mean(tuple(made), HEADER_BYTES)
+    lengths = [stop - start for start, stop in segments(elements, codec.block)]
+    made = {length: _segment(length, dtype, codec, size) for length in set(lengths)}
+    return Mean(tuple(made[length] for length in lengths), HEADER_BYTES)
+
+
+def _segment(elements: int, dtype: torch.dtype, codec: Codec, size: int) -> Segment:
+    if gathers(elements, dtype, codec, size):
+        return Segment(None, ShardSizes(((size, codec.wire_bytes(elements, dtype)),)))
+    there, back = (_shards(elements, dtype, form, codec.block, size) for form in (codec, codec.back))
+    return Segment(there, back)
 
 
 def sent_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int, position: int) -> int:
@@ -81,14 +88,13 @@ def working_bytes(elements: int, dtype: torch.dtype, codec: Codec, size: int) ->
     """Memory in bytes, beyond the buffer, that one mean in a group of `size` takes at its peak: what two segments
     receive, and where the codec is no mere view, what it encodes and decodes.
     """
-    pieces = []
+    total = 0
     for start, stop in segments(elements, codec.block)[:2]:
-        first, last = cuts(stop - start, size, codec.block)[0]
-        there, back = (form.wire_bytes(last - first, dtype) for form in (codec, codec.back))
-        gathered = size > 1 and gathers(stop - start, dtype, codec, size)
         whole = codec.wire_bytes(stop - start, dtype)
-        pieces.append(Working(whole, there, back, (stop - start) * dtype.itemsize, gathered))
-    return int(memory.working_bytes(pieces, size, lossless=codec.lossless))
+        largest = max(int(_shards(stop - start, dtype, form, codec.block, size)[0]) for form in (codec, codec.back))
+        total += (size - 1) * (whole if gathers(stop - start, dtype, codec, size) else largest)
+        total += 0 if codec.lossless else whole + (stop - start) * dtype.itemsize
+    return total
 
 
 def mean(

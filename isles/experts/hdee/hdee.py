@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from isles.errors import unknown_name
+from isles.errors import demand, unknown_name
 from isles.experts.domains import TRAINED, Difficulty, Domain, of_difficulty
 from isles.experts.jobs import ExpertJob, configured
 from isles.experts.meters import TOLERANCE, Share, check_budget
@@ -90,28 +90,22 @@ class HdeeConfig:
             values = getattr(self, key)
             if len(set(values)) < len(values) or not (values or key == "baselines"):
                 raise ValueError(f"{key} = {list(values)}: name each one once, and at least one")
-        for key in ("iterations", "seed_steps", "characters", "sequences", "prefix"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
+        demand(self, "iterations seed_steps characters sequences prefix", lambda x: x >= 1, "choose 1 or more")
         for key in ("steps", "ffn"):
             values = getattr(self, key)
             if min(values) < 1 or list(values) != sorted(values):
                 raise ValueError(f"{key} = {list(values)}: three numbers of at least 1, the smallest first")
-        if self.branch == "average":
-            self._check_average()
+        if self.branch == "average" and self.iterations < 2:
+            raise ValueError('branch = "average" is of the second iteration: raise hdee.iterations, or leave it out')
+        unequal = [name for name in self.variants if name.startswith("m-he")]
+        if self.branch == "average" and unequal:
+            raise ValueError(
+                f'branch = "average" needs experts of one size: leave {" and ".join(unequal)} out of hdee.variants'
+            )
         if min(self.seeds) < 0:
             raise ValueError(f"seeds = {list(self.seeds)}: choose 0 or more")
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance = {self.tolerance}: choose a share in [0, 1), such as {TOLERANCE}")
-
-    def _check_average(self) -> None:
-        if self.iterations < 2:
-            raise ValueError('branch = "average" is of the second iteration: raise hdee.iterations, or leave it out')
-        unequal = [name for name in self.variants if name.startswith("m-he")]
-        if unequal:
-            raise ValueError(
-                f'branch = "average" needs experts of one size: leave {" and ".join(unequal)} out of hdee.variants'
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,17 +129,13 @@ def cell(own: HdeeConfig, base: Config, variant: str) -> Cell:
     ffn = own.ffn if sizes == "m-he" else (own.ffn[1],) * 3
     steps = own.steps if lengths == "he" else (own.steps[1],) * 3
     if variant == "m-he-i-he":
-        costs = [flops * t for flops, t in zip(_flops(own, base), steps, strict=True)]
+        costs = [float(flops_per_token(_shape(base, f))) * t for f, t in zip(own.ffn, steps, strict=True)]
         few = max(1, round(steps[0] * 2 * costs[1] / (costs[0] + costs[2])))
         left = 2 * costs[1] - costs[0] / steps[0] * few  # so that one rounding makes up for the other
         steps = (few, steps[1], max(1, round(left / costs[2] * steps[2])))
     shares: dict[str, Share] = {d: Share(_shape(base, f), t) for d, f, t in zip(TRAINED, ffn, steps, strict=True)}
     ratio = check_budget(variant, shares, Share(_shape(base, own.ffn[1]), own.steps[1]), own.tolerance)
     return Cell(variant=variant, ffn=ffn, steps=steps, ratio=ratio)
-
-
-def _flops(own: HdeeConfig, base: Config) -> list[float]:
-    return [float(flops_per_token(_shape(base, ffn))) for ffn in own.ffn]
 
 
 def _shape(base: Config, ffn: int) -> Shape:
@@ -186,11 +176,7 @@ def plan(own: HdeeConfig, base: Config, domains: list[Domain], seed: int, folder
     random = [planner.baseline("random", f"splits/{place}", steps, f"-{place}") for place in range(len(TRAINED))]
     dense = planner.baseline("dense", MIXTURE, steps * len(TRAINED))
     return HdeePlan(
-        jobs=tuple(planner.jobs.values()),
-        seeds=seeds,
-        forests=forests,
-        random=tuple(filter(None, random)),
-        dense=dense,
+        jobs=tuple(planner.jobs.values()), seeds=seeds, forests=forests, random=tuple(filter(None, random)), dense=dense
     )
 
 

@@ -205,7 +205,6 @@ class _SeedScores:
         self.scores: dict[tuple[str, str, DomainPart], Tensor] = {}
 
     def run(self, name: str) -> SavedRun:
-        """A run of the folder."""
         if name not in self.runs:
             self.runs[name] = load_run(self.folder / name)
         return self.runs[name]

@@ -67,11 +67,6 @@ def _optimal(scores_NE: np.ndarray, room: np.ndarray) -> np.ndarray:
     return chosen
 
 
-def total(scores_NE: np.ndarray, chosen_N: np.ndarray) -> float:
-    """Sum of the scores that an assignment gets."""
-    return float(np.take_along_axis(scores_NE, chosen_N[:, None], 1).sum())
-
-
 def purity(chosen_N: np.ndarray, label_N: np.ndarray) -> float:
     """Share of the sequences that carry the commonest label of their expert: 1 is a clean split by label."""
     common = sum(np.bincount(label_N[chosen_N == expert]).max() for expert in np.unique(chosen_N))

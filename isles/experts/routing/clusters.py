@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
-from torch import Tensor
 
 from isles.data.order import epoch_order
 from isles.data.tokenizer import Tokenizer
@@ -43,23 +41,15 @@ class Clusters:
 
     def embed(self, texts: Sequence[str]) -> np.ndarray:
         """(N, D) of length 1; zeros for a text without known words."""
-        return _normal(_counts(texts).multiply(self.weight_F).tocsr() @ self.map_FD)
+        embedded_ND = _counts(texts).multiply(self.weight_F).tocsr() @ self.map_FD
+        return embedded_ND / np.maximum(np.linalg.norm(embedded_ND, axis=1, keepdims=True), 1e-12)
 
     def distances(self, texts: Sequence[str]) -> np.ndarray:
         """(N, E) squared, to each centre."""
         embedded_ND = self.embed(texts)
         return ((embedded_ND[:, None] - self.centre_ED[None]) ** 2).sum(-1)
 
-    def log_prior(self, texts: Sequence[str], tau: float = TAU) -> Tensor:
-        """(E, N) for `isles.experts.mixture`."""
-        return torch.from_numpy(-self.distances(texts).T / tau).log_softmax(0)
-
-    def assign(self, texts: Sequence[str], *, balanced: bool) -> np.ndarray:
-        """(N,) the expert of each text: in balance to train, the nearest in use."""
-        return assign(-self.distances(texts), "greedy" if balanced else "unbalanced")
-
     def save(self, path: Path) -> None:
-        """As safetensors."""
         save_file({"weight": self.weight_F, "map": self.map_FD, "centre": self.centre_ED}, str(path))
 
     @classmethod
@@ -113,7 +103,3 @@ def _counts(texts: Sequence[str]) -> csr_matrix:
     rows = np.repeat(np.arange(len(texts)), [len(found) for found in words])
     columns = np.array([zlib.crc32(word.encode()) % COLUMNS for found in words for word in found], dtype=np.int64)
     return csr_matrix((np.ones(len(columns)), (rows, columns)), shape=(len(texts), COLUMNS))
-
-
-def _normal(rows: np.ndarray) -> np.ndarray:
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)

@@ -29,7 +29,6 @@ class RidgeGate:
         self.counts[name] = np.bincount(tokens.ravel(), minlength=len(self.features_VF)).astype(np.float64)
 
     def remove(self, name: str) -> None:
-        """Without that expert."""
         del self.counts[name]
 
     def weights(self) -> np.ndarray:

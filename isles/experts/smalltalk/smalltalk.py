@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
+from isles.errors import demand
 from isles.experts.jobs import ExpertJob, configured
 from isles.experts.routing.assignment import AssignmentRule
 from isles.models import flops_per_token
@@ -34,12 +35,16 @@ GateName = Literal["routers", "clusters"]
 
 @dataclass(frozen=True, kw_only=True)
 class RouterShape:
-    """d_model, layers, heads, ffn: of a router, as in [model]."""
+    """Shape of the routers, as in [model]; the vocabulary and context are the experts'."""
 
     d_model: int = 96
+    """Width of the stream."""
     layers: int = 12
+    """Blocks."""
     heads: int = 12
+    """Attention heads."""
     ffn: int = 384
+    """Width of the feed-forward layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +66,6 @@ class SmalltalkConfig:
     prefixes: tuple[int, ...] = (32, 64, 128, 256)
     """Lengths that routing is judged with, none longer than prefix."""
     router: RouterShape = field(default_factory=RouterShape)
-    """Shape of the routers; the vocabulary and context are the experts'."""
     rounds: int = 94
     """Rounds of training and assigning."""
     round_sequences: int = 43_945
@@ -88,14 +92,11 @@ class SmalltalkConfig:
     """Sequences of each domain that are judged."""
 
     def __post_init__(self) -> None:
-        counts = ("experts", "steps", "rounds", "round_sequences", "router_batch", "reweigh_every")
-        for key in (*counts, "characters", "sequences"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} = {getattr(self, key)}: choose 1 or more")
+        keys = "experts steps rounds round_sequences router_batch reweigh_every characters sequences"
+        demand(self, keys, lambda x: x >= 1, "choose 1 or more")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds = {list(self.seeds)}: name at least one, each of 0 or more, once")
-        if self.prefix < 2:
-            raise ValueError(f"prefix = {self.prefix}: a router scores the tokens after the first; choose 2 or more")
+        demand(self, "prefix", lambda x: x >= 2, "a router scores the tokens after the first; choose 2 or more")
         if self.router_batch > self.round_sequences:
             raise ValueError(
                 f"router_batch = {self.router_batch} is more than round_sequences = {self.round_sequences}: lower it"
@@ -124,12 +125,7 @@ def router_config(own: SmalltalkConfig, base: Config, pool: Path) -> Config:
         path=str(pool),
         model=vars(own.router),
         data={"batch_size": own.router_batch},
-        inner={
-            "lr": own.router_lr,
-            "warmup_steps": own.router_warmup,
-            "final_lr_fraction": 1.0,
-            "accumulation": 1,
-        },
+        inner={"lr": own.router_lr, "warmup_steps": own.router_warmup, "final_lr_fraction": 1.0, "accumulation": 1},
         world={"workers": 1},
     )
 

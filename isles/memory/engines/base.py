@@ -43,7 +43,6 @@ class LaneEvent:
         run()
 
     def fire(self) -> None:
-        """It happens."""
         with self._engine.changed:
             self.happened = True
             waiting, self._waiting = self._waiting, []
@@ -99,7 +98,6 @@ class Engine(ABC):
         self.closed = False
 
     def event(self, happened: bool = False) -> LaneEvent:
-        """A new one."""
         return LaneEvent(self, happened)
 
     @abstractmethod

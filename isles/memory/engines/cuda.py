@@ -118,7 +118,6 @@ class CudaMoves(Moves):
             _land(*before)
 
     def to_device(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """All at once."""
         with self.room():
             made = [torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in tensors]
         for new, tensor in zip(made, tensors, strict=True):

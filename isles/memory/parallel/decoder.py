@@ -30,21 +30,17 @@ class HalfDecoder:
 
     @property
     def block_params(self) -> int:
-        """Of one block."""
         return 12 * self.width**2
 
     @property
     def embedding_params(self) -> int:
-        """Of the embedding."""
         return self.vocabulary * self.width
 
     @property
     def params(self) -> int:
-        """Of all of it."""
         return self.layers * self.block_params + self.embedding_params
 
     def block_flops(self, tokens: int) -> float:
-        """Of a block's forward pass."""
         return float(2 * self.block_params * tokens + 4 * self.sequence * self.width * tokens)
 
     def stream(self, sequences: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -71,8 +72,5 @@ def divisors(number: int) -> Iterator[int]:
 
 def deepest(fits: Callable[[HalfDecoder], bool], shape: HalfDecoder) -> int:
     """Parameters of the model of most layers, as wide as `shape`, that fits; 0: none does."""
-    low, high = 0, _MOST_LAYERS  # low fits, high does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(replace(shape, layers=middle)) else (low, middle)
-    return replace(shape, layers=low).params if low else 0
+    fitting = bisect_left(range(1, _MOST_LAYERS), True, key=lambda layers: not fits(replace(shape, layers=layers)))
+    return replace(shape, layers=fitting).params if fitting else 0

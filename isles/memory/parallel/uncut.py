@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -41,7 +43,7 @@ def out_of_core(job: ParallelJob, *, shared: bool) -> ParallelWay:
     accumulation, plan = found
     made = averaged(job, job.shape, accumulation, shared=shared)
     timeline = played(job, found, shared=shared)
-    runs = _in_words(plan)
+    runs = " ".join(f"{count}x{choice}" for choice, count in Counter(one.short for one in plan).items())
     return ParallelWay(
         name=name,
         how=f"{runs}{f', {accumulation} batches a step' if accumulation > 1 else ''}",
@@ -106,21 +108,10 @@ def _family(units: int) -> Iterator[tuple[Placement, ...]]:
 
 
 def _out_of_core_fits(job: ParallelJob, shape: HalfDecoder, shared: bool) -> bool:
-    made = averaged(job, shape, job.sequences // job.devices, shared=shared)
+    accumulation, here = job.sequences // job.devices, job.machine
+    made = averaged(job, shape, accumulation, shared=shared)
     plan = (Placement("host", "recompute"),) * len(made.units)
-    return _within(job.machine, made, plan, job.sequences // job.devices)
-
-
-def _within(here: Machine, made: Profile, plan: tuple[Placement, ...], accumulation: int) -> bool:
     return least_peak(made, plan, accumulation) <= here.device_bytes and host_bytes(made, plan) <= here.host_bytes
-
-
-def _in_words(plan: tuple[Placement, ...]) -> str:
-    """How often each choice is taken."""
-    counts: dict[str, int] = {}
-    for one in plan:
-        counts[one.short] = counts.get(one.short, 0) + 1
-    return " ".join(f"{count}x{short}" for short, count in counts.items())
 
 
 def busiest(timeline: LaneTimeline) -> str:
@@ -198,10 +189,5 @@ def _least_remade(job: ParallelJob, shape: HalfDecoder, accumulation: int) -> in
 
 def least(most: int, fits: Callable[[int], bool]) -> int | None:
     """The least number up to `most` that fits, where every larger one does too; None: not even `most`."""
-    if not fits(most):
-        return None
-    low, high = 0, most
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return low
+    found = bisect_left(range(most + 1), True, key=fits)
+    return found if found <= most else None

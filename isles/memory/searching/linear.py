@@ -41,27 +41,20 @@ def solve(
     flat = np.where(np.isfinite(flat), flat, 0.0)
     memory, stays = _memory(profile, options)
 
-    rows, low, high = [], [], []
+    limits: list[tuple[np.ndarray, float, float]] = []  # (factors of the variables, least, most) of their sum
     for unit in range(units):
         row = np.zeros(variables)
         row[unit * count : (unit + 1) * count] = 1
-        rows.append(row)
-        low.append(1.0)
-        high.append(1.0)
+        limits.append((row, 1.0, 1.0))
     for lane in range(flat.shape[1]):
-        rows.append(np.append(flat[:, lane], -1.0))
-        low.append(-np.inf)
-        high.append(-fixed[lane])
+        limits.append((np.append(flat[:, lane], -1.0), -np.inf, -fixed[lane]))
     scale = max(budget, 1.0)
-    for moment in range(len(memory)):
-        rows.append(np.append(memory[moment] / scale, 0.0))
-        low.append(-np.inf)
-        high.append((budget - stays[moment]) / scale)
+    for taken, beside in zip(memory, stays, strict=True):
+        limits.append((np.append(taken / scale, 0.0), -np.inf, (budget - beside) / scale))
     if np.isfinite(host):
         hosts = [unit_cost(unit, one).host for unit in profile.units for one in options]
-        rows.append(np.append(np.array(hosts) / max(host, 1.0), 0.0))
-        low.append(-np.inf)
-        high.append(1.0 if host else 0.0)
+        limits.append((np.append(np.array(hosts) / max(host, 1.0), 0.0), -np.inf, 1.0 if host else 0.0))
+    rows, low, high = zip(*limits, strict=True)
     goal = np.append(_TIE * flat.sum(axis=1), 1.0)
     if weights is not None:
         goal[:-1] += flat @ np.asarray(weights, float)

@@ -3,25 +3,25 @@
 Ravnest's public code lowers a penalty that one cluster of all nodes always brings to nothing, so how many clusters come
 out is luck there. Here three things count, in this order:
 
-    1. every cluster holds the whole model, cut somewhere between its blocks (`split_model`)
+    1. every cluster holds the whole model, cut somewhere between its blocks (`ClusterCutter`)
     2. as many clusters as can be, up to a limit
     3. the slowest cluster's predicted step time as close as can be to the fastest one's, for averaging waits for all;
        then the shortest way between any two nodes of a cluster, then the shortest step
 
-All nodes are used. Up to eight of them every grouping is looked at; above, a genetic search from a seed.
+All nodes are used. Up to eight of them every grouping is looked at; above, a local search from a seed.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
 from isles.network.clusters.nodes import ClusterNode
-from isles.network.clusters.splitting import CutBy, ModelLoad, ModelSplit, split_model
+from isles.network.clusters.splitting import ClusterCutter, CutBy, ModelLoad, ModelSplit
 
 EXACT = 8
 """Nodes up to which every grouping is looked at: 4,140 of eight."""
@@ -46,11 +46,12 @@ class NodeCluster:
 
 
 class ClusterScore(NamedTuple):
-    """Of a grouping; the least is best. homeless: clusters that do not hold the model. clusters: their number,
-    negative. spread: slowest over fastest. latency: longest way inside of a cluster, seconds. seconds: of the slowest.
+    """Of a grouping; the least is best. lacking: of the clusters that do not hold the model, by how much the fullest
+    node is over its memory, as a share of it, summed. clusters: their number, negative. spread: slowest over fastest.
+    latency: longest way inside of a cluster, seconds. seconds: of the slowest.
     """
 
-    homeless: int
+    lacking: float
     clusters: int
     spread: float
     latency: float
@@ -62,11 +63,11 @@ def form_clusters(
     load: ModelLoad,
     *,
     most: int = 5,
-    method: Literal["auto", "exact", "genetic"] = "auto",
+    method: Literal["auto", "exact", "search"] = "auto",
     by: CutBy = "time",
     seed: int = 0,
 ) -> list[NodeCluster]:
-    """The clusters, that of the first node first. most: how many at most. by: how each is cut. seed: of the genetic
+    """The clusters, that of the first node first. most: how many at most. by: how each is cut. seed: of the
     search. ValueError, one line, where no grouping holds the model, or for a limit below 1.
     """
     if most < 1:
@@ -75,8 +76,8 @@ def form_clusters(
         raise ValueError("no node: name one or more")
     bench = _Bench(nodes, load, by)
     exact = method == "exact" or (method == "auto" and len(nodes) <= EXACT)
-    best = min(groupings(len(nodes), most), key=bench.score) if exact else _evolved(bench, most, seed)
-    if bench.score(best).homeless:
+    best = min(groupings(len(nodes), most), key=bench.score) if exact else _searched(bench, min(most, len(nodes)), seed)
+    if bench.score(best).lacking:
         raise ValueError(_why_not(nodes, load, most))
     clusters = [cluster for cluster in map(bench.cluster, members(best)) if cluster is not None]
     return sorted(clusters, key=lambda cluster: min(cluster.nodes))
@@ -95,103 +96,190 @@ def groupings(nodes: int, most: int) -> Iterator[Grouping]:
     return grown((), 0)
 
 
-def members(grouping: Grouping) -> list[frozenset[int]]:
-    """The nodes of each cluster that has any."""
-    found: dict[int, set[int]] = {}
+def members(grouping: Grouping) -> list[int]:
+    """The nodes of each cluster that has any, as a number with a bit for each."""
+    found: dict[int, int] = {}
     for node, number in enumerate(grouping):
-        found.setdefault(number, set()).add(node)
-    return [frozenset(inside) for inside in found.values()]
+        found[number] = found.get(number, 0) | 1 << node
+    return list(found.values())
+
+
+class _ClusterWorth(NamedTuple):
+    """Of a set of nodes. seconds: of a microbatch. latency: of the longest way. lacking: as in `ClusterScore`."""
+
+    seconds: float
+    latency: float
+    lacking: float = 0.0
 
 
 class _Bench:
-    """What groupings are worth; each cluster is cut once."""
+    """What groupings are worth; each cluster is cut once. A set of nodes is a number with a bit for each."""
 
     def __init__(self, nodes: Sequence[ClusterNode], load: ModelLoad, by: CutBy) -> None:
-        self.size, self._nodes, self._load, self._by = len(nodes), nodes, load, by
-        self.cluster = cache(self._cluster)
+        self.size, self._nodes, self._by, self._cutter = len(nodes), nodes, by, ClusterCutter(load, by)
+        # The first stages keep the most versions of their weights, so the nodes with the most memory take them.
+        self._order = sorted(range(len(nodes)), key=lambda number: (-nodes[number].memory, number))
+        self.worth = cache(self._worth)
+        self.stages = 0
+        """Of all clusters that were cut."""
 
-    def _cluster(self, inside: frozenset[int]) -> NodeCluster | None:
-        """The first stages keep the most versions of their weights, so the nodes with the most memory take them."""
-        order = tuple(sorted(inside, key=lambda number: (-self._nodes[number].memory, number)))
-        split = split_model(self._load, [self._nodes[number] for number in order], self._by)
+    def cluster(self, inside: int) -> NodeCluster | None:
+        """None where it does not hold the model."""
+        order = tuple(number for number in self._order if inside >> number & 1)
+        split = self._cutter.split([self._nodes[number] for number in order])
         return None if split is None else NodeCluster(order, split)
 
+    def _worth(self, inside: int) -> _ClusterWorth:
+        row = [self._nodes[number] for number in self._order if inside >> number & 1]
+        self.stages += len(row)
+        farthest = sorted((node.latency for node in row), reverse=True)[:2]
+        latency = sum(farthest) if len(farthest) == 2 else 0.0
+        seconds = self._cutter.worst(row)
+        if math.isinf(seconds):
+            return _ClusterWorth(seconds, latency, min(self._cutter.least_filled(row) - 1, _TOO_MANY * len(row)))
+        if self._by == "memory":
+            split = self._cutter.split(row)
+            assert split is not None
+            seconds = max(split.seconds)
+        return _ClusterWorth(seconds, latency)
+
     def score(self, grouping: Grouping) -> ClusterScore:
-        groups = members(grouping)
-        made = [self.cluster(inside) for inside in groups]
-        whole = [cluster for cluster in made if cluster is not None]
-        if len(whole) < len(made):
-            return ClusterScore(len(made) - len(whole), 0, math.inf, math.inf, math.inf)
-        slowest, fastest = max(one.seconds for one in whole), min(one.seconds for one in whole)
-        spread = round(slowest / fastest, 9)  # so that equal ones are equal
-        return ClusterScore(0, -len(whole), spread, max(map(self._latency, groups)), slowest)
-
-    def _latency(self, inside: frozenset[int]) -> float:
-        farthest = sorted((self._nodes[number].latency for number in inside), reverse=True)[:2]
-        return sum(farthest) if len(farthest) == 2 else 0.0
+        return _score([self.worth(inside) for inside in members(grouping)])
 
 
-_POPULATION, _GENERATIONS, _PATIENCE = 80, 200, 30
-_TOURNAMENT, _MUTATION = 5, 0.05
+_TOO_MANY = 1e6
+"""What each node of a cluster with fewer blocks than nodes counts as lacking."""
 
 
-def _evolved(bench: _Bench, most: int, seed: int) -> Grouping:
-    """By a genetic search: tournaments of five, one-point crossover, a gene in twenty drawn anew, the best one kept;
-    in each generation one child, and one stranger, go on node by node to where no move and no exchange of two is
-    better. It ends where thirty generations brought nothing. It begins with all in one cluster among draws.
+def _score(clusters: Sequence[_ClusterWorth], count: int | None = None) -> ClusterScore:
+    """count: of clusters, where these are not all. The more of them are known, the larger it is."""
+    lacking = sum(one.lacking for one in clusters)
+    if lacking:
+        return ClusterScore(lacking, 0, math.inf, math.inf, math.inf)
+    seconds, count = [one.seconds for one in clusters], len(clusters) if count is None else count
+    if not seconds:
+        return ClusterScore(0.0, -count, 1.0, 0.0, 0.0)
+    slowest, fastest = max(seconds), min(seconds)
+    spread = round(slowest / fastest, 9)  # so that equal ones are equal
+    return ClusterScore(0.0, -count, spread, max(one.latency for one in clusters), slowest)
+
+
+_STAGES, _STAGES_TO_FIT, _PATIENCE = 640_000, 40_000, 400
+"""Stages to cut at most: once clusters hold the model (of 64 nodes a core cuts as many in 5 s or 6), and until
+some do. Rounds without a better grouping at most.
+"""
+_STRANGERS, _STRANGERS_OF_MANY, _MANY = 0.15, 0.5, 32
+"""Share of the rounds that begin with a draw; and from so many nodes on, where kicks seldom leave where they begin."""
+_LEAST_KICKS, _TRIES = 4, 1000
+"""Changes tried in vain before a round ends: all that 24 nodes have, and near half of those of 64, where 400 ended many
+rounds too soon.
+"""
+
+
+def _searched(bench: _Bench, most: int, seed: int) -> Grouping:
+    """For `most` clusters, or else for fewer and fewer: an iterated local search. It goes on from what it found best,
+    changed by a few moves and exchanges at random, or from a draw. It ends after so many rounds in which nothing became
+    better, or so many stages that it cut; where no clusters hold the model until then, sooner.
     """
-    draw = random.Random(seed)
-    ids = range(min(most, bench.size))
-    people = [(0,) * bench.size]
-    people += [_renamed([draw.choice(ids) for _ in range(bench.size)]) for _ in range(_POPULATION - 1)]
-    best, since = _climbed(bench, min(people, key=bench.score), ids), 0
-    for _ in range(_GENERATIONS):
-        scores = {one: bench.score(one) for one in people}
-
-        def parent(people: Sequence[Grouping] = people, scores: dict[Grouping, ClusterScore] = scores) -> Grouping:
-            return min(draw.sample(people, _TOURNAMENT), key=scores.__getitem__)
-
-        children = [best]
-        while len(children) < _POPULATION:
-            cut = draw.randrange(bench.size)
-            child = parent()[:cut] + parent()[cut:]
-            children.append(_renamed([draw.choice(ids) if draw.random() < _MUTATION else gene for gene in child]))
-        children[-1] = _climbed(bench, children[-1], ids)
-        children[-2] = _climbed(bench, _renamed([draw.choice(ids) for _ in range(bench.size)]), ids)
-        people = children
-        leader = min(people, key=bench.score)
-        since = 0 if bench.score(leader) < bench.score(best) else since + 1
-        best = leader
-        if since == _PATIENCE:
-            break
+    best: Grouping = (0,) * bench.size
+    for count in range(most, 1, -1):
+        search = _Search(bench, count, random.Random(seed))
+        found = search.run()
+        if not bench.score(found).lacking:
+            return found
     return best
 
 
-def _renamed(numbers: Sequence[int]) -> Grouping:
-    """Clusters numbered in the order in which nodes name them, so that parents mean the same by a number."""
-    names: dict[int, int] = {}
-    return tuple(names.setdefault(number, len(names)) for number in numbers)
+class _Search:
+    """Groupings into exactly `count` clusters."""
 
+    def __init__(self, bench: _Bench, count: int, draw: random.Random) -> None:
+        self._bench, self._count, self._draw = bench, count, draw
+        size, self._before = bench.size, bench.stages
+        self._changes = [(node, other) for node in range(size) for other in range(node)]
+        self._changes += [(node, ~number) for node in range(size) for number in range(count)]
 
-def _climbed(bench: _Bench, grouping: Grouping, ids: Sequence[int]) -> Grouping:
-    """The best that single moves and exchanges lead to, the best one first each time."""
-    while True:
-        near = min(_near(grouping, ids), key=bench.score, default=grouping)
-        if not bench.score(near) < bench.score(grouping):
-            return grouping
-        grouping = near
+    def run(self) -> Grouping:
+        """The best that it meets."""
+        strangers = _STRANGERS if self._bench.size < _MANY else _STRANGERS_OF_MANY
+        best, least = self._climbed(self._drawn(), _TRIES)
+        rounds = 0
+        while rounds < _PATIENCE and not self._is_over(least):
+            is_new = self._draw.random() < strangers
+            found, score = self._climbed(self._drawn() if is_new else self._kicked(best), _TRIES)
+            rounds += 1
+            if score <= least:
+                best, least, rounds = found, score, rounds if score == least else 0
+        if not least.lacking:
+            self._before = self._bench.stages
+            best, _ = self._climbed(best, len(self._changes), is_strict=True)
+        return tuple(best)
 
+    def _is_over(self, least: ClusterScore) -> bool:
+        return self._bench.stages - self._before > (_STAGES_TO_FIT if least.lacking else _STAGES)
 
-def _near(grouping: Grouping, ids: Sequence[int]) -> Iterator[Grouping]:
-    for node, own in enumerate(grouping):
-        for number in ids:
-            if number != own:
-                yield _renamed([*grouping[:node], number, *grouping[node + 1 :]])
-        for other in range(node):
-            if grouping[other] != own:
-                swapped = list(grouping)
-                swapped[node], swapped[other] = swapped[other], own
-                yield _renamed(swapped)
+    def _drawn(self) -> list[int]:
+        """Each cluster has a node, the others are anywhere."""
+        numbers = [*range(self._count)]
+        numbers += [self._draw.randrange(self._count) for _ in range(self._bench.size - self._count)]
+        self._draw.shuffle(numbers)
+        return numbers
+
+    def _kicked(self, grouping: Sequence[int]) -> list[int]:
+        changed, draw = list(grouping), self._draw
+        for _ in range(draw.randint(1, max(_LEAST_KICKS, len(changed) // 8))):
+            node, other = draw.sample(range(len(changed)), 2)
+            if draw.random() < 0.5 and changed.count(changed[node]) > 1:
+                changed[node] = changed[other]
+            else:
+                changed[node], changed[other] = changed[other], changed[node]
+        return changed
+
+    def _climbed(self, grouping: list[int], patience: int, is_strict: bool = False) -> tuple[list[int], ClusterScore]:
+        """The best met by moves of a node and exchanges of two, until `patience` in a row, or all that there are,
+        brought none better. Each is taken that is not worse: most leave the slowest stage of all where it is, and so
+        the spread, and only after some of these is there one that makes it less. Unless strict, latency and seconds
+        do not count before the spread is as small as it gets.
+        """
+        sets, now = [0] * self._count, self._bench.score(tuple(grouping))
+        for node, own in enumerate(grouping):
+            sets[own] |= 1 << node
+        changes, best, least = self._changes, list(grouping), now
+        self._draw.shuffle(changes)
+        place = tried = 0
+        while tried < min(len(changes), patience) and not self._is_over(least):
+            node, other = changes[place]
+            place, tried = (place + 1) % len(changes), tried + 1
+            own, to = grouping[node], ~other if other < 0 else grouping[other]
+            both = 1 << node | (0 if other < 0 else 1 << other)
+            if own == to or sets[own] == both:
+                continue
+            most = now if is_strict else now._replace(latency=math.inf, seconds=math.inf)
+            score = self._changed(sets, {own: sets[own] ^ both, to: sets[to] ^ both}, most)
+            if score is not None:
+                now = score
+                for number in (own, to):
+                    sets[number] ^= both
+                grouping[node] = to
+                if other >= 0:
+                    grouping[other] = own
+                if now < least:
+                    best, least, tried = list(grouping), now, 0
+        return best, least
+
+    def _changed(self, sets: Sequence[int], changed: Mapping[int, int], most: ClusterScore) -> ClusterScore | None:
+        """Of the sets with some of them changed; None as soon as it is known to be above `most`."""
+        worth = self._bench.worth
+        known = [worth(inside) for number, inside in enumerate(sets) if number not in changed]
+        score = _score(known, self._count)
+        if math.isinf(most.latency) and score[:3] == most[:3]:
+            return None  # the slowest and the fastest, or all that lack memory, are among those that stay
+        for inside in changed.values():
+            if score > most:
+                return None
+            known.append(worth(inside))
+            score = _score(known, self._count)
+        return score if score <= most else None
 
 
 def _why_not(nodes: Sequence[ClusterNode], load: ModelLoad, most: int) -> str:

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from isles.errors import demand
 from isles.network.units import parse_amount, parse_bytes, parse_latency, parse_rate
 from isles.tables import read_toml, typed
 
@@ -35,11 +36,8 @@ class ClusterNode:
     latency: float = 0.0
 
     def __post_init__(self) -> None:
-        for key in ("memory", "speed", "bandwidth"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"{key} = {getattr(self, key)}: choose a number above 0")
-        if not self.latency >= 0:
-            raise ValueError(f"latency = {self.latency}: choose 0 s or more")
+        demand(self, "memory speed bandwidth", lambda x: x > 0, "choose a number above 0")
+        demand(self, "latency", lambda x: x >= 0, "choose 0 s or more")
 
     def to_toml(self) -> str:
         """The table that `read_nodes` reads back."""

@@ -14,12 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from isles.network.clusters.nodes import ClusterNode
 
 CutBy = Literal["time", "memory"]
+FloatMatrix = NDArray[np.float64]
 SPLITS: tuple[CutBy, ...] = get_args(CutBy)
 
 
@@ -53,34 +58,6 @@ class ModelLoad:
         return sum(self.weights) * (2 + self.states) + max(self.saved)
 
 
-class _Costs:
-    """Sums over runs of blocks."""
-
-    def __init__(self, load: ModelLoad, nodes: Sequence[ClusterNode]) -> None:
-        self.load, self.nodes = load, nodes
-        self.flops, self.weights, self.saved = (
-            [0.0, *accumulate(values)] for values in (load.flops, load.weights, load.saved)
-        )
-
-    def seconds(self, stage: int, first: int, stop: int) -> float:
-        """Of one microbatch at a node."""
-        last, node = stage == len(self.nodes) - 1, self.nodes[stage]
-        sent = (stage > 0) + (not last)
-        forward = (self.flops[stop] - self.flops[first]) / node.speed
-        return (3 if last else 4) * forward + sent * 8 * self.load.stream / node.bandwidth
-
-    def nbytes(self, stage: int, first: int, stop: int) -> float:
-        """That it takes there."""
-        versions = len(self.nodes) - stage
-        weights = self.weights[stop] - self.weights[first]
-        saved = self.saved[stop] - self.saved[first]
-        return weights * (versions + 1 + self.load.states) + versions * self.load.stream + saved
-
-    def filled(self, stage: int, first: int, stop: int) -> float:
-        """The share of the node's memory that this is."""
-        return self.nbytes(stage, first, stop) / self.nodes[stage].memory
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSplit:
     """cuts: the first block of each stage but the first. seconds: of a microbatch at each stage, as predicted; fills:
@@ -92,54 +69,94 @@ class ModelSplit:
     fills: tuple[float, ...]
 
 
-def split_model(load: ModelLoad, nodes: Sequence[ClusterNode], by: CutBy = "time") -> ModelSplit | None:
-    """Cut the model for `nodes`, which take the stages in this order, so that the slowest stage is as fast as can be
-    ("time"), or the fullest node as empty ("memory"), and each holds its share; None where no cut does.
+class ClusterCutter:
+    """Cuts one model for one row of nodes after another. What a run of blocks costs a node is computed once for all
+    rows in which it takes that place. by: "time", so that the slowest stage is as fast as can be, or "memory", so that
+    the fullest node is as empty.
     """
-    costs = _Costs(load, nodes)
-    cuts = _best(load.blocks, len(nodes), costs.seconds if by == "time" else costs.filled, costs.filled)
-    if cuts is None:
-        return None
-    runs = list(enumerate(pairwise([0, *cuts, load.blocks])))
-    return ModelSplit(
-        cuts=tuple(cuts),
-        seconds=tuple(costs.seconds(stage, *run) for stage, run in runs),
-        fills=tuple(costs.filled(stage, *run) for stage, run in runs),
-    )
+
+    def __init__(self, load: ModelLoad, by: CutBy = "time") -> None:
+        self.load, self._by = load, by
+        flops, weights, saved = (
+            np.array([0.0, *accumulate(values)]) for values in (load.flops, load.weights, load.saved)
+        )
+        # [stop, first] of every run of blocks, for the least over `first` is soonest found along a row of memory; what
+        # has no block cannot be a stage
+        self._flops, self._weights, self._saved = (sums[:, None] - sums[None, :] for sums in (flops, weights, saved))
+        self._empty = np.tri(load.blocks + 1, dtype=bool).T
+        self._cost = cache(self._stage_cost)
+        self._filled = cache(self._stage_filled)
+
+    def seconds(self, node: ClusterNode, versions: int, is_first: bool) -> FloatMatrix:
+        """[stop, first]: of one microbatch. versions: of its weights that a stage keeps, 1 at the last."""
+        forward = self._flops / node.speed
+        sent = (not is_first) + (versions > 1)
+        return (4 if versions > 1 else 3) * forward + sent * 8 * self.load.stream / node.bandwidth
+
+    def filled(self, node: ClusterNode, versions: int) -> FloatMatrix:
+        """[stop, first]: the share of the node's memory that this takes."""
+        nbytes = self._weights * (versions + 1 + self.load.states) + versions * self.load.stream + self._saved
+        return nbytes / node.memory
+
+    def _stage_filled(self, node: ClusterNode, versions: int, is_first: bool) -> FloatMatrix:
+        return np.where(self._empty, math.inf, self.filled(node, versions))
+
+    def _stage_cost(self, node: ClusterNode, versions: int, is_first: bool) -> FloatMatrix:
+        filled = self.filled(node, versions)
+        cost = self.seconds(node, versions, is_first) if self._by == "time" else filled
+        return np.where(self._empty | (filled > 1), math.inf, cost)
+
+    def worst(self, nodes: Sequence[ClusterNode]) -> float:
+        """Of the best cut: seconds of the slowest stage, or the share of the fullest node; infinity: no cut does."""
+        rows = self._rows(nodes, self._cost)
+        return float(rows[-1][-1]) if rows else math.inf
+
+    def least_filled(self, nodes: Sequence[ClusterNode]) -> float:
+        """The share of the fullest node where the model is cut so that this is the least, above 1 too; infinity: there
+        are more nodes than blocks.
+        """
+        rows = self._rows(nodes, self._filled)
+        return float(rows[-1][-1]) if rows else math.inf
+
+    def split(self, nodes: Sequence[ClusterNode]) -> ModelSplit | None:
+        """The best cut for nodes that take the stages in this order; None where none gives each what it holds."""
+        rows, stages = self._rows(nodes, self._cost), len(nodes)
+        if not rows or math.isinf(rows[-1][-1]):
+            return None
+        stop, cuts = self.load.blocks, [self.load.blocks]
+        for stage in range(stages - 1, 0, -1):
+            cost = self._cost(nodes[stage], stages - stage, False)
+            stop = stage + int(np.argmin(np.maximum(rows[stage - 1][: stop - stage], cost[stop, stage:stop])))
+            cuts.append(stop)
+        runs = list(enumerate(pairwise([0, *cuts[::-1]])))
+        seconds = (self.seconds(nodes[at], stages - at, not at)[stop, first] for at, (first, stop) in runs)
+        fills = (self.filled(nodes[at], stages - at)[stop, first] for at, (first, stop) in runs)
+        return ModelSplit(cuts=tuple(cuts[:0:-1]), seconds=tuple(map(float, seconds)), fills=tuple(map(float, fills)))
+
+    def _rows(
+        self, nodes: Sequence[ClusterNode], of: Callable[[ClusterNode, int, bool], FloatMatrix]
+    ) -> list[FloatMatrix]:
+        """[stage][stop - stage - 1]: the worst of the stages so far, if they end there, so that each of these and of
+        those behind has a block; nothing where there are too few blocks.
+        """
+        stages = len(nodes)
+        width = self.load.blocks - stages + 1
+        if width < 1:
+            return []
+        rows = [of(nodes[0], stages, True)[1 : width + 1, 0]]
+        for stage in range(1, stages):
+            cost = of(nodes[stage], stages - stage, False)
+            ways = np.maximum(rows[-1], cost[stage + 1 : stage + width + 1, stage : stage + width])
+            rows.append(ways.min(axis=1))
+        return rows
+
+
+def split_model(load: ModelLoad, nodes: Sequence[ClusterNode], by: CutBy = "time") -> ModelSplit | None:
+    """One cut of `ClusterCutter`."""
+    return ClusterCutter(load, by).split(nodes)
 
 
 def fill(load: ModelLoad, cuts: Sequence[int], stage: int, node: ClusterNode) -> float:
     """The share of a node's memory that one stage of a cluster cut there takes."""
     bounds = [0, *cuts, load.blocks]
-    return _Costs(load, [node] * (len(cuts) + 1)).filled(stage, bounds[stage], bounds[stage + 1])
-
-
-def _best(
-    blocks: int,
-    stages: int,
-    cost: Callable[[int, int, int], float],
-    filled: Callable[[int, int, int], float],
-) -> list[int] | None:
-    if stages > blocks:
-        return None
-
-    def of(stage: int, first: int, stop: int) -> float:
-        return cost(stage, first, stop) if filled(stage, first, stop) <= 1 else math.inf
-
-    best = [math.inf, *(of(0, 0, stop) for stop in range(1, blocks + 1))]
-    starts: list[list[int]] = []
-    for stage in range(1, stages):
-        row, begins = [math.inf] * (blocks + 1), [0] * (blocks + 1)
-        for stop in range(stage + 1, blocks + 1):
-            row[stop], begins[stop] = min(
-                (max(best[first], of(stage, first, stop)), first) for first in range(stage, stop)
-            )
-        best = row
-        starts.append(begins)
-    if math.isinf(best[blocks]):
-        return None
-    cuts, stop = [], blocks
-    for begins in reversed(starts):
-        stop = begins[stop]
-        cuts.append(stop)
-    return cuts[::-1]
+    return float(ClusterCutter(load).filled(node, len(cuts) + 1 - stage)[bounds[stage + 1], bounds[stage]])

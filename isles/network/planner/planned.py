@@ -8,6 +8,7 @@ fractions where a closed form gives them.
 | Swap     | everyone's message to everyone at once |
 | Cross    | another message for each pair |
 | Doubling | everyone's message to everyone in ceil(log2 n) phases (Bruck et al., 1997) |
+| Waves    | everyone's message to everyone, again and again: what stands for other patterns of many |
 | Mean     | `isles.comm.collectives.mean`: headers, then segments, two of them under way |
 | Ragged   | headers, then a message whose length they tell |
 | Then     | means side by side, and then another: low-rank factors |
@@ -18,9 +19,11 @@ fractions where a closed form gives them.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from itertools import chain, repeat
+from typing import Any, Literal, NamedTuple, Protocol
 
 FEW = 8
 """Members up to which everyone sends to everyone in an all-gather."""
@@ -78,13 +81,56 @@ class Doubling:
         return size * math.ceil(math.log2(size))
 
 
+@dataclass(frozen=True, slots=True)
+class Waves:
+    """sizes: bytes of a message, wave by wave; one begins when that before has arrived."""
+
+    sizes: tuple[float, ...]
+
+    def sent(self, position: int, size: int) -> float:
+        return (size - 1) * sum(self.sizes)
+
+    def messages(self, size: int) -> int:
+        return size * (size - 1) * len(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSizes(Sequence[float]):
+    """Bytes of the shard of each position, most of which are alike: runs of (how many, bytes of each)."""
+
+    runs: tuple[tuple[int, float], ...]
+
+    def __len__(self) -> int:
+        return sum(count for count, _ in self.runs)
+
+    def __getitem__(self, position: Any) -> Any:
+        for count, nbytes in self.runs:
+            if position < count:
+                return nbytes
+            position -= count
+        raise IndexError(position)
+
+    def __iter__(self) -> Iterator[float]:
+        return chain.from_iterable(repeat(nbytes, count) for count, nbytes in self.runs)
+
+    @property
+    def total(self) -> float:
+        """Of all positions."""
+        return sum(count * nbytes for count, nbytes in self.runs)
+
+    @property
+    def largest(self) -> float:
+        """Of a position."""
+        return max(nbytes for _, nbytes in self.runs)
+
+
 class Segment(NamedTuple):
     """Of a mean. there: bytes of the shard of each owner; None: an all-gather of `back`. back: bytes that each position
     sends to each other in the end.
     """
 
-    there: tuple[float, ...] | None
-    back: tuple[float, ...]
+    there: ShardSizes | None
+    back: ShardSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +142,7 @@ class Mean:
 
     def sent(self, position: int, size: int) -> float:
         others = (size - 1) * (self.header + sum(segment.back[position] for segment in self.segments))
-        return others + sum(sum(there) - there[position] for there, _ in self.segments if there is not None)
+        return others + sum(there.total - there[position] for there, _ in self.segments if there is not None)
 
     def messages(self, size: int) -> int:
         return size * (size - 1) * (1 + sum(1 if there is None else 2 for there, _ in self.segments))
@@ -177,6 +223,21 @@ def gathered(nbytes: float, size: int) -> MessagePattern:
     return Swap((nbytes,) * size) if size <= FEW else Doubling(nbytes)
 
 
+def sent_by_all(pattern: MessagePattern, size: int) -> float:
+    """Bytes that a group of `size` sends, all positions together."""
+    if isinstance(pattern, Swap):
+        return (size - 1) * sum(pattern.sizes)
+    if isinstance(pattern, Mean):
+        counted = Counter(map(id, pattern.segments))  # most are one object
+        parts = {id(one): one.back.total + (0 if one.there is None else one.there.total) for one in pattern.segments}
+        return (size - 1) * (size * pattern.header + sum(counted[key] * parts[key] for key in parts))
+    if isinstance(pattern, Then):
+        return sum(sent_by_all(mean, size) for mean in (*pattern.first, pattern.second))
+    if isinstance(pattern, Cross | Tree):
+        return sum(pattern.sent(position, size) for position in range(size))
+    return size * pattern.sent(0, size)
+
+
 @dataclass(frozen=True, slots=True)
 class BySize:
     """The pattern of each size of group that takes part."""
@@ -230,9 +291,16 @@ class PlannedExchange(NamedTuple):
         return tuple(total)
 
     @property
+    def sent_by_all(self) -> float:
+        """Bytes of all groups."""
+        sizes = Counter(map(len, self.groups))
+        return sum(sizes[size] * sent_by_all(self.pattern(size), size) for size in sizes if size > 1)
+
+    @property
     def messages(self) -> int:
         """Of all groups."""
-        return sum(self.pattern(len(group)).messages(len(group)) for group in self.groups if len(group) > 1)
+        sizes = Counter(map(len, self.groups))
+        return sum(sizes[size] * self.pattern(size).messages(size) for size in sizes if size > 1)
 
 
 class Rhythm(NamedTuple):

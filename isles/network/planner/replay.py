@@ -168,14 +168,19 @@ def long_run(
     staged: StagedSteps | None = None,
 ) -> TimeAccount | None:
     """Of one round of a run without an end: the later half of `rounds`, or fewer. None: see `replay_run`."""
-    every = rhythm.every
+    start, every = rhythm
+
+    def later(steps: int) -> list[PlannedExchange]:
+        shifted = (one._replace(sent=one.sent - start, lands=one.lands - start) for one in records(start + steps))
+        return [one for one in shifted if one.sent > 0]
+
     steady = _steady(staged, every, topology, step_seconds, seed, messages)
-    played = _rounds(records, every, rhythm.start, rounds, messages, _played_messages(staged, every, steady))
+    played = _rounds(later, every, 0, rounds, messages, _played_messages(staged, every, steady))
     if played is None:
         return None
-    taken = rhythm.start + played * every
-    waits = replay(records(taken), topology, step_seconds, taken, opening, seed, staged, steady)
-    return replace(_later_half(waits, rhythm.start, every, played), computing=every * waits.step_seconds)
+    taken = played * every
+    waits = replay(later(taken), topology, step_seconds, taken, opening, seed, staged, steady)
+    return replace(_later_half(waits, 0, every, played), computing=every * waits.step_seconds)
 
 
 def _steady(

@@ -15,6 +15,7 @@ from isles.network.planner.planned import (
     Swap,
     Then,
     Tree,
+    Waves,
     fed,
     fed_by,
 )
@@ -169,6 +170,9 @@ def play(pattern: MessagePattern, member: PlannedMember) -> PlannedSteps:
             nbytes = pattern.nbytes * min(reach, size - reach)
             yield [member.recv((place + reach) % size, reach), member.send((place - reach) % size, nbytes, reach)]
             reach *= 2
+    elif isinstance(pattern, Waves):
+        for wave, nbytes in enumerate(pattern.sizes):
+            yield member.alike(nbytes, wave)
     elif isinstance(pattern, Ragged):
         heads = member.alike(pattern.header, "header")
         works = [member.send(position, pattern.nbytes) for position in member.others if pattern.nbytes]
@@ -192,8 +196,8 @@ def _mean(pattern: Mean, member: PlannedMember, part: Hashable) -> PlannedSteps:
     headers = member.alike(pattern.header, (part, "header"))
     before: tuple[int, list[PlannedWaiting]] | None = None
     for index, (there, back) in enumerate(pattern.segments):
-        sizes = (back[member.place],) * member.size if there is None else there
-        works = member.swap(sizes, (part, index))
+        tag = part, index
+        works = member.alike(back[member.place], tag) if there is None else member.swap(list(there), tag)
         if before is None:
             yield headers  # the first segment is already on its way behind them
         else:

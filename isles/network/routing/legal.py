@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from isles.errors import demand
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathRules:
@@ -23,11 +25,8 @@ class PathRules:
     jump: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("swaps", "distance", "total"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: choose 0 or more")
-        if self.jump < 1:
-            raise ValueError(f"jump = {self.jump}: choose 1 or more; with 1 no stage is left out but the last ones")
+        demand(self, "swaps distance total", lambda x: x >= 0, "choose 0 or more")
+        demand(self, "jump", lambda x: x >= 1, "choose 1 or more; with 1 no stage is left out but the last ones")
 
 
 def faults(order: Sequence[int], rules: PathRules) -> list[str]:

@@ -5,40 +5,95 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path as File
-from typing import Any
+from statistics import fmean
+from typing import Any, ClassVar
 
+from isles.network.links import Links
 from isles.network.routing.legal import PathRules, faults
-from isles.network.routing.problem import Costs, Paths, Problem, replay_paths, routes_of
+from isles.network.routing.problem import Costs, Paths, Problem, replay_paths, replay_shared, routes_of
+from isles.network.routing.replay import Replay
 from isles.network.routing.routes import Route
+from isles.network.routing.wires import MessageLines, Sizes
+from isles.network.topology import Topology
 from isles.parsing import parse_json
 from isles.tables import typed
 
-FORM = "isles pipeline plan 1"
+FORM = "isles plan paths 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanNetwork:
+    """Lines that messages share. links: with rates and latencies as numbers. sizes: of the messages. overhead: seconds
+    of each beside its line.
+    """
+
+    DRAWS: ClassVar[int] = 16
+    """Steps over which seconds are a mean, where latencies vary."""
+
+    links: Links
+    sizes: Sizes
+    overhead: float = 0.0
+
+    def replays(self, problem: Problem, routes: Sequence[Route]) -> list[Replay]:
+        """A step of `routes`; some of them where latencies vary."""
+        draws = self.DRAWS if self.links.jitter else 1
+        lines = Topology(problem.nodes, self.links)
+        wires = [MessageLines(lines, self.sizes, seed=seed, overhead=self.overhead) for seed in range(draws)]
+        return replay_shared(problem, routes, wires)
+
+
+def plan_network(links: Links, nodes: int, sizes: Sizes, overhead: float = 0.0) -> PlanNetwork:
+    """`links` as they are written to a plan: every rate and latency a number."""
+
+    def rates(of: Callable[[int], float]) -> tuple[float, ...]:
+        return tuple(min(of(uplink), _ENDLESS) for uplink in range(links.uplink_count(nodes)))
+
+    pairs = links.pairs and tuple(tuple(min(rate, _ENDLESS) for rate in row) for row in links.pairs)
+    latency = tuple(
+        tuple(0.0 if source == target else float(links.base_latency(source, target)) for target in range(nodes))
+        for source in range(nodes)
+    )
+    plain = replace(
+        links,
+        bandwidth=pairs or rates(links.rate),
+        latency=latency,
+        downlink=None if links.downlink is None else rates(links.down_rate),
+    )
+    return PlanNetwork(links=plain, sizes=sizes, overhead=overhead)
+
+
+_ENDLESS = 1e300
+"""Bits per second that stand for any number of them: JSON has no infinity."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
     """Paths for the slots of a problem. links: the `fingerprint` of the network that they are made for. cuts: the first
-    block of every stage but the first; None: as the run cuts by itself.
+    block of every stage but the first; None: as the run cuts by itself. network: the lines of it; None: each message
+    takes the problem's delay, as if it were alone.
     """
 
     problem: Problem
     paths: Paths
     links: str
     cuts: tuple[int, ...] | None = None
+    network: PlanNetwork | None = None
 
     @property
     def routes(self) -> list[Route]:
         """Of a step."""
         return routes_of(self.paths, self.problem.waves)
 
-    @property
+    @cached_property
     def step_seconds(self) -> float:
-        """That a step takes, by its replay."""
-        return replay_paths(self.problem, self.paths).makespan
+        """That a step takes, by its replay on lines that messages share; the mean where latencies vary."""
+        if self.network is None:
+            return replay_paths(self.problem, self.paths).makespan
+        return fmean(step.makespan for step in self.network.replays(self.problem, self.routes))
 
     def refuse(
         self, *, links: str | None = None, workers: int | None = None, cuts: Sequence[int] | None = None
@@ -68,14 +123,34 @@ def as_json(plan: PipelinePlan) -> str:
         "memory": problem.memory,
         "waves": problem.waves,
         "paths": [{"origin": slot[0], "slot": slot[1], "nodes": path} for slot, path in plan.paths.items()],
-        "expected": {"step_seconds": played.makespan, "busy_seconds": [played.busy[v] for v in sorted(played.busy)]},
+        "expected": {"step_seconds": plan.step_seconds, "busy_seconds": [played.busy[v] for v in sorted(played.busy)]},
         "costs": asdict(problem.costs),
         "rules": asdict(problem.rules),
         "forward_seconds": problem.forward,
         "delay_seconds": problem.delays,
+        "network": None if plan.network is None else _network_table(plan.network),
     }
     rows = ",\n".join(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in made.items())
     return f"{{\n{rows}\n}}\n"
+
+
+def _network_table(network: PlanNetwork) -> dict[str, Any]:
+    links = network.links
+    table = {key: getattr(links, key) for key in ("bandwidth", "latency", "jitter", "uplinks", "downlink")}
+    if links.pairs is not None:  # endless from a node to itself
+        table["bandwidth"] = [[rate if math.isfinite(rate) else 0.0 for rate in row] for row in links.pairs]
+    return {**table, "bytes": asdict(network.sizes), "overhead_seconds": network.overhead}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Network:
+    bandwidth: tuple[float, ...] | tuple[tuple[float, ...], ...]
+    latency: tuple[tuple[float, ...], ...]
+    bytes: Sizes
+    jitter: float = 0.0
+    uplinks: tuple[int, ...] | None = None
+    downlink: tuple[float, ...] | None = None
+    overhead_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +181,7 @@ class _Written:
     costs: Costs = field(default_factory=Costs)
     rules: PathRules = field(default_factory=PathRules)
     cuts: tuple[int, ...] | None = None
+    network: _Network | None = None
 
 
 def read_plan(path: str | File) -> PipelinePlan:
@@ -115,7 +191,7 @@ def read_plan(path: str | File) -> PipelinePlan:
     plan, said = read_unchecked(path)
     wrong = complaints(plan, said)
     if wrong:
-        more = f" (and {len(wrong) - 1} more: isles pipeline check)" if len(wrong) > 1 else ""
+        more = f" (and {len(wrong) - 1} more: isles plan check)" if len(wrong) > 1 else ""
         raise ValueError(f"{path}: {wrong[0]}{more}")
     return plan
 
@@ -135,7 +211,7 @@ def complaints(plan: PipelinePlan, said: float) -> list[str]:
     broken = broken_rules(plan.problem, plan.paths)
     if broken:
         return broken
-    takes = replay_paths(plan.problem, plan.paths).makespan
+    takes = plan.step_seconds
     if math.isclose(takes, said, rel_tol=1e-9):
         return []
     return [f"a step of these paths takes {takes:.6g} s, expected.step_seconds says {said:.6g}: plan again"]
@@ -145,7 +221,7 @@ def _table(path: File) -> Mapping[str, Any]:
     try:
         table = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror}); name a plan of `isles pipeline plan`") from error
+        raise ValueError(f"cannot be read ({error.strerror}); name a plan of `isles plan paths`") from error
     except ValueError as error:
         raise ValueError(f"not valid JSON: {error}") from error
     if not isinstance(table, dict) or table.get("form") != FORM:
@@ -168,8 +244,21 @@ def _plan(table: Mapping[str, Any]) -> tuple[PipelinePlan, float]:
     paths = {(one.origin, one.slot): one.nodes for one in written.paths}
     if len(paths) < len(written.paths):
         raise ValueError("a slot has two paths: each has one")
-    plan = PipelinePlan(problem=problem, paths=paths, links=written.links, cuts=written.cuts)
+    network = None if written.network is None else _network(written.network, problem.nodes)
+    plan = PipelinePlan(problem=problem, paths=paths, links=written.links, cuts=written.cuts, network=network)
     return plan, written.expected.step_seconds
+
+
+def _network(written: _Network, nodes: int) -> PlanNetwork:
+    links = Links(
+        bandwidth=written.bandwidth,
+        latency=written.latency,
+        jitter=written.jitter,
+        uplinks=written.uplinks,
+        downlink=written.downlink,
+    )
+    links.check(nodes)
+    return plan_network(links, nodes, written.bytes, written.overhead_seconds)
 
 
 def _listed(numbers: Sequence[int]) -> str:

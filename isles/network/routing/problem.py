@@ -10,13 +10,14 @@ slots; a slot has one microbatch on the way at a time and sends `waves` of them 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from isles.network.routing.events import TaskWire
+from isles.errors import demand
+from isles.network.routing.events import TaskWire, orders_of
 from isles.network.routing.legal import PathRules
-from isles.network.routing.replay import Replay, TaskSeconds, first_come, replay
+from isles.network.routing.replay import Replay, TaskSeconds, first_come, in_order, replay
 from isles.network.routing.routes import MOST_VISITS, Route, Task
 from isles.network.routing.wires import Delays
 
@@ -39,9 +40,7 @@ class Costs:
     rest_at_origin: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("loss", "backward", "rest", "rest_at_origin"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} = {getattr(self, name)}: choose 0 or more")
+        demand(self, "loss backward rest rest_at_origin", lambda x: 0 <= x < math.inf, "choose 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +72,7 @@ class Problem:
             raise ValueError(f"delays must be a matrix of {count} x {count} for {count} nodes")
         if not all(0 <= seconds < math.inf for row in self.delays for seconds in row):
             raise ValueError("delays must be 0 s or more and finite")
-        for name in ("memory", "waves"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: choose 1 or more")
+        demand(self, "memory waves", lambda x: x >= 1, "choose 1 or more")
         if len(self.stages) > MOST_VISITS:
             raise ValueError(f"{len(self.stages)} stages: at most {MOST_VISITS} can be planned")
         if not 1 <= self.path_length <= len(self.stages):
@@ -148,8 +145,21 @@ def routes_of(paths: Paths, waves: int) -> list[Route]:
 
 def replay_paths(problem: Problem, paths: Paths, wire: TaskWire | None = None) -> Replay:
     """A step of `paths`, first come, first served; `wire`: other than the problem's delays."""
+    return replay_routes(problem, routes_of(paths, problem.waves), wire)
+
+
+def replay_shared(problem: Problem, routes: Sequence[Route], wires: Sequence[TaskWire]) -> list[Replay]:
+    """A step of `routes` over each of the `wires`, whose lines messages share. Every node does its tasks in the order
+    that they have where each message is alone on its way, as a run with `pipeline.order = "plan"` does.
+    """
+    tasks = orders_of(replay_routes(problem, routes).spans)
+    return [replay(routes, problem.seconds, wire, in_order(tasks), pause=problem.rest) for wire in wires]
+
+
+def replay_routes(problem: Problem, routes: Sequence[Route], wire: TaskWire | None = None) -> Replay:
+    """A step of `routes`, otherwise as `replay_paths`."""
     return replay(
-        routes_of(paths, problem.waves),
+        routes,
         problem.seconds,
         Delays(problem.delays) if wire is None else wire,
         first_come,

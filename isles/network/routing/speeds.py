@@ -5,42 +5,33 @@ corrected by the seconds that a run took.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle, islice
 
 from isles.network.machines import machine
 from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.problem import replay_paths
-from isles.network.units import parse_count, parse_seconds
+from isles.network.units import parse_count, parse_latency
 
 
-def forward_seconds(
-    nodes: int, *, forward: str | None, hardware: str | None, operations: str | None, factors: str | None
-) -> tuple[float, ...]:
-    """Seconds of a forward of one microbatch, by node. Arguments are the words of `isles pipeline plan`.
+def forward_seconds(nodes: int, task: str) -> tuple[float, ...]:
+    """Seconds of a forward of one microbatch, by node.
 
-    forward:    seconds, for all or for each node, with commas between.
-    hardware:   in its place machines, by name or file (`isles.network.machines`), which do so many `operations` in a
-                forward, at the share of their peak that they reach.
-    factors:    how many times as long each takes, given out in turn, as `world.step_factors`.
+    Args:
+        nodes: How many there are.
+        task: The words of `isles plan paths --task`, for all nodes or for each, with commas between: times such as
+            "440ms"; or the operations of a forward and machines that do them at the share of their peak that they
+            reach, each so many times as slow, such as "1.2T on A100-40,RTX 3060*4".
 
-    ValueError, one line that names the option, for what cannot be.
+    Raises:
+        ValueError: One line that names the option.
     """
-    if (forward is None) == (hardware is None):
-        raise ValueError("how long does a node take? give --forward SECONDS or --hardware NAMES, one of the two")
-    if (operations is None) != (hardware is None):
-        raise ValueError("--hardware and --operations belong together: of which machines, and of how much work")
-    if forward is not None:
-        seconds = _spread("--forward", [parse_seconds("--forward", word) for word in forward.split(",")], nodes)
-    else:
-        assert hardware is not None and operations is not None
-        work = parse_count("--operations", operations)
-        try:
-            each = [machine(word.strip()).seconds(work) for word in hardware.split(",")]
-        except ValueError as error:
-            raise ValueError(f"--hardware {hardware}: {error}") from None
-        seconds = _spread("--hardware", each, nodes)
-    slower = [1.0] if factors is None else [_factor(word) for word in factors.split(",")]
-    return tuple(one * factor for one, factor in zip(seconds, islice(cycle(slower), nodes), strict=True))
+    work, on, names = task.partition(" on ")
+    if on:
+        operations = parse_count("--task", work.strip())
+        return _spread([_on_machine(word.strip(), operations) for word in names.split(",")], nodes)
+    seconds = [parse_latency("--task", word.strip()) for word in task.split(",")]
+    if not all(one > 0 for one in seconds):
+        raise ValueError(f"--task {task}: choose times above 0, such as 440ms")
+    return _spread(seconds, nodes)
 
 
 def planned_computing(plan: PipelinePlan) -> dict[int, float]:
@@ -63,17 +54,21 @@ def speed_factors(plan: PipelinePlan, measured: Mapping[int, float]) -> tuple[fl
     )
 
 
-def _spread(option: str, values: Sequence[float], nodes: int) -> Sequence[float]:
+def _spread(values: Sequence[float], nodes: int) -> tuple[float, ...]:
     if len(values) not in (1, nodes):
-        raise ValueError(f"{option} has {len(values)} values: give one, or one for each of {nodes} nodes")
-    return values if len(values) == nodes else [values[0]] * nodes
+        raise ValueError(f"--task has {len(values)} values: give one, or one for each of {nodes} nodes")
+    return tuple(values) if len(values) == nodes else (values[0],) * nodes
 
 
-def _factor(word: str) -> float:
+def _on_machine(word: str, operations: float) -> float:
+    name, slower, factor = word.partition("*")
     try:
-        factor = float(word)
+        times = float(factor) if slower else 1.0
     except ValueError:
-        factor = 0.0
-    if not 0 < factor < float("inf"):
-        raise ValueError(f"--step-factors {word}: choose numbers above 0, such as 1,1,4")
-    return factor
+        times = 0.0
+    if not 0 < times < float("inf"):
+        raise ValueError(f"--task {word}: write how many times as slow the machine is, above 0, such as A100-40*4")
+    try:
+        return times * machine(name.strip()).seconds(operations)
+    except ValueError as error:
+        raise ValueError(f"--task {word}: {error}") from None

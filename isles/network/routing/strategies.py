@@ -11,33 +11,42 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 from isles.network.routing.assign import aligned
-from isles.network.routing.problem import Paths, Problem, replay_paths, routes_of
-from isles.network.routing.replay import Replay, first_come, replay
+from isles.network.routing.plan import PlanNetwork
+from isles.network.routing.problem import Paths, Problem, replay_routes, routes_of
+from isles.network.routing.replay import Replay
 from isles.network.routing.routes import Route
 from isles.network.routing.search import Effort, blind, with_collisions, without_collisions
-from isles.network.routing.wires import Delays, Sizes, bytes_sent
+from isles.network.routing.wires import Sizes, bytes_sent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """One way. planning: seconds that it took to find. paths: of the slots, where it has such."""
+    """One way. played: a step on lines that messages share. seconds: that it takes; the mean where latencies vary.
+    planning: seconds that it took to find. paths: of the slots, where it has such.
+    """
 
     name: str
     routes: Sequence[Route]
     played: Replay
+    seconds: float
     planning: float
     paths: Paths | None = None
 
-    def sent(self, nbytes: int) -> Counter[int]:
-        """Bytes that each node sends in a step, with `nbytes` a message."""
-        return bytes_sent(self.routes, Sizes(forward=nbytes, home=nbytes, backward=nbytes))
+    def sent(self, sizes: Sizes) -> Counter[int]:
+        """Bytes that each node sends in a step."""
+        return bytes_sent(self.routes, sizes)
 
 
-def strategies(problem: Problem, effort: Effort, seed: int = 0) -> list[Strategy]:
-    """All four, the plan last. ValueError where no legal paths fit."""
+def strategies(problem: Problem, effort: Effort, seed: int = 0, network: PlanNetwork | None = None) -> list[Strategy]:
+    """All four, the plan last, replayed on `network`, whose lines messages share; None: each message is alone.
+
+    The search counts each message as if it were alone. Of the paths that are fast alone and those whose collisions are
+    counted the plan takes those with the shorter step on `network`. ValueError where no legal paths fit.
+    """
     began = time.monotonic()
     by_chance = blind(problem, seed)
     drawn = time.monotonic()
@@ -45,15 +54,14 @@ def strategies(problem: Problem, effort: Effort, seed: int = 0) -> list[Strategy
     fitted = time.monotonic()
     best = with_collisions(problem, effort, alone, seed)
     done = time.monotonic()
-    return [
-        full(problem),
-        _planned("random", problem, by_chance, drawn - began),
-        _planned("without", problem, alone, fitted - drawn),
-        _planned("with", problem, best, done - drawn),
-    ]
+    without = _planned("without", problem, network, alone, fitted - drawn)
+    plan = _planned("with", problem, network, best, done - drawn)
+    if without.seconds < plan.seconds:
+        plan = replace(without, name="with", planning=done - drawn)
+    return [full(problem, network), _planned("random", problem, network, by_chance, drawn - began), without, plan]
 
 
-def full(problem: Problem) -> Strategy:
+def full(problem: Problem, network: PlanNetwork | None = None) -> Strategy:
     """Fixed pipelines; microbatches are dealt out to their slots in turn."""
     lines = aligned(problem.stages, problem.delays, problem.forward)
     latest: dict[int, int] = {}
@@ -62,22 +70,21 @@ def full(problem: Problem) -> Strategy:
         slot = number % (len(lines) * problem.memory)
         routes.append(Route(number, lines[slot % len(lines)], True, latest.get(slot)))
         latest[slot] = number
-    played = replay(
-        routes,
-        problem.seconds,
-        Delays(problem.delays),
-        first_come,
-        room=dict.fromkeys(range(problem.nodes), problem.memory),
-        pause=problem.rest,
-    )
-    return Strategy(name="full", routes=routes, played=played, planning=0.0)
+    return _replayed("full", problem, network, routes)
 
 
-def _planned(name: str, problem: Problem, paths: Paths, planning: float) -> Strategy:
-    return Strategy(
-        name=name,
-        routes=routes_of(paths, problem.waves),
-        played=replay_paths(problem, paths),
-        planning=planning,
-        paths=paths,
-    )
+def _replayed(
+    name: str,
+    problem: Problem,
+    network: PlanNetwork | None,
+    routes: Sequence[Route],
+    planning: float = 0.0,
+    paths: Paths | None = None,
+) -> Strategy:
+    played = [replay_routes(problem, routes)] if network is None else network.replays(problem, routes)
+    seconds = fmean(step.makespan for step in played)
+    return Strategy(name=name, routes=routes, played=played[0], seconds=seconds, planning=planning, paths=paths)
+
+
+def _planned(name: str, problem: Problem, network: PlanNetwork | None, paths: Paths, planning: float) -> Strategy:
+    return _replayed(name, problem, network, routes_of(paths, problem.waves), planning, paths)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from isles.network.engine import ARRIVED, EventQueue, Wire, WireMessage
+from isles.network.engine import ARRIVED, ENTERS, EventQueue, Wire, WireMessage
 from isles.network.routing.routes import Route, Task
 from isles.network.topology import Topology
 
@@ -66,19 +66,30 @@ class MessageLines(Wire[TaskMessage]):
     """Messages over `topology`, as the virtual backend sends them.
 
     ranks: of each position in the pipeline's group; None: they are the same. seed: of the latencies' jitter, which a
-    step's messages draw as the first between their ranks.
+    step's messages draw as the first between their ranks. overhead: seconds of each message before it enters its line.
     """
 
     ready: Callable[[Task], None]
 
-    def __init__(self, topology: Topology, sizes: Sizes, ranks: Sequence[int] | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        sizes: Sizes,
+        ranks: Sequence[int] | None = None,
+        seed: int = 0,
+        overhead: float = 0.0,
+    ) -> None:
         super().__init__(topology, seed, EventQueue())
-        self._sizes, self._ranks = sizes, ranks
+        self._sizes, self._ranks, self._overhead = sizes, ranks, overhead
 
     def send(self, task: Task, source: int, target: int) -> None:
         if self._ranks is not None:
             source, target = self._ranks[source], self._ranks[target]
-        self.carry(TaskMessage(task, source, target, 8.0 * self._sizes.of(task)))
+        message = TaskMessage(task, source, target, 8.0 * self._sizes.of(task))
+        if self._overhead:
+            self.timeline.at(self.timeline.now + self._overhead, ENTERS, source, self.carry, message)
+        else:
+            self.carry(message)
 
     def arrived(self, message: TaskMessage) -> None:
         """Its task could start."""

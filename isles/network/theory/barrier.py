@@ -50,7 +50,6 @@ class StepLaw:
         return _quantiles(self)
 
     def sampler(self, random: np.random.Generator) -> Sampler:
-        """Draws from this law."""
         return Sampler(random, *self.quantiles())
 
 
@@ -86,7 +85,6 @@ class Sampler:
         self.values, self.slopes = values, np.diff(values, append=values[-1])
 
     def draw(self, count: int) -> np.ndarray:
-        """`count` independent numbers."""
         place = (self.random.standard_normal(count) - self.first) * self.per_z
         place = np.clip(place, 0, len(self.values) - 1)
         cell = place.astype(np.intp)

@@ -151,12 +151,7 @@ def table1(gbps: float = 1.0) -> list[CostRow]:
             volume = tokens * BYTES_A_TOKEN / fewer / 1e12
             rows.append(
                 CostRow(
-                    method=name,
-                    tokens=tokens,
-                    hours_unlimited=hours,
-                    hours=hours / share,
-                    terabytes=volume,
-                    gbps=gbps,
+                    method=name, tokens=tokens, hours_unlimited=hours, hours=hours / share, terabytes=volume, gbps=gbps
                 )
             )
     return rows

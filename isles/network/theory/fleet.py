@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from isles.errors import demand
 from isles.network.engine import EventQueue
 from isles.network.pauses import Absences, Pauses
 from isles.network.theory.barrier import StepLaw
@@ -44,12 +45,9 @@ class Fleet:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ValueError(f"workers = {self.workers}: choose 1 or more")
-        if not 0 <= self.message < math.inf:
-            raise ValueError(f"message = {self.message}: choose 0 or more seconds")
-        if not 0 <= self.message_variance <= 9:
-            raise ValueError(f"message_variance = {self.message_variance}: choose 0 to 9")
+        demand(self, "workers", lambda x: x >= 1, "choose 1 or more")
+        demand(self, "message", lambda x: 0 <= x < math.inf, "choose 0 or more seconds")
+        demand(self, "message_variance", lambda x: 0 <= x <= 9, "choose 0 to 9")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,8 +117,7 @@ def variance(setting: Quadratic) -> Variance:
     together = disagreement(setting.alpha, 0.0, 1.0, drift)
     apart = disagreement(setting.alpha, setting.gamma, kept(count), drift)
     return Variance(
-        mean=_settled(together, added / count),
-        replicas=_settled(apart, added * kept(count) * (1 - 1 / count)),
+        mean=_settled(together, added / count), replicas=_settled(apart, added * kept(count) * (1 - 1 / count))
     )
 
 

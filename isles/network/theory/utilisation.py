@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from isles.errors import demand
 from isles.network.planner.costs import Collective, ring
 from isles.network.theory.exchanges import Exchanges
 
@@ -46,12 +47,9 @@ class LayeredJob:
     step_seconds: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.parameters < math.inf:
-            raise ValueError(f"parameters = {self.parameters}: choose a number above 0, such as 1e9")
-        if self.layers < 1:
-            raise ValueError(f"layers = {self.layers}: choose 1 or more")
-        if not 0 < self.step_seconds < math.inf:
-            raise ValueError(f"step_seconds = {self.step_seconds}: choose a number of seconds above 0")
+        demand(self, "parameters", lambda x: 0 < x < math.inf, "choose a number above 0, such as 1e9")
+        demand(self, "layers", lambda x: x >= 1, "choose 1 or more")
+        demand(self, "step_seconds", lambda x: 0 < x < math.inf, "choose a number of seconds above 0")
 
     @property
     def node_seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""The values of `pipeline.boundary`, read. Loads no torch."""
+"""The values of `pipeline.boundary.kind`, read. Loads no torch."""
 
 from __future__ import annotations
 
@@ -30,26 +30,16 @@ class BoundaryName:
         """The last stage has nothing that would fit through, so that no stream can come home from it."""
         return self.kind in ("subspace", "bottleneck", "maxout")
 
-    def numbers(self, width: int) -> int:
-        """Of a token's stream of `width`, those that travel."""
-        return {"none": width, "dct": entries_kept(width, self.sparsity)}.get(self.kind, self.rank)
-
-    def place_bytes(self, width: int) -> int:
-        """Of a token, beside them: which they are."""
-        if self.kind != "dct" or not self.sparsity:
-            return 0
-        return self.numbers(width) * place_size(width)
-
     def check_width(self, width: int) -> None:
         """ValueError where a stream of `width` has no such boundary."""
         if self.rank > width:
             raise ValueError(
-                f'pipeline.boundary = "{self.kind}:{self.rank}": the stream is only {width} wide (model.d_model); '
+                f'pipeline.boundary.kind = "{self.kind}:{self.rank}": the stream is only {width} wide (model.d_model); '
                 f"choose at most {width}"
             )
         if self.kind == "maxout" and width % self.rank:
             raise ValueError(
-                f'pipeline.boundary = "maxout:{self.rank}": {width} is no multiple of {self.rank}; choose a '
+                f'pipeline.boundary.kind = "maxout:{self.rank}": {width} is no multiple of {self.rank}; choose a '
                 f"divisor of {width} (model.d_model)"
             )
 
@@ -70,19 +60,17 @@ def boundary_name(text: str) -> BoundaryName:
     if kind == "none" and not colon:
         return BoundaryName("none")
     if kind not in _EXAMPLES:
-        raise ValueError(f'boundary = "{text}" is not known: choose "none", {_listed()}')
+        raise ValueError(f'kind = "{text}" is not known: choose "none", {_listed()}')
     try:
         value = float(number) if kind == "dct" else int(number)
     except ValueError:
-        raise ValueError(f'boundary = "{text}": write it with a number, such as "{_EXAMPLES[kind]}"') from None
+        raise ValueError(f'kind = "{text}": write it with a number, such as "{_EXAMPLES[kind]}"') from None
     if kind == "dct":
         if not 0 <= value < 1:
-            raise ValueError(
-                f'boundary = "{text}": the sparsity is a share from 0 to below 1, such as "{_EXAMPLES[kind]}"'
-            )
+            raise ValueError(f'kind = "{text}": the sparsity is a share from 0 to below 1, such as "{_EXAMPLES[kind]}"')
         return BoundaryName("dct", sparsity=value)
     if value < 1:
-        raise ValueError(f'boundary = "{text}": choose 1 number a token or more, such as "{_EXAMPLES[kind]}"')
+        raise ValueError(f'kind = "{text}": choose 1 number a token or more, such as "{_EXAMPLES[kind]}"')
     return BoundaryName(kind, rank=int(value))  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""What `pipeline.boundary` makes of a model, at every place where one is held.
+"""What `pipeline.boundary.kind` makes of a model, at every place where one is held.
 
     a stage, before it trains            fit(stage), then boundary(stage) for its messages
     the whole model of a finished run    fit(whole), filled with the stages' weights, then unsplit(whole)

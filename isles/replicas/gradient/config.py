@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from typing_extensions import override
 
 from isles.comm.codecs.kinds import read_form
+from isles.errors import demand
 from isles.replicas.checks import at_least, one_of
 from isles.replicas.config import Feedback, MethodConfig, check_feedback
 from isles.replicas.space import Dimension
@@ -24,8 +25,7 @@ class BucketsConfig(MethodConfig):
     """Size of a bucket in 2**20 bytes of gradient."""
 
     def __post_init__(self) -> None:
-        if not self.bucket_megabytes > 0:
-            raise ValueError(f"bucket_megabytes = {self.bucket_megabytes}: choose a positive size, such as 25")
+        demand(self, "bucket_megabytes", lambda x: x > 0, "choose a positive size, such as 25")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +83,8 @@ class DCTDPConfig(BucketsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.sparsity < 1:
-            raise ValueError(f"sparsity = {self.sparsity}: choose 0 <= sparsity < 1, such as 0.99")
-        if not self.density_guard > 1:
-            raise ValueError(f"density_guard = {self.density_guard}: choose a number above 1, such as 4")
+        demand(self, "sparsity", lambda x: 0 <= x < 1, "choose 0 <= sparsity < 1, such as 0.99")
+        demand(self, "density_guard", lambda x: x > 1, "choose a number above 1, such as 4")
         at_least("threshold_interval", self.threshold_interval, 1)
         for key in ("exclude_below", "warmup_dense_steps", "warmup_steps"):
             at_least(key, getattr(self, key), 0)

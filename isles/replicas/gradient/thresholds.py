@@ -103,7 +103,9 @@ class Thresholds(Reduction):
             else:
                 whole.append(torch.arange(start, stop, device=layout.device, dtype=torch.int64))
             start = stop
-        self.whole = torch.cat(whole) if whole else torch.empty(0, dtype=torch.int64, device=layout.device)
+        self.whole = torch.empty(sum(map(len, whole)), dtype=torch.int64, device=layout.device)
+        if not self.whole.is_meta:  # a sketch has no numbers
+            torch.cat(whole or [self.whole], out=self.whole)
         self.floor = torch.finfo(layout.dtype).smallest_normal  # what is smaller is nothing
         self.thresholds = torch.zeros(len(self.tensors), dtype=layout.dtype, device="cpu")
         self.renewed = 0

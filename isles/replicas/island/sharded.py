@@ -74,7 +74,7 @@ def shard(model: nn.Module, group: Group, *, reshard_after_forward: bool = True)
     sharding = Sharding(group, skeleton, units, reshard_after_forward)
     if sketched:
         model = copy.deepcopy(model)
-        _replace(model, lambda _, parameter: torch.empty_like(_rows(parameter, group.size)[0]))
+        _replace(model, lambda _, parameter: torch.empty_like(parameter[: _most_rows(parameter, group.size)]))
     else:
         with torch.no_grad():
             spread_from_first(group, [*parameters, *model.buffers()])
@@ -233,9 +233,14 @@ def _gathered_together(blocks: Sequence[nn.Module], model: nn.Module) -> list[li
 
 def _unit(parameters: Sequence[Tensor], size: int) -> Unit:
     def share(parameter: Tensor) -> int:
-        return _rows(parameter, size)[0].nbytes
+        return parameter[: _most_rows(parameter, size)].nbytes
 
     return Unit(sum(map(share, parameters)), sum(share(p) for p in parameters if p.requires_grad))
+
+
+def _most_rows(tensor: Tensor, size: int) -> int:
+    """Of a worker."""
+    return -(-len(tensor) // size)
 
 
 def _rows(tensor: Tensor, size: int) -> list[Tensor]:

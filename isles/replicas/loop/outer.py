@@ -58,9 +58,8 @@ class OuterSync(OuterSaved):
 
     def _begin(self) -> None:
         super()._begin()
-        parts, config = self.compose(), self.config
-        self.parts = parts = replace(parts, on_broken=config.on_broken) if isinstance(config, OuterConfig) else parts
-        self.cadence = parts.cadence  # the one in force: `adapt` may change it
+        self._take_parts()
+        parts = self.parts
         self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
         self.courier = self.new_courier()
         self.fragments = fragments_of(parts, self.parameters, self.shares, self.vectors)
@@ -75,6 +74,16 @@ class OuterSync(OuterSaved):
         if parts.prefetch_anchors:  # anchors are still equal (just verified): the first exchange of them is known
             for fragment in self.fragments:
                 fragment.ahead = fragment.swapped(keeps_own=parts.cadence.rounds_late > 0)
+
+    def _take_parts(self) -> None:
+        parts, config = self.compose(), self.config
+        self.parts = replace(parts, on_broken=config.on_broken) if isinstance(config, OuterConfig) else parts
+        self.cadence = parts.cadence  # the one in force: `adapt` may change it
+
+    @override
+    def retime(self, sync_every: int) -> None:
+        super().retime(sync_every)
+        self._take_parts()
 
     def new_courier(self) -> Courier:
         """One that has nothing under way."""

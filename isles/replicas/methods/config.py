@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
+from isles.errors import demand
 from isles.replicas.checks import at_least, momentum_in_range, positive_rate
 from isles.replicas.config import Feedback, MethodConfig
 from isles.replicas.loop.config import CompressedConfig, FirstSync, Fragments, WeightedConfig, check_fragments
@@ -54,8 +55,7 @@ class SPARTAConfig(LocalSGDConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction = {self.fraction}: choose a fraction above 0, up to 1, such as 0.005")
+        demand(self, "fraction", lambda x: 0 < x <= 1, "choose a fraction above 0, up to 1, such as 0.005")
 
     @override
     def space(self, steps: int, *, timed: bool) -> list[Dimension]:
@@ -93,8 +93,7 @@ class FedAdamConfig(FedAvgConfig):
         super().__post_init__()
         if len(self.outer_betas) != 2 or not all(0 <= beta < 1 for beta in self.outer_betas):
             raise ValueError(f"outer_betas = {list(self.outer_betas)}: choose two in [0, 1), such as [0.9, 0.99]")
-        if not 0 < self.tau < float("inf"):
-            raise ValueError(f"tau = {self.tau}: choose a positive number, such as 1e-3")
+        demand(self, "tau", lambda x: 0 < x < float("inf"), "choose a positive number, such as 1e-3")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,5 +190,4 @@ class StreamingConfig(DiLoCoConfig):
                 f"overlap_steps = {self.overlap_steps}: choose 0 or more, below sync_every = {self.sync_every}, or "
                 "such a number for each worker"
             )
-        if not 0 <= self.merge_alpha <= 1:
-            raise ValueError(f"merge_alpha = {self.merge_alpha}: choose the local weights' share, 0 to 1")
+        demand(self, "merge_alpha", lambda x: 0 <= x <= 1, "choose the local weights' share, 0 to 1")

@@ -16,7 +16,12 @@ class Everyone:
     name: ClassVar[str] = "all"
 
     def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
-        return tuple(range(size))
+        return _all(size)
+
+
+@lru_cache(maxsize=8)
+def _all(size: int) -> tuple[int, ...]:
+    return tuple(range(size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,9 @@ def picture(heading: str, below: str, shown: Sequence[Panel], table: Table | Non
     """A PNG: the table if there is one, then the panels, two in a row; timelines have rows of their own."""
     wide = [panel for panel in shown if isinstance(panel.picture, Lanes)]
     narrow = [panel for panel in shown if not isinstance(panel.picture, Lanes)]
-    heights = [_table_height(table)] if table else []
-    heights += [_ROW] * ((len(narrow) + 1) // 2) + [_lanes_height(panel) for panel in wide]
+    heights = [0.28 * (len(table.rows) + 2)] if table else []
+    heights += [_ROW] * ((len(narrow) + 1) // 2)
+    heights += [1.2 + 0.4 * len(panel.picture.lanes) for panel in wide if isinstance(panel.picture, Lanes)]
     said = [heading, *textwrap.wrap(below, _LETTERS)]
 
     def draw(figure: Any) -> None:
@@ -93,7 +94,7 @@ def drawn(width: float, height: float, draw: Callable[[Any], None]) -> bytes:
 
 
 def _draw(axes: Any, panel: Panel) -> None:
-    bare(axes, panel.heading, above=16 * _legend_rows(panel))
+    bare(axes, panel.heading, above=16 * -(-len(panel.keys) // _KEYS_A_ROW))
     if isinstance(panel.picture, Chart):
         _chart(axes, panel.picture)
     elif isinstance(panel.picture, Bars):
@@ -153,18 +154,9 @@ def _chart(axes: Any, chart: Chart) -> None:
             markersize=3,
         )
         if line.label and points:
-            words = ", ".join(line.label.split("\n"))
-            offset, upright = _beside(axes, points[-1])
-            axes.annotate(
-                words,
-                points[-1],
-                xytext=offset,
-                textcoords="offset points",
-                ha="right",
-                va=upright,
-                fontsize=8,
-                color=LIGHT["text"],
-            )
+            words, (offset, upright) = line.label.replace("\n", ", "), _beside(axes, points[-1])
+            look = {"ha": "right", "va": upright, "fontsize": 8, "color": LIGHT["text"]}
+            axes.annotate(words, points[-1], xytext=offset, textcoords="offset points", **look)
     dots = chart.usable(chart.dots)
     axes.scatter([x for x, _ in dots], [y for _, y in dots], s=16, color=LIGHT["dot"], zorder=3, clip_on=False)
 
@@ -227,10 +219,6 @@ def _grid(axes: Any, picture: Grid) -> None:
     axes.set_yticks(range(len(few)), few, fontsize=7)
 
 
-def _legend_rows(panel: Panel) -> int:
-    return -(-len(panel.keys) // _KEYS_A_ROW)
-
-
 def _legend(axes: Any, panel: Panel) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -274,12 +262,3 @@ def _table(axes: Any, cells: Table) -> None:
         cell.get_text().set_horizontalalignment("left" if column < cells.names else "right")
         cell.set_edgecolor(LIGHT["grid"])
         cell.get_text().set_color(LIGHT["text"])
-
-
-def _table_height(table: Table) -> float:
-    return 0.28 * (len(table.rows) + 2)
-
-
-def _lanes_height(panel: Panel) -> float:
-    assert isinstance(panel.picture, Lanes)
-    return 1.2 + 0.4 * len(panel.picture.lanes)

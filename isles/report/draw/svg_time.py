@@ -93,13 +93,11 @@ def grid(picture: Grid) -> str:
     """Rows go down, columns to the right; what stands out has a dot."""
     count = len(picture.labels)
     side = min(_CELL, (WIDTH - LEFT) // max(count, 1))
-    out = [
-        f'<svg viewBox="0 0 {WIDTH} {_TOP + side * count + 4}" role="img" aria-label="{escape(picture.title)}">',
-    ]
+    out = [_svg(picture.title, _TOP + side * count + 4)]
     for row, label in enumerate(picture.labels):
         middle = (row + 0.5) * side
         out.append(f'<text class="tick mid" x="{LEFT + middle:.1f}" y="{_TOP - 6}">{escape(label.split()[0])}</text>')
-        out.append(f'<text class="tick end" x="{LEFT - 8}" y="{_TOP + middle + 4:.1f}">{escape(label)}</text>')
+        out.append(_label(label, _TOP + middle))
         for column, shade in enumerate(picture.shades[row]):
             if shade is None:
                 continue

@@ -1,4 +1,4 @@
-"""What `isles plan --churn` adds to its sheet: workers come and go."""
+"""What `isles plan methods --churn` adds to its sheet: workers come and go."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ from dataclasses import asdict, replace
 
 from isles.network.churn import Poisson
 from isles.network.planner.churned import ChurnCosts, churn_costs
-from isles.network.planner.job import Job
-from isles.network.planner.planner import Plan
 from isles.report.sheet import Sheet
 from isles.report.units import format_bytes, format_percent
-
-PAIRS = ("noloco",)
-"""Methods whose workers may come and go that are planned with: of pairs."""
-MEANS = ("diloco", "localsgd", "fedavg", "fedadam", "fedyogi", "slowmo", "sparta", "sparseloco")
-"""And of one mean for all."""
+from isles.training.plan.method_plans import MethodPlan
+from isles.training.plan.question import PlanQuestion
 
 
-def with_churn(sheet: Sheet, job: Job, plans: Sequence[Plan], churn: Poisson) -> Sheet:
+def with_churn(sheet: Sheet, job: PlanQuestion, plans: Sequence[MethodPlan], churn: Poisson) -> Sheet:
     """`sheet`, made of `plans`, with what `churn` costs those that go on without lost workers."""
-    found = {id(one): _costs(job, one, churn) for one in plans if one.way.method in (*PAIRS, *MEANS)}
+    found = {id(one): _costs(job, one, churn) for one in plans if one.grows}
     named: dict[str, ChurnCosts] = {}
     for one in plans:
         if id(one) in found:
-            named.setdefault(f"{one.way.method}, {one.way.settings or 'as it is'}, H = {one.every}", found[id(one)])
+            named.setdefault(
+                f"{one.candidate.method}, {one.candidate.settings or 'as it is'}, H = {one.every}", found[id(one)]
+            )
     rows = sheet.data["rows"]
     assert isinstance(rows, list)
     told = [
@@ -40,7 +37,7 @@ def with_churn(sheet: Sheet, job: Job, plans: Sequence[Plan], churn: Poisson) ->
     )
 
 
-def _costs(job: Job, one: Plan, churn: Poisson) -> ChurnCosts:
+def _costs(job: PlanQuestion, one: MethodPlan, churn: Poisson) -> ChurnCosts:
     return churn_costs(
         churn,
         workers=job.workers,
@@ -48,7 +45,7 @@ def _costs(job: Job, one: Plan, churn: Poisson) -> ChurnCosts:
         computing=one.every * job.step_seconds,
         waits=one.waits,
         bytes_a_round=one.bytes_a_step * one.every,
-        pairs=one.way.method in PAIRS,
+        pairs=one.pairs,
         rounds=None if job.steps is None else max(job.steps // one.every, 1),
     )
 

@@ -1,17 +1,16 @@
-"""Sheets of the Eager and Streaming DiLoCo papers' tables: `isles plan --preset eager-...`."""
+"""Sheets of the Eager and Streaming DiLoCo papers' tables: `isles plan explain eager-...`."""
 
 from __future__ import annotations
 
 import math
 
 from isles.network.theory import eager_tables as tables
-from isles.report.draw.style import SERIES
-from isles.report.panels import Chart, Panel, Polyline, Table
+from isles.report.panels import Chart, Panel, Table, chart_panel, coloured
 from isles.report.sheet import Sheet
 
 _FINITE = (
     "As printed: the papers counted about two rounds that began with an idle link, and left out what was still under "
-    "way at the end. In the long run a link must carry everything: see --preset eager-long-run.",
+    "way at the end. In the long run a link must carry everything: see isles plan explain eager-long-run.",
     f"Step times are {tables.STEP_FACTOR} times those stated (0.1, 0.8, 4.9 s): only so are all 120 numbers met.",
     "The H30 rows exchange a fragment after every step, whatever the number of fragments, as the papers' must have.",
     "Between two bandwidths of the grid lie 21 %: finer differences mean nothing. No latency, two equal islands.",
@@ -62,11 +61,8 @@ def table1() -> Sheet:
         table=Table(
             heads=["method", "tokens", "hours, unlimited", "hours, 1 Gbit/s", "TB"],
             rows=[
-                [
-                    row.method,
-                    f"{row.tokens / 1e9:.0f}e9",
-                    *(f"{value:.2f}" for value in (row.hours_unlimited, row.hours, row.terabytes)),
-                ]
+                [row.method, f"{row.tokens / 1e9:.0f}e9"]
+                + [f"{value:.2f}" for value in (row.hours_unlimited, row.hours, row.terabytes)]
                 for row in rows
             ],
         ),
@@ -150,17 +146,12 @@ def _needs(
 
 def _figure3(size: str) -> Panel:
     job = tables.JOBS[size]
-    lines, keys = [], []
-    for css, method in zip(SERIES, tables.METHODS, strict=True):
-        points = list(zip(tables.GRID.tolist(), tables.curve(method, job).tolist(), strict=True))
-        lines.append(Polyline(points=points, css=css, name=method.name))
-        keys.append((css, method.name))
+    grid, curves = tables.GRID.tolist(), {method.name: tables.curve(method, job).tolist() for method in tables.METHODS}
     chart = Chart(
         title=f"Utilisation of the {size} model",
         x_label="Gbit/s between the islands",
         y_format=lambda share: f"{100 * share:.0f} %",
-        lines=lines,
+        lines=coloured({name: list(zip(grid, curve, strict=True)) for name, curve in curves.items()}),
         log_x=True,
     )
-    stated = f"{job.layers} layers, steps of {tables.scaled(job).step_seconds:.3g} s."
-    return Panel(heading=chart.title, picture=chart, keys=keys, notes=[stated])
+    return chart_panel(chart, f"{job.layers} layers, steps of {tables.scaled(job).step_seconds:.3g} s.")

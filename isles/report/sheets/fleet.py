@@ -1,4 +1,4 @@
-"""The sheet of `isles plan --preset noloco-fleet`: fleets of up to 1,024 workers, event by event, with pauses."""
+"""The sheet of `isles plan explain noloco-fleet`: fleets of up to 1,024 workers, event by event, with pauses."""
 
 from __future__ import annotations
 

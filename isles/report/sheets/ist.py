@@ -1,4 +1,4 @@
-"""The sheet of the theory of independent subnets: `isles plan --preset ist-quadratic`."""
+"""The sheet of the theory of independent subnets: `isles plan explain ist-quadratic`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from isles.network.theory.ist_theory import (
     stationary_mean,
 )
 from isles.report.charts import short
-from isles.report.draw.style import SERIES
-from isles.report.panels import Chart, Panel, Polyline, Table
+from isles.report.panels import Chart, Panel, Polyline, Table, chart_panel, coloured
 from isles.report.sheet import Sheet
 
 _SIZE = 12
@@ -66,12 +65,7 @@ def quadratic() -> Sheet:
                 "f above, with noise",
             ],
             rows=[
-                [
-                    str(row["workers"]),
-                    str(row["coordinates_each"]),
-                    *(f"{row[key]:.3f}" for key in list(row)[2:]),
-                ]
-                for row in rows
+                [f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows
             ],
         ),
         data={"coupling": _COUPLED, "rate": _RATE, "rows": rows},
@@ -97,34 +91,25 @@ def _off(problem: Quadratics, x: np.ndarray) -> float:
 
 
 def _off_panel() -> Panel:
-    lines = []
-    for css, coupling in zip(SERIES, _COUPLINGS, strict=False):
+    points = {}
+    for coupling in _COUPLINGS:
         problems = [_problem(workers, coupling) for workers in _WORKERS]
-        points = [(float(p.workers), _off(p, stationary_mean(p, "masks"))) for p in problems]
-        lines.append(Polyline(points=points, css=css, name=f"coupling {coupling:g}"))
-    chart = Chart(title="Distance of the limit from the optimum", x_label="workers", y_format=short, lines=lines)
-    return Panel(
-        heading=chart.title,
-        picture=chart,
-        keys=[(line.css, line.name) for line in lines],
-        notes=["Relative, in the norm of the curvature."],
-    )
+        off = [(float(p.workers), _off(p, stationary_mean(p, "masks"))) for p in problems]
+        points[f"coupling {coupling:g}"] = off
+    title, lines = "Distance of the limit from the optimum", coloured(points)
+    chart = Chart(title=title, x_label="workers", y_format=short, lines=lines)
+    return chart_panel(chart, "Relative, in the norm of the curvature.")
 
 
 def _path_panel() -> Panel:
-    lines = []
-    for css, workers in zip(SERIES, (1, 2, 4, 12), strict=False):
+    points = {}
+    for workers in (1, 2, 4, 12):
         problem = _problem(workers, _COUPLED)
         means = [x.mean(axis=0) for x in paths(problem, "masks", rate=_RATE, rounds=_ROUNDS, copies=_COPIES)]
-        points = [(float(step), _off(problem, x)) for step, x in enumerate([np.zeros(_SIZE), *means])]
-        lines.append(Polyline(points=points, css=css, name=f"{workers} worker{'s' if workers > 1 else ''}"))
-    chart = Chart(title="On the way there", x_label="round", y_format=short, lines=lines, whole_x=True)
-    return Panel(
-        heading=chart.title,
-        picture=chart,
-        keys=[(line.css, line.name) for line in lines],
-        notes=[f"Mean of {_COPIES} runs, coupling {_COUPLED:g}, step size {_RATE:g}."],
-    )
+        off = [(float(step), _off(problem, x)) for step, x in enumerate([np.zeros(_SIZE), *means])]
+        points[f"{workers} worker{'s' if workers > 1 else ''}"] = off
+    chart = Chart(title="On the way there", x_label="round", y_format=short, lines=coloured(points), whole_x=True)
+    return chart_panel(chart, f"Mean of {_COPIES} runs, coupling {_COUPLED:g}, step size {_RATE:g}.")
 
 
 def _floor_panel() -> Panel:
@@ -161,12 +146,9 @@ def _floor_panel() -> Panel:
         dots=dots,
         log_x=True,
     )
-    return Panel(
-        heading=chart.title,
-        picture=chart,
+    return chart_panel(
+        chart,
+        "Mean squared gradient in the long run: 4 coordinates of curvatures 1 to 4, whitened sketches, workers "
+        "with slopes of their own: the noise goes with the step size, the rest stays.",
         keys=[("series0", "bound of theorem 2"), ("dot", "simulated"), ("series3", "for steps to 0")],
-        notes=[
-            "Mean squared gradient in the long run: 4 coordinates of curvatures 1 to 4, whitened sketches, workers "
-            "with slopes of their own: the noise goes with the step size, the rest stays."
-        ],
     )

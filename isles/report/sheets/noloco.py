@@ -1,9 +1,9 @@
-"""Sheets of NoLoCo's models of waiting and of its theory: `isles plan --preset noloco-...`."""
+"""Sheets of NoLoCo's models of waiting and of its theory: `isles plan explain noloco-...`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +14,7 @@ from isles.network.theory.quadratic import Quadratic, heavy_ball, mean_path, sim
 from isles.network.theory.quadratic import radius as radius_of
 from isles.replicas.parts.stability import largest_gamma, radius
 from isles.report.charts import short
-from isles.report.draw.style import SERIES
-from isles.report.panels import Chart, Panel, Polyline, Table
+from isles.report.panels import Chart, Panel, Polyline, Table, chart_panel, coloured
 from isles.report.series import Point
 from isles.report.sheet import Sheet
 
@@ -37,15 +36,8 @@ def latency() -> Sheet:
         cv: [float(two_shot_seconds(count, cv, _SHOTS).mean()) / swap_seconds(cv) for count in _WORKERS] for cv in _CVS
     }
     error = max(row.error / row.ratio for rows in table.values() for row in rows)
-    lines = [
-        Polyline(points=[(row.workers, row.ratio) for row in rows], css=css, name=f"cv {cv:g}")
-        for css, (cv, rows) in zip(SERIES, table.items(), strict=False)
-    ]
-    own = [
-        Polyline(points=list(zip(map(float, _WORKERS), row, strict=True)), css=css, name=f"cv {cv:g}")
-        for css, (cv, row) in zip(SERIES, shots.items(), strict=False)
-    ]
-    names = [f"cv {cv:g}" for cv in _CVS]
+    lines = {f"cv {cv:g}": [(row.workers, row.ratio) for row in rows] for cv, rows in table.items()}
+    own = {f"cv {cv:g}": _points(_WORKERS, row) for cv, row in shots.items()}
     return Sheet(
         name="noloco-latency",
         title="All-reduce over a tree against an exchange in pairs",
@@ -74,8 +66,8 @@ def latency() -> Sheet:
             "pair_mean": {f"{cv:g}": pair_seconds(cv) for cv in _CVS},
         },
         panels=[
-            _panel("Tree / pair, as in the paper", "workers", lines, names, log_x=True),
-            _panel("Two-shot mean / swap of a pair, as in Isles", "workers", own, names, log_x=True),
+            _panel("Tree / pair, as in the paper", "workers", lines, log_x=True),
+            _panel("Two-shot mean / swap of a pair, as in Isles", "workers", own, log_x=True),
         ],
         notes=[
             "Only the times of messages count: no bandwidth, no sizes, equal workers, and both partners ready at once. "
@@ -91,19 +83,12 @@ def barrier() -> Sheet:
     runs = {
         count: [waiting(workers, StepLaw(count=count), rounds=_ROUNDS) for workers in _CROWDS] for count in _INNER_STEPS
     }
-    by_crowd = [
-        Polyline(points=[(run.workers, run.ratio) for run in row], css=css, name=f"H = {count}")
-        for css, (count, row) in zip(SERIES, runs.items(), strict=False)
-    ]
+    by_crowd = {f"H = {count}": [(run.workers, run.ratio) for run in row] for count, row in runs.items()}
     shown = [workers for workers in _CROWDS if workers >= 16]
-    by_steps = [
-        Polyline(
-            points=[(count, row[_CROWDS.index(workers)].ratio) for count, row in runs.items()],
-            css=css,
-            name=f"{workers:,} workers",
-        )
-        for css, workers in zip(SERIES, shown, strict=False)
-    ]
+    by_steps = {
+        f"{workers:,} workers": [(count, row[_CROWDS.index(workers)].ratio) for count, row in runs.items()]
+        for workers in shown
+    }
     return Sheet(
         name="noloco-barrier",
         title="Waiting for all against waiting for a partner",
@@ -132,7 +117,7 @@ def barrier() -> Sheet:
             ]
         },
         panels=[
-            _panel("All / partner, by workers", "workers", by_crowd, [line.name for line in by_crowd], log_x=True),
+            _panel("All / partner, by workers", "workers", by_crowd, log_x=True),
             _panel("All / partner, by inner steps", "inner steps", by_steps, [f"{n:,}" for n in shown], log_x=True),
         ],
         notes=[
@@ -154,6 +139,7 @@ def quadratic() -> Sheet:
         best = int(np.argmin(found))
         # Equation 74 of the paper for groups of two.
         rows.append((alpha, top, float(gammas[best]), found[best], alpha, math.sqrt(2 + alpha * alpha)))
+    keys = ("alpha", "stable_below", "fastest_gamma", "radius", "paper_from", "paper_to")
     return Sheet(
         name="noloco-quadratic",
         title="NoLoCo on a quadratic: mean, variance, stability",
@@ -163,16 +149,7 @@ def quadratic() -> Sheet:
             heads=["alpha", "stable below", "fastest gamma", "factor a round", "paper from", "paper to"],
             rows=[[f"{row[0]:g}", *(f"{value:.2f}" for value in row[1:])] for row in rows],
         ),
-        data={
-            "rows": [
-                dict(
-                    zip(
-                        ("alpha", "stable_below", "fastest_gamma", "radius", "paper_from", "paper_to"), row, strict=True
-                    )
-                )
-                for row in rows
-            ]
-        },
+        data={"rows": [dict(zip(keys, row, strict=True)) for row in rows]},
         panels=[_mean_panel(), _variance_panel(), _region_panel(), _radius_panel()],
         notes=[
             "The paper's interval for gamma (its equation 74) is not the stable one: at alpha = 0.9 it is unstable "
@@ -184,12 +161,11 @@ def quadratic() -> Sheet:
 
 
 def _mean_panel() -> Panel:
-    rates = (0.001, 0.01, 0.1)
-    lines, keys = [], []
-    for css, rate in zip(SERIES, rates, strict=False):
+    lines, keys = {}, []
+    for rate in (0.001, 0.01, 0.1):
         setting = Quadratic(rate=rate)
         factor = radius_of(heavy_ball(setting.alpha, setting.beta * setting.progress))
-        lines.append(Polyline(points=_points(range(31), mean_path(setting, 30)), css=css, name=f"rate {rate:g}"))
+        lines[f"rate {rate:g}"] = _points(range(31), mean_path(setting, 30))
         keys.append(f"rate {rate:g} (x {factor:.3f} a round)")
     heading = "Mean over the workers, from 1"
     return _panel(heading, "outer round", lines, keys, "alpha 0.5, beta 0.7, 50 inner steps, curvature 1.")
@@ -228,8 +204,8 @@ def _variance_panel() -> Panel:
         ("series2", "of the mean"),
         ("ddp", "rate²"),
     ]
-    notes = ["16 workers, alpha 0.5, beta = gamma = 0.7, 50 inner steps, curvature and noise 1."]
-    return Panel(heading=chart.title, picture=chart, keys=keys, notes=notes)
+    note = "16 workers, alpha 0.5, beta = gamma = 0.7, 50 inner steps, curvature and noise 1."
+    return chart_panel(chart, note, keys=keys)
 
 
 def _region_panel() -> Panel:
@@ -247,41 +223,30 @@ def _region_panel() -> Panel:
         dots=[(0.5, 0.7)],
     )
     keys = [("series0", "stable below"), ("series3", "paper: below"), ("series4", "paper: above"), ("dot", "default")]
-    return Panel(heading=chart.title, picture=chart, keys=keys, notes=["Pairs among many workers, no inner progress."])
+    return chart_panel(chart, "Pairs among many workers, no inner progress.", keys=keys)
 
 
 def _radius_panel() -> Panel:
-    lines = []
-    for css, alpha in zip(SERIES, _MOMENTA, strict=False):
-        gammas = np.linspace(0.005, 2, 200)
-        lines.append(
-            Polyline(
-                points=_points(gammas, [radius(alpha, float(g)) for g in gammas]), css=css, name=f"alpha {alpha:g}"
-            )
-        )
-    return _panel(
-        "Variance between replicas, factor a round",
-        "gamma",
-        lines,
-        [line.name for line in lines],
-        "Below 1 they come together; above it they drift apart.",
-        top=2.0,
-    )
+    gammas = np.linspace(0.005, 2, 200)
+    lines = {f"alpha {alpha:g}": _points(gammas, [radius(alpha, float(g)) for g in gammas]) for alpha in _MOMENTA}
+    note = "Below 1 they come together; above it they drift apart."
+    return _panel("Variance between replicas, factor a round", "gamma", lines, note=note, top=2.0)
 
 
 def _panel(
     heading: str,
     x_label: str,
-    lines: Sequence[Polyline],
-    keys: Sequence[str],
+    lines: Mapping[str, Sequence[Point]],
+    keys: Iterable[str] | None = None,
     note: str = "",
     *,
     log_x: bool = False,
     top: float | None = None,
 ) -> Panel:
-    chart = Chart(title=heading, x_label=x_label, y_format=short, lines=lines, log_x=log_x, top=top)
-    named = [(line.css, key) for line, key in zip(lines, keys, strict=True)]
-    return Panel(heading=heading, picture=chart, keys=named, notes=[note] if note else [])
+    """keys: of the lines in the legend, where those are not their names."""
+    chart = Chart(title=heading, x_label=x_label, y_format=short, lines=coloured(lines), log_x=log_x, top=top)
+    named = [(line.css, key) for line, key in zip(chart.lines, keys or lines, strict=True)]
+    return chart_panel(chart, *([note] if note else []), keys=named)
 
 
 def _points(xs: Sequence[float] | np.ndarray | range, ys: Sequence[float] | np.ndarray) -> list[Point]:

@@ -1,4 +1,4 @@
-"""The sheets of `isles plan --compare-parallel` and of its preset `karma-hybrid`."""
+"""The sheets of `isles plan parallel` and `isles plan explain karma-hybrid`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from isles.memory.parallel.job import ParallelJob, ParallelWay
 from isles.memory.parallel.uncut import fully_sharded, out_of_core, planned, played
 from isles.memory.parallel.ways import compared, turning
 from isles.network.machines import MACHINES, Machine
-from isles.report.panels import Chart, Panel, Polyline, Table
+from isles.report.panels import Chart, Table, chart_panel, coloured
+from isles.report.series import Point
 from isles.report.sheet import Sheet
 
 _COUNTED = (
@@ -90,20 +91,13 @@ def _node() -> Machine:
 
 
 def _job(shape: HalfDecoder, each: int) -> ParallelJob:
-    return ParallelJob(
-        shape=shape,
-        devices=_DEVICES,
-        per_host=_PER_HOST,
-        machine=_node(),
-        sequences=each * _DEVICES,
-        link=200 * _GBIT,
-        near=40 * _GB,
-    )
+    size = {"devices": _DEVICES, "per_host": _PER_HOST, "sequences": each * _DEVICES}
+    return ParallelJob(shape=shape, machine=_node(), link=200 * _GBIT, near=40 * _GB, **size)
 
 
 def karma_hybrid() -> Sheet:
     """KARMA's out-of-core data parallelism against hybrids that cut the model, and the links at which it turns."""
-    rows, data, lines = [], [], []
+    rows, data, lines = [], [], dict[str, list[Point]]()
     for name, shape in _MODELS.items():
         for each in _EACH:
             job = _job(shape, each)
@@ -113,7 +107,8 @@ def karma_hybrid() -> Sheet:
             link = turning(curves["out of core"], curves["hybrid"], _LINKS)
             bus = turning(_over_bus(job), lambda _, step=cut.step: step, _BUSES)
             ways = (plain, shared, cut, sharded)
-            rows.append([name, str(each), *map(_seconds, ways), cut.how.partition(",")[0], _rate(link), _rate(bus)])
+            seconds = ["does not fit" if way.step is None else f"{way.step:.3g}" for way in ways]
+            rows.append([name, str(each), *seconds, cut.how.partition(",")[0], _rate(link), _rate(bus)])
             data.append(
                 {
                     "model": name,
@@ -124,17 +119,11 @@ def karma_hybrid() -> Sheet:
                 }
             )
             if each == _EACH[0] and name != "Megatron-LM 2.5B":
-                lines += [
-                    Polyline(
-                        points=[(rate, seconds) for rate in _LINKS if (seconds := curve(rate)) is not None],
-                        css=f"series{len(lines) + number}",
-                        name=f"{name}, {way}",
-                    )
-                    for number, (way, curve) in enumerate(curves.items())
-                ]
+                for way, curve in curves.items():
+                    lines[f"{name}, {way}"] = [(rate, step) for rate in _LINKS if (step := curve(rate)) is not None]
     heads = ["model", "sequences a GPU", "out of core s", "states shared s", "hybrid s", "fsdp s"]
     heads += ["hybrid is", "turns at Gbit/s", "turns at GB/s"]
-    chart = Chart(title="Step", x_label="Gbit/s of a host", lines=lines, log_x=True, log_y=True)
+    chart = Chart(title="Step", x_label="Gbit/s of a host", lines=coloured(lines), log_x=True, log_y=True)
     return Sheet(
         name="karma-hybrid",
         title="Out of core and data parallel, or cut",
@@ -142,13 +131,7 @@ def karma_hybrid() -> Sheet:
         what="Seconds of a step. Turns: the rates from which out of core with shared states is faster than the hybrid.",
         table=Table(heads=heads, rows=rows),
         data={"rows": data},
-        panels=[
-            Panel(
-                heading="Seconds of a step by the links between hosts",
-                picture=chart,
-                keys=[(one.css, one.name) for one in lines],
-            )
-        ],
+        panels=[replace(chart_panel(chart), heading="Seconds of a step by the links between hosts")],
         notes=[
             _COUNTED,
             "Hybrid: tensor x pipeline x data parallel, the fastest split of the 256; between GPUs of a host 40 GB/s. "
@@ -183,10 +166,6 @@ def _over_bus(job: ParallelJob) -> Callable[[float], float | None]:
         return None if found is None else played(replace(job, machine=here), found, shared=True).step
 
     return at
-
-
-def _seconds(way: ParallelWay) -> str:
-    return "does not fit" if way.step is None else f"{way.step:.3g}"
 
 
 def _rate(rate: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The sheet of `isles pipeline plan`: seconds of a step by strategy, when each node does what, which ways are used."""
+"""The sheet of `isles plan paths`: seconds of a step by strategy, when each node does what, which ways are used."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from isles.network.routing.bounds import lower_bounds
 from isles.network.routing.delays import slips
-from isles.network.routing.problem import Paths, Problem
+from isles.network.routing.problem import Paths, Problem, replay_paths
 from isles.network.routing.replay import Replay
 from isles.network.routing.strategies import Strategy
+from isles.network.routing.wires import Sizes
 from isles.report.panels import Grid, Lane, Lanes, Panel, Stretch, Table
 from isles.report.sheet import Sheet
 from isles.report.time_charts import TASK_KEYS, TASK_LOOKS
@@ -23,25 +24,21 @@ WHAT = {
 }
 
 
-def pipeline_sheet(
-    problem: Problem, found: Sequence[Strategy], nbytes: int, network: str, on_lines: float | None = None
-) -> Sheet:
-    """`found` as `strategies` gives them, the plan last. nbytes: of a message. network: its name in words. on_lines:
-    seconds of the plan's step where messages share lines.
-    """
+def pipeline_sheet(problem: Problem, found: Sequence[Strategy], sizes: Sizes, network: str) -> Sheet:
+    """`found` as `strategies` gives them, the plan last. sizes: of messages. network: its name in words."""
     plan, whole = found[-1], found[0]
     assert plan.paths is not None
     bounds = lower_bounds(problem)
     bound, name = max((seconds, name) for name, seconds in bounds.items())
-    step = plan.played.makespan
+    step = plan.seconds
     return Sheet(
         name="pipeline",
         title=f"{problem.nodes} nodes in {len(problem.stages)} stages, {network}",
         subtitle=f"{problem.microbatches} microbatches a step, {problem.path_length} stages each; {_short(step)} s",
-        what="The same number of microbatches with each strategy, replayed event by event.",
+        what="The same number of microbatches with each strategy, replayed event by event; messages share their lines.",
         table=Table(
             heads=["strategy", "what it is", "step s", "of full", "idle %", "sent GB", "planned in s"],
-            rows=[_row(problem, one, whole, nbytes) for one in found],
+            rows=[_row(problem, one, whole, sizes) for one in found],
             names=2,
         ),
         data={
@@ -50,8 +47,8 @@ def pipeline_sheet(
             "strategies": [
                 {
                     "name": one.name,
-                    "step_seconds": one.played.makespan,
-                    "bytes_sent_by_node": [one.sent(nbytes)[node] for node in range(problem.nodes)],
+                    "step_seconds": one.seconds,
+                    "bytes_sent_by_node": [one.sent(sizes)[node] for node in range(problem.nodes)],
                     "bubble_by_node": [one.played.bubbles.get(node, 1.0) for node in range(problem.nodes)],
                 }
                 for one in found
@@ -60,8 +57,8 @@ def pipeline_sheet(
         panels=[gantt(problem, plan.played), way_map(problem, plan.paths)],
         notes=[
             f"No plan takes less than {_short(bound)} s ({name}); this one takes {_short(step / bound)} times that.",
-            _share(problem, whole.played.makespan, step),
-            *_crowded(step, on_lines),
+            _share(problem, whole.seconds, step),
+            *_crowded(step, replay_paths(problem, plan.paths).makespan),
             *slips(problem.delays)[:3],
         ],
     )
@@ -121,15 +118,15 @@ def way_map(problem: Problem, paths: Paths) -> Panel:
     return Panel(heading="Ways between nodes", picture=picture, notes=[note])
 
 
-def _row(problem: Problem, one: Strategy, whole: Strategy, nbytes: int) -> list[str]:
+def _row(problem: Problem, one: Strategy, whole: Strategy, sizes: Sizes) -> list[str]:
     idle = 1 - sum(one.played.busy.values()) / (problem.nodes * one.played.makespan)
     return [
         one.name,
         WHAT[one.name],
-        _short(one.played.makespan),
-        f"{one.played.makespan / whole.played.makespan:.2f}",
+        _short(one.seconds),
+        f"{one.seconds / whole.seconds:.2f}",
         f"{100 * idle:.1f}",
-        _short(sum(one.sent(nbytes).values()) / 1e9),
+        _short(sum(one.sent(sizes).values()) / 1e9),
         f"{one.planning:.1f}",
     ]
 
@@ -143,12 +140,12 @@ def _share(problem: Problem, full: float, step: float) -> str:
     return f"{said}; {100 * (1 - fewer):.0f} % fewer stages alone would make it {_short(fewer * full)} s."
 
 
-def _crowded(step: float, on_lines: float | None) -> list[str]:
-    """Plans count every message as if it were alone on its way."""
-    if on_lines is None or math.isclose(step, on_lines, rel_tol=1e-6):
+def _crowded(step: float, alone: float) -> list[str]:
+    """What shared lines cost."""
+    if math.isclose(step, alone, rel_tol=1e-6):
         return []
     return [
-        f"Messages that leave or come in together wait for each other: then the plan's step takes {_short(on_lines)} s."
+        f"In all seconds messages share their lines; were each alone, the plan's step would take {_short(alone)} s."
     ]
 
 

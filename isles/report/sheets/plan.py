@@ -1,4 +1,4 @@
-"""The sheet of `isles plan --params ...`: which method for which link."""
+"""The sheet of `isles plan methods`: which method for which link."""
 
 from __future__ import annotations
 
@@ -7,106 +7,120 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from isles.network.planner.job import Job
-from isles.network.planner.planner import Plan, curve
-from isles.network.planner.ways import WAYS
-from isles.replicas import METHODS
 from isles.report.draw.style import SERIES
 from isles.report.panels import Chart, Panel, Polyline, Table, plain
 from isles.report.sheet import Sheet
 from isles.report.units import format_percent, format_short
+from isles.training.plan.method_plans import MethodPlan, MethodTable
+from isles.training.plan.question import PlanQuestion
 
 _SEARCHED = (
-    "Rates wanted, and the curves, are searched exchange by exchange: about, without jitter, of the long run. Left "
+    "Rates wanted, and the curves, are searched with alike workers played once: about, of the long run. Left "
     "out: the time to encode, and differences in the workers' speed. Memory: AdamW in float32 and what the method "
-    "keeps, at its fullest, as --dry-run counts it; without activations."
+    "keeps, at its fullest, as --dry-run counts it."
 )
 
 
-def plan_sheet(job: Job, plans: Sequence[Plan], network: str, *, targets: Sequence[float]) -> Sheet:
-    """`plans` as `planner.plan` made them for `targets`. network: its name in words."""
+def plan_sheet(job: PlanQuestion, table: MethodTable, network: str, *, target: float, pictures: bool) -> Sheet:
+    """`table` as it was made for `target`. network: its name in words. pictures: whether they are wanted."""
+    plans, shape = table.plans, job.model.shape()
     slowest = job.links.slowest_rate(job.workers)
     pace = f"{_short(slowest / 1e6)} Mbit/s" if math.isfinite(slowest) else "no limit on its rate"
-    percents = [f"{100 * target:g}" for target in targets]
-    heads = ["method", "settings", "H", "computing %", "waits s/round", "sent MB/step"]
-    heads += [f"Mbit/s for {percent} %" for percent in percents] + ["memory GB"]
-    heads += ["GPU GB"] if job.device_bytes else []
-    heads += ["hours", "sent GB"] if job.tokens else []
+    percent, prices = f"{100 * target:g}", (job.price_gb, job.price_hour) != (None, None)
+    heads = ["", "method", "settings", *(["inside"] if job.devices > 1 else []), "H", "computing %", "waits s/round"]
+    heads += ["sent MB/step", f"Mbit/s for {percent} %", "memory GB", *(["GPU GB"] if job.machine else [])]
+    heads += ["hours", "sent GB", *(["money"] if prices else [])] if job.tokens else []
     return Sheet(
         name="plan",
-        title=f"{format_short(job.parameters)} parameters, {job.workers} workers, {network}",
+        title=f"{format_short(job.parameters)} parameters, {workers_in_words(job)}, {network}",
         subtitle=f"{job.step_seconds:.4g} s of computing a step; the slowest worker has {pace}",
-        what=f"First what reaches {percents[0]} % computing: nearest to data parallel first, then the smaller H.",
-        table=Table(heads=heads, rows=[_row(job, one, slowest) for one in plans], names=2),
+        what=f"First what reaches {percent} % computing: nearest to data parallel first, then the smaller H.",
+        table=Table(heads=heads, rows=[_row(job, one, slowest) for one in plans], names=3),
         data={
             "network": network,
             "slowest_mbps": _finite(slowest / 1e6),
-            "rows": [_record(job, one, slowest, percents) for one in plans],
+            "rows": [_record(job, one, slowest, percent) for one in plans],
         },
-        panels=[_panel(job, plans, slowest)] if math.isfinite(slowest) else [],
+        panels=[_panel(plans, slowest)] if pictures and math.isfinite(slowest) else [],
         notes=[
-            _reason(plans, slowest, percents[0]),
+            _reason(plans, slowest, percent),
             _replayed(job, plans),
             _SEARCHED,
-            *device_notes(job, [one.memory.computing for one in plans]),
-            f"Not planned: {', '.join(not_planned())}.",
+            "* nothing else is better in something and worse in nothing: fit, change of training, time, bytes, money.",
+            *_fit_notes(job, plans),
+            f"The model: a decoder of {shape.layers} layers, {shape.d_model} wide, MLP {shape.ffn}, {shape.vocab} ids.",
+            *_enough(plans, percent),
+            *(f"Not planned: {name}: {why}" for name, why in table.left_out.items()),
         ],
     )
 
 
-def not_planned() -> list[str]:
-    """The methods that no way stands for."""
-    planned = {way.method for way in WAYS}
-    return [name for name in METHODS if name not in planned]
+def _enough(plans: Sequence[MethodPlan], percent: str) -> list[str]:
+    """The rounds that would do for those that do not reach the share."""
+    found = {
+        f"{one.candidate.method} {one.candidate.settings}".strip(): one.timing.enough
+        for one in plans
+        if one.timing.enough
+    }
+    if not found:
+        return []
+    return [f"For {percent} % at these rates: {'; '.join(f'{name} wants H = {H:,}' for name, H in found.items())}."]
 
 
-def _row(job: Job, one: Plan, slowest: float) -> list[str]:
-    cells = [one.way.method, one.way.settings, str(one.every), f"{100 * one.utilisation:.1f}", _short(one.waits)]
-    cells.append(_short(one.bytes_a_step / 1e6))
-    cells += [_short(factor * slowest / 1e6) for factor in one.wanted]
-    cells.append(_short(one.memory.peak / 1e9))
-    cells += [on_device(job, one.memory.computing)] if job.device_bytes else []
-    if one.hours is not None:
-        cells += [_short(one.hours), _short(_total(job, one) / 1e9)]
+def workers_in_words(job: PlanQuestion) -> str:
+    """How many, and where."""
+    return f"{job.workers} workers" if job.devices == 1 else f"{job.sites} sites of {job.devices} devices"
+
+
+def _row(job: PlanQuestion, one: MethodPlan, slowest: float) -> list[str]:
+    cells = ["*" if one.is_best else "", one.candidate.method, one.candidate.settings]
+    cells += [one.config.world.inside] if job.devices > 1 else []
+    cells += [str(one.every), f"{100 * one.utilisation:.1f}", _short(one.waits), _short(one.bytes_a_step / 1e6)]
+    cells += [*(_short(factor * slowest / 1e6) for factor in one.timing.wanted), _short(one.memory.peak / 1e9)]
+    cells += [on_device(job, one.on_device)] if job.machine else []
+    if one.hours is not None and one.nbytes is not None:
+        cells += [_short(one.hours), _short(one.nbytes / 1e9), *([] if one.money is None else [_short(one.money)])]
     return cells
 
 
-def _record(job: Job, one: Plan, slowest: float, percents: Sequence[str]) -> dict[str, object]:
+def _record(job: PlanQuestion, one: MethodPlan, slowest: float, percent: str) -> dict[str, object]:
+    memory = one.memory
     record: dict[str, object] = {
-        "method": one.way.method,
-        "settings": one.way.settings,
+        "method": one.candidate.method,
+        "settings": one.candidate.settings,
+        "best": one.is_best,
         "sync_every": one.every,
         "utilisation": one.utilisation,
-        "reaches": one.reaches,
+        "reaches": one.timing.reaches,
         "wait_seconds_per_round": one.waits,
-        "about": one.about,
+        "about": one.timing.about,
+        "sync_every_wanted": one.timing.enough,
         "bytes_sent_per_worker_per_step": one.bytes_a_step,
-        "bandwidth_mbps": {
-            percent: _finite(factor * slowest / 1e6) for percent, factor in zip(percents, one.wanted, strict=True)
-        },
-        "memory_bytes": one.memory.peak,
+        "bandwidth_mbps": {percent: _finite(one.timing.wanted[0] * slowest / 1e6)},
+        "memory_bytes": memory.peak,
         "memory": {
-            "weights": one.memory.weights,
-            "gradients": one.memory.gradients,
-            "inner": one.memory.inner,
-            "held": [held._asdict() for held in one.memory.held],
+            "weights": memory.weights,
+            "gradients": memory.gradients,
+            "inner": memory.inner,
+            "held": [held._asdict() for held in memory.held],
         },
     }
-    if job.device_bytes:
-        record |= {"device_bytes": one.memory.computing, "fits": one.memory.computing <= job.device_bytes}
+    record |= {"inside": one.config.world.inside} if job.devices > 1 else {}
+    if job.machine:
+        record |= {"device_bytes": one.on_device, "activations": one.activations, "fits": one.fits, "mends": one.mends}
     if one.hours is not None:
-        record |= {"hours": one.hours, "bytes_sent_per_worker": _total(job, one)}
+        record |= {"hours": one.hours, "bytes_sent": one.nbytes, "money": one.money}
     return record
 
 
-def on_device(job: Job, nbytes: float) -> str:
+def on_device(job: PlanQuestion, nbytes: float) -> str:
     """Gigabytes, marked where the GPU has fewer."""
     assert job.device_bytes is not None
     more = nbytes > job.device_bytes
     return f"{_short(nbytes / 1e9)} > {_short(job.device_bytes / 1e9)}" if more else _short(nbytes / 1e9)
 
 
-def device_notes(job: Job, needed: Sequence[float]) -> list[str]:
+def device_notes(job: PlanQuestion, needed: Sequence[float]) -> list[str]:
     """What of the plans does not fit, and what would."""
     if job.device_bytes is None:
         return []
@@ -114,63 +128,80 @@ def device_notes(job: Job, needed: Sequence[float]) -> list[str]:
     if max(needed) <= job.device_bytes:
         return [f"GPU GB: weights, gradients, AdamW; the rest is on the host. All fit into {has}, activations aside."]
     return [
-        f"Marked with >: weights, gradients and AdamW alone do not fit into the GPU's {has}. More --stages, a plan of "
-        "memory (isles memory plan) or a smaller model would."
+        f"Marked with >: weights, gradients and AdamW alone do not fit into the GPU's {has}. More stages (isles plan "
+        "splits), a plan of memory (isles plan memory) or a smaller model would."
     ]
 
 
-def _replayed(job: Job, plans: Sequence[Plan]) -> str:
+def _fit_notes(job: PlanQuestion, plans: Sequence[MethodPlan]) -> list[str]:
+    """What does not fit into memory, and what would make it fit."""
+    if job.machine is None:
+        return []
+    unfit = [one for one in plans if one.fits is False]
+    batches = sorted({one.config.inner.accumulation for one in plans})
+    about = "GPU GB: weights, gradients, AdamW and activations; what a method keeps is on the host"
+    if batches[-1] > 1:
+        about += f"; gradients of {' or '.join(map(str, batches))} batches a step are accumulated"
+    if not unfit:
+        return [f"{about}. All fit into {job.machine.name}."]
+    mends: dict[tuple[str, ...], list[str]] = {}
+    for one in unfit:
+        mends.setdefault(one.mends, []).append(" ".join((one.candidate.method, one.candidate.settings)).strip())
+    return [f"{about}. What does not fit into {job.machine.name} is last."] + [
+        f"Each alone makes it fit: {'; '.join(each)} ({', '.join(names)})."
+        if each
+        else f"Nothing that is known here makes it fit: {', '.join(names)}. A smaller model or more stages would."
+        for each, names in mends.items()
+    ]
+
+
+def _replayed(job: PlanQuestion, plans: Sequence[MethodPlan]) -> str:
     """What the waiting is of, and how it was found."""
-    about = list(dict.fromkeys(one.way.method for one in plans if one.about))
+    about = list(dict.fromkeys(one.candidate.method for one in plans if one.timing.about))
     run = "in the long run" if job.steps is None else f"of the run's {job.steps} steps, its end included"
-    if len(about) == len({one.way.method for one in plans}):
-        return "Waiting is about, exchange by exchange in the long run: there are too many messages to replay."
+    if about and {one.candidate.method for one in plans if one.waits} <= set(about):
+        return (
+            f"Waiting is about, {run}: alike workers are played once, a latency that varies is taken as long as usual."
+        )
     exact = f"Waiting is {run}, replayed message by message, with the network's jitter."
     return f"{exact} Only about, for there are too many messages: {', '.join(about)}." if about else exact
 
 
-def _total(job: Job, one: Plan) -> float:
-    assert job.tokens is not None and job.step_tokens is not None
-    return one.bytes_a_step * job.tokens / job.step_tokens
-
-
-def _reason(plans: Sequence[Plan], slowest: float, percent: str) -> str:
+def _reason(plans: Sequence[MethodPlan], slowest: float, percent: str) -> str:
     first = plans[0]
     share = format_percent(first.utilisation)
-    if not first.reaches:
+    if not first.timing.reaches:
         return (
             f"Nothing reaches {percent} % on these links; {_named(first)} computes most, {share} of the time. A larger "
-            "--sync-every, fewer parameters or longer steps (larger batches) would help."
+            "H, fewer parameters or longer steps (larger batches) would help."
         )
-    reason = f"First is {_named(first)}: it computes {share} of the time, and {first.way.why}."
-    missed = next((one for one in plans if one.way.kind < first.way.kind and not one.reaches), None)
+    reason = f"First is {_named(first)}: it computes {share} of the time, and {first.candidate.why}."
+    missed = next((one for one in plans if one.candidate.kind < first.candidate.kind and not one.timing.reaches), None)
     if missed is None:
         return reason
     need = "no rate is enough, for the latency alone costs more"
-    if not math.isnan(missed.wanted[0]):
-        need = f"{percent} % wants {_short(missed.wanted[0] * slowest / 1e6)} Mbit/s"
+    if not math.isnan(missed.timing.wanted[0]):
+        need = f"{percent} % wants {_short(missed.timing.wanted[0] * slowest / 1e6)} Mbit/s"
     share = format_percent(missed.utilisation)
     return f"{reason} {_named(missed)}, which is nearer to one large batch, computes {share}: {need}."
 
 
-def _named(one: Plan) -> str:
-    settings = f" ({one.way.settings})" if one.way.settings else ""
-    return f"{one.way.method}{settings}" + (f" with H = {one.every}" if one.way.kind else "")
+def _named(one: MethodPlan) -> str:
+    settings = f" ({one.candidate.settings})" if one.candidate.settings else ""
+    return f"{one.candidate.method}{settings}" + (f" with H = {one.every}" if one.candidate.kind else "")
 
 
-def _panel(job: Job, plans: Sequence[Plan], slowest: float) -> Panel:
+def _panel(plans: Sequence[MethodPlan], slowest: float) -> Panel:
     """One line a method, in its form that ranks highest."""
-    best: dict[str, Plan] = {}
+    best: dict[str, MethodPlan] = {}
     for one in plans:
-        best.setdefault(one.way.method, one)
-    factors = np.logspace(-2, 3, 81).tolist()
+        best.setdefault(one.candidate.method, one)
+    factors = np.logspace(-2, 3, 61).tolist()
     lines, keys, dots = [], [], []
     for css, one in zip(SERIES, best.values(), strict=False):
-        points = [
-            (factor * slowest / 1e6, share) for factor, share in zip(factors, curve(job, one, factors), strict=True)
-        ]
+        points = [(factor * slowest / 1e6, one.timing.curve(factor)) for factor in factors]
         lines.append(Polyline(points=points, css=css, name=_named(one)))
-        keys.append((css, " ".join(word for word in (one.way.method, _codec(one), f"H = {one.every}") if word)))
+        keys.append((css, " ".join(word for word in (one.candidate.method, _codec(one), f"H = {one.every}") if word)))
         dots.append((slowest / 1e6, one.utilisation))
     left_out = list(best)[len(SERIES) :]
     notes = ["Each at its H.", *([f"Without {', '.join(left_out)}, last in the table."] if left_out else [])]
@@ -186,8 +217,8 @@ def _panel(job: Job, plans: Sequence[Plan], slowest: float) -> Panel:
     return Panel(heading=chart.title, picture=chart, keys=[*keys, ("dot", "as it is")], notes=notes)
 
 
-def _codec(one: Plan) -> str:
-    return "" if one.way.codec == "none" else one.way.codec
+def _codec(one: MethodPlan) -> str:
+    return str(one.candidate.replicas.get("codec", ""))
 
 
 def _short(value: float) -> str:

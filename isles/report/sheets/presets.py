@@ -1,4 +1,4 @@
-"""The calculations that `isles plan --preset` knows: name -> (what it is, how to make its sheet)."""
+"""The calculations that `isles plan explain` knows: name -> (what it is, how to make its sheet)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ _PRESETS: dict[str, tuple[str, str]] = {
     "noloco-fleet": ("isles.report.sheets.fleet:fleet", "pairs against a mean over all, with pauses, event by event"),
     "noloco-table2": ("isles.report.sheets.stages:table2", "replicas x stages of NoLoCo's Table 2: held, sent, waited"),
     "swarm-square-cube": ("isles.report.sheets.stages:square_cube", "why wide models bear slow lines between stages"),
-    "protocol-80mbit": (
-        "isles.report.sheets.stages:eighty_mbit",
-        "stages on home lines, a hundredth of the bytes",
-    ),
+    "protocol-80mbit": ("isles.report.sheets.stages:eighty_mbit", "stages on home lines, a hundredth of the bytes"),
     "dilocox-speedup": ("isles.report.sheets.stages:speedup", "DiLoCoX against AllReduce over 1 Gbit/s, and its parts"),
     "karma-hybrid": (
         "isles.report.sheets.parallel:karma_hybrid",

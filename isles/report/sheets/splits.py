@@ -1,20 +1,21 @@
-"""The sheet of `isles plan --stages ...`: every split of the workers into replicas, stages and workers inside."""
+"""The sheet of `isles plan splits`: every split of the workers into replicas, stages and workers inside."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from isles.network.planner.job import Job
-from isles.pipeline.planning import SplitPlan, StagesJob
 from isles.report.panels import Table
 from isles.report.sheet import Sheet
 from isles.report.sheets.plan import device_notes, on_device
 from isles.report.units import format_percent, format_short
+from isles.training.plan.question import PlanQuestion
+from isles.training.plan.split_plans import SplitPlan, SplitsQuestion
 
 
-def splits_sheet(asked: StagesJob, plans: Sequence[SplitPlan], network: str) -> Sheet:
+def splits_sheet(asked: SplitsQuestion, plans: Sequence[SplitPlan], network: str) -> Sheet:
     """`plans`, the best first. network: its name in words."""
-    job, first = asked.job, plans[0]
+    job, first = asked.question, plans[0]
     heads = ["replicas x stages x inside", "step s", "computing %", "bubble %", "waits s/step"]
     heads += ["MB/step to stages", "MB/step to replicas", "memory GB"]
     heads += ["GPU GB"] if job.device_bytes else []
@@ -23,7 +24,7 @@ def splits_sheet(asked: StagesJob, plans: Sequence[SplitPlan], network: str) -> 
         title=f"{format_short(job.parameters)} parameters, {job.workers} workers, {network}",
         subtitle=f"{first.computing:.4g} s of computing a step in every split, {first.step:.4g} s as {_named(first)}",
         what=f"Replicas by {asked.method}, H = {asked.every}; {asked.microbatches} microbatches, {asked.routing} ways; "
-        f"between stages {asked.boundary}.",
+        f"between stages {boundary_in_words(asked.boundary)}.",
         table=Table(heads=heads, rows=[_row(job, one) for one in plans]),
         data={"network": network, "rows": [_record(job, one) for one in plans]},
         panels=[],
@@ -38,14 +39,21 @@ def splits_sheet(asked: StagesJob, plans: Sequence[SplitPlan], network: str) -> 
     )
 
 
-def _row(job: Job, one: SplitPlan) -> list[str]:
+def boundary_in_words(keys: Mapping[str, Any]) -> str:
+    """What crosses between stages. keys: of [pipeline.boundary]."""
+    name, codec, turns = keys.get("kind", "none"), keys.get("codec", "none"), keys.get("update_every", 0)
+    what = "the whole stream" if name == "none" else name
+    return what + ("" if codec == "none" else f" in {codec}") + (f", turned every {turns} steps" if turns else "")
+
+
+def _row(job: PlanQuestion, one: SplitPlan) -> list[str]:
     shares = [f"{100 * part / one.step:.1f}" for part in (one.computing, one.bubble)]
     sent = [_short(nbytes / 1e6) for nbytes in (one.stage_bytes, one.outer_bytes)]
     held = [_short(one.memory / 1e9), *([on_device(job, one.on_device)] if job.device_bytes else [])]
     return [_named(one), _short(one.step), *shares, _short(one.waiting), *sent, *held]
 
 
-def _record(job: Job, one: SplitPlan) -> dict[str, object]:
+def _record(job: PlanQuestion, one: SplitPlan) -> dict[str, object]:
     split = one.split
     fits = {"device_bytes": one.on_device, "fits": one.on_device <= job.device_bytes} if job.device_bytes else {}
     return {

@@ -1,17 +1,20 @@
-"""Sheets about pipelines in the papers: `isles plan --preset swarm-square-cube`, `protocol-80mbit`, `dilocox-speedup`,
+"""Sheets about pipelines in the papers: `isles plan explain swarm-square-cube`, `protocol-80mbit`, `dilocox-speedup`,
 `noloco-table2`.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from isles.models.config import ModelConfig
 from isles.models.cuts import decoder_costs
-from isles.models.sizes import SIZES, Shape, matrices, parameters
-from isles.network.links import Links
-from isles.network.planner.job import Job
+from isles.models.sizes import SIZES
 from isles.network.theory import pipelines
-from isles.pipeline.planning import StagesJob, WorkerSplit, planned
 from isles.report.panels import Table
 from isles.report.sheet import Sheet
+
+if TYPE_CHECKING:  # torch is loaded for one of these alone
+    from isles.training.plan.split_plans import SplitsQuestion
 
 _WIDTHS, _ROUND_TRIPS = (768, 4096, 12_288), (0.0, 0.010, 0.050, 0.100, 0.200)
 
@@ -88,10 +91,11 @@ def speedup() -> Sheet:
 
 def table2() -> Sheet:
     """Every row of NoLoCo's Table 2: what a worker holds, sends and waits for."""
+    from isles.training.plan.split_plans import WorkerSplit, plan_split
+
     rows, data = [], []
     for size, replicas, stages, printed in pipelines.NOLOCO:
-        shape = SIZES[f"noloco-{size}"]
-        one = planned(_job(shape, replicas, stages, size), WorkerSplit(replicas=replicas, stages=stages, inner=1))
+        one = plan_split(_asked(size, replicas, stages), WorkerSplit(replicas=replicas, stages=stages, inner=1))
         rows.append(
             [
                 f"{size}, {replicas} x {stages}",
@@ -132,17 +136,21 @@ def table2() -> Sheet:
     )
 
 
-def _job(shape: Shape, replicas: int, stages: int, size: str) -> StagesJob:
+def _asked(size: str, replicas: int, stages: int) -> SplitsQuestion:
+    from isles.training.plan.question import PlanQuestion
+    from isles.training.plan.split_plans import SplitsQuestion
+
     workers, tokens = replicas * stages, pipelines.NOLOCO_TOKENS[size]
-    costs = decoder_costs(shape)
-    job = Job(
-        parameters=parameters(shape),
-        layers=shape.layers,
+    costs = decoder_costs(SIZES[f"noloco-{size}"])
+    question = PlanQuestion(
+        model=ModelConfig(size=f"noloco-{size}"),
         step_seconds=3 * costs.total * tokens / workers / (pipelines.A100 * pipelines.MFU),
         workers=workers,
-        links=Links(bandwidth=10e9, latency=0.001),
+        network="10Gbit/s, 1ms",
         tokens=25_000 * tokens,
         step_tokens=tokens,
-        matrices=matrices(shape),
     )
-    return StagesJob(job=job, routing="random" if stages > 1 else "fixed", microbatches=8, method="noloco", every=50)
+    routing = "random" if stages > 1 else "fixed"
+    return SplitsQuestion(
+        question=question, routing=routing, microbatches=8, method="noloco", replicas={"sync_every": 50}, boundary={}
+    )

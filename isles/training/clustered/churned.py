@@ -2,8 +2,8 @@
 
 One that comes stands by from the next average on, takes the place of a lost or a leaving one, or makes a new cluster
 with others who wait. One that leaves does so after the next average; where it holds what nobody else does, it stays
-until somebody comes. One that stands still for `world.lease` is missed as if it were lost, as over a lighthouse, and
-comes again once it goes on.
+until somebody comes. One that stands still for `world.elastic.lease` is missed as if it were lost, as over a
+lighthouse, and comes again once it goes on.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from isles.training.staged import hold_against_whole, planned_cut
 
 def cluster_cuts(config: Config) -> list[Cut]:
     """Of every cluster at the start. ValueError for a model that cannot be cut there."""
-    if not config.pipeline.clusters:
+    if not config.pipeline.ravnest.clusters:
         return [planned_cut(config)] * config.replicas_in_all
-    return cuts_at(config, config.pipeline.clusters)
+    return cuts_at(config, config.pipeline.ravnest.clusters)
 
 
 def cuts_at(config: Config, clusters: Sequence[Sequence[int]]) -> list[Cut]:
@@ -28,7 +28,7 @@ def cuts_at(config: Config, clusters: Sequence[Sequence[int]]) -> list[Cut]:
     model, costs = sketch(config.model), None
     if config.model.own is None:
         costs = decoder_costs(config.model.shape())
-    key = "one of pipeline.clusters"
+    key = "one of pipeline.ravnest.clusters"
     return [cut_of(model, len(cuts) + 1, costs=costs, cut=cuts, loss_at="last", key=key) for cuts in clusters]
 
 
@@ -73,8 +73,8 @@ def opening_notices(config: Config, cuts: Sequence[Cut]) -> list[str]:
     for cut in {first_blocks(one): one for one in cuts}.values():
         notice = hold_against_whole(config, cut) if len(cut.pieces) > 1 else None
         notices += [] if notice is None else [notice]
-    if config.pipeline.lossy:
-        notices.append(f"lossy between stages: {', '.join(config.pipeline.lossy)}")
+    if config.pipeline.boundary.lossy:
+        notices.append(f"lossy between stages: {', '.join(config.pipeline.boundary.lossy)}")
     if config.data.validation_fraction == 0:
         notices.append("data.validation_fraction = 0: there will be no validation loss")
     return list(dict.fromkeys(notices))

@@ -44,7 +44,7 @@ class NodeHolding:
             quorum,
             shared_segments(config, cuts),
             by_samples=getattr(config.replicas, "weights", "equal") == "samples",
-            with_state=config.pipeline.average_optimizer,
+            with_state=config.pipeline.ravnest.average_optimizer,
         )
         self.serving: Serving | None = None
         """None: this worker stands by."""

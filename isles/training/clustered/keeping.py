@@ -25,7 +25,7 @@ class ClusterKeeper(SwarmKeeper):
     @override
     def muster_rules(self) -> MusterRules:
         pipeline, rules = self.charter.pipeline, self.charter.rules
-        least = min(map(len, pipeline.clusters)) + 1 if pipeline.clusters else pipeline.stages
+        least = min(map(len, pipeline.ravnest.clusters)) + 1 if pipeline.ravnest.clusters else pipeline.stages
         peers = (rules.founders,)
         return MusterRules(peers=peers, least=least, most=rules.most, last=self.charter.run.steps, clustered=True)
 

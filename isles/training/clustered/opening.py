@@ -62,7 +62,7 @@ def enter(
 
 def growth_of(config: Config) -> ClusterGrowth:
     """How new clusters are made of those who wait."""
-    return ClusterGrowth(model_load(config, cluster_cuts(config)[0].costs), config.pipeline.spares)
+    return ClusterGrowth(model_load(config, cluster_cuts(config)[0].costs), config.pipeline.ravnest.spares)
 
 
 def run_number(config: Config) -> int:

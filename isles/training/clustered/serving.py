@@ -128,7 +128,7 @@ class Serving:
         if config.inner.max_norm:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.inner.max_norm)
         rates = [group["lr"] for group in optimizer.param_groups]
-        if config.pipeline.stage_lr == "1/(1+tau)":
+        if config.pipeline.ravnest.stage_lr == "1/(1+tau)":
             for group in optimizer.param_groups:
                 group["lr"] /= 1 + stale
         optimizer.step()

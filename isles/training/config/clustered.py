@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from isles.data.config import DataConfig
-from isles.errors import as_typed
 from isles.pipeline.config import PipelineConfig
+from isles.tables import refuse
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
+
+
+_NOT_WITH = ("world.inner", "world.drop_outer", "inner.accumulation", "pipeline.recovery.stage_loss", "memory.method")
+_NOT_WITH += ("memory.vectors", "replicas.on_broken", "replicas.on_late", "run.start")
 
 
 def check_workers(clusters: Sequence[Sequence[int]], workers: int) -> None:
@@ -18,42 +22,27 @@ def check_workers(clusters: Sequence[Sequence[int]], workers: int) -> None:
     nodes, told = sum(len(cuts) + 1 for cuts in clusters), [list(cuts) for cuts in clusters]
     if workers < nodes:
         raise ValueError(
-            f"pipeline.clusters = {told}: they are {nodes} workers, world.workers = {workers}; set it to {nodes}, or "
-            "to more, who stand by"
+            f"pipeline.ravnest.clusters = {told}: they are {nodes} workers, world.workers = {workers}; set it to "
+            f"{nodes}, or to more, who stand by"
         )
     if workers > nodes and len(clusters) == 1:
         raise ValueError(
-            f"world.workers = {workers}, pipeline.clusters = {told}: who stands by begins with the weights of another "
-            f"cluster, and there is one; set it to {nodes}"
+            f"world.workers = {workers}, pipeline.ravnest.clusters = {told}: who stands by begins with the weights of "
+            f"another cluster, and there is one; set it to {nodes}"
         )
 
 
 def check(config: Config) -> int:
     """Workers that read text: one a cluster. ValueError, with the key, for what asynchronous stages cannot do."""
     method, pipeline, model, clusters = config.method, config.pipeline, config.model, config.replicas_in_all
-    if pipeline.clusters:
-        check_workers(pipeline.clusters, config.world.workers)
-    unset = {
-        "world.inner": (config.world.inner, 1),
-        "world.drop_outer": (config.world.drop_outer, 0.0),
-        "inner.accumulation": (config.inner.accumulation, 1),
-        "pipeline.stage_loss": (pipeline.stage_loss, 0.0),
-        "replicas.on_broken": (getattr(config.replicas, "on_broken", "skip"), "skip"),
-        "replicas.on_late": (getattr(config.replicas, "on_late", "wait"), "wait"),
-        "memory.method": (config.memory.method, "none"),
-        "memory.vectors": (config.memory.vectors, "memory"),
-        "run.start": (config.run.start, ""),
-    }
+    if pipeline.ravnest.clusters:
+        check_workers(pipeline.ravnest.clusters, config.world.workers)
     if method not in (("localsgd",) if clusters > 1 else ("localsgd", "none")):
         raise ValueError(
             f'replicas.method = "{method}": clusters average weights every replicas.sync_every steps; choose '
             '"localsgd"' + ("" if clusters > 1 else ', or "none"')
         )
-    for key, (value, wanted) in unset.items():
-        if value != wanted:
-            raise ValueError(
-                f'{key} = {as_typed(value)}: pipeline.routing = "ravnest" wants {as_typed(wanted)}; set it to that'
-            )
+    refuse(config, 'does not go with pipeline.routing = "ravnest": leave it out', *_NOT_WITH)
     if config.inner.max_norm and pipeline.clip == "model":
         raise ValueError(
             'pipeline.clip = "model" wants all stages at one step; with routing = "ravnest" choose "stage", or '
@@ -81,8 +70,8 @@ def refuse_growing(method: str, data: DataConfig) -> None:
 
 def refuse_spares(pipeline: PipelineConfig) -> None:
     """ValueError where nobody comes, so that who stands by is who was too many."""
-    if pipeline.spares:
+    if pipeline.ravnest.spares:
         raise ValueError(
-            f"pipeline.spares = {pipeline.spares} acts where workers come and go only: here those of world.workers "
-            "beyond the clusters' stand by; leave it out"
+            f"pipeline.ravnest.spares = {pipeline.ravnest.spares} acts where workers come and go only: here those of "
+            "world.workers beyond the clusters' stand by; leave it out"
         )

@@ -15,6 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from isles.errors import demand
+
 
 @dataclass(frozen=True, kw_only=True)
 class InnerConfig:
@@ -40,19 +42,13 @@ class InnerConfig:
     """Batches a step whose gradients are averaged before the inner step."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr = {self.lr}: choose a positive rate, such as 6e-4")
+        demand(self, "lr", lambda x: 0 < x < math.inf, "choose a positive rate, such as 6e-4")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {self.betas}: choose both in [0, 1), such as [0.9, 0.95]")
-        for key in ("weight_decay", "max_norm"):
-            if not 0 <= getattr(self, key) < math.inf:
-                raise ValueError(f"{key} = {getattr(self, key)}: choose 0 (off) or more")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps = {self.warmup_steps}: choose 0 or more steps")
-        if not 0 <= self.final_lr_fraction <= 1:
-            raise ValueError(f"final_lr_fraction = {self.final_lr_fraction}: choose a share in [0, 1]")
-        if self.accumulation < 1:
-            raise ValueError(f"accumulation = {self.accumulation}: choose 1 or more batches")
+        demand(self, "weight_decay max_norm", lambda x: 0 <= x < math.inf, "choose 0 (off) or more")
+        demand(self, "warmup_steps", lambda x: x >= 0, "choose 0 or more steps")
+        demand(self, "final_lr_fraction", lambda x: 0 <= x <= 1, "choose a share in [0, 1]")
+        demand(self, "accumulation", lambda x: x >= 1, "choose 1 or more batches")
 
 
 def lr_factor(step: int, steps: int, config: InnerConfig) -> float:

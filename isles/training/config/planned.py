@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from isles.errors import in_section
 from isles.network.named import links as named
 from isles.network.routing.delays import fingerprint
 from isles.network.routing.plan import PipelinePlan, read_plan
 from isles.pipeline.config import PipelineConfig
+from isles.tables import refuse
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
@@ -28,9 +28,9 @@ def plan_of(pipeline: PipelineConfig) -> PipelinePlan | None:
     if pipeline.routing != "skippipe":
         return None
     try:
-        return read_plan(pipeline.plan)
+        return read_plan(pipeline.skippipe.plan)
     except ValueError as error:
-        raise ValueError(in_section("pipeline", f"plan = {error}", ["plan"])) from None
+        raise ValueError(f"pipeline.skippipe.plan = {error}") from None
 
 
 def longest_wait(plan: PipelinePlan) -> float:
@@ -48,11 +48,11 @@ def check(config: Config) -> int:
     try:
         plan.refuse(workers=world.workers)
         if world.is_simulated:
-            plan.refuse(links=fingerprint(named(world.links), world.workers))
+            plan.refuse(links=fingerprint(named(world.virtual.links), world.workers))
         if pipeline.cut and len(pipeline.cut) == len(plan.problem.stages) - 1:
             plan.refuse(cuts=pipeline.cut)
     except ValueError as error:
-        raise ValueError(f"pipeline.plan = {pipeline.plan}: {error}") from None
+        raise ValueError(f"pipeline.skippipe.plan = {pipeline.skippipe.plan}: {error}") from None
     problem, own = plan.problem, plan.problem.memory * plan.problem.waves
     if method in _CANNOT:
         raise ValueError(
@@ -68,15 +68,12 @@ def check(config: Config) -> int:
             f"pipeline.microbatches = {pipeline.microbatches}: the plan sends {own} from each origin in a step (memory "
             f"{problem.memory} x waves {problem.waves}); set it to that"
         )
-    if world.inner > 1:
-        raise ValueError(f"world.inner = {world.inner}: the nodes of a plan are single workers; leave it out")
+    refuse(config, "does not go with a plan, whose nodes are single workers: leave it out", "world.inner")
     if config.replicas.survives:
         raise ValueError(
             'replicas.on_peer_failure = "solo": the paths of a plan lead over all of its nodes; choose "abort"'
         )
-    if world.is_simulated and world.step_seconds != type(world).step_seconds:
-        raise ValueError(
-            f"world.step_seconds = {world.step_seconds}: a plan says what its tasks take; leave it out, and say "
-            "with world.step_factors who is slower than planned"
-        )
+    if world.is_simulated:
+        why = "does not go with a plan, which says what its tasks take: leave it out, and say with "
+        refuse(config, f"{why}world.virtual.step_factors who is slower than planned", "world.virtual.step_seconds")
     return len(problem.origins)

@@ -12,7 +12,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,16 @@ from isles.imports import is_place
 from isles.parsing import parse_toml
 from isles.replicas import METHODS, config_of, method
 from isles.schema import backend_of
-from isles.tables import read_toml, typed
-from isles.training.config.kept import SettingKey, beside, kept_names
-from isles.training.config.sections import ORDER, SECTIONS, Config, WorldConfig
+from isles.tables import in_tables, keys_of, read_toml, tables_of, typed
+from isles.training.config.kept import beside, kept_names
+from isles.training.config.sections import ORDER, SECTIONS, Config
 from isles.training.config.swarmed import IN_SWARMS
 from isles.training.config.tokens import ending
 from isles.training.config.trust import check
+from isles.training.config.world import WorldConfig
 
 DEFAULT_METHOD = "noloco"
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-_OPTIONS = "model.options."  # the one table inside a section: what a user's own function is called with
 
 Tables = dict[str, dict[str, Any]]
 
@@ -119,12 +119,12 @@ def words(path: str | None, flags: Mapping[str, Any], assignments: Sequence[str]
         beside(given, Path(path).parent)
     for key, value in flags.items():
         if value is not None:
-            _assign(given, key, value)
+            given = _assigned(given, key, value)
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
             raise ValueError(f"--set {assignment}: write --set section.key=value")
-        _assign(given, key.strip(), parse_value(text.strip()))
+        given = _assigned(given, key.strip(), parse_value(text.strip()))
     said = [key for key, value in flags.items() if value is not None]
     said += [assignment.partition("=")[0].strip() for assignment in assignments]
     tokens = given.get("run", {}).get("tokens")
@@ -154,9 +154,10 @@ def _sectioned(name: str, table: Mapping[str, Any]) -> Tables:
     return own | {"replicas": {"method": name, **{key: value for key, value in table.items() if key not in own}}}
 
 
-def over(below: Tables, above: Tables) -> Tables:
+def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Tables laid over others, key by key."""
-    return {section: {**below.get(section, {}), **above.get(section, {})} for section in {**below, **above}}
+    tables = [key for key in below if isinstance(below[key], Mapping) and isinstance(above.get(key), Mapping)]
+    return {**below, **above, **{key: over(below[key], above[key]) for key in tables}}
 
 
 def resolve(tables: Tables) -> Config:
@@ -180,12 +181,12 @@ def resolve(tables: Tables) -> Config:
 
 def sections(tables: Tables) -> dict[str, Any]:
     """Each section of the tables as its class, but [replicas]; checked. Loads no torch."""
-    keys = {section: [field.name for field in fields(cls)] for section, cls in SECTIONS.items()}
-    for section, known in keys.items():
-        for key in tables.get(section, {}):
-            for other in keys if key not in known else ():
-                if key in keys[other]:
-                    raise ValueError(f"unknown key '{section}.{key}': did you mean '{other}.{key}'?")
+    everywhere = [f"{section}.{key}" for section, cls in SECTIONS.items() for key in keys_of(cls)]
+    for section, cls in SECTIONS.items():
+        for key in tables.get(section, {}).keys() - {field.name for field in fields(cls)}:
+            for meant in everywhere:
+                if meant.rpartition(".")[2] == key:
+                    raise ValueError(f"unknown key '{section}.{key}': did you mean '{meant}'?")
     return {section: typed(section, cls, tables.get(section, {})) for section, cls in SECTIONS.items()}
 
 
@@ -197,28 +198,28 @@ def _foreign(key: str, name: str, known: Sequence[str]) -> str:
     return f"replicas.{key} is a setting of {', '.join(owners)}, not of {name}: take it out, or choose another method"
 
 
-def to_toml(config: Config, named: Mapping[SettingKey, str] | None = None) -> str:
+def to_toml(config: Config, named: Mapping[str, str] | None = None) -> str:
     """The whole configuration as TOML that `read_config` reads back to an equal one. named: what it says in place of a
     few settings.
     """
-    others, written = named or {}, []
-    for section in ORDER:
-        first = {"method": config.method} if section == "replicas" else {}
-        values = first | asdict(getattr(config, section))
-        written.append(_table(section, {key: others.get((section, key), value) for key, value in values.items()}))
+    first = {"replicas": {"method": config.method}}
+    written = (_table(name, getattr(config, name), named or {}, first.get(name, {})) for name in ORDER)
     return "\n".join(written)
 
 
 def run_name(config: Config) -> str:
     """16 hex digits that tell a run from those of any other configuration, wherever it lies and whatever it runs on."""
-    return hashlib.sha256(to_toml(config, {**kept_names(config), ("model", "device"): ""}).encode()).hexdigest()[:16]
+    return hashlib.sha256(to_toml(config, {**kept_names(config), "model.device": ""}).encode()).hexdigest()[:16]
 
 
-def _table(name: str, values: Mapping[str, Any]) -> str:
+def _table(name: str, config: Any, named: Mapping[str, str], first: Mapping[str, Any]) -> str:
     """A section, line by line: a table of tomlkit's is read through again with every key that is added."""
-    lines, tables = [f"[{name}]\n"], []
-    for key, value in values.items():
-        if isinstance(value, dict):
+    lines, tables, inner = [f"[{name}]\n"], list[str](), tables_of(type(config))
+    for key, value in {**first, **vars(config)}.items():
+        value = named.get(f"{name}.{key}", value)
+        if key in inner:
+            tables.append("\n" + _table(f"{name}.{key}", value, named, {}))
+        elif isinstance(value, dict):
             tables.append("\n" + tomlkit.dumps({name: {key: value}}))
         elif value is not None:  # TOML has no null; a key that is absent has its default
             lines.append(f"{key} = {tomlkit.item(_listed(value)).as_string()}\n")
@@ -246,17 +247,10 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def _assign(tables: Tables, key: str, value: Any) -> None:
-    section, dot, name = key.partition(".")
-    if not dot or not name:
+def _assigned(tables: Tables, key: str, value: Any) -> Tables:
+    if "." not in key or key.endswith("."):
         raise ValueError(f"{key}: write section.key, such as replicas.sync_every")
-    table = tables.setdefault(section, {})
-    if key.startswith(_OPTIONS):
-        table = table.setdefault("options", {})
-        name = key.removeprefix(_OPTIONS)
-        if not isinstance(table, dict) or not name:
-            raise ValueError(f"{key}: write model.options.NAME=VALUE, or model.options={{NAME = VALUE}} alone")
-    table[name] = value
+    return over(tables, in_tables({key: value}))
 
 
 def _method_of(tables: Tables) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from isles.errors import as_typed
 from isles.pipeline.config import PipelineConfig
+from isles.tables import refuse
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
@@ -23,7 +24,7 @@ begins, all of them take part in it, and they go on without whoever is lost.
 
 def stages_of(pipeline: PipelineConfig, workers: int) -> list[list[int]]:
     """The ranks of every stage at the start. ValueError where `workers` are others than the peers that were named."""
-    peers = list(pipeline.peers)
+    peers = list(pipeline.swarm.peers)
     if not peers:
         each, more = divmod(workers, pipeline.stages)
         peers = [each + (stage < more) for stage in range(pipeline.stages)]
@@ -34,7 +35,7 @@ def stages_of(pipeline: PipelineConfig, workers: int) -> list[list[int]]:
             )
     if sum(peers) != workers:
         raise ValueError(
-            f"pipeline.peers = {peers}: they are {sum(peers)} workers, world.workers = {workers}; "
+            f"pipeline.swarm.peers = {peers}: they are {sum(peers)} workers, world.workers = {workers}; "
             f"set it to {sum(peers)}"
         )
     begins = [sum(peers[:stage]) for stage in range(len(peers))]
@@ -44,35 +45,25 @@ def stages_of(pipeline: PipelineConfig, workers: int) -> list[list[int]]:
 def check(config: Config) -> int:
     """Workers that read text: the peers make up one replica. ValueError, with the key, for what a swarm cannot do."""
     method, pipeline, model = config.method, config.pipeline, config.model
-    unset = {
-        "world.inner": (config.world.inner, 1),
-        "world.drop_outer": (config.world.drop_outer, 0.0),
-        "memory.method": (config.memory.method, "none"),
-        "run.start": (config.run.start, ""),
-        "data.split": (config.data.split, "iid"),
-    }
-    if method != "none" or pipeline.delay_updates:
-        unset["pipeline.stage_lost"] = pipeline.stage_lost, "stop"
-    if method != "none":
-        unset["pipeline.delay_updates"] = pipeline.delay_updates, 0
-    terms = IN_SWARMS.get(method, {})
-    unset |= {f"replicas.{key}": (getattr(config.replicas, key), value) for key, value in terms.items()}
     stages_of(pipeline, config.world.workers)
-    for key, (value, wanted) in unset.items():
-        if value != wanted:
+    keys = ("world.inner", "world.drop_outer", "memory.method", "run.start", "data.split")
+    refuse(config, 'does not go with pipeline.routing = "swarm": leave it out', *keys)
+    if pipeline.swarm.delay_updates:
+        refuse(config, "does not go with pipeline.swarm.delay_updates: leave it out", "pipeline.swarm.stage_lost")
+    for key, wanted in IN_SWARMS.get(method, {}).items():
+        if (value := getattr(config.replicas, key)) != wanted:
             raise ValueError(
-                f'{key} = {as_typed(value)}: pipeline.routing = "swarm" wants {as_typed(wanted)}; set it to that'
+                f'replicas.{key} = {as_typed(value)}: pipeline.routing = "swarm" wants {as_typed(wanted)}; set it to '
+                "that"
             )
     if method not in ("none", *IN_SWARMS):
         raise ValueError(
             f'replicas.method = "{method}": the peers of a stage sum their gradients in every step; choose "none", or '
             f"{' or '.join(IN_SWARMS)}, which exchange every replicas.sync_every steps"
         )
-    if pipeline.stage_lost == "rebuild" and method != "none":
-        raise ValueError(
-            f'pipeline.stage_lost = "rebuild" with replicas.method = "{method}": what it keeps of a stage is lost too; '
-            'choose "stop", or method "none"'
-        )
+    if method != "none":
+        why = f'does not go with replicas.method = "{method}": leave it out, or choose method "none"'
+        refuse(config, why, "pipeline.swarm.stage_lost", "pipeline.swarm.delay_updates")
     if model.own is None and model.shape().tie_embeddings:
         raise ValueError(
             "model.tie_embeddings = true: the embedding is the head as well, and they lie at two ends of a swarm; "

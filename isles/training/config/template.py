@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, fields
 from typing import Any
 
 import tomlkit
 
 from isles.replicas import METHODS, config_of
-from isles.tables import field_docs
+from isles.tables import field_docs, tables_of
 from isles.training.config.sections import ORDER, SECTIONS
 
 _WIDTH = 100
@@ -32,13 +33,22 @@ def commented(section: str, cls: type, given: Mapping[str, Any] | None = None) -
     """A section's lines: its head, the keys of `given`, then those of the config class with their defaults and
     docstrings.
     """
-    first = [f"{key} = {_toml(value)}" for key, value in (given or {}).items()]
-    return [f"[{section}]", *first, *(line for key, text in field_docs(cls).items() for line in _entry(cls, key, text))]
+    tables = tables_of(cls)
+    lines = [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in (given or {}).items())]
+    for key, text in field_docs(cls).items():
+        lines += [] if key in tables else _entry(cls, key, text)
+    for key, table in tables.items():
+        lines += ["", *_comment(inspect.getdoc(table) or ""), *commented(f"{section}.{key}", table)]
+    return lines
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
 def _entry(cls: type, key: str, text: str) -> list[str]:
     field = next(field for field in fields(cls) if field.name == key)
-    comments = textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+    comments = _comment(text)
     if field.default is None:
         return [*comments, f"# {key} ="]
     default = field.default if field.default_factory is MISSING else field.default_factory()
@@ -46,6 +56,4 @@ def _entry(cls: type, key: str, text: str) -> list[str]:
 
 
 def _toml(value: Any) -> str:
-    if is_dataclass(value) and not isinstance(value, type):
-        return f"{{ {', '.join(f'{key} = {_toml(entry)}' for key, entry in asdict(value).items())} }}"
     return tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()

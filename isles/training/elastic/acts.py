@@ -87,7 +87,7 @@ class Acts:
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
         self.optimizer, self._text, self._roster = self.trainer.optimizer, self.trainer.text, roster
         self.means = Means(self.optimizer, gifts, folder)
-        self.states = States(self.optimizer, gifts, folder, config.world.join_state, last, place=place)
+        self.states = States(self.optimizer, gifts, folder, config.world.elastic.join_state, last, place=place)
         self._gifts, self._places = gifts, places
         self.paced: Callable[[float], None] = lambda seconds: None
         """Called with the seconds of an inner step, before the last one of `train` exchanges, and after the very first:

@@ -31,7 +31,8 @@ from isles.errors import printable
 from isles.launch.addresses import parse_address, written
 from isles.parsing import parse_toml
 from isles.training.config.reading import Tables, resolve
-from isles.training.config.sections import LEASE, Config
+from isles.training.config.sections import Config
+from isles.training.config.world import LEASE
 from isles.training.elastic.given import giver_of
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.own import with_own
@@ -115,7 +116,7 @@ def admitted(
     mine = _fetched(host, port, token, folder / "credentials", tell)
     session = stack.enter_context(_opened(mine, address, LEASE, tell))
     config = _configuration(_asked(session, CONFIG, b""), here, fit)
-    lease = config.world.lease
+    lease = config.world.elastic.lease
     if lease != LEASE:
         session.close()
         session = stack.enter_context(_opened(mine, address, lease, tell))
@@ -198,7 +199,7 @@ def listening(
         ask,
         entrance.token.secret,
         entrance.folder / "links",
-        lease=entrance.config.world.lease,
+        lease=entrance.config.world.elastic.lease,
         notice=tell,
         place=place,
     )

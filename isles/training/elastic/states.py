@@ -25,7 +25,7 @@ from isles.fields import integer
 from isles.parsing import parse_json
 from isles.replicas.loop.joining import adopt, given
 from isles.replicas.loop.outer import OuterSync
-from isles.training.config.sections import JoinState
+from isles.training.config.world import JoinState
 from isles.training.elastic.given import ANCHORS, BESIDE, COPIES, STATE, giver_of, kept_as
 from isles.training.records.checkpoint import join_state, split_state
 from isles.training.records.finite import first_nan
@@ -41,8 +41,8 @@ _STRUCTURE = "__structure__"
 class States:
     """The states that this worker gives and takes.
 
-    folder: for files on their way. kind: what this worker asks for (`world.join_state`). last: the last round of the
-    run. place: this worker's in its island, which takes states of that place.
+    folder: for files on their way. kind: what this worker asks for (`world.elastic.join_state`). last: the last round
+    of the run. place: this worker's in its island, which takes states of that place.
 
     taken, of, left_out: bytes of the newest state that was taken, its round, and whom its donor knew by then to be left
     out. lacks_moments: whether that came without the inner optimizer's state. are_drawn: whether this worker's own

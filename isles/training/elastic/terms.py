@@ -17,7 +17,7 @@ from isles.replicas.loop.config import OuterConfig, WeightedConfig
 from isles.training.config.reading import Tables, resolve
 from isles.training.config.sections import Config
 from isles.training.config.tokens import ending, tokens_a_step
-from isles.training.growing import refuse_full, refuse_kept, refuse_silence, refuse_unsupported, refuse_waits
+from isles.training.growing import refuse_full, refuse_idle, refuse_unsupported
 from isles.training.swarmed.terms import among_peers, peer_rules
 
 _FAR = 1 << 40
@@ -76,26 +76,28 @@ def check(config: Config, *, simulated: bool = False) -> None:
     _check_world(config, simulated=simulated)
     if config.model.autocast == "fp16":
         raise ValueError('model.autocast = "fp16" is not there yet where workers come and go: choose "bf16" or "none"')
-    refuse_unsupported(
-        {
-            "memory.method": (config.memory.method, "none"),
-            "memory.vectors": (config.memory.vectors, "memory"),
-            "run.loggers": (config.run.loggers, ()),
-            "run.start": (config.run.start, ""),
-            "data.split": (config.data.split, "iid"),
-            "data.batch_mode": (config.data.batch_mode, "per_worker"),
-        },
-        "workers",
-    )
-    refuse_kept(config.run)
+    keys = ("memory.method", "memory.vectors", "run.loggers", "run.start", "data.split", "data.batch_mode")
+    refuse_unsupported(config, "workers", *keys)
+    refuse_idle(config, "workers", "run.keep_checkpoints")
     if not simulated:
         refuse_full(config.world, config.replicas_in_all)
-    refuse_waits(config.world, "pipeline_deadline", *(() if config.world.inner > 1 else ("join_deadline",)))
+    waits = ("world.pipeline_deadline", *(() if config.world.inner > 1 else ("world.join_deadline",)))
+    refuse_idle(config, "workers", *waits)
     if config.run.steps % sync_every(config):
         raise ValueError(
             f"run.steps = {config.run.steps}: where workers come and go a run ends with a round: choose a multiple of "
             f"replicas.sync_every = {sync_every(config)}"
         )
+
+
+def goes_on(config: Config) -> bool:
+    """Whether its method does its rounds without whoever is lost, with what such runs choose."""
+    ours = {key: value for key, value in _OURS.items() if hasattr(config.replicas, key)}
+    try:
+        _check_method(replace(config, replicas=replace(config.replicas, **ours)))
+    except ValueError:
+        return False
+    return True
 
 
 def _check_method(config: Config) -> None:
@@ -149,7 +151,7 @@ def _check_world(config: Config, *, simulated: bool) -> None:
             f'world.inner = {world.inner}: islands come and go with replicas.on_late = "wait": choose that, or take '
             "world.inner out"
         )
-    refuse_silence(world, "workers")
+    refuse_idle(config, "workers", "world.silence")
     if world.is_simulated and not simulated:
         raise ValueError(
             'world.backend = "virtual": real workers join a lighthouse; take it out, or use isles simulate --churn'
@@ -193,7 +195,7 @@ def rules(config: Config) -> Rules:
         sync_every=sync_every(config),
         agrees=lands_together(config),
         last=None if config.run.tokens else last_round(config, None),
-        most=config.world.max_members,
+        most=config.world.elastic.max_members,
         batches=batches_in_all(config) if config.run.tokens else None,
         quorum=cast(Any, config.replicas).quorum if is_quorum(config) else 0.0,
         weights=weights,

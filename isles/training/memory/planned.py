@@ -115,7 +115,7 @@ def _peer_rate(config: Config) -> float:
     """Bytes a second between them: of the simulated network; else of a network that is not in the way."""
     if not config.world.is_simulated:
         return math.inf
-    between = links(config.world.inner_links if config.world.inner > 1 else config.world.links)
+    between = links(config.world.virtual.inner_links if config.world.inner > 1 else config.world.virtual.links)
     return between.way_rate(0, 1) / 8
 
 
@@ -274,7 +274,7 @@ def step_seconds(config: Config) -> float:
     if config.pipeline.routing == "skippipe":
         return 1.0
     if config.memory.method == "none" or not config.memory.machine or config.pipeline.stages > 1:
-        return config.world.step_seconds  # of all stages; a plan knows one of them
+        return config.world.virtual.step_seconds  # of all stages; a plan knows one of them
     return prepared(config)[2].step
 
 

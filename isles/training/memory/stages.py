@@ -13,6 +13,7 @@ from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.network.routing.routes import position
 from isles.pipeline.pipeline import ways_of
+from isles.tables import refuse
 from isles.training.config.sections import Config
 from isles.training.placement import layout_of
 from isles.training.staged import planned_cut
@@ -26,22 +27,13 @@ _WAITING = 2
 def refuse_staged(config: Config) -> None:
     """ValueError, with the key, for what a plan of a stage's memory cannot be together with."""
     pipeline = config.pipeline
-    for key, wrong, mend in (
-        ("recompute", pipeline.recompute, "the plan says what is made again: leave it out"),
-        (
-            "stage_loss",
-            bool(pipeline.stage_loss),
-            "whoever mends a stage knows no plan: leave it out",
-        ),
-        ("boundary", pipeline.boundary != "none", 'what crosses is worked on beside the blocks: choose "none"'),
-        (
-            "routing",
-            pipeline.routing == "skippipe",
-            'choose "fixed" or "random" routes',
-        ),
+    for key, mend in (
+        ("recompute", "the plan says what is made again: leave it out"),
+        ("recovery.stage_loss", "whoever mends a stage knows no plan: leave it out"),
+        ("boundary.kind", 'what crosses is worked on beside the blocks: choose "none"'),
+        *([("routing", 'choose "fixed" or "random" routes')] if pipeline.routing == "skippipe" else []),
     ):
-        if wrong:
-            raise ValueError(f"memory.method with pipeline.{key} = {getattr(pipeline, key)!r}: {mend}")
+        refuse(config, f"does not go with memory.method: {mend}", f"pipeline.{key}")
     if config.memory.update == "early" or config.memory.shard or config.memory.disk:
         key = "update" if config.memory.update == "early" else "shard" if config.memory.shard else "disk"
         raise ValueError(f"memory.{key}: it is for whole models; with pipeline.stages = {pipeline.stages} leave it out")

@@ -35,7 +35,7 @@ def plan_clusters(config: Config) -> RunPlan:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     word = 2 * word_bytes(world.workers) * (world.workers - 1)  # of each time that all agree
     weighed = getattr(config.replicas, "weights", "equal") == "samples"
-    copies = 3 if pipeline.average_optimizer and inner_kind(config.inner, "adamw") == "adamw" else 1
+    copies = 3 if pipeline.ravnest.average_optimizer and inner_kind(config.inner, "adamw") == "adamw" else 1
     dtype, lossless = next(model.parameters()).dtype, codec("none")
     workers = []
     for number, (cut, ranks) in enumerate(zip(cuts, ranks_of(cuts), strict=True)):
@@ -53,8 +53,8 @@ def plan_clusters(config: Config) -> RunPlan:
     standby = world.workers - len(workers)
     serving = [steps * (one.step_bytes or 0) + averages * (one.average_bytes or 0) for one in workers]
     notices = []
-    if pipeline.clusters and world.is_simulated:
-        notices.append("clusters are named: their stages reach each other over world.links")
+    if pipeline.ravnest.clusters and world.is_simulated:
+        notices.append("clusters are named: their stages reach each other over world.virtual.links")
     if pipeline.order == "arrival":
         notices.append(
             'pipeline.order = "arrival": how old gradients are depends on the network; memory is at most this'
@@ -88,7 +88,7 @@ def _worker(
     each = shares.both if last else shares.forward + shares.backward
     down = 0 if last else HEADER + form.nbytes(Task("F", 0, 1))
     up = 0 if piece.enters else HEADER + form.nbytes(Task("B", 0, 0))
-    seconds = parts * each * config.world.step_seconds * config.world.factors[rank]
+    seconds = parts * each * config.world.virtual.step_seconds * config.world.factors[rank]
     return WorkerPlan(
         ranks=(rank,),
         cluster=cluster,

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 from isles.comm.codecs.casts import Identity
 from isles.models import limits
@@ -28,10 +29,12 @@ from isles.pipeline.partial import PlannedRoutes
 from isles.pipeline.pipeline import form_of, router_of, ways_of
 from isles.pipeline.wire import StageForm
 from isles.training.config.planned import plan_of
-from isles.training.config.sections import Config, WorldConfig
+from isles.training.config.reading import resolve
+from isles.training.config.sections import Config
+from isles.training.config.world import WorldConfig
 from isles.training.placement import layout_of
 from isles.training.plan.record import WorkerPlan
-from isles.training.plan.sketch import HASH_BYTES, RunSketch, clips_model, reduces_first
+from isles.training.plan.sketch import HASH_BYTES, RunSketch, clips_model, reduces_first, sketch_run
 
 _AS_PLANNED = 1e-6
 
@@ -71,7 +74,7 @@ def staged_steps(run: RunSketch) -> StagedSteps:
     else:
         columns = [list(layout_of(config).sharing(0, "inner"))]
         paths, stages = PlannedRoutes(plan=plan, ranks=tuple(columns[0])), len(columns[0])
-        ways, router = paths.ways("plan", pipeline.gradients, recompute=pipeline.recompute), paths.router
+        ways, router = paths.ways("plan", pipeline.skippipe.gradients, recompute=pipeline.recompute), paths.router
     assert ways.shares is not None
     return StagedSteps(
         routes=router.routes,
@@ -89,11 +92,11 @@ def staged_steps(run: RunSketch) -> StagedSteps:
 def subspace_turns(run: RunSketch, staged: StagedSteps) -> tuple[PlannedTurn, int] | None:
     """How the subspace is turned, and how often in the run; None where it is not."""
     pipeline = run.config.pipeline
-    if not pipeline.subspace_update:
+    if not pipeline.boundary.update_every:
         return None
-    rank, width = boundary_name(pipeline.boundary).rank, width_of(run.model)
+    rank, width = boundary_name(pipeline.boundary.kind).rank, width_of(run.model)
     turn = PlannedTurn(columns=staged.columns, stages=staged.stages, width=width, rank=rank)
-    return turn, (run.config.run.steps - 1) // pipeline.subspace_update
+    return turn, (run.config.run.steps - 1) // pipeline.boundary.update_every
 
 
 def stage_workers(run: RunSketch, staged: StagedSteps, memory: Sequence[WorkerMemory]) -> tuple[WorkerPlan, ...]:
@@ -161,7 +164,7 @@ def seconds_of_paths(plan: PipelinePlan, sizes: Sizes, world: WorldConfig, seed:
     return replay(
         routes,
         TaskSeconds(forward=forward, loss=loss, backward=backward),
-        MessageLines(Topology(problem.nodes, links(world.links)), sizes, seed=seed),
+        MessageLines(Topology(problem.nodes, links(world.virtual.links)), sizes, seed=seed),
         in_order(orders_of(replay_paths(problem, plan.paths).spans)),
         pause=lambda task: problem.rest(task) * factors[by_number[task.microbatch].worker(task)],
     ).makespan
@@ -176,11 +179,30 @@ def stage_notices(config: Config, seconds: float | None) -> list[str]:
         plan is not None and seconds is not None and abs(seconds - plan.step_seconds) > _AS_PLANNED * plan.step_seconds
     ):
         notices.append(
-            f"a step takes {seconds:.6g} s, its plan says {plan.step_seconds:.6g}: messages have other bytes, share "
-            "lines, or nodes are slower than planned; plan again with the run's --tokens and --width, or --step-factors"
+            f"a step takes {seconds:.6g} s, its plan says {plan.step_seconds:.6g}: messages have other bytes, "
+            "or nodes are slower than planned; plan again with the run's --message TOKENSxWIDTH, or another --task"
         )
     if pipeline.order == "arrival":
         notices.append('pipeline.order = "arrival" is planned as "plan"; where links vary it waits a little less')
-    if pipeline.stage_loss:
+    if pipeline.recovery.stage_loss:
         notices.append("what lost stages cost, and the messages that mend them, are not counted")
     return notices
+
+
+def message_sizes(tokens: int, width: int, boundary: dict[str, Any]) -> Sizes:
+    """Bytes of a microbatch of so many tokens between stages, as float32 where no codec makes it smaller; ids of four
+    bytes.
+
+    Args:
+        tokens: of the microbatch.
+        width: of the stream.
+        boundary: keys of [pipeline.boundary].
+
+    Raises:
+        ValueError: for what is no boundary, or does not fit such a stream.
+    """
+    model = {"d_model": width, "layers": 2, "heads": 1, "ffn": 1, "vocab": 1 << 24, "context": tokens}
+    pipeline = {"stages": 2, "microbatches": 1, "boundary": boundary}
+    world = {"workers": 2, "backend": "virtual"}
+    run = sketch_run(resolve({"model": model, "data": {"batch_size": 1}, "pipeline": pipeline, "world": world}))
+    return staged_steps(run).sizes

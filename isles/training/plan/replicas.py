@@ -18,6 +18,7 @@ from isles.network.named import links
 from isles.network.planner.memory import WorkerMemory
 from isles.network.planner.replay import MESSAGES, TimeAccount, replay, replay_run
 from isles.network.planner.stages import StagedSteps
+from isles.network.planner.wanted_rate import wanted_rate
 from isles.network.topology import Topology
 from isles.replicas.schedule import Outline
 from isles.replicas.sync import ReplicaSync
@@ -42,7 +43,6 @@ from isles.training.plan.sketch import RunSketch, sketch_run
 
 UTILISATION = 0.95  # for which a bandwidth is asked
 _SEARCHED = 10_000  # messages that are played for each rate that is tried
-_NEAR, _TRIES = 5e-4, 20  # waiting for each second of computing: how near to what is asked, in so many tries
 _OWN_RATE = 1e9  # bits per second, from which the search goes out where the network is not known
 
 
@@ -66,7 +66,7 @@ def plan_replicas(config: Config, *, probe: bool = False, machines: int = 1) -> 
         notices.append(
             "what is sent hangs on the numbers: bytes and waiting are about right, of a few steps perhaps not"
         )
-    if world.is_simulated and (world.step_jitter or world.pauses):
+    if world.is_simulated and (world.virtual.step_jitter or world.virtual.pauses):
         notices.append(
             "times are of workers whose steps take equally long and who never pause; isles simulate counts more"
         )
@@ -79,7 +79,7 @@ def plan_replicas(config: Config, *, probe: bool = False, machines: int = 1) -> 
     notices += [] if staged is None else stage_notices(config, seconds)
     time = _time(made, outline, seconds, staged)
     if world.is_simulated and time is not None and time.account is None:
-        notices.append("waiting is not said: there are too many messages to replay; isles plan says it about")
+        notices.append("waiting is not said: there are too many messages to replay; isles plan methods says it about")
     total = [0] * layout.size if staged is None else bytes_between(made, staged)
     between = sum(total) / len(total)
     for ranks, one in zip(made.holders, outlines, strict=True):
@@ -120,14 +120,15 @@ def _arrangement(config: Config) -> str:
 def _workers(made: RunSketch, staged: StagedSteps | None) -> tuple[WorkerPlan, ...]:
     """Of each stage or node; of whole replicas one, for the places of an island are alike."""
     world = made.config.world
-    memory = [_memory(made.config, one) for one in made.optimizers[:: world.inner]]
+    memory = [worker_memory(made.config, one) for one in made.optimizers[:: world.inner]]
     if staged is not None:
         return stage_workers(made, staged, memory)
     held = sum(parameter.numel() for parameter in made.optimizers[0].model.parameters())
     return (WorkerPlan(ranks=tuple(range(world.workers)), parameters=held, memory=memory[0]),)
 
 
-def _memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
+def worker_memory(config: Config, optimizer: ReplicaSync) -> WorkerMemory:
+    """What the worker of a sketched `optimizer` holds."""
     subspace: Subspace | None = getattr(optimizer.model, "subspace", None)
     drawn = 0 if subspace is None else subspace.nbytes
     return WorkerMemory(
@@ -147,7 +148,7 @@ def _time(made: RunSketch, outline: Outline, seconds: float | None, staged: Stag
         return None
     rate = latency = account = None
     if world.is_simulated:
-        far = links(world.links)
+        far = made.config.network
         rate, latency = far.slowest_rate(world.workers), far.longest_latency(world.workers)
         account = replayed(made, far, staged)
     return RunTime(
@@ -161,8 +162,8 @@ def _time(made: RunSketch, outline: Outline, seconds: float | None, staged: Stag
 
 
 def _topology(config: Config, far: Links) -> Topology:
-    world, island = config.world, config.world.inner * config.pipeline.neighbours
-    near = links(world.inner_links) if world.is_simulated else Links(bandwidth=math.inf)
+    world, island = config.world, config.island
+    near = links(world.virtual.inner_links) if world.is_simulated else Links(bandwidth=math.inf)
     return Topology(world.workers, far, near if island > 1 else None, island)
 
 
@@ -171,7 +172,7 @@ def _startup(made: RunSketch) -> float | None:
     config, opening = made.config, made.opening()
     if sum(one.messages for one in opening) > MESSAGES:
         return None
-    workers, topology = config.world.workers, _topology(config, links(config.world.links))
+    workers, topology = config.world.workers, _topology(config, config.network)
     waits = replay([], topology, [0.0] * workers, 0, opening, config.run.seed)
     return max(moments[0] for moments in waits.waited)
 
@@ -204,33 +205,20 @@ def _wanted_rate(made: RunSketch, outline: Outline, seconds: float) -> float | N
     """The rate of the slowest line at which workers compute `UTILISATION` of the time in the method's own schedule, all
     lines between islands scaled alike; where that is too much to replay, as if nothing were hidden behind computing.
     None: no rate is enough.
-
-    Waiting grows with the time that messages take: as a straight line where nothing is hidden behind computing, else
-    from where hiding ends. So the search goes along chords of it, and by halves in between.
     """
-    world, most = made.config.world, 1 / UTILISATION - 1
-    far = links(world.links) if world.is_simulated else Links(bandwidth=_OWN_RATE)
+    world, waited = made.config.world, outline.every * seconds * (1 / UTILISATION - 1)
+    far = made.config.network if world.is_simulated else Links(bandwidth=_OWN_RATE)
     if math.isinf(far.slowest_rate(world.workers)):
         far = Links(bandwidth=_OWN_RATE, latency=far.latency)
 
-    def waits(slower: float) -> float:
-        """Waiting for each second of computing, with lines so many times as slow; infinite where it is not known."""
-        account = replayed(made, far.scaled(1 / slower if slower else math.inf), seconds=seconds, most=_SEARCHED)
-        return math.inf if account is None else account.waiting / account.computing
+    def played(rate: float) -> TimeAccount | None:
+        """With lines so many times as fast."""
+        return replayed(made, far.scaled(rate), seconds=seconds, most=_SEARCHED)
 
-    low, high = (0.0, waits(0.0)), (1.0, waits(1.0))
-    if math.isinf(low[1]):
+    if played(1.0) is None:
         pairs = max((len(group) for one in outline.first for group in one.groups), default=1) == 2
-        spare = outline.every * seconds * most - (1 if pairs else 2) * far.longest_latency(world.workers)
+        spare = waited - (1 if pairs else 2) * far.longest_latency(world.workers)
         bits = 8 * (max(outline.sent) - outline.inside) / max(outline.rounds, 1)
         return bits / spare if spare > 0 else None
-    while low[1] <= most and high[1] <= most:
-        low, high = high, (4 * high[0], waits(4 * high[0]))
-    for turn in range(_TRIES):
-        if not most - _NEAR > low[1]:
-            break
-        share = 0.5 if turn % 3 == 2 else (most - _NEAR / 2 - low[1]) / (high[1] - low[1])
-        middle = low[0] + share * (high[0] - low[0])
-        found = middle, waits(middle)
-        low, high = (found, high) if found[1] <= most else (low, found)
-    return far.slowest_rate(world.workers) / low[0] if low[0] and low[1] <= most else None
+    factor = wanted_rate(lambda rate: 0.0 if (found := played(rate)) is None else found.share, UTILISATION)
+    return None if not factor or math.isnan(factor) else factor * far.slowest_rate(world.workers)

@@ -30,7 +30,7 @@ from isles.training.assemble import wrapped
 from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
 from isles.training.memory.planned import sketched
-from isles.training.placement import holders_of, layout_of
+from isles.training.placement import layout_of
 from isles.training.staged import planned_cut, run_scheme
 
 HASH_BYTES = 8
@@ -118,11 +118,11 @@ class RunSketch:
                 yield inside, self.optimizers[place : place + world.inner], ranks
 
 
-def sketch_run(config: Config, here: int | None = None) -> RunSketch:
-    """The workers of a run of fixed members. here: workers of a machine. ValueError, with the key, where the method or
-    the model cannot be what is configured.
+def sketch_run(config: Config, here: int | None = None, places: int | None = None) -> RunSketch:
+    """The workers of a run of fixed members. here: workers of a machine. places: of a replica, so many of which are
+    looked at; None: all. ValueError, with the key, where the method or the model cannot be what is configured.
     """
-    model, layout, holders = sketch(config.model), layout_of(config), holders_of(layout_of(config))
+    model, layout = sketch(config.model), layout_of(config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     pieces, cut, scheme = [model], None, None
     if config.pipeline.stages > 1:
@@ -132,7 +132,7 @@ def sketch_run(config: Config, here: int | None = None) -> RunSketch:
             scheme.fit(piece)
     made, world = [], config.world
     try:
-        for place, ranks in enumerate(holders):
+        for place, ranks in enumerate(layout.holders[:places]):
             mesh = dry_mesh(world.workers, inner=1, rank=ranks[0], native=world.has_processes).arranged(layout)
             stage = mesh.stage if config.pipeline.stages > 1 else None
             part, manage = pieces[place // world.inner], partial(sketched, config)
@@ -148,7 +148,7 @@ def sketch_run(config: Config, here: int | None = None) -> RunSketch:
         pieces=pieces,
         cut=cut,
         scheme=scheme,
-        holders=holders,
+        holders=layout.holders,
         optimizers=[optimizer for optimizer, _ in made],
         notices=tuple(made[0][1]),
     )

@@ -39,8 +39,8 @@ def plan_swarm(config: Config) -> RunPlan:
         raise ValueError(
             f'replicas.method = "{config.method}" in a swarm is not planned: try `isles simulate`, or plan "none"'
         )
-    if config.pipeline.delay_updates:
-        raise ValueError("pipeline.delay_updates = 1 is not planned: try `isles simulate`, or plan 0")
+    if config.pipeline.swarm.delay_updates:
+        raise ValueError("pipeline.swarm.delay_updates = 1 is not planned: try `isles simulate`, or plan 0")
     return _SwarmPlanner(config).plan()
 
 
@@ -64,7 +64,7 @@ class _SwarmPlanner:
         self.stages = [at for at, ranks in enumerate(stages_of(config.pipeline, config.world.workers)) for _ in ranks]
         self.sums = [sum(own.nbytes for own in piece.parameters() if own.requires_grad) for piece in self.pieces]
         workers, step, last = len(self.stages), step_seconds(config), len(self.pieces) - 1
-        book = _OF_BOOKS + (1 if config.pipeline.consistency == "strict" else words_for(parts))
+        book = _OF_BOOKS + (1 if config.pipeline.swarm.consistency == "strict" else words_for(parts))
         rows = [8 * (1 + words_for(workers) + said) for said in (book, _OF_VERDICT)]
         self.agreed = sum((workers - 1) * (2 * HEAD + (1 + workers) * row) for row in rows)
         shares = [stage_shares(piece, self.cut.costs, parts, recompute=False) for piece in self.cut.pieces]
@@ -107,7 +107,7 @@ class _SwarmPlanner:
             room=ways_of(config.pipeline, self.stages, 1.0).room,
             words=[self.agreed] * workers,
             sums=[self.sums[at] for at in self.stages],
-            topology=Topology(workers, links(config.world.links)),
+            topology=Topology(workers, links(config.world.virtual.links)),
         )
         return forecast(load, lambda seconds: origins(range(parts), seconds), steps=_STEPS)
 
@@ -133,7 +133,7 @@ class _SwarmPlanner:
         held = []
         if made is not None and counted is not None:
             held.append(Held("microbatches under way", made.held[rank] * (came + left), "step"))
-            if self.config.pipeline.consistency == "exact":
+            if self.config.pipeline.swarm.consistency == "exact":
                 held.append(Held("passes saved until the step's end", ceil(counted) * saved, "step"))
         return WorkerPlan(
             ranks=(rank,),

@@ -21,6 +21,7 @@ from isles.models.stages import Stage
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
 from isles.replicas import method
+from isles.tables import changed
 from isles.training.config.sections import Config
 from isles.training.inner_optimizer import inner_optimizer
 from isles.training.records.checkpoint import State
@@ -57,15 +58,15 @@ def whole_holding(config: Config) -> Holding:
 
 
 def _fitted(config: Config, model: nn.Module) -> nn.Module:
-    if config.pipeline.boundary != "none":
+    if config.pipeline.boundary.kind != "none":
         run_scheme(config, planned_cut(config)).fit(model)
     return model
 
 
 def first_blocks(config: Config) -> list[Any]:
     """The first block of each stage after the first; where clusters are cut each in its own way, those of each."""
-    if config.pipeline.clusters:
-        return [list(cuts) for cuts in config.pipeline.clusters]
+    if config.pipeline.ravnest.clusters:
+        return [list(cuts) for cuts in config.pipeline.ravnest.clusters]
     if config.pipeline.stages == 1:
         return []
     return [piece.blocks.start for piece in planned_cut(config).pieces[1:]]
@@ -88,8 +89,8 @@ def with_stages(config: Config, stages: int, workers: int | None) -> Config:
     """
     if stages < 1:
         raise ValueError(f"--stages {stages}: choose 1 or more")
-    if config.pipeline.stage_loss or config.pipeline.routing in ("skippipe", "swarm", "ravnest"):
-        key = "stage_loss" if config.pipeline.stage_loss else f'routing = "{config.pipeline.routing}"'
+    if config.pipeline.recovery.stage_loss or config.pipeline.routing in ("skippipe", "swarm", "ravnest"):
+        key = "recovery.stage_loss" if config.pipeline.recovery.stage_loss else f'routing = "{config.pipeline.routing}"'
         raise ValueError(f"--stages {stages}: pipeline.{key} is for the stages that there are; resume without --stages")
     world, data, inner, pipeline = config.world, config.data, config.inner, config.pipeline
     sequences = data.batch_size_per_worker(world.workers // pipeline.stages)
@@ -114,11 +115,11 @@ def with_boundary(saved: Config, config: Config) -> Config:
     """`config`, which is `saved` with its stages cut anew, with boundaries for the same weights. ValueError where they
     want others.
     """
-    name, stages = boundary_name(saved.pipeline.boundary), config.pipeline.stages
+    name, stages = boundary_name(saved.pipeline.boundary.kind), config.pipeline.stages
     before, after = first_blocks(saved), first_blocks(config)
     if before == after:
         return config
-    told = f'--stages {stages}: pipeline.boundary = "{saved.pipeline.boundary}"'
+    told = f'--stages {stages}: pipeline.boundary.kind = "{saved.pipeline.boundary.kind}"'
     if name.has_layers:
         raise ValueError(f"{told} has trained layers where the stages begin now: blocks {before}; leave out --stages")
     if name.kind != "subspace":
@@ -128,12 +129,12 @@ def with_boundary(saved: Config, config: Config) -> Config:
             f"{told} is of stages, and a whole model has no coordinates; choose 2 or more, or begin a run with "
             "run.start at this one's model"
         )
-    if saved.pipeline.subspace != "coordinates":
+    if saved.pipeline.boundary.form != "coordinates":
         raise ValueError(
-            f'{told} with subspace = "{saved.pipeline.subspace}": what its optimizers see of gradients hangs on where '
+            f'{told} with form = "{saved.pipeline.boundary.form}": what its optimizers see of gradients hangs on where '
             "the stages begin; leave out --stages"
         )
-    inside = saved.pipeline.subspace_blocks or before[-1]
+    inside = saved.pipeline.boundary.blocks or before[-1]
     if after[-1] > inside:
         if stages - 1 > inside:
             raise ValueError(
@@ -143,7 +144,7 @@ def with_boundary(saved: Config, config: Config) -> Config:
         after = [*cut_points(costs[:inside], stages - 1), inside]
         config = cut_at(config, after)
     kept = 0 if inside == after[-1] else inside
-    return replace(config, pipeline=replace(config.pipeline, subspace_blocks=kept))
+    return changed(config, {"pipeline.boundary.blocks": kept})
 
 
 def recut(states: Sequence[State], before: Sequence[Holding], after: Sequence[Holding], kind: Any) -> Iterator[State]:

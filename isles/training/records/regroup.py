@@ -108,7 +108,7 @@ def prepare(
         absent = ", ".join(str(worker) for worker in range(after) if worker not in checkpoints.seats(whole))
         notes = [f"workers {absent} begin with what their stages' peers saved"] if absent else []
         return Resumption(config, whole, notes)
-    if config.pipeline.routing == "ravnest" and after == saved.world.workers and not anew and config.pipeline.clusters:
+    if config.pipeline.ravnest.clusters and after == saved.world.workers and not anew:
         back = ", ".join(str(worker) for worker in range(after) if worker not in seats)
         notes = _changed(checkpoints.manifest(step), config, run)
         told = f"note: workers {back} had been lost: they load the others' weights at the next average, or stand by"
@@ -342,11 +342,11 @@ def _cut_notes(saved: Config, config: Config, step: int) -> list[str]:
     old, new = saved.pipeline.stages, config.pipeline.stages
     said = f"going on in {new} stage{'s' if new > 1 else ''} a replica instead of {old} after step {step}, cut by name"
     notes = [said + ": weights, moments, anchors, momenta and what is under way keep their bits"]
-    if first_blocks(saved) != first_blocks(config) and saved.pipeline.boundary.startswith("dct"):
+    if first_blocks(saved) != first_blocks(config) and saved.pipeline.boundary.kind.startswith("dct"):
         masked = [block - 1 for block in first_blocks(config)]
         notes.append(
-            f"the masks of {saved.pipeline.boundary} are part of the model, and stand behind blocks {masked} now: the "
-            "loss may jump"
+            f"the masks of {saved.pipeline.boundary.kind} are part of the model, and stand behind blocks {masked} now: "
+            "the loss may jump"
         )
     codec = str(getattr(config.replicas, "codec", "none"))
     if codec not in ("none", "bf16", "fp16"):

@@ -2,7 +2,7 @@
 fixed size, in the same place.
 
     shards by rank of all who ever came -> shards of those who were left, cluster after cluster, then who stands by
-    config.toml                         -> pipeline.clusters, world.workers as they were then
+    config.toml                         -> pipeline.ravnest.clusters, world.workers as they were then
 
 Weights, moments, draws and the place in the text keep their bits: where two clusters or more were there and all of
 them whole, the run goes on to the same bits as if nobody had come or gone since. Clusters that were not whole are no
@@ -12,7 +12,6 @@ more: who is left of them stands by, and the others read their text.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from isles.data.loader import resharded
 from isles.durable import write_text
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.ravnest.seats import ClusterSeats
+from isles.tables import changed
 from isles.training.config.reading import run_name, to_toml
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints, State
@@ -68,16 +68,12 @@ def regrown(run: Path, step: int, config: Config, workers: int | None) -> tuple[
 
 def _config(config: Config, seats: ClusterSeats, kept: Sequence[int]) -> Config:
     """Of a world of those alone."""
-    factors = list(islice(cycle(config.world.step_factors or (1.0,)), max(kept) + 1))
-    world = replace(
-        config.world,
-        workers=len(kept),
-        step_factors=tuple(factors[position] for position in kept) if config.world.step_factors else (),
-    )
-    pipeline = replace(
-        config.pipeline, stages=1, cut=(), clusters=seats.cuts, spares=0, together=PipelineConfig.together
-    )
-    return replace(config, pipeline=pipeline, world=world)
+    given = config.world.virtual.step_factors
+    factors = list(islice(cycle(given or (1.0,)), max(kept) + 1))
+    now = {"world.workers": len(kept), "pipeline.stages": 1, "pipeline.cut": ()}
+    now |= {"world.virtual.step_factors": tuple(factors[position] for position in kept) if given else ()}
+    now |= {"pipeline.ravnest.clusters": seats.cuts, "pipeline.ravnest.spares": 0}
+    return changed(config, now | {"pipeline.together": PipelineConfig.together})
 
 
 def _states(checkpoints: Checkpoints, step: int, kept: Sequence[int], seats: ClusterSeats) -> Iterator[State]:

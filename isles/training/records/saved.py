@@ -100,9 +100,10 @@ def load_run(run: Path, *, device: str = "auto", trust: bool = False, masked: bo
         raise ValueError(f"{run}: no model.safetensors there; name the directory of a finished run")
     config = read_config(str(run / "config.toml"), {"model.device": device}, [], trust=trust)
     model = build(config.model, seed=config.run.seed)
-    if not masked and not config.pipeline.boundary.startswith("dct:"):
-        raise ValueError(f'{run}: pipeline.boundary = "{config.pipeline.boundary}" has no mask to be judged without')
-    if masked and config.pipeline.boundary != "none":
+    kind = config.pipeline.boundary.kind
+    if not masked and not kind.startswith("dct:"):
+        raise ValueError(f'{run}: pipeline.boundary.kind = "{kind}" has no mask to be judged without')
+    if masked and kind != "none":
         model = run_scheme(config, planned_cut(config)).restored(model)
     load_weights(model, weights, str(run / "config.toml"))
     return SavedRun(config, model.eval(), load_tokenizer(config.data.tokenizer))

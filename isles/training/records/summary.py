@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from isles import schema
 from isles.pipeline.config import PipelineConfig
-from isles.training.config.sections import RunConfig, WorldConfig
+from isles.training.config.sections import RunConfig
+from isles.training.config.world import WorldConfig
 from isles.version import __version__
 
 SummaryTable = dict[str, Any]

@@ -18,6 +18,7 @@ from isles.models.config import ModelConfig
 from isles.models.sizes import parameters, shape_of
 from isles.network.planner.hardware import step_seconds
 from isles.network.units import parse_count, parse_latency
+from isles.tables import given
 from isles.training.config.sections import Config
 from isles.training.plan.run_plan import plan_run
 from isles.training.records.summary import SummaryTable
@@ -43,8 +44,9 @@ def priced(config: Config, text: str, over: str | None = None) -> SummaryTable:
     on time, or there is too much to replay.
     """
     size, step = named(text)
-    world = replace(config.world, backend="virtual", links=over or config.world.links, step_seconds=step)
-    waits = [f"world.{key}" for key in ("step_jitter", "pause_every") if getattr(world, key)]
+    virtual = replace(config.world.virtual, links=over or config.world.virtual.links, step_seconds=step)
+    world = replace(config.world, backend="virtual", virtual=virtual)
+    waits = [f"world.virtual.{key}" for key, _ in given(virtual) if key in ("step_jitter", "pause_every")]
     if waits or config.pipeline.routing not in ("fixed", "random"):
         raise ValueError(f"--as {text}: {(*waits, 'pipeline.routing')[0]} makes the run hang on time; leave it out")
     model = ModelConfig(size=size, dtype=config.model.dtype, device="cpu")
@@ -55,7 +57,7 @@ def priced(config: Config, text: str, over: str | None = None) -> SummaryTable:
         raise ValueError(f"--as {text}: a step of 0 s, or {world.workers} workers with too many messages to replay")
     steps, computing = run.steps, step * sum(world.factors) / world.workers
     return {
-        "priced_as": f"{size}, {step:.4g} s a step, over {world.links}",
+        "priced_as": f"{size}, {step:.4g} s a step, over {world.virtual.links}",
         "priced_bytes_per_worker": sum(plan.bytes_sent or ()) / plan.size,
         "virtual_seconds": steps * whole,
         "compute_seconds": steps * computing,

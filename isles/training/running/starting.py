@@ -28,10 +28,10 @@ def deadlines(config: Config) -> Deadlines:
     if plan is not None:
         waits = {name: max(own.of(name), longest_wait(plan)) for name in ("inner", "outer", "pipeline")}
         own = replace(own, **waits)
-    if world.pauses is None:
+    if world.virtual.pauses is None:
         return own
     patience = {
-        name: max(_PAUSES * world.pause_seconds, own.of(name))
+        name: max(_PAUSES * world.virtual.pause_seconds, own.of(name))
         for name in ("control", "inner", "outer", "pipeline", "eval")
     }
     return replace(own, **(patience | ({"outer": own.outer} if config.replicas.survives else {})))

@@ -37,6 +37,6 @@ class ChurnedSwarm(ChurnedWorld[SwarmTrainer]):
 
     @override
     def counted(self) -> dict[str, Any]:
-        if self.config.pipeline.stage_lost != "rebuild":
+        if self.config.pipeline.swarm.stage_lost != "rebuild":
             return self.counts
         return self.counts | {"rebuilt": sum(trainer.model_step.rebuilt for trainer in self.workers.values())}

@@ -92,9 +92,9 @@ class Swarmed:
         self.config, self.world, self.cut = config, world, cut
         self.stage, self.scheme, self.text = stage, scheme, text
         self._become, self._revive = become, revive
-        self.rebuilds = config.pipeline.stage_lost == "rebuild"
+        self.rebuilds = config.pipeline.swarm.stage_lost == "rebuild"
         if self.rebuilds:
-            refuse_unequal([len(piece.blocks) for piece in cut.pieces], 'pipeline.stage_lost = "rebuild"')
+            refuse_unequal([len(piece.blocks) for piece in cut.pieces], 'pipeline.swarm.stage_lost = "rebuild"')
         self.rows = config.data.batch_size_per_worker(1)
         post = self._post(met)
         self._gifts = StateGifts(post, state)
@@ -113,7 +113,7 @@ class Swarmed:
             self._form(),
             gradient=largest,
             state=largest,
-            peers=min(world.size, config.world.max_members),
+            peers=min(world.size, config.world.elastic.max_members),
             microbatches=config.pipeline.microbatches,
             ever=world.size,
         )
@@ -133,9 +133,9 @@ class Swarmed:
         ways = ways_of(pipeline, stages, agreement.patience)
         peer = SwarmPeer(work, post, agreement, ways, seed=config.run.seed * world.size + world.rank)
         costs = stage_costs(self.cut)
-        policy, period, margin = pipeline.rebalance, pipeline.rebalance_every, pipeline.hysteresis
+        policy, period, margin = pipeline.swarm.rebalance, pipeline.swarm.rebalance_every, pipeline.swarm.hysteresis
         balance = None if policy == "none" else Rebalancer(policy, costs, period=period, hysteresis=margin)
-        late = DelayedSwarm if pipeline.delay_updates else Swarm
+        late = DelayedSwarm if pipeline.swarm.delay_updates else Swarm
         kind = late if config.method == "none" else OwnSwarm
         return kind(
             peer,
@@ -143,7 +143,7 @@ class Swarmed:
             self._trained(),
             Arrangement(stages, costs, balance),
             pipeline.microbatches,
-            consistency=pipeline.consistency,
+            consistency=pipeline.swarm.consistency,
         )
 
     def enter(self, others: Sequence[int], wish: int = NOWHERE) -> int:
@@ -254,7 +254,7 @@ class Swarmed:
 
     def _mend(self, *, comers: bool = True) -> None:
         """Have stages served again that have lost all of their peers."""
-        for change in mend(self.swarm, self.step, self.config.pipeline.stage_patience, comers=comers):
+        for change in mend(self.swarm, self.step, self.config.pipeline.swarm.stage_patience, comers=comers):
             if change.peer == self.swarm.me:
                 self._move(change)
             if self.swarm.me == self.swarm.agreement.members[0]:  # of its own, too
@@ -363,9 +363,9 @@ def ways_of(pipeline: PipelineConfig, stages: Sequence[int], patience: float) ->
     room = {"auto": -(-_AHEAD * here // origins), "1f1b": max(stages, default=0) + 1, "all": None}
     return SwarmWays(
         room=given if isinstance(given, int) else room[given],
-        forward=pipeline.forward_deadline,
-        backward=pipeline.backward_deadline,
-        chooses_again=pipeline.consistency != "strict",
+        forward=pipeline.swarm.forward_deadline,
+        backward=pipeline.swarm.backward_deadline,
+        chooses_again=pipeline.swarm.consistency != "strict",
         patience=patience,
-        keeps=pipeline.consistency == "exact",
+        keeps=pipeline.swarm.consistency == "exact",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from isles.comm.elastic.orders import Rules
 from isles.training.config.clustered import refuse_growing
 from isles.training.config.sections import Config
-from isles.training.growing import refuse_full, refuse_kept, refuse_silence, refuse_unsupported, refuse_waits
+from isles.training.growing import refuse_full, refuse_idle, refuse_unsupported
 
 
 def among_peers(config: Config) -> Config:
@@ -21,24 +21,16 @@ def among_peers(config: Config) -> Config:
         raise ValueError(
             'world.backend = "virtual": real peers join a lighthouse; take it out, or use isles simulate --churn'
         )
-    refuse_silence(world, "peers")
+    refuse_idle(config, "peers", "world.silence")
     if config.model.autocast == "fp16":
         raise ValueError('model.autocast = "fp16" is not there yet where peers come and go: choose "bf16" or "none"')
-    refuse_unsupported(
-        {
-            "run.loggers": (config.run.loggers, ()),
-            "run.tokens": (config.run.tokens, 0),
-            "world.join_state": (world.join_state, "full"),
-            "memory.vectors": (config.memory.vectors, "memory"),
-        },
-        "peers",
-    )
-    refuse_kept(config.run)
+    refuse_unsupported(config, "peers", "run.loggers", "run.tokens", "world.elastic.join_state", "memory.vectors")
+    refuse_idle(config, "peers", "run.keep_checkpoints", "world.join_deadline")
     refuse_full(world, world.workers)
-    refuse_waits(world, "join_deadline")
     return config
 
 
 def peer_rules(config: Config) -> Rules:
     """Of the lighthouse: a step is a round."""
-    return Rules(founders=config.world.workers, sync_every=1, last=config.run.steps, most=config.world.max_members)
+    world = config.world
+    return Rules(founders=world.workers, sync_every=1, last=config.run.steps, most=world.elastic.max_members)

@@ -120,12 +120,12 @@ def test_formation_is_the_best_of_all_groupings(seed: int) -> None:
 @pytest.mark.parametrize("count", [7, 8])
 @pytest.mark.parametrize("seed", range(8))
 def test_formation_of_up_to_eight_nodes_is_the_best_of_all(count: int, seed: int) -> None:
-    """And the genetic search finds as good a one."""
+    """And the local search finds as good a one."""
     nodes, model = drawn(count, 50 + seed), load(5, seed)
     values = every_value(nodes, model, 3)
     exact = form_clusters(nodes, model, most=3)
     assert value(nodes, exact) == pytest.approx(min(values))
-    evolved = form_clusters(nodes, model, most=3, method="genetic", seed=seed)
+    evolved = form_clusters(nodes, model, most=3, method="search", seed=seed)
     assert value(nodes, evolved) == pytest.approx(min(values))
 
 

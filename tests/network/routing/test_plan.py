@@ -8,8 +8,10 @@ import pytest
 from isles.network.links import Links
 from isles.network.named import links
 from isles.network.routing.delays import delays_of, fingerprint, slips
-from isles.network.routing.plan import PipelinePlan, as_json, read_plan
+from isles.network.routing.plan import PipelinePlan, as_json, plan_network, read_plan
+from isles.network.routing.problem import Problem, replay_paths
 from isles.network.routing.search import blind
+from isles.network.routing.wires import Sizes
 from tests.network.routing.instances import drawn
 
 
@@ -104,3 +106,40 @@ def test_fingerprints_tell_networks_apart():
         Links(bandwidth=[[1e6] * 3] * 3, latency=0.1),
     ):
         assert fingerprint(other, 3) != fingerprint(same[0], 3)
+
+
+def two_origins(overhead: float = 0.0) -> PipelinePlan:
+    """Origins 0 and 1 behind one line of 1000 bit/s; nodes 2 and 3, fast on wide lines, are the other stage. 1000 bits
+    a message, 0.5 s of latency; a forward takes an origin 1 s, a loss 0.25 s, a backward 1.5 s.
+    """
+    network = Links(bandwidth=[1e3, 1e12, 1e12], latency=0.5, uplinks=[0, 0, 1, 2])
+    lines = plan_network(network, 4, Sizes(forward=125, home=125, backward=125), overhead)
+    delays = delays_of(network, 4, 125, overhead)
+    problem = Problem(
+        stages=((0, 1), (2, 3)),
+        delays=delays,
+        forward=(1.0, 1.0, 1e-9, 1e-9),
+        path_length=2,
+        memory=1,
+        waves=1,
+    )
+    return PipelinePlan(problem=problem, paths={(0, 0): (0, 2), (1, 0): (1, 3)}, links="", network=lines)
+
+
+def test_messages_that_leave_together_share_the_line(tmp_path):
+    """Two stages, by hand. At 1 s both origins send 1000 bits over one line of 1000 bit/s: 2 s instead of 1 s.
+
+    alone    1 forward + 1 line + 0.5 there + 0.5 home + 0.25 loss + 1 line + 0.5 there + 0.5 home + 1.5 backward = 6.75
+    shared   1 s more for each of the two messages of an origin
+    """
+    plan = two_origins()
+    assert replay_paths(plan.problem, plan.paths).makespan == pytest.approx(6.75, abs=1e-6)
+    assert plan.step_seconds == pytest.approx(8.75, abs=1e-6)
+    file = tmp_path / "plan.json"
+    file.write_text(as_json(plan))
+    assert read_plan(file) == plan and read_plan(file).step_seconds == plan.step_seconds
+    # a message costs 0.1 s beside its line: there, home, there, home
+    assert two_origins(0.1).step_seconds == pytest.approx(8.75 + 0.4, abs=1e-6)
+    file.write_text(changed(plan, expected={"step_seconds": 6.75, "busy_seconds": []}))
+    with pytest.raises(ValueError, match=r"takes 8.75 s, expected.step_seconds says 6.75: plan again"):
+        read_plan(file)

@@ -134,7 +134,10 @@ def test_every_plan_is_legal_conserves_and_stays_above_the_bounds():
                 assert not broken_rules(problem, strategy.paths)
                 assert played.makespan >= max(lower_bounds(problem).values()) - 1e-9
                 hops = 2 * length if length > 1 else 0
-                assert sum(strategy.sent(10).values()) == 10 * hops * problem.microbatches
+                assert (
+                    sum(strategy.sent(Sizes(forward=10, home=10, backward=10)).values())
+                    == 10 * hops * problem.microbatches
+                )
         assert found[3].played.makespan <= found[2].played.makespan
 
 

@@ -24,12 +24,12 @@ from tests.training.clustered.test_clustered import SETTINGS
 
 FOUR = [
     *SETTINGS,
-    "pipeline.clusters=[[2],[1]]",
+    "pipeline.ravnest.clusters=[[2],[1]]",
     "world.workers=4",
     "run.steps=16",
     "run.validate_every=8",
     "replicas.sync_every=4",
-    "world.links=lan",
+    "world.virtual.links=lan",
 ]
 """Two clusters of two, cut differently; an average takes 0.4 s and comes every 4 steps."""
 

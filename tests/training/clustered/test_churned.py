@@ -71,7 +71,7 @@ def test_who_comes_makes_clusters_takes_places_and_holds_the_others_bits(
 def test_what_nodes_tell_of_themselves_says_where_a_new_cluster_is_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = config("run.steps=8", "pipeline.clusters=[[2],[2]]")
+    made = config("run.steps=8", "pipeline.ravnest.clusters=[[2],[2]]")
     run, memory = Watched(made, tmp_path, [{"at": 0.1, "join": 2}]), 0.95 * growth_of(made).load.least
     run.watch(monkeypatch)
     nodes = [ClusterNode(name="", memory=memory, speed=speed, bandwidth=1e9) for speed in (1e9, 3e10)]
@@ -165,7 +165,7 @@ def test_who_leaves(tmp_path: Path, events: Any, clusters: Any) -> None:
 def test_one_cluster_that_others_join(tmp_path: Path) -> None:
     """Of one stage more each time: the first is alone, and loses a node to a newcomer without a pause."""
     events = [{"at": 0.1, "join": 2}, {"at": 0.6, "leave": 0}, {"at": 0.65, "join": 1}]
-    run = Watched(config("pipeline.clusters=[[2]]", "world.workers=2"), tmp_path, events)
+    run = Watched(config("pipeline.ravnest.clusters=[[2]]", "world.workers=2"), tmp_path, events)
     with pytest.MonkeyPatch.context() as patched:
         run.watch(patched)
         summary = run.run()
@@ -186,7 +186,7 @@ def test_a_soak_of_nodes_that_come_and_go(tmp_path: Path) -> None:
             gone = here.pop(draw.randrange(len(here)))
             events.append({"at": 0.28 * number, draw.choice(["kill", "leave"]): gone})
     more = ("run.steps=200", "run.validate_every=50", "run.log_every=50")
-    run = Watched(config(*more, "pipeline.spares=1"), tmp_path, events)
+    run = Watched(config(*more, "pipeline.ravnest.spares=1"), tmp_path, events)
     with pytest.MonkeyPatch.context() as patched:
         run.watch(patched)
         summary = run.run()
@@ -202,7 +202,7 @@ def test_the_same_again_and_by_the_command(tmp_path: Path) -> None:
 
     made = []
     for name in "ab":
-        Watched(config("world.step_jitter=0.3"), tmp_path / name, EVENTS).run()
+        Watched(config("world.virtual.step_jitter=0.3"), tmp_path / name, EVENTS).run()
         made.append(load_file(str(tmp_path / name / "run" / "model.safetensors")))
     assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
     sets = [word for each in FOUR if "backend" not in each for word in ("--set", each)]
@@ -218,8 +218,11 @@ def test_the_same_again_and_by_the_command(tmp_path: Path) -> None:
     [
         (("data.batch_mode=global",), 'data.batch_mode = "global": clusters come and go here'),
         (("data.split=by_file",), 'data.split = "by_file": clusters come and go here'),
-        (("world.max_members=9",), "world.max_members = 9: with --churn the trace says who comes"),
-        (("world.join_state=anchors",), 'world.join_state = "anchors": with --churn who comes takes all'),
+        (("world.elastic.max_members=9",), "world.elastic.max_members = 9 does not go with --churn, where the trace"),
+        (
+            ("world.elastic.join_state=anchors",),
+            'world.elastic.join_state = "anchors" does not go with --churn, where who comes',
+        ),
     ],
 )
 def test_what_does_not_go_with_newcomers_is_refused(tmp_path: Path, more: tuple[str, ...], words: str) -> None:

@@ -37,7 +37,7 @@ SETTINGS = [
     "replicas.method=localsgd",
     "replicas.sync_every=4",
     "pipeline.routing=ravnest",
-    "pipeline.clusters=[[1, 2], [3], []]",
+    "pipeline.ravnest.clusters=[[1, 2], [3], []]",
     "pipeline.microbatches=2",
     "pipeline.clip=stage",
     "world.workers=6",
@@ -63,7 +63,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 def test_a_run_resumes_exactly_and_sends_what_its_dry_run_says(tmp_path: Path) -> None:
     """One worker stands by."""
-    more = ("pipeline.average_optimizer=true", 'pipeline.stage_lr="1/(1+tau)"', "world.workers=7")
+    more = ("pipeline.ravnest.average_optimizer=true", 'pipeline.ravnest.stage_lr="1/(1+tau)"', "world.workers=7")
     read = config("run.steps=8", "run.checkpoint_every=6", *more)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     summary = train(read, whole)
@@ -179,22 +179,22 @@ def test_the_configuration_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["world.workers=5"], "pipeline.clusters = [[1, 2], [3], []]: they are 6 workers, world.workers = 5"),
-        (["world.workers=4", "pipeline.clusters=[[2]]"], "another cluster, and there is one; set it to 2"),
+        (["world.workers=5"], "pipeline.ravnest.clusters = [[1, 2], [3], []]: they are 6 workers, world.workers = 5"),
+        (["world.workers=4", "pipeline.ravnest.clusters=[[2]]"], "another cluster, and there is one; set it to 2"),
         (["replicas.method=diloco"], 'replicas.method = "diloco": clusters average weights'),
         (["model.tie_embeddings=true"], "model.tie_embeddings = true: the embedding is the head as well"),
         (["pipeline.clip=model"], 'pipeline.clip = "model" wants all stages at one step'),
-        (["pipeline.boundary=dct:0.5"], 'pipeline.boundary = "dct:0.5" does not go with'),
-        (["pipeline.cut=[1,2]"], "cut and clusters say the same"),
-        (["pipeline.clusters=[[],[]]", "world.workers=2"], "clusters of one stage each are replicas"),
-        (["pipeline.routing=fixed"], 'pipeline.clusters = [[1, 2], [3], []] acts with routing = "ravnest" only'),
-        (["run.start=runs/other"], 'run.start = "runs/other": pipeline.routing = "ravnest" wants ""'),
-        (["pipeline.stages=2"], "pipeline.stages = 2: the longest of clusters has 3"),
-        (["replicas.on_late=quorum"], 'replicas.on_late = "quorum": pipeline.routing = "ravnest" wants "wait"'),
+        (["pipeline.boundary.kind=dct:0.5"], 'pipeline.boundary.kind = "dct:0.5" does not go with'),
+        (["pipeline.cut=[1,2]"], "cut and ravnest.clusters say the same"),
+        (["pipeline.ravnest.clusters=[[],[]]", "world.workers=2"], "clusters of one stage each are replicas"),
         (
-            ["memory.vectors=disk", "memory.disk=."],
-            'memory.vectors = "disk": pipeline.routing = "ravnest" wants "memory"',
+            ["pipeline.routing=fixed"],
+            'pipeline.ravnest.clusters = [[1, 2], [3], []] acts with routing = "ravnest" only',
         ),
+        (["run.start=runs/other"], 'run.start = "runs/other" does not go with pipeline.routing = "ravnest"'),
+        (["pipeline.stages=2"], "pipeline.stages = 2: ravnest.clusters = [[1, 2], [3], []] is 3 stages"),
+        (["replicas.on_late=quorum"], 'replicas.on_late = "quorum" does not go with pipeline.routing = "ravnest"'),
+        (["memory.vectors=disk", "memory.disk=."], 'memory.vectors = "disk" does not go with pipeline.routing'),
     ],
 )
 def test_what_does_not_go_with_clusters_is_refused_in_a_line(more: list[str], words: str) -> None:
@@ -204,5 +204,5 @@ def test_what_does_not_go_with_clusters_is_refused_in_a_line(more: list[str], wo
 
 
 def test_cuts_that_the_model_does_not_have_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"one of pipeline.clusters = \[1, 9\]: name rising numbers of blocks"):
-        plan_clusters(config("pipeline.clusters=[[1, 9], [3], []]"))
+    with pytest.raises(ValueError, match=r"one of pipeline.ravnest.clusters = \[1, 9\]: name rising numbers of blocks"):
+        plan_clusters(config("pipeline.ravnest.clusters=[[1, 9], [3], []]"))

@@ -59,9 +59,9 @@ def rates(_: Mesh, config: Config) -> list[float]:
 def test_stage_lr_divides_by_how_old_a_gradient_is() -> None:
     made = config(
         "pipeline.routing=ravnest",
-        "pipeline.clusters=[[1, 2, 3]]",
+        "pipeline.ravnest.clusters=[[1, 2, 3]]",
         "pipeline.microbatches=1",
-        'pipeline.stage_lr="1/(1+tau)"',
+        'pipeline.ravnest.stage_lr="1/(1+tau)"',
         "world.workers=4",
     )
     for stage, own in enumerate(isles.run_virtual(rates, 4, args=(made,))):
@@ -86,7 +86,7 @@ def test_a_node_holds_what_its_dry_run_says(recompute: bool) -> None:
     """
     made = config(
         "pipeline.routing=ravnest",
-        "pipeline.clusters=[[1, 2, 3]]",
+        "pipeline.ravnest.clusters=[[1, 2, 3]]",
         "pipeline.microbatches=2",
         f"pipeline.recompute={str(recompute).lower()}",
         "world.workers=4",
@@ -107,13 +107,13 @@ def test_on_unequal_nodes_a_sample_takes_less_than_where_stages_wait(recompute: 
         f"pipeline.recompute={str(recompute).lower()}",
         "data.validation_fraction=0",
         "world.workers=2",
-        "world.step_factors=[1.0, 2.0]",
-        "world.step_jitter=0.3",
+        "world.virtual.step_factors=[1.0, 2.0]",
+        "world.virtual.step_jitter=0.3",
         "run.steps=12",
     ]
     ways = {
         "waiting": ("pipeline.stages=2", "pipeline.cut=[3]", "pipeline.together=false"),
-        "ravnest": ("pipeline.routing=ravnest", "pipeline.clusters=[[3]]"),
+        "ravnest": ("pipeline.routing=ravnest", "pipeline.ravnest.clusters=[[3]]"),
     }
     seconds = {}
     for name, way in ways.items():

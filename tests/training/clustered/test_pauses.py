@@ -1,4 +1,4 @@
-"""Nodes of clusters that stand still for a while: short pauses are waited for, after `world.lease` the others go on."""
+"""Nodes of clusters that stand still: short pauses are waited for, after `world.elastic.lease` the others go on."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ def test_a_soak_of_pauses(tmp_path: Path, seed: int) -> None:
         if busy[number] < at:
             events += still(number, at, seconds)
             busy[number] = at + seconds + 3.5
-    more = ("run.steps=150", "run.log_every=50", "pipeline.clusters=[[2],[1],[3]]", "world.workers=6")
+    more = ("run.steps=150", "run.log_every=50", "pipeline.ravnest.clusters=[[2],[1],[3]]", "world.workers=6")
     _, summary = run_through(tmp_path, sorted(events, key=lambda event: event["at"]), *more)
     assert summary["deaths"] > 0 and summary["val_loss"] is not None

@@ -55,14 +55,14 @@ def losses(out: Path, after: int) -> list[list[float]]:
 @pytest.mark.parametrize("step", [12, 16])
 def test_clusters_that_grew_go_on_to_the_same_bits(tmp_path: Path, step: int) -> None:
     """Three clusters of six by then, one of which came later, with places that others took."""
-    whole = churned(tmp_path / "a", EVENTS, "world.step_factors=[1.0, 1.01, 1.02]")
+    whole = churned(tmp_path / "a", EVENTS, "world.virtual.step_factors=[1.0, 1.01, 1.02]")
     assert Checkpoints(whole).steps() == [4, 8, 12, 16]
     cut = gone_back(whole, tmp_path / "cut", step)
     ready = prepare(cut, None)
-    assert ready.step == step and ready.config.world.workers == 6 and len(ready.config.pipeline.clusters) == 3
+    assert ready.step == step and ready.config.world.workers == 6 and len(ready.config.pipeline.ravnest.clusters) == 3
     assert ready.config == read_config(str(cut / "config.toml"), {}, [])
     assert "workers 0, 6, 7, 3, 4, 5 are 0 to 5 now" in ready.notes
-    assert ready.config.world.step_factors == (1.0, 1.0, 1.01, 1.0, 1.01, 1.02)
+    assert ready.config.world.virtual.step_factors == (1.0, 1.0, 1.01, 1.0, 1.01, 1.02)
     train(ready.config, cut, resume=step)
     ours, theirs = (load_file(str(out / "model.safetensors")) for out in (whole, cut))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
@@ -74,7 +74,7 @@ def test_who_stands_by_and_who_is_left_of_a_broken_cluster_are_kept(tmp_path: Pa
     whole = churned(tmp_path / "a", [{"at": 0.1, "join": 2}, {"at": 0.75, "kill": 1}])
     cut = gone_back(whole, tmp_path / "cut", 12)
     ready = prepare(cut, 5)
-    assert ready.config.world.workers == 5 and ready.config.pipeline.clusters == ((1,), (1,))
+    assert ready.config.world.workers == 5 and ready.config.pipeline.ravnest.clusters == ((1,), (1,))
     summary = train(ready.config, cut, resume=12)
     assert summary["val_loss"] == summary["val_loss_replicas"] and summary["replicas"] == 2
     assert Checkpoints(cut).read_shard(16, 4)["serving"] is None

@@ -114,7 +114,7 @@ class Late(SeatedClusterPeer):
 @LONG
 def test_who_asks_those_who_are_gone_asks_the_lighthouse_again(tmp_path: Path) -> None:
     """All whom it was to ask died before it could; it is of those with whom the run goes on."""
-    more = ("run.steps=200", "run.validate_every=0", "run.checkpoint_every=20", "pipeline.clusters=[[2]]")
+    more = ("run.steps=200", "run.validate_every=0", "run.checkpoint_every=20", "pipeline.ravnest.clusters=[[2]]")
     run = ClusterRun(tmp_path / "run", *more, "world.workers=2")
     first, plain = [run.join() for _ in range(2)], run.kind
     run.until(lambda: run.keeper.muster.kept >= 20)

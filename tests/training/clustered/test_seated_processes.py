@@ -31,7 +31,7 @@ class ClusterCommands(Commands):
     """Nodes have memory for half of the model, as a file says."""
 
     def __init__(self, folder: Path, *more: str) -> None:
-        own = (f"run.checkpoint_every={EVERY}", "run.validate_every=0", "run.log_every=10", "world.lease=3.0")
+        own = (f"run.checkpoint_every={EVERY}", "run.validate_every=0", "run.log_every=10", "world.elastic.lease=3.0")
         made = seated(*SEATED, *own, *more)
         half = ClusterNode(name="half", memory=0.95 * growth_of(made).load.least, speed=1e9, bandwidth=1e8)
         (folder / "half.toml").write_text(half.to_toml())
@@ -143,7 +143,7 @@ def test_all_and_the_lighthouse_are_killed(commands: Make) -> None:
 
 def test_who_leaves_and_cannot_be_replaced_is_gone_within_its_grace(commands: Make) -> None:
     """Of the only cluster: what it had is at the lighthouse, the run waits, and goes on from there with who comes."""
-    run = commands("run.steps=400", "pipeline.clusters=[[2]]", "world.workers=2", "run.checkpoint_every=0")
+    run = commands("run.steps=400", "pipeline.ravnest.clusters=[[2]]", "world.workers=2", "run.checkpoint_every=0")
     stays, leaves = run.node(), run.node()
     run.until(lambda: run.step() >= 20)
     leaves.terminate()

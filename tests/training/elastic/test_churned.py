@@ -19,7 +19,7 @@ from isles.data.lots import rows
 from isles.network.churn import ChurnEvent, rate_of, write_trace
 from isles.network.planner.churned import churn_costs
 from isles.training.churn import trace_of
-from isles.training.config.reading import resolve
+from isles.training.config.reading import over, resolve
 from isles.training.config.sections import Config
 from isles.training.elastic.churn.churned import ChurnedRun
 from isles.training.elastic.figures import recorded
@@ -45,7 +45,7 @@ def small(
         "data": {"path": str(text), "batch_size": 2, "validation_sequences": 8},
         "replicas": {"method": method, "sync_every": every},
         "run": {"steps": steps, "log_every": every},
-        "world": {"backend": "virtual", "workers": workers, "step_seconds": 10.0, **world},
+        "world": over({"backend": "virtual", "workers": workers, "virtual": {"step_seconds": 10.0}}, world),
     }
     return going_on(resolve(tables))
 
@@ -144,7 +144,7 @@ def test_who_comes_amid_a_long_first_round_waits_for_its_end(tmp_path: Path) -> 
     """A round takes 300 s. After the first step its donor's pace is known."""
     said: list[str] = []
     write_trace([ChurnEvent(100.0, "join", 1)], str(tmp_path / "trace.jsonl"))
-    config = small(tmp_path, 2, 40, every=4, step_seconds=75.0)
+    config = small(tmp_path, 2, 40, every=4, virtual={"step_seconds": 75.0})
     run = ChurnedRun(config, str(tmp_path / "trace.jsonl"), tmp_path / "run", lambda line: None, said.append)
     run.run()
     assert not any("did not come" in line for line in said)
@@ -154,7 +154,7 @@ def test_who_comes_amid_a_long_first_round_waits_for_its_end(tmp_path: Path) -> 
 @pytest.mark.parametrize(("lease", "views"), [(3.0, 1), (20.0, 0)])
 def test_one_that_stands_still_is_gone_after_the_lease(tmp_path: Path, lease: float, views: int) -> None:
     """Ten seconds of it: a new view without it, and none where the lease is longer."""
-    config = small(tmp_path, 3, 12, step_seconds=2.0, lease=lease)
+    config = small(tmp_path, 3, 12, virtual={"step_seconds": 2.0}, elastic={"lease": lease})
     pause = [ChurnEvent(7.0, "pause", 1), ChurnEvent(17.0, "resume", 1)]
     journal = churned(config, pause, tmp_path).meeting.journal
     without = [entry for entry in journal if entry["event"] == "view" and 1 not in entry["view"]["seats"]]
@@ -181,11 +181,13 @@ def test_pools_compute_what_they_plan(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    config = small(tmp_path, 2, 4, pause_every=60.0)
-    with pytest.raises(ValueError, match=r"world.pause_every: with --churn pauses stand in the trace"):
+    config = small(tmp_path, 2, 4, virtual={"pause_every": 60.0})
+    with pytest.raises(ValueError, match=r"world.virtual.pause_every: with --churn pauses stand in the trace"):
         trace_of(config, "10%/h")
-    with pytest.raises(ValueError, match=r"world.max_members = 3: with --churn the trace says who comes"):
-        trace_of(small(tmp_path, 2, 4, max_members=3), "10%/h")
+    with pytest.raises(
+        ValueError, match=r"world.elastic.max_members = 3 does not go with --churn, where the trace says who comes"
+    ):
+        trace_of(small(tmp_path, 2, 4, elastic={"max_members": 3}), "10%/h")
     with pytest.raises(ValueError, match=r"--nodes"):
         going_on(resolve({"replicas": {"method": "ddp"}, "world": {"backend": "virtual"}}))
 
@@ -209,7 +211,7 @@ def test_churn_costs_what_is_planned(tmp_path: Path, method: str, churn: str) ->
     """
     every, hour = 5, 60
     times = {"step_seconds": 60.0, "links": "home-fibre"}
-    config = small(tmp_path, 128, hour, every=every, method=method, **times)
+    config = small(tmp_path, 128, hour, every=every, method=method, virtual=times)
     began = time.process_time()
     summary = ChurnedRun(config, churn, tmp_path / "run", lambda line: None, lambda notice: None).run()
     took = time.process_time() - began

@@ -255,7 +255,7 @@ def test_nobody_waits_for_an_island_of_which_one_worker_stands_still(tmp_path: P
     """Neither at the place that stands still nor at the other one, where its partner is there and waits itself; and it
     is back once it goes on.
     """
-    with processes(tmp_path, method, 600_000, 3, f"world.lease={LEASE}") as world:
+    with processes(tmp_path, method, 600_000, 3, f"world.elastic.lease={LEASE}") as world:
         joined = [world.join() for _ in range(3)]
 
         def newest(seat: int) -> int:

@@ -55,7 +55,7 @@ def test_all_deliver_in_time_and_land_the_same(tmp_path: Path) -> None:
 def test_a_slow_worker_delivers_into_the_next_round_and_delays_nobody(tmp_path: Path) -> None:
     """The fourth stands still now and then, for less than a lease: the others take their rounds without it."""
     pauses = [ChurnEvent(at, kind, 3) for at in (12.0, 42.0) for at, kind in ((at, "pause"), (at + 2.8, "resume"))]
-    run = churned(late(tmp_path, 4, 80, every=8, step_seconds=1.0), pauses, tmp_path)
+    run = churned(late(tmp_path, 4, 80, every=8, virtual={"step_seconds": 1.0}), pauses, tmp_path)
     landed = {word["round"]: word for word in words(run, "land")}
     missed = [round for round, word in landed.items() if 3 not in word["seats"]]
     assert missed and set(landed) == set(range(1, 11))

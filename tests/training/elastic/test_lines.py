@@ -44,7 +44,13 @@ def finished(world: Processes, *workers: subprocess.Popen[bytes]) -> dict[str, A
 def test_workers_without_a_route_to_each_other(tmp_path: Path, three: tuple[Machine, ...]) -> None:
     """The same bits over the lighthouse as directly; and what it says to have carried for them is what they sent."""
     light, one, two = three
-    settings = ["model.d_model=128", "model.ffn=512", "replicas.sync_every=5", "run.log_every=50", "world.lease=20"]
+    settings = [
+        "model.d_model=128",
+        "model.ffn=512",
+        "replicas.sync_every=5",
+        "run.log_every=50",
+        "world.elastic.lease=20",
+    ]
     models, ways = [], []
     for name in ("direct", "relayed"):
         (tmp_path / name).mkdir()
@@ -111,7 +117,7 @@ def test_one_is_lost(
         pytest.skip(reason)
     with ExitStack() as stack:
         light, *places = stack.enter_context(machines(4))
-        settings = [*ROUND, f"world.lease={LEASE}"]
+        settings = [*ROUND, f"world.elastic.lease={LEASE}"]
         world = Processes(tmp_path, *settings, founders=3, host=light.address, on=light.enter)
         stack.callback(world.end)
         listen = [("--listen", f"{place.address}:29500") if direct else () for place in places]

@@ -23,7 +23,7 @@ from isles.comm.elastic.session import open_session
 from isles.comm.errors import RendezvousFailed
 from isles.comm.mesh import Mesh
 from isles.replicas.loop.outer import OuterSync
-from isles.training.config.sections import JoinState
+from isles.training.config.world import JoinState
 from isles.training.elastic.beginning import Beginning
 from isles.training.elastic.given import STATE
 from isles.training.elastic.lighthouse.kept import KeptStates

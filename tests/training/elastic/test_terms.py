@@ -61,14 +61,14 @@ def test_a_file_with_all_defaults_will_do() -> None:
         (["run.steps=21"], "replicas.sync_every = 5"),
         (["run.loggers=['tensorboard']"], "run.loggers"),
         (["run.start=runs/other"], "run.start"),
-        (["world.silence=90"], "world.lease"),
+        (["world.silence=90"], "world.elastic.lease"),
         (["replicas.method=diloco", "replicas.quorum=0.5"], "on_late"),
-        (["world.lease=0.1"], "lease = 0.1"),
+        (["world.elastic.lease=0.1"], "lease = 0.1"),
         (["data.split=by_file"], "data.split"),
         (["data.batch_mode=global", "data.batch_size=6"], "data.batch_mode"),
-        (["run.keep_checkpoints=5"], "run.keep_checkpoints = 5: .* newest state"),
-        (["world.join_deadline=7"], "world.join_deadline = 7: .* first round waits"),
-        (["world.pipeline_deadline=7"], "world.pipeline_deadline = 7: .* no stages"),
+        (["run.keep_checkpoints=5"], "run.keep_checkpoints = 5 .* newest state"),
+        (["world.join_deadline=7"], "world.join_deadline = 7.0 .* first round waits"),
+        (["world.pipeline_deadline=7"], "world.pipeline_deadline = 7.0 .* no stages"),
         (["memory.vectors=disk", "memory.disk=."], 'memory.vectors = "disk" is not there yet'),
         (["memory.method=checkpoint"], 'memory.method = "checkpoint" is not there yet'),
     ],
@@ -88,7 +88,9 @@ def test_islands_wait_for_their_own_workers() -> None:
     assert elastic(gather(None, {}, [*TINY[:-1], "replicas.method=diloco", *settings])).world.join_deadline == 7
 
 
-@pytest.mark.parametrize("setting", ["world.lease=5", "world.join_state=anchors", "world.max_members=9"])
+@pytest.mark.parametrize(
+    "setting", ["world.elastic.lease=5", "world.elastic.join_state=anchors", "world.elastic.max_members=9"]
+)
 def test_nobody_joins_a_fixed_world(tmp_path: Path, setting: str) -> None:
     config = gather(None, {}, [*TINY, setting])
     with pytest.raises(ValueError, match="where workers join a lighthouse"):
@@ -117,6 +119,7 @@ tokenizer = "/theirs/tokenizer.json"
 cache = "/theirs/cache"
 [world]
 threads = 64
+[world.virtual]
 links = "/theirs/links.toml"
 [run]
 start = "/theirs/run"
@@ -124,7 +127,7 @@ loggers = ["wandb"]
 steps = 800
 [memory]
 disk = "/theirs/disk"
-[pipeline]
+[pipeline.skippipe]
 plan = "/theirs/plan.json"
 """
 
@@ -142,9 +145,9 @@ def test_a_joiner_takes_nothing_of_its_own_machine_from_a_lighthouse() -> None:
     assert found == {
         "model": {"hf": "/mine"},
         "data": {"path": "/mine", "tokenizer": "/mine"},
-        "world": {},
+        "world": {"virtual": {}},
         "memory": {},
-        "pipeline": {},
+        "pipeline": {"skippipe": {}},
         "run": {"steps": 800},
     }
     made = with_own({"model": {"factory": "their:model"}}, words(None, {}, ["model.factory=my:model"]))

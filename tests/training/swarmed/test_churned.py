@@ -73,8 +73,10 @@ def test_a_trace_with_a_lighthouse_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_swarm_on_the_virtual_clock_would_ignore(tmp_path: Path) -> None:
     """Who stands still is waited for however long the lease is."""
-    with pytest.raises(ValueError, match=r"world.lease = 9.0: with --churn one that stands still is waited for"):
-        run(tmp_path / "a", [], "world.lease=9")
+    with pytest.raises(
+        ValueError, match=r"world.elastic.lease = 9.0 does not go with --churn, where one that stands still"
+    ):
+        run(tmp_path / "a", [], "world.elastic.lease=9")
 
 
 def soak(steps: int, every: float, seed: int, kinds: tuple[str, ...], least: int = 6) -> list[dict[str, Any]]:
@@ -95,10 +97,15 @@ def soak(steps: int, every: float, seed: int, kinds: tuple[str, ...], least: int
 @pytest.mark.parametrize("steps", [200, 1000])
 def test_soak(tmp_path: Path, steps: int) -> None:
     """About every 10 steps a peer is killed or joins."""
-    more = (f"run.steps={steps}", "run.validate_every=250", "run.log_every=100", "world.links=lan")
-    single, _ = train(config(*more, "pipeline.peers=[1,1,1]", "world.workers=3"), tmp_path / "one")
-    more = (*more, "pipeline.rebalance=throughput", "pipeline.rebalance_every=0.2", "pipeline.hysteresis=0.05")
-    more = (*more, "pipeline.peers=[4,4,4]", "world.workers=12")
+    more = (f"run.steps={steps}", "run.validate_every=250", "run.log_every=100", "world.virtual.links=lan")
+    single, _ = train(config(*more, "pipeline.swarm.peers=[1,1,1]", "world.workers=3"), tmp_path / "one")
+    more = (
+        *more,
+        "pipeline.swarm.rebalance=throughput",
+        "pipeline.swarm.rebalance_every=0.2",
+        "pipeline.swarm.hysteresis=0.05",
+    )
+    more = (*more, "pipeline.swarm.peers=[4,4,4]", "world.workers=12")
     _, summary, _ = run(tmp_path / "many", soak(steps // 10, 0.33, 3, ("kill",), least=11), *more)
     print(summary["joins"], summary["deaths"], summary["virtual_seconds"])
     assert abs(summary["val_loss"] - single["val_loss"]) < 1e-9
@@ -107,8 +114,8 @@ def test_soak(tmp_path: Path, steps: int) -> None:
 
 @pytest.mark.long
 def test_a_hundred_that_leave_lose_nothing(alone: Any, tmp_path: Path) -> None:
-    more = ("run.steps=200", "run.validate_every=0", "run.log_every=100", "world.links=lan")
-    single, expected = train(config(*more, "pipeline.peers=[1,1,1]", "world.workers=3"), tmp_path / "one")
+    more = ("run.steps=200", "run.validate_every=0", "run.log_every=100", "world.virtual.links=lan")
+    single, expected = train(config(*more, "pipeline.swarm.peers=[1,1,1]", "world.workers=3"), tmp_path / "one")
     events = soak(230, 0.03, 5, ("leave",))
     swarm, summary, weights = run(tmp_path / "many", events, *more)
     print(summary["leaves"], summary["virtual_seconds"])
@@ -121,9 +128,9 @@ def test_a_hundred_that_leave_lose_nothing(alone: Any, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_relaxed_ends_near_the_undisturbed_run(tmp_path: Path) -> None:
     """A peer killed in each stage, 200 steps."""
-    more = ("run.steps=200", "run.validate_every=0", "run.log_every=100", "world.links=lan", "inner.lr=0.01")
+    more = ("run.steps=200", "run.validate_every=0", "run.log_every=100", "world.virtual.links=lan", "inner.lr=0.01")
     well, _ = train(config(*more), tmp_path / "well")
     events = [{"at": 0.5, "kill": 0}, {"at": 1.1, "kill": 3}, {"at": 1.7, "kill": 6}]
-    _, summary, _ = run(tmp_path / "killed", events, *more, "pipeline.consistency=relaxed")
+    _, summary, _ = run(tmp_path / "killed", events, *more, "pipeline.swarm.consistency=relaxed")
     print(well["val_loss"], summary["val_loss"], summary["deaths"])
     assert summary["deaths"] == 3 and abs(well["val_loss"] - summary["val_loss"]) < 0.05

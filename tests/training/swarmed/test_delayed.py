@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 
 
 def config(*more: str) -> Config:
-    return synchronous("pipeline.delay_updates=1", "run.validate_every=0", *more)
+    return synchronous("pipeline.swarm.delay_updates=1", "run.validate_every=0", *more)
 
 
 def recursion(read: Config) -> dict[str, Tensor]:
@@ -71,13 +71,13 @@ def expected() -> dict[str, Tensor]:
     "consistency", ["exact", *(pytest.param(other, marks=pytest.mark.long) for other in ("strict", "relaxed"))]
 )
 def test_updates_are_the_delayed_recursion(expected: Any, tmp_path: Path, consistency: str) -> None:
-    _, weights = train(config(f"pipeline.consistency={consistency}"), tmp_path / "run")
+    _, weights = train(config(f"pipeline.swarm.consistency={consistency}"), tmp_path / "run")
     assert furthest(weights, expected) < 1e-12
 
 
 @pytest.mark.long
 def test_one_peer_a_stage_has_the_same_bits(tmp_path: Path) -> None:
-    read = config("pipeline.peers=[1,1,1]", "world.workers=3", "inner.max_norm=0")
+    read = config("pipeline.swarm.peers=[1,1,1]", "world.workers=3", "inner.max_norm=0")
     _, weights = train(read, tmp_path / "run")
     assert furthest(weights, recursion(read)) == 0
 
@@ -127,8 +127,8 @@ def test_killed_peers_change_nothing(expected: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("consistency", ["exact", "strict"])
 def test_a_peer_lost_at_any_message_changes_nothing(tmp_path: Path, consistency: str) -> None:
     """In half of the runs its share of a sum is lost, and the others go back into that step."""
-    small = ("pipeline.peers=[2,3]", "pipeline.stages=2", "world.workers=5", "model.layers=2", "run.steps=3")
-    read = config(*small, "pipeline.microbatches=3", f"pipeline.consistency={consistency}")
+    small = ("pipeline.swarm.peers=[2,3]", "pipeline.stages=2", "world.workers=5", "model.layers=2", "run.steps=3")
+    read = config(*small, "pipeline.microbatches=3", f"pipeline.swarm.consistency={consistency}")
     wanted = recursion(read)
     for number, message in enumerate(range(36, 350, 6)):
         killed(wanted, tmp_path / str(message), {3 * (number % 2): message}, read)
@@ -138,11 +138,11 @@ def test_a_peer_lost_at_any_message_changes_nothing(tmp_path: Path, consistency:
 def test_the_sum_of_gradients_hides_behind_microbatches(tmp_path: Path) -> None:
     """On the virtual clock, 3 stages of 3 equal peers, 20 Mbit/s, 10 ms."""
     model = ("model.d_model=64", "model.ffn=256", "model.heads=4", "model.context=8", "data.batch_size=24")
-    peers = ("pipeline.peers=[3,3,3]", "world.workers=9", "pipeline.microbatches=24")
-    links = ("world.links='20Mbit/s, 10ms'", "world.step_seconds=7.2", "run.steps=8", "run.log_every=8")
+    peers = ("pipeline.swarm.peers=[3,3,3]", "world.workers=9", "pipeline.microbatches=24")
+    links = ("world.virtual.links='20Mbit/s, 10ms'", "world.virtual.step_seconds=7.2", "run.steps=8", "run.log_every=8")
     took = []
     for delay in (0, 1):
-        read = config(*model, *peers, *links, f"pipeline.delay_updates={delay}")
+        read = config(*model, *peers, *links, f"pipeline.swarm.delay_updates={delay}")
         summary, _ = train(read, tmp_path / str(delay))
         took.append(summary["virtual_seconds"])
     print("seconds", took, "ratio", took[0] / took[1])
@@ -152,12 +152,12 @@ def test_the_sum_of_gradients_hides_behind_microbatches(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["replicas.method=diloco"], "pipeline.delay_updates = 1"),
-        (["pipeline.stage_lost=rebuild"], 'pipeline.stage_lost = "rebuild"'),
-        (["pipeline.delay_updates=2"], "pipeline.delay_updates = 2: choose 0, or 1 step"),
+        (["replicas.method=diloco"], "pipeline.swarm.delay_updates = 1"),
+        (["pipeline.swarm.stage_lost=rebuild"], 'pipeline.swarm.stage_lost = "rebuild"'),
+        (["pipeline.swarm.delay_updates=2"], "pipeline.swarm.delay_updates = 2: choose 0, or 1 step"),
         (
-            ["pipeline.routing=fixed", "pipeline.peers=[]", "pipeline.stages=7"],
-            'pipeline.delay_updates = 1 acts with routing = "swarm" only',
+            ["pipeline.routing=fixed", "pipeline.swarm.peers=[]", "pipeline.stages=7"],
+            'pipeline.swarm.delay_updates = 1 acts with routing = "swarm" only',
         ),
     ],
 )

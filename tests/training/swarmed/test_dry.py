@@ -12,22 +12,27 @@ from isles.training.plan.record import RunPlan
 from isles.training.plan.swarm import plan_swarm
 from tests.training.swarmed.test_swarmed import config, train
 
-SLOW = ("world.links=lan", "world.step_factors=[1,1,1,4,1,1,1]", "data.batch_size=96", "pipeline.microbatches=48")
+SLOW = (
+    "world.virtual.links=lan",
+    "world.virtual.step_factors=[1,1,1,4,1,1,1]",
+    "data.batch_size=96",
+    "pipeline.microbatches=48",
+)
 SETTINGS = {
-    "alike": ("world.links=home-fibre", "world.step_seconds=2"),
-    "slow": ("world.step_seconds=5", *SLOW),
-    "strict": ("world.step_seconds=5", "pipeline.consistency=strict", *SLOW),
+    "alike": ("world.virtual.links=home-fibre", "world.virtual.step_seconds=2"),
+    "slow": ("world.virtual.step_seconds=5", *SLOW),
+    "strict": ("world.virtual.step_seconds=5", "pipeline.swarm.consistency=strict", *SLOW),
     "uneven": (
-        "world.links=home-fibre",
-        "world.step_seconds=10",
-        "world.step_factors=[1,2,1,1,1,1,3]",
+        "world.virtual.links=home-fibre",
+        "world.virtual.step_seconds=10",
+        "world.virtual.step_factors=[1,2,1,1,1,1,3]",
         "data.batch_size=48",
         "pipeline.microbatches=24",
     ),
     "one a stage": (
-        "world.links=home-fibre",
-        "world.step_seconds=20",
-        "pipeline.peers=[1,2,1]",
+        "world.virtual.links=home-fibre",
+        "world.virtual.step_seconds=20",
+        "pipeline.swarm.peers=[1,2,1]",
         "world.workers=4",
         "data.batch_size=24",
         "pipeline.microbatches=12",

@@ -25,7 +25,7 @@ DECIDED = 60
 
 
 def settings(consistency: str, *more: str) -> Config:
-    return config("run.steps=2", "run.validate_every=0", f"pipeline.consistency={consistency}", *more)
+    return config("run.steps=2", "run.validate_every=0", f"pipeline.swarm.consistency={consistency}", *more)
 
 
 def counted(read: Config, out: Path, deaths: dict[int, int], worker: Callable[..., Any] = train_worker) -> list[Any]:
@@ -39,7 +39,7 @@ def counted(read: Config, out: Path, deaths: dict[int, int], worker: Callable[..
     ("consistency", "more"),
     [
         ("exact", ()),
-        ("strict", ("pipeline.delay_updates=1",)),
+        ("strict", ("pipeline.swarm.delay_updates=1",)),
         ("relaxed", ("replicas.method=diloco", "replicas.sync_every=2")),
     ],
 )
@@ -62,7 +62,7 @@ def test_a_first_peer_lost_at_its_last_messages(tmp_path: Path, consistency: str
 @pytest.mark.parametrize("writers", [1, 2])
 def test_who_is_lost_while_it_writes(writers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first so many peers of stage 0 that write die of it."""
-    read = settings("strict", *(["pipeline.peers=[3,2,2]"] if writers == 2 else []))
+    read = settings("strict", *(["pipeline.swarm.peers=[3,2,2]"] if writers == 2 else []))
     worlds, died = dict[int, Mesh](), list[int]()
     save = trainer.save_model
 
@@ -92,7 +92,7 @@ def test_a_process_that_is_killed_as_it_writes(tmp_path: Path) -> None:
     (tmp_path / "plain.toml").write_text("")
     found = {}
     for name, after in (("well", 0), ("killed", -1)):
-        words = fragile(tmp_path / name, 0, after, "pipeline.consistency=strict", "run.steps=2")
+        words = fragile(tmp_path / name, 0, after, "pipeline.swarm.consistency=strict", "run.steps=2")
         code, _, error = isles("train", "plain.toml", "--out", f"run-{name}", *words, folder=tmp_path)
         assert code == 0 and (tmp_path / name).exists() == (name == "killed"), error
         found[name] = load_file(str(tmp_path / f"run-{name}" / "model.safetensors"))

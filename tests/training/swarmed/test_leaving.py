@@ -52,7 +52,7 @@ def test_peers_that_are_asked_leave_and_nothing_is_lost(
 
 @pytest.mark.long
 def test_somebody_takes_the_place_of_the_last_of_a_stage(well: dict[str, Tensor], tmp_path: Path) -> None:
-    code, error = run(tmp_path, 1, 9, "pipeline.peers=[2,1,2]", "world.workers=5")
+    code, error = run(tmp_path, 1, 9, "pipeline.swarm.peers=[2,1,2]", "world.workers=5")
     assert code == 0, error
     assert "to stage 1 before step" in error and "worker 2 has left after step" in error, error
     assert furthest(model(tmp_path), well) < CLOSE
@@ -60,7 +60,7 @@ def test_somebody_takes_the_place_of_the_last_of_a_stage(well: dict[str, Tensor]
 
 @pytest.mark.long
 def test_where_nobody_can_all_stop_and_are_resumed(tmp_path: Path) -> None:
-    alone = ("pipeline.peers=[1,1,1]", "world.workers=3", "run.steps=40")  # it has steps left when it hears of it
+    alone = ("pipeline.swarm.peers=[1,1,1]", "world.workers=3", "run.steps=40")  # it has steps left when it hears of it
     code, error = run(tmp_path, 1, 9, *alone)
     assert code == 130 and "the last of stage 1, with nobody to take its place" in error, error
     code, _, error = isles("resume", "run", "--trust", folder=tmp_path)

@@ -52,9 +52,9 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 
 MOVES = (
-    "pipeline.rebalance=throughput",
-    "pipeline.rebalance_every=0.5",
-    "pipeline.hysteresis=0.05",
+    "pipeline.swarm.rebalance=throughput",
+    "pipeline.swarm.rebalance_every=0.5",
+    "pipeline.swarm.hysteresis=0.05",
     "run.validate_every=3",
 )
 
@@ -70,7 +70,7 @@ def check_alike(done: list[dict[str, Any] | None]) -> None:
 
 def test_who_moves_has_the_bits_of_the_others(alone: Any) -> None:
     """Six peers of which four serve the first stage, and one the last, whose work is 2.5 times as much."""
-    done = run({}, *MOVES, "pipeline.peers=[4,1,1]", "world.workers=6")
+    done = run({}, *MOVES, "pipeline.swarm.peers=[4,1,1]", "world.workers=6")
     assert sum(each["moves"] for each in done if each is not None) >= 2
     assert all(each is not None and each["stages"].count(stage) >= 1 for each in done for stage in range(3))
     check_alike(done)
@@ -82,7 +82,7 @@ def test_who_moves_has_the_bits_of_the_others(alone: Any) -> None:
 def test_a_donor_that_is_lost_is_replaced_by_the_next(alone: Any) -> None:
     """The first peer of the stage that others come to dies, at moments around the first step with a move."""
     for victim, message in [(5, message) for message in range(150, 240, 10)]:
-        done = run({victim: message}, *MOVES, "pipeline.peers=[4,1,2]", "world.workers=7")
+        done = run({victim: message}, *MOVES, "pipeline.swarm.peers=[4,1,2]", "world.workers=7")
         assert done[victim] is None
         check_alike(done)
         weights = {name: tensor for each in done if each is not None for name, tensor in each["weights"].items()}
@@ -112,15 +112,15 @@ def test_a_stage_that_loses_half_of_its_peers_gets_others() -> None:
     """3 stages x 4 equal peers, 2 of the last stage lost: 85 % of what 10 peers can do, after two looks."""
     period, microbatches = 30.0, 96
     read = config(
-        "pipeline.peers=[4,4,4]",
+        "pipeline.swarm.peers=[4,4,4]",
         "world.workers=12",
-        "pipeline.rebalance=throughput",
-        f"pipeline.rebalance_every={period}",
-        "pipeline.hysteresis=0.05",
+        "pipeline.swarm.rebalance=throughput",
+        f"pipeline.swarm.rebalance_every={period}",
+        "pipeline.swarm.hysteresis=0.05",
         "data.batch_size=96",
         f"pipeline.microbatches={microbatches}",
-        "pipeline.forward_deadline=1e6",
-        "pipeline.backward_deadline=1e6",
+        "pipeline.swarm.forward_deadline=1e6",
+        "pipeline.swarm.backward_deadline=1e6",
         "run.validate_every=0",
         "run.steps=10",
     )

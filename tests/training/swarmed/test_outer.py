@@ -61,7 +61,7 @@ def test_one_peer_a_stage_is_a_static_pipeline(method: str, tmp_path: Path) -> N
     shape = ["pipeline.microbatches=6", "world.workers=3", "replicas.sync_every=3", "inner.max_norm=0"]
     own = [one for one in ONE if not one.startswith("replicas.")] + METHODS[method] + shape
     _, static = train(read_config(None, {}, [*own, "pipeline.stages=3", "pipeline.loss_at=last"]), tmp_path / "static")
-    _, swarm = train(config(method, "pipeline.peers=[1,1,1]", *shape), tmp_path / "swarm")
+    _, swarm = train(config(method, "pipeline.swarm.peers=[1,1,1]", *shape), tmp_path / "swarm")
     assert furthest(static, swarm) == 0
 
 
@@ -73,7 +73,7 @@ def test_an_exchange_counts_on_its_own_channel(method: str, tmp_path: Path) -> N
     more = ["replicas.prefetch_phi=false"] if method == "noloco" else []
     read = read_config(None, {}, [*own, *more, "pipeline.stages=2", "pipeline.loss_at=last"])
     static, _ = train(read, tmp_path / "static")
-    swarm, _ = train(config(method, "pipeline.peers=[2,2]", *shape), tmp_path / "swarm")
+    swarm, _ = train(config(method, "pipeline.swarm.peers=[2,2]", *shape), tmp_path / "swarm")
     ours, theirs = swarm["channels"], static["channels"]
     assert ours["outer"]["bytes_sent"] == theirs["outer"]["bytes_sent"] == ours["outer"]["bytes_received"] > 0
     sent = [sum(each[way] for each in ours.values()) for way in ("bytes_sent", "bytes_received")]
@@ -86,7 +86,7 @@ def test_an_exchange_counts_on_its_own_channel(method: str, tmp_path: Path) -> N
 def test_a_checkpoint_is_gone_on_from_to_the_bit(method: str, tmp_path: Path) -> None:
     """In the middle of a round, with speeds known and jitter drawn."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    read = config(method, "run.checkpoint_every=4", "world.links=home-fibre", "world.step_jitter=0.5")
+    read = config(method, "run.checkpoint_every=4", "world.virtual.links=home-fibre", "world.virtual.step_jitter=0.5")
     _, first = train(read, whole)
     shutil.copytree(whole, cut)
     for name in ("summary.json", "model.safetensors"):
@@ -122,7 +122,9 @@ def test_who_comes_takes_part_in_the_next_exchange(method: str, tmp_path: Path) 
 @pytest.mark.long
 def test_who_moves_has_the_state_of_its_stage() -> None:
     """In the middle of rounds too: weights, moments, anchor and outer momentum, and all land the same."""
-    done = run(config("diloco", *MOVES, "pipeline.peers=[4,1,1]", "world.workers=6"), links="lan", step_seconds=1.0)
+    done = run(
+        config("diloco", *MOVES, "pipeline.swarm.peers=[4,1,1]", "world.workers=6"), links="lan", step_seconds=1.0
+    )
     assert sum(each["moves"] for each in done) >= 2
     for each in done:
         alike = next(other for other in done if other["stage"] == each["stage"])
@@ -131,7 +133,7 @@ def test_who_moves_has_the_state_of_its_stage() -> None:
 
 def killed(method: str, victim: int, messages: list[int], *more: str) -> None:
     """A peer of a small swarm dies at each of these messages."""
-    small = ("pipeline.peers=[2,3]", "pipeline.stages=2", "world.workers=5", "model.layers=2", "run.steps=2")
+    small = ("pipeline.swarm.peers=[2,3]", "pipeline.stages=2", "world.workers=5", "model.layers=2", "run.steps=2")
     read = config(method, *small, "replicas.sync_every=1", "pipeline.microbatches=3", *more)
     for message in messages:
         done = run(read, {victim: message})
@@ -182,7 +184,7 @@ def test_noloco_goes_on_whenever_a_peer_is_lost(victim: int) -> None:
         (["replicas.prefetch_phi=true"], "replicas.prefetch_phi = true"),
         (["replicas.on_peer_failure=raise"], 'replicas.on_peer_failure = "raise"'),
         (["replicas.method=diloco", "replicas.on_late=quorum"], 'replicas.on_late = "quorum"'),
-        (["pipeline.stage_lost=rebuild"], 'pipeline.stage_lost = "rebuild"'),
+        (["pipeline.swarm.stage_lost=rebuild"], 'pipeline.swarm.stage_lost = "rebuild"'),
     ],
 )
 def test_what_does_not_go_with_a_swarm_is_refused_in_a_line(more: list[str], words: str) -> None:

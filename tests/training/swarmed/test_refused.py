@@ -19,7 +19,7 @@ from isles.training.placement import layout_of
 from tests.training.swarmed import oracle
 from tests.training.swarmed.test_outer import config
 
-SMALL = ["pipeline.peers=[2,3]", "pipeline.stages=2", "world.workers=5", "model.layers=2", "run.steps=2"]
+SMALL = ["pipeline.swarm.peers=[2,3]", "pipeline.stages=2", "world.workers=5", "model.layers=2", "run.steps=2"]
 GROUPS = {"diloco": [], "noloco": ["replicas.group_size=3"]}
 LIAR = 3  # of stage 1, whose peers are 2, 3 and 4
 

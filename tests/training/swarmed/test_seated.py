@@ -35,7 +35,7 @@ def settings(peers: str, steps: int, *more: str) -> list[str]:
     return [
         *own,
         "pipeline.routing=swarm",
-        f"pipeline.peers={peers}",
+        f"pipeline.swarm.peers={peers}",
         "pipeline.microbatches=6",
         f"world.workers={workers}",
     ]
@@ -85,7 +85,7 @@ def test_over_a_lighthouse_it_is_the_virtual_swarm(tmp_path: Path, peers: str, l
 @pytest.mark.parametrize(
     "more",
     [
-        ["pipeline.delay_updates=1"],
+        ["pipeline.swarm.delay_updates=1"],
         ["replicas.method=diloco", "replicas.sync_every=2"],
         ["replicas.method=noloco", "replicas.sync_every=2"],
     ],
@@ -123,7 +123,7 @@ def test_who_comes_and_who_is_lost_change_nothing(tmp_path: Path, lost: int) -> 
 @pytest.mark.long
 def test_a_stage_that_has_lost_all_of_its_peers_is_rebuilt_where_that_is_asked_for(tmp_path: Path) -> None:
     """By a peer of another stage, in the same swarm."""
-    more = ("pipeline.stage_lost=rebuild", "pipeline.stage_patience=2")
+    more = ("pipeline.swarm.stage_lost=rebuild", "pipeline.swarm.stage_patience=2")
     run = SwarmRun(seated(*settings("[2,2,2]", 30, *more)), tmp_path / "run")
     for number in range(6):
         run.join(number // 2)

@@ -88,7 +88,7 @@ def commands(tmp_path: Path) -> Iterator[Callable[..., Commands]]:
     made: list[Commands] = []
 
     def make(peers: str, steps: int = STEPS, home: Machine | None = None) -> Commands:
-        more = (f"run.checkpoint_every={EVERY}", "run.log_every=1", "world.lease=1.5")
+        more = (f"run.checkpoint_every={EVERY}", "run.log_every=1", "world.elastic.lease=1.5")
         made.append(Commands(tmp_path, seated(*settings(peers, steps, *more)), home))
         return made[-1]
 

@@ -27,7 +27,12 @@ from tests.pipeline.swarm import killing
 from tests.training.swarmed.test_churned import run as churned
 from tests.training.swarmed.test_swarmed import config, fragile, furthest
 
-REBUILD = ("pipeline.peers=[2,2,2]", "world.workers=6", "pipeline.stage_lost=rebuild", "run.validate_every=3")
+REBUILD = (
+    "pipeline.swarm.peers=[2,2,2]",
+    "world.workers=6",
+    "pipeline.swarm.stage_lost=rebuild",
+    "run.validate_every=3",
+)
 
 
 class Noting(SwarmTrainer):
@@ -129,7 +134,7 @@ def test_at_any_moment() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("consistency", ["strict", "relaxed"])
 def test_any_consistency(consistency: str) -> None:
-    weights, before = whole(run({2: 500, 3: 510}, f"pipeline.consistency={consistency}"))
+    weights, before = whole(run({2: 500, 3: 510}, f"pipeline.swarm.consistency={consistency}"))
     assert before and furthest(weights, expected(before)) < 1e-12
 
 
@@ -154,7 +159,7 @@ def test_first_and_last_stage_end_the_run(stage: int, words: str) -> None:
 def test_who_comes_in_time_takes_the_place(joins: float, comer: bool, tmp_path: Path) -> None:
     """Else one of another stage does, as soon as patience ends."""
     events = [{"at": 0.5, "kill": 2}, {"at": 0.6, "kill": 3}, {"at": joins, "join": 1}]
-    swarm, summary, weights = churned(tmp_path / "run", events, *REBUILD, "pipeline.stage_patience=5")
+    swarm, summary, weights = churned(tmp_path / "run", events, *REBUILD, "pipeline.swarm.stage_patience=5")
     rebuilt = {rank: each.model_step.rebuilt for rank, each in swarm.workers.items()}
     assert sum(rebuilt.values()) == 1 and rebuilt[6] == comer if 6 in rebuilt else not comer
     assert min(furthest(weights, expected(before)) for before in range(2, 8)) < 1e-12
@@ -165,7 +170,7 @@ def test_who_comes_in_time_takes_the_place(joins: float, comer: bool, tmp_path: 
 def test_processes_go_on(tmp_path: Path) -> None:
     """The only peer of stage 1 ends by SIGKILL; one of another stage goes there."""
     (tmp_path / "plain.toml").write_text("")
-    more = ("pipeline.peers=[2,1,2]", "world.workers=5", "pipeline.stage_lost=rebuild", "run.steps=6")
+    more = ("pipeline.swarm.peers=[2,1,2]", "world.workers=5", "pipeline.swarm.stage_lost=rebuild", "run.steps=6")
     words = fragile(tmp_path / "mark", 1, 27, *more)
     code, _, error = isles("train", "plain.toml", "--out", "run", *words, folder=tmp_path)
     assert code == 0, error
@@ -178,15 +183,18 @@ def test_processes_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["pipeline.peers=[3,4]"], 'pipeline.stage_lost = "rebuild": of 2 stages none has two neighbours'),
-        (["pipeline.boundary=bottleneck:8"], "a stage has learned layers that its neighbours do not have"),
-        (["pipeline.stage_lost=stop", "pipeline.stage_patience=5"], 'acts with stage_lost = "rebuild": set that'),
-        (["pipeline.stage_patience=-1"], "choose 0 seconds or more"),
+        (["pipeline.swarm.peers=[3,4]"], 'pipeline.swarm.stage_lost = "rebuild": of 2 stages none has two neighbours'),
+        (["pipeline.boundary.kind=bottleneck:8"], "a stage has learned layers that its neighbours do not have"),
+        (
+            ["pipeline.swarm.stage_lost=stop", "pipeline.swarm.stage_patience=5"],
+            'acts with stage_lost = "rebuild": set that',
+        ),
+        (["pipeline.swarm.stage_patience=-1"], "choose 0 seconds or more"),
     ],
 )
 def test_what_cannot_be_rebuilt_is_refused_in_a_line(more: list[str], words: str) -> None:
     with pytest.raises(ValueError) as error:
-        config("pipeline.stage_lost=rebuild", *more)
+        config("pipeline.swarm.stage_lost=rebuild", *more)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 

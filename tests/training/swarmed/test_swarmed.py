@@ -40,7 +40,7 @@ ONE = [
     "run.log_every=2",
     "run.validate_every=4",
 ]
-SWARM = [*ONE, "pipeline.routing=swarm", "pipeline.peers=[2,3,2]", "pipeline.microbatches=6", "world.workers=7"]
+SWARM = [*ONE, "pipeline.routing=swarm", "pipeline.swarm.peers=[2,3,2]", "pipeline.microbatches=6", "world.workers=7"]
 
 
 def config(*more: str) -> Config:
@@ -84,7 +84,7 @@ def furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 def test_a_run_is_one_process_that_accumulates(alone: Any, saving: Path, tmp_path: Path, consistency: str) -> None:
     out = saving if consistency == "exact" else tmp_path / "run"
     if consistency != "exact":
-        train(config(f"pipeline.consistency={consistency}"), out)
+        train(config(f"pipeline.swarm.consistency={consistency}"), out)
     summary = json.loads((out / "summary.json").read_text())
     assert furthest(load_file(str(out / "model.safetensors")), alone[1]) < 1e-12
     assert summary["val_loss"] == pytest.approx(alone[0]["val_loss"], abs=1e-12)
@@ -95,7 +95,7 @@ def test_a_run_is_one_process_that_accumulates(alone: Any, saving: Path, tmp_pat
 
 @pytest.mark.long
 def test_one_peer_a_stage_has_the_same_bits(alone: Any, tmp_path: Path) -> None:
-    more = ("pipeline.peers=[1,1,1]", "world.workers=3", "inner.max_norm=0")
+    more = ("pipeline.swarm.peers=[1,1,1]", "world.workers=3", "inner.max_norm=0")
     _, ours = train(config(*more), tmp_path / "run")
     one = [*ONE, "world.workers=1", "data.batch_size=2", "inner.accumulation=6", "inner.max_norm=0"]
     _, theirs = train(read_config(None, {}, one), tmp_path / "one")
@@ -133,18 +133,21 @@ def test_killed_peers_change_nothing(alone: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["world.workers=8"], "pipeline.peers = [2, 3, 2]: they are 7 workers, world.workers = 8"),
-        (["pipeline.peers=[]", "pipeline.stages=3", "world.workers=2"], "2 workers leave a stage without a peer"),
-        (["pipeline.peers=[3,0,4]"], "every stage needs at least 1 at the start"),
-        (["pipeline.stages=2"], "pipeline.stages = 2: peers = [2, 3, 2] is 3 stages"),
+        (["world.workers=8"], "pipeline.swarm.peers = [2, 3, 2]: they are 7 workers, world.workers = 8"),
+        (["pipeline.swarm.peers=[]", "pipeline.stages=3", "world.workers=2"], "2 workers leave a stage without a peer"),
+        (["pipeline.swarm.peers=[3,0,4]"], "every stage needs at least 1 at the start"),
+        (["pipeline.stages=2"], "pipeline.stages = 2: swarm.peers = [2, 3, 2] is 3 stages"),
         (["replicas.method=ddp"], 'replicas.method = "ddp": the peers of a stage sum their gradients'),
         (["model.tie_embeddings=true"], "model.tie_embeddings = true: the embedding is the head as well"),
         (["pipeline.recompute=true"], 'pipeline.recompute = true does not go with routing = "swarm"'),
-        (["pipeline.forward_deadline=0"], "pipeline.forward_deadline = 0.0: choose seconds above 0"),
-        (["pipeline.routing=fixed"], 'pipeline.peers = [2, 3, 2] acts with routing = "swarm" only'),
+        (["pipeline.swarm.forward_deadline=0"], "pipeline.swarm.forward_deadline = 0.0: choose seconds above 0"),
+        (["pipeline.routing=fixed"], 'pipeline.swarm.peers = [2, 3, 2] acts with routing = "swarm" only'),
         (["pipeline.microbatches=5"], "pipeline.microbatches = 5 does not divide a replica's batch of 12"),
         (["world.inner=7"], "world.inner"),
-        (["pipeline.consistency=strict", "pipeline.backward_deadline=5"], "backward_deadline = 5: with consistency"),
+        (
+            ["pipeline.swarm.consistency=strict", "pipeline.swarm.backward_deadline=5"],
+            "backward_deadline = 5.0 does not go with consistency",
+        ),
     ],
 )
 def test_what_does_not_go_with_a_swarm_is_refused_in_a_line(more: list[str], words: str) -> None:
@@ -208,7 +211,7 @@ def test_a_lost_stage_or_peer_is_resumed(tmp_path: Path, peers: str) -> None:
     found = {}
     for name, after in (("well", 0), ("killed", 27 if peers == "[2,1,2]" else 7)):
         out, mark = tmp_path / f"run-{name}", tmp_path / name
-        more = (f"pipeline.peers={peers}", f"world.workers={sum(map(int, peers[1:-1].split(',')))}")
+        more = (f"pipeline.swarm.peers={peers}", f"world.workers={sum(map(int, peers[1:-1].split(',')))}")
         words = fragile(mark, 1, after, *more, "run.checkpoint_every=2", "run.steps=6")
         code, _, error = isles("train", "plain.toml", "--out", str(out), *words, folder=tmp_path)
         if name == "killed" and peers == "[2,1,2]":

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 from typing_extensions import override
 
+from isles.errors import demand
 from isles.replicas.checks import at_least, one_of
 from isles.replicas.config import MethodConfig
 from isles.replicas.space import Dimension
@@ -57,15 +58,12 @@ class DeMoConfig(MethodConfig):
     """Seed of the random transform."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.compression_decay < 1:
-            raise ValueError(f"compression_decay = {self.compression_decay}: choose 0 <= compression_decay < 1")
+        demand(self, "compression_decay", lambda x: 0 <= x < 1, "choose 0 <= compression_decay < 1")
         at_least("compression_topk", self.compression_topk, 1)
         if not 1 <= self.compression_chunk <= MOST_EDGE:
             raise ValueError(f"compression_chunk = {self.compression_chunk}: choose 1 to {MOST_EDGE}, such as 64")
-        if not 0 <= self.subtract <= 1:
-            raise ValueError(f"subtract = {self.subtract}: choose 0 to 1")
-        if not 0 <= self.zero_tol < 1:
-            raise ValueError(f"zero_tol = {self.zero_tol}: choose 0 <= zero_tol < 1")
+        demand(self, "subtract", lambda x: 0 <= x <= 1, "choose 0 to 1")
+        demand(self, "zero_tol", lambda x: 0 <= x < 1, "choose 0 <= zero_tol < 1")
         at_least("check_every", self.check_every, 0)
         for key, allowed in (("base", Base), ("transform", Projection), ("value_dtype", Values), ("reduce", Reduce)):
             one_of(key, getattr(self, key), get_args(allowed))

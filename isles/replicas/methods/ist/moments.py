@@ -11,6 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+_SKETCHED: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: (),
+}  # as `isles train` makes them
 _SIDE = 2  # entries a dimension of the stand-ins
 _MEND = 'set optimizer_state = "reset", or take another inner optimizer'
 
@@ -21,6 +25,8 @@ def moments_of(inner: Optimizer) -> dict[int, dict[str, torch.dtype]]:
     stand-ins; `inner` is not touched. ValueError: it cannot be copied, or has state of whole rows or columns.
     """
     owners = [parameter for group in inner.param_groups for parameter in group["params"]]
+    if type(inner) in _SKETCHED and all(parameter.is_meta for parameter in owners):
+        return {id(parameter): dict.fromkeys(_SKETCHED[type(inner)], parameter.dtype) for parameter in owners}
     stand_ins = {id(parameter): _stand_in(parameter) for parameter in owners}
     memo = {**stand_ins, id(inner.state): defaultdict(dict)}
     name = type(inner).__name__

@@ -38,6 +38,8 @@ def partition(layer: str, units: int, workers: int, sampler: str, seed: int, rou
     `workers` neighbouring runs, drawn at random there. rolling: neighbouring units, moved on by one each round. fixed:
     the same ones in every round.
     """
+    if sampler in ("rolling", "fixed"):  # alike in all layers
+        layer, seed = "", 0
     return _partition(layer, units, workers, sampler, seed, round)
 
 
@@ -65,6 +67,16 @@ def kept_by(units: int, workers: int, server: str) -> list[tuple[int, int]]:
         return [(0, units), *[(units, units)] * (workers - 1)]
     stops = list(accumulate(sizes(units, workers)))
     return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _between(held: tuple[Tensor, ...], units: int, server: str) -> Tensor:
+    """How many units each worker (rows) holds of what each keeps (columns), (n, n). held: of a layer, by worker."""
+    n = len(held)
+    holders = _run(n).repeat_interleave(numbers(*map(len, held)))
+    stops = numbers(*(stop for _, stop in kept_by(units, n, server)))
+    keepers = torch.bucketize(torch.cat(held), stops, right=True)
+    return torch.bincount(holders * n + keepers, minlength=n * n).view(n, n)
 
 
 class EntryPositions(NamedTuple):
@@ -135,12 +147,8 @@ class Division:
 
     def units_between(self, layer: str, round: int) -> Tensor:
         """How many units each worker (rows) holds of what each keeps (columns), (n, n)."""
-        n, units = self.workers, self.layers[layer]
-        held = torch.cat(partition(layer, units, n, self.sampler, self.seed, round))
-        holders = _run(n).repeat_interleave(numbers(*sizes(units, n)))
-        stops = numbers(*(stop for _, stop in kept_by(units, n, self.server)))
-        keepers = torch.bucketize(held, stops, right=True)
-        return torch.bincount(holders * n + keepers, minlength=n * n).view(n, n)
+        units, n = self.layers[layer], self.workers
+        return _between(partition(layer, units, n, self.sampler, self.seed, round), units, self.server)
 
     def held_numel(self, name: str, worker: int) -> int:
         """Entries of a parameter that a worker holds, in any round."""

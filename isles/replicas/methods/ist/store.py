@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -74,17 +75,23 @@ class Store:
 
     def messages(self, round: int, *, moments: bool = True) -> Tensor:
         """Bytes of the message between each holder (rows) and each keeper (columns) in `round`, either way, (n, n)."""
-        division = self.division
-        total = torch.zeros(division.workers, division.workers, dtype=torch.int64, device="cpu")
-        of_unit: dict[str, Tensor] = {}  # of all that lies along a layer, by holder
-        for key in self.keys(moments=moments):
-            lead = division.lead(key.name)
-            held = [division.held_numel(key.name, worker) for worker in range(division.workers)]
-            each = numbers(*held) // numbers(*sizes(lead.units, division.workers)) * self.kept[key].itemsize
-            of_unit[lead.layer] = of_unit.get(lead.layer, 0) + each
-        for layer, each in of_unit.items():
-            total += division.units_between(layer, round) * each[:, None]
+        total = torch.zeros(self.division.workers, self.division.workers, dtype=torch.int64, device="cpu")
+        for layer, each in self._unit_bytes[moments].items():
+            total += self.division.units_between(layer, round) * each[:, None]
         return total
+
+    @cached_property
+    def _unit_bytes(self) -> dict[bool, dict[str, Tensor]]:
+        """Without moments and with them: of all that lies along a unit of a layer, by holder, (n,)."""
+        division, found = self.division, dict[bool, dict[str, Tensor]]()
+        for moments in (False, True):
+            found[moments] = {}
+            for key in self.keys(moments=moments):
+                lead = division.lead(key.name)
+                held = [division.held_numel(key.name, worker) for worker in range(division.workers)]
+                each = numbers(*held) // numbers(*sizes(lead.units, division.workers)) * self.kept[key].itemsize
+                found[moments][lead.layer] = found[moments].get(lead.layer, 0) + each
+        return found
 
     def sent_bytes(self, round: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Bytes that each position sends at the end of `round`: up, and down for the next one."""

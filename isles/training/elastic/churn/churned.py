@@ -57,7 +57,7 @@ class ChurnedRun:
         self.churn = ChurnedWorkers(config, churn_name)
         self.config = self.churn.config
         governed = replace(rules(config), founders=self.churn.founders, most=1 << 20)
-        self.meeting = VirtualMeeting(governed, self.churn.trace, config.world.lease)
+        self.meeting = VirtualMeeting(governed, self.churn.trace, config.world.elastic.lease)
         self.results: dict[int, dict[str, Any]] = {}
         self.summary: SummaryTable = {}
         self.judged: list[float | None] = []

@@ -27,6 +27,7 @@ from isles.comm.virtual.transport import VirtualTransport
 from isles.data import load_corpus
 from isles.modes import torch_threads
 from isles.replicas.parts.interfaces import Mixing
+from isles.tables import changed
 from isles.training.config.sections import Config
 from isles.training.elastic.churn.script import RecordedLife, Script, script
 from isles.training.elastic.figures import recorded
@@ -50,8 +51,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
     if config.world.inner > 1:
         raise ValueError("world.inner: runs of islands are not repeated")
     made = script(entries, lines, agrees=lands_together(config))
-    world = replace(config.world, backend="virtual", links="lan")
-    config = in_rounds(replace(config, world=world), simulated=True)
+    config = in_rounds(changed(config, {"world.backend": "virtual", "world.virtual.links": "lan"}), simulated=True)
     corpus, companies, store = load_corpus(config.data), dict[int, RepeatedCompany](), dict[Any, Any]()
     results: dict[int, Any] = {}
     last = last_round(config, made.views[max(made.views)])
@@ -66,7 +66,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
         def work(transport: VirtualTransport) -> None:
             company, own = companies[transport.rank], Path(folder) / str(transport.rank)
             own.mkdir()
-            gifts = _Gifts(company, companies, store, STATE if world.join_state == "full" else ANCHORS)
+            gifts = _Gifts(company, companies, store, STATE if config.world.elastic.join_state == "full" else ANCHORS)
             worker = Repeater(config, company, transport, gifts, corpus, own, on_notice)
             company.mixing = worker.optimizer.parts.mixing
             try:
@@ -74,7 +74,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
             finally:
                 worker.close()
 
-        with torch_threads(world.start_threads):
+        with torch_threads(config.world.start_threads):
             VirtualCluster(max(made.lives) + 1, links="lan", step_seconds=0.0, seed=config.run.seed).run(
                 work, before=open_all
             )

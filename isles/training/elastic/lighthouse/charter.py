@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from isles.comm.elastic.orders import Rules
 from isles.pipeline.config import PipelineConfig
 from isles.training.config.reading import Tables, to_toml
-from isles.training.config.sections import Config, RunConfig, WorldConfig
+from isles.training.config.sections import Config, RunConfig
+from isles.training.config.world import WorldConfig
 from isles.training.elastic.terms import elastic, rules
 
 

@@ -95,9 +95,9 @@ class RunKeeper(ABC):
             if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / NAME).exists()):
                 raise ValueError(f"--out {self.out}: holds a run already; name another directory")
             mine, is_new = host_credentials(self.out, None)
-            room_for(_DESCRIPTORS * self.charter.world.max_members + _SPARE)
+            room_for(_DESCRIPTORS * self.charter.world.elastic.max_members + _SPARE)
             try:
-                self.session = open_session("router", mine, listen=self.address, lease=self.charter.world.lease)
+                self.session = open_session("router", mine, listen=self.address, lease=self.charter.world.elastic.lease)
             except (ValueError, OSError):
                 if is_new:
                     forget(self.out)

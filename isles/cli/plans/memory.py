@@ -1,4 +1,4 @@
-"""`isles memory`: whether a model fits a machine, by which plan, and what that costs; before anything runs."""
+"""`isles plan memory`: whether a model fits a machine, by which plan, and what that costs; before anything runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from isles.cli.options import ConfigFile, Set
 from isles.parsing import parse_json
 
 if TYPE_CHECKING:
@@ -21,34 +23,23 @@ if TYPE_CHECKING:
     from isles.network.machines import Machine
     from isles.training.config.sections import Config
 
-app = typer.Typer(help="Models larger than the device: plans.", no_args_is_help=True, pretty_exceptions_enable=False)
 
-
-@app.callback()
-def _memory() -> None:
-    """Models larger than the device: plans."""
-
-
-@app.command("plan")
-def plan(
-    config: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the embedded small run.")
-    ] = None,
+def plan_memory(
+    config: ConfigFile = None,
     machine: Annotated[str | None, typer.Option(help="A known machine, or a .toml file of one.")] = None,
     device_budget: Annotated[str | None, typer.Option(help="Memory of the device, such as 12GiB.")] = None,
     host_budget: Annotated[str | None, typer.Option(help="Memory of the host, such as 64GiB.")] = None,
     disk: Annotated[str | None, typer.Option(help="A folder for what neither memory holds.")] = None,
     method: Annotated[str | None, typer.Option(help="auto, autohete, karma or checkpoint.")] = None,
     update: Annotated[str | None, typer.Option(help="exact, or early (without clipping).")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; repeatable.")
-    ] = None,
+    set_: Set = None,
     stages: Annotated[int | None, typer.Option(help="Cut the model in depth: what each stage takes.")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Also every method, and simple plans.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, for memory.plan.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Also write the lanes of some steps for chrome://tracing.")] = None,
 ) -> None:
-    """The fastest plan that fits, unit by unit: bytes, lanes, peak and seconds of a step."""
+    """Fit a model into a machine's memory: the fastest plan, unit by unit, with bytes, peak and seconds of a step."""
+    from isles.report.units import format_percent, format_seconds
     from isles.training.config.reading import gather, resolve
     from isles.training.memory.planned import machine_of, planned, profile_of
     from isles.training.memory.refused import refusals, sharded_over
@@ -64,8 +55,9 @@ def plan(
     if as_json and compare:
         raise ValueError("--json prints one plan and --compare a table: leave one out")
     tables = gather(config, {}, [])
-    flags |= _cut(tables, stages)
-    tables = gather(config, flags | ({} if _says_method(tables, method) else {"memory.method": "auto"}), set_ or [])
+    if method is None and tables.get("memory", {}).get("method", "none") == "none":
+        flags["memory.method"] = "auto"
+    tables = gather(config, flags | _cut(tables, stages), set_ or [])
     asked = resolve(tables)
     refusals(asked)
     if asked.pipeline.stages > 1:
@@ -91,8 +83,12 @@ def plan(
         print("note     a step takes longer by what fsdp's messages take, which no plan of memory knows")
     print()
     _table(found, made)
-    print()
-    print("\n".join(_lanes(found)))
+    busy = [
+        f"{name} {format_seconds(seconds)} ({format_percent(seconds / found.step)})"
+        for name, seconds in found.busy.items()
+        if seconds
+    ]
+    print(f"\nlanes busy in a step: {', '.join(busy)}")
     if compare:
         print()
         print("\n".join(_compared(found, others)))
@@ -106,11 +102,7 @@ def _cut(tables: dict[str, dict[str, Any]], stages: int | None) -> dict[str, Any
         raise ValueError(f"--stages {stages}: choose 1 or more")
     workers = int(tables.get("world", {}).get("workers", stages))
     loss_at = tables.get("pipeline", {}).get("loss_at", "last" if stages > 1 else None)
-    return {
-        "pipeline.stages": stages,
-        "pipeline.loss_at": loss_at,
-        "world.workers": -(-workers // stages) * stages,
-    }
+    return {"pipeline.stages": stages, "pipeline.loss_at": loss_at, "world.workers": -(-workers // stages) * stages}
 
 
 def _print_stages(asked: Config, *, as_json: bool) -> None:
@@ -149,10 +141,6 @@ def _print_stages(asked: Config, *, as_json: bool) -> None:
     print(f"a worker like {here.name} ({format_bytes(here.device_bytes)}) can host stages: {which}", end="\n\n")
     heads = ("stage", "holds", "in flight", "plan", "peak", "host", "its own work a step")
     print_table(Table(heads=heads, rows=rows, names=2))
-
-
-def _says_method(tables: dict[str, dict[str, Any]], flag: str | None) -> bool:
-    return flag is not None or tables.get("memory", {}).get("method", "none") != "none"
 
 
 @contextmanager
@@ -217,30 +205,13 @@ def _table(plan: MemoryPlan, made: Profile) -> None:
     if plan.disk_bytes:
         columns |= {"read": "read a step", "written": "written", "disk": "disk"}
     rows: list[tuple[str, ...]] = []
-    first = last = ""
-    groups: list[tuple[str, str, dict[str, Any]]] = []
-    for row in table(plan, made):
-        same = groups and {**groups[-1][2], "unit": ""} == {**row, "unit": ""}
-        first = groups[-1][0] if same else row["unit"]
-        last = row["unit"]
-        groups[-1 if same else len(groups) :] = [(first, last, row)]
-    for first, last, row in groups:
-        name = first if first == last else f"{first} .. {last.rpartition('.')[2]}"
+    for _, alike in groupby(table(plan, made), key=lambda row: {**row, "unit": ""}):
+        row, *others = alike
+        name = f"{row['unit']} .. {others[-1]['unit'].rpartition('.')[2]}" if others else row["unit"]
         sizes = (format_bytes(row[key]) for key in columns)
         rows.append((name, f"{row['place']}{row['activations']}", row["why"], *sizes))
     heads = ("unit", "plan", "what", *columns.values())
     print_table(Table(heads=heads, rows=rows, names=3))
-
-
-def _lanes(plan: MemoryPlan) -> list[str]:
-    from isles.report.units import format_percent, format_seconds
-
-    words = [
-        f"{name} {format_seconds(seconds)} ({format_percent(seconds / plan.step)})"
-        for name, seconds in plan.busy.items()
-        if seconds
-    ]
-    return [f"lanes busy in a step: {', '.join(words)}"]
 
 
 def _compared(plan: MemoryPlan, others: dict[str, MemoryPlan | None]) -> list[str]:
@@ -264,13 +235,7 @@ def _write_trace(path: Path, plan: MemoryPlan, made: Profile, here: Machine) -> 
     from isles.memory.plan import trace
 
     timeline = simulate(
-        made,
-        plan.placements,
-        here,
-        budget=plan.peak,
-        update=plan.update,
-        accumulation=plan.accumulation,
-        spans=True,
+        made, plan.placements, here, budget=plan.peak, update=plan.update, accumulation=plan.accumulation, spans=True
     )
     try:
         path.write_text(trace(timeline), encoding="utf-8")

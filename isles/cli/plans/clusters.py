@@ -1,4 +1,4 @@
-"""`isles ravnest plan`: which nodes share a copy of the model, and where it is cut among them."""
+"""`isles plan clusters`: which nodes share a copy of the model, and where it is cut among them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,8 @@ if TYPE_CHECKING:
     from isles.network.clusters.splitting import ModelLoad
     from isles.training.config.sections import Config
 
-app = typer.Typer(help="Clusters of unequal nodes, each with a copy of the model.", no_args_is_help=True)
 
-
-@app.callback()
-def _ravnest() -> None:
-    """Clusters of unequal nodes, each with a copy of the model."""
-
-
-@app.command("plan")
-def plan(
+def plan_clusters(
     nodes: Annotated[
         str, typer.Argument(metavar="NODES.toml", help="The nodes' own tables, as `isles doctor --describe` prints.")
     ],
@@ -43,7 +35,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
     write: Annotated[Path | None, typer.Option(help="Also write the whole run as a new CONFIG.toml.")] = None,
 ) -> None:
-    """Say which nodes make up each cluster, and which blocks each holds, with the settings of such a run."""
+    """Put unequal nodes into clusters that hold one copy of the model each, and print the settings of such a run."""
     from isles.errors import unknown_name
     from isles.network.clusters.forming import form_clusters
     from isles.network.clusters.nodes import read_nodes
@@ -64,12 +56,23 @@ def plan(
     if json:
         from json import dumps
 
-        print(dumps(_as_json(described, made)))
+        cuts = [list(cluster.split.cuts) for cluster in made]
+        nodes_told = [asdict(node) for node in described]
+        print(dumps({"nodes": nodes_told, "ranks": _rows(described, made), "pipeline.ravnest.clusters": cuts}))
     else:
+        import tomlkit
+
+        from isles.tables import in_tables
+
         _show(described, load, made)
-        print("\n" + _in_words(settings))
+        print("\n" + tomlkit.dumps(in_tables(settings)).rstrip())
     if write is not None:
-        _write(write, _run(config, settings, assignments))
+        from isles.training.config.reading import to_toml
+
+        try:
+            write.write_text(to_toml(_run(config, settings, assignments)), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--write {write}: cannot be written ({error.strerror}); name another file") from error
         print(write, file=sys.stderr if json else sys.stdout)
 
 
@@ -84,32 +87,12 @@ def _run(config: str | None, settings: Mapping[str, Any], assignments: Sequence[
 def _settings(made: Sequence[NodeCluster]) -> dict[str, Any]:
     """Of a run in these clusters; where each is one node, that is plain `localsgd`."""
     cuts = [list(cluster.split.cuts) for cluster in made]
-    clusters = {"routing": "ravnest", "clusters": cuts, "recompute": True, "clip": "stage"} if any(cuts) else {}
+    clusters = {"routing": "ravnest", "ravnest.clusters": cuts, "recompute": True, "clip": "stage"} if any(cuts) else {}
     return {
         "replicas.method": "localsgd",
         **{f"pipeline.{key}": value for key, value in clusters.items()},
         "world.workers": sum(len(cluster.nodes) for cluster in made),
     }
-
-
-def _in_words(settings: Mapping[str, Any]) -> str:
-    """As TOML."""
-    import tomlkit
-
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in settings.items():
-        section, _, key = name.partition(".")
-        sections.setdefault(section, {})[key] = value
-    return tomlkit.dumps(sections).rstrip()
-
-
-def _write(path: Path, run: Config) -> None:
-    from isles.training.config.reading import to_toml
-
-    try:
-        path.write_text(to_toml(run), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--write {path}: cannot be written ({error.strerror}); name another file") from error
 
 
 def _load(read: Config) -> ModelLoad:
@@ -150,24 +133,17 @@ def _rows(nodes: Sequence[ClusterNode], made: Sequence[NodeCluster]) -> list[dic
     return rows
 
 
-def _as_json(nodes: Sequence[ClusterNode], made: Sequence[NodeCluster]) -> dict[str, Any]:
-    cuts = [list(cluster.split.cuts) for cluster in made]
-    return {"nodes": [asdict(node) for node in nodes], "ranks": _rows(nodes, made), "pipeline.clusters": cuts}
-
-
 def _show(nodes: Sequence[ClusterNode], load: ModelLoad, made: Sequence[NodeCluster]) -> None:
     from isles.cli.table import print_table
     from isles.report.panels import Table
     from isles.report.units import format_bytes, format_seconds
 
     heads = ["node", "rank", "cluster", "stage", "blocks from", "a microbatch", "memory"]
+    places = ("rank", "cluster", "stage", "first_block")
     rows = [
         [
             row["node"],
-            str(row["rank"]),
-            str(row["cluster"]),
-            str(row["stage"]),
-            str(row["first_block"]),
+            *(str(row[key]) for key in places),
             format_seconds(row["seconds"]),
             f"{100 * row['memory']:.3g} %",
         ]

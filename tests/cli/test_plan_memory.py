@@ -1,4 +1,4 @@
-"""`isles memory plan`: what it prints and writes, and what it refuses."""
+"""`isles plan memory`: what it prints and writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SMALL = ["--machine", "RTX 3060", "--device-budget", "3MB", "--set", "data.batch
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    """memory(*arguments): (exit code, stdout, stderr) of `isles memory plan`, in this process."""
+    """memory(*arguments): (exit code, stdout, stderr) of `isles plan memory`, in this process."""
 
     def ask(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["isles", "memory", "plan", *arguments])
+        monkeypatch.setattr(sys, "argv", ["isles", "plan", "memory", *arguments])
         with pytest.raises(SystemExit) as caught:
             cli.main()
         return int(caught.value.code or 0), *capfd.readouterr()

@@ -1,4 +1,4 @@
-"""`isles ravnest plan` and `isles doctor --describe`, in this process: what they print, and what they refuse."""
+"""`isles plan clusters` and `isles doctor --describe`, in this process: what they print, and what they refuse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isles.cli.doctor import doctor
-from isles.cli.ravnest.plan import plan
+from isles.cli.plans.clusters import plan_clusters as plan
 from isles.network.clusters.nodes import ClusterNode
 from isles.training.clustered import describing
 from isles.training.config.reading import read_config
@@ -30,13 +30,13 @@ def test_a_plan_prints_the_settings_of_its_run(nodes: str, capsys: pytest.Captur
     plan(nodes, assignments=UNTIED)
     words = capsys.readouterr().out
     settings = tomllib.loads(words[words.index("[replicas]") :])
-    cuts = settings["pipeline"]["clusters"]
+    cuts = settings["pipeline"]["ravnest"]["clusters"]
     assert settings["world"]["workers"] == 5 == sum(len(own) + 1 for own in cuts)
     assert all(f"n{number}" in words for number in range(1, 6))
 
     plan(nodes, assignments=UNTIED, json=True)
     told = json.loads(capsys.readouterr().out)
-    assert told["pipeline.clusters"] == cuts
+    assert told["pipeline.ravnest.clusters"] == cuts
     assert [row["rank"] for row in told["ranks"]] == list(range(5))
     assert all(row["memory"] <= 1 for row in told["ranks"])
 

@@ -1,1 +1,0 @@
-"""Commands of memory: plans, and what this machine can do."""

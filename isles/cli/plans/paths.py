@@ -1,0 +1,230 @@
+"""`isles plan paths`: the way of each microbatch of a step where some stages are left out and others exchanged. Never
+loads torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from isles.network.routing.assign import Stages
+    from isles.network.routing.problem import Costs
+    from isles.network.routing.wires import Sizes
+    from isles.report.sheet import Sheet
+
+
+def plan_paths(
+    links: Annotated[str, typer.Argument(metavar="LINKS", help="Network between the nodes: a .toml file or a preset.")],
+    stages: Annotated[
+        str, typer.Option(help="Nodes of each stage: how many, such as 5,3,3; or which, such as 0,1/2,3/4,5.")
+    ],
+    out: Annotated[Path, typer.Option(help="Write the plan here, and its pictures beside it.")],
+    message: Annotated[
+        str, typer.Option(help="What a microbatch sends to a stage: 33.5MB, or TOKENSxWIDTH as 8kx4096; 33.5MB+350ms.")
+    ],
+    task: Annotated[
+        str, typer.Option(help="A forward at each node: 440ms; 0.4s,0.4s,1.6s; or '1.2T on A100-40,RTX 3060*4'.")
+    ],
+    costs: Annotated[
+        str, typer.Option(help="Backward, and loss with head, as multiples of the forward.")
+    ] = "backward=1.5,loss=0.25",
+    boundary: Annotated[str | None, typer.Option(help="With TOKENSxWIDTH: what crosses, such as dct:0.9.")] = None,
+    boundary_codec: Annotated[str | None, typer.Option(help="With TOKENSxWIDTH: its form, such as int8.")] = None,
+    path_length: Annotated[
+        str | None, typer.Option(help="Stages that a microbatch runs, such as 4 or 67%. Default: all.")
+    ] = None,
+    microbatches: Annotated[
+        str, typer.Option(help="Of an origin's step: as many as a node holds at once x waves of them.")
+    ] = "3x2",
+    cut: Annotated[str | None, typer.Option(help="First block of each stage but the first, such as 4,8.")] = None,
+    budget: Annotated[str, typer.Option(help="Stop the search after this time.")] = "60s",
+    seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
+) -> None:
+    """Find paths for microbatches that leave out stages and exchange them (SkipPipe): seconds of a step by strategy."""
+    from isles.network.named import links as named
+    from isles.network.routing.assign import assign
+    from isles.network.routing.delays import delays_of, fingerprint
+    from isles.network.routing.plan import PipelinePlan, as_json, plan_network
+    from isles.network.routing.problem import Problem
+    from isles.network.routing.search import Effort
+    from isles.network.routing.speeds import forward_seconds
+    from isles.network.routing.strategies import strategies
+    from isles.report.sheets.pipeline import pipeline_sheet
+
+    check_out(out)
+    seconds = search_seconds(budget)
+    held, waves = _product("--microbatches", microbatches)
+    messages, overhead = message_sizes(message, boundary, boundary_codec)
+    network, multiples = named(links), _costs(costs)
+    sizes, given = _stages(stages)
+    times = forward_seconds(sum(sizes), task)
+    delays = delays_of(network, len(times), messages.forward, overhead)
+    seats = given or assign(sizes, delays, times, seed=seed, seconds=0.3 * seconds)
+    problem = Problem(
+        stages=seats,
+        delays=delays,
+        forward=times,
+        path_length=_length(path_length, stages=len(seats)),
+        memory=held,
+        waves=waves,
+        costs=multiples,
+    )
+    cuts = None if cut is None else _cuts(cut, len(problem.stages))
+    lines = plan_network(network, problem.nodes, messages, overhead)
+    found = strategies(problem, Effort(seconds=0.6 * seconds), seed, lines)
+    paths = found[-1].paths
+    assert paths is not None
+    made = PipelinePlan(
+        problem=problem, paths=paths, links=fingerprint(network, problem.nodes), cuts=cuts, network=lines
+    )
+    sheet = pipeline_sheet(problem, found, messages, links)
+    _write(out, as_json(made), sheet)
+    _show(sheet, json)
+    print(out, file=sys.stderr if json else sys.stdout)
+
+
+def check_out(out: Path | None) -> None:
+    """ValueError for what would else be found when the search is over."""
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        mend = "is a directory; name a file" if out.is_dir() else f"{out.parent} is no directory; make it first"
+        raise ValueError(f"--out {out}: {mend}")
+
+
+def search_seconds(budget: str) -> float:
+    """Of --budget. ValueError for none."""
+    from isles.network.units import parse_latency
+
+    seconds = parse_latency("--budget", budget)
+    if not seconds > 0:
+        raise ValueError(f"--budget {budget}: choose a time above 0, such as 60s")
+    return seconds
+
+
+def message_sizes(text: str, boundary: str | None, codec: str | None) -> tuple[Sizes, float]:
+    """(bytes of the messages, seconds of each beside its line) of --message. ValueError for what is none."""
+    from isles.network.routing.wires import Sizes
+    from isles.network.units import parse_count, parse_latency, parse_sized_bytes
+    from isles.pipeline.boundaries.names import boundary_name
+    from isles.training.plan.pipelines import message_sizes as sizes_of
+
+    size, _, more = text.partition("+")
+    overhead = parse_latency("--message", more.strip()) if more.strip() else 0.0
+    tokens, times, width = size.strip().partition("x")
+    if not times:
+        if boundary or codec:
+            raise ValueError(
+                f"--message {text}: with --boundary or --boundary-codec write TOKENSxWIDTH, such as 8kx4096"
+            )
+        nbytes = round(parse_sized_bytes("--message", size.strip()))
+        if nbytes < 1:
+            raise ValueError(f"--message {text}: choose bytes above 0, such as 33.5MB")
+        return Sizes(forward=nbytes, home=nbytes, backward=nbytes), overhead
+    if not width.strip().isdigit() or int(width) < 1:
+        raise ValueError(f"--message {text}: write TOKENSxWIDTH, such as 8kx4096")
+    settings = {"kind": boundary or "none", "codec": codec or "none", "gradient_codec": codec or "none"}
+    if boundary_name(settings["kind"]).is_one_way:
+        raise ValueError(
+            f"--boundary {boundary}: with a plan the loss is computed at the origin, and what leaves the last visit "
+            "does not fit through; choose dct:0.75"
+        )
+    return sizes_of(round(parse_count("--message", tokens.strip())), int(width), settings), overhead
+
+
+def _costs(text: str) -> Costs:
+    """Of --costs."""
+    from dataclasses import replace
+
+    from isles.network.routing.problem import Costs
+
+    made = Costs()
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if name not in ("backward", "loss") or not number >= 0:
+            raise ValueError(f"--costs {text}: write multiples of a forward's time, such as backward=1.5,loss=0.25")
+        made = replace(made, backward=number) if name == "backward" else replace(made, loss=number)
+    return made
+
+
+def _product(option: str, text: str) -> tuple[int, int]:
+    held, _, waves = text.partition("x")
+    if not (held.strip().isdigit() and waves.strip().isdigit() and int(held) and int(waves)):
+        raise ValueError(f"{option} {text}: write how many a node holds x waves of them, such as 3x2")
+    return int(held), int(waves)
+
+
+def _stages(words: str) -> tuple[list[int], Stages | None]:
+    """(nodes of each stage, which they are where that is said)."""
+    if "/" not in words:
+        return _numbers("--stages", words, 1), None
+    given = tuple(tuple(_numbers("--stages", part, 0)) for part in words.split("/"))
+    return [len(part) for part in given], given
+
+
+def _length(text: str | None, *, stages: int) -> int:
+    """Of --path-length: a number of stages, or a share of them."""
+    if text is None:
+        return stages
+    number = text.removesuffix("%")
+    try:
+        value = float(number) if text.endswith("%") else int(number)
+    except ValueError:
+        value = 0
+    if value <= 0 or (text.endswith("%") and value > 100):
+        raise ValueError(f"--path-length {text}: write a number of stages, such as 4, or a share of them, such as 67%")
+    return max(1, round(stages * value / 100)) if text.endswith("%") else int(value)
+
+
+def _cuts(text: str, stages: int) -> tuple[int, ...]:
+    cuts = tuple(_numbers("--cut", text, 1))
+    if len(cuts) != stages - 1 or list(cuts) != sorted(set(cuts)):
+        raise ValueError(
+            f"--cut {text}: give {stages - 1} growing numbers, the first block of each stage but the first"
+        )
+    return cuts
+
+
+def _numbers(option: str, text: str, least: int) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise ValueError(f"{option} {text}: write whole numbers from {least} with commas between, such as 5,3,3")
+    return numbers
+
+
+def _write(out: Path, text: str, sheet: Sheet) -> None:
+    """The plan, and beside it the sheet's pictures: one PNG of all, an SVG of each."""
+    from isles.report import settled
+    from isles.report.draw.png import picture
+    from isles.report.draw.svg_time import alone
+
+    settled(out, text.encode())
+    settled(out.with_suffix(".png"), picture(sheet.title, sheet.subtitle, sheet.panels, sheet.table))
+    for name, panel in zip(("steps", "ways"), sheet.panels, strict=True):
+        assert panel.picture is not None
+        settled(out.with_suffix(f".{name}.svg"), alone(panel.picture).encode())
+
+
+def _show(sheet: Sheet, json: bool) -> None:
+    if json:
+        from isles.report.sheet import as_json
+
+        print(as_json(sheet))
+        return
+    from isles.cli.table import print_table
+
+    print(sheet.title, sheet.subtitle, sheet.what, "", sep="\n")
+    print_table(sheet.table)
+    print()
+    for note in sheet.notes:
+        print(f"note: {note}")

@@ -1,0 +1,87 @@
+"""`isles plan splits`: how workers are best divided into replicas, stages and workers that share a stage."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from isles.cli.plans import asking
+from isles.cli.plans.showing import AsJson, OutFolder, alone, show
+from isles.errors import unknown_name
+
+_DRY = "isles train CONFIG.toml --dry-run --set pipeline.routing="
+_ELSEWHERE = {
+    "swarm": f"hangs on each peer's speed and line: {_DRY}swarm plays it, and says seconds, bytes and memory of each",
+    "ravnest": "hangs on each node: isles plan clusters NODES.toml forms its clusters and says what they do",
+    "skippipe": "hangs on each node's line: isles plan paths LINKS finds the way of each microbatch",
+}
+
+
+def plan_splits(
+    model: asking.Model,
+    links: asking.Network,
+    tokens: asking.Tokens = None,
+    step_tokens: asking.StepTokens = None,
+    gpu: asking.Gpu = None,
+    workers: asking.Sites = None,
+    stages: Annotated[str, typer.Option(help="Of a replica: auto, or such as 2,4,8.")] = "auto",
+    routing: Annotated[str, typer.Option(help="Ways of the microbatches: fixed or random.")] = "fixed",
+    microbatches: Annotated[int, typer.Option(help="Of a replica's batch.")] = 4,
+    method: Annotated[
+        str, typer.Option(help="Between replicas, with its settings: 'diloco, sync_every = 50'.")
+    ] = "diloco, sync_every = 100",
+    inner_links: Annotated[str | None, typer.Option(help="Network inside a replica. Default: as between.")] = None,
+    boundary: Annotated[
+        str,
+        typer.Option(
+            help="What crosses between stages: dct:0.9, or keys of [pipeline.boundary] such as 'codec = int8'."
+        ),
+    ] = "none",
+    json: AsJson = False,
+    out: OutFolder = None,
+) -> None:
+    """Say how workers are best cut into replicas and stages: the step, bytes and memory of every split."""
+    from isles.report.sheets.splits import splits_sheet
+    from isles.training.plan import split_plans
+
+    if routing in _ELSEWHERE:
+        raise ValueError(f"--routing {routing}: {_ELSEWHERE[routing]}")
+    if routing not in ("fixed", "random"):
+        raise ValueError(unknown_name("--routing", routing, ("fixed", "random")))
+    name, between = keys("--method", "method", method)
+    kind, crosses = keys("--boundary", "kind", boundary)
+    numbers = stages.split(",")
+    if stages != "auto" and not all(word.strip().isdigit() and int(word) for word in numbers):
+        raise ValueError(f'--stages {stages}: write "auto", or numbers with commas between, such as 2,4,8')
+    question, network = asking.question_of(model, gpu, workers, links, tokens, step_tokens)
+    asked = split_plans.SplitsQuestion(
+        question=question,
+        routing="random" if routing == "random" else "fixed",
+        microbatches=microbatches,
+        method=name or "diloco",
+        replicas=between,
+        near=inner_links,
+        boundary=({} if kind is None else {"kind": kind}) | crosses,
+    )
+    found = split_plans.splits(
+        question.workers, question.model.shape().layers, None if stages == "auto" else [int(word) for word in numbers]
+    )
+    with alone():
+        show(splits_sheet(asked, split_plans.plan_splits(asked, found), network), json, out)
+
+
+def keys(option: str, first: str, text: str) -> tuple[str | None, dict[str, Any]]:
+    """(what stands first without a key, the keys behind it)."""
+    from isles.training.config.reading import parse_value
+
+    name, found = None, {}
+    for number, part in enumerate(text.split(",")):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if equals:
+            found[key] = parse_value(value)
+        elif number:
+            raise ValueError(f"{option} {text}: write {first}, key = value, ...")
+        else:
+            name = key
+    return name, found

@@ -1,1 +1,0 @@
-"""`isles ravnest`: clusters of unequal nodes, each of which holds a copy of the model."""

@@ -1,0 +1,142 @@
+"""What `isles plan methods` and `isles plan splits` are asked about: a model, the time of its steps, and the workers
+with their lines.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from isles.models.config import ModelConfig
+from isles.models.sizes import Shape, parameters
+from isles.network.links import Links
+from isles.network.machines import Machine
+from isles.network.named import links
+from isles.network.planner.classes import WorkerClass, worker_classes
+
+MOST_PARAMETERS, MOST_LAYERS, MOST_WORKERS = 1e15, 750, 100_000
+_OFF = 0.01  # of the parameters asked for
+_CONTEXT = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanQuestion:
+    """step_seconds: of one inner step of computing. network: as of `world.virtual.links`. devices: workers of a
+    site, which share its line, and reach each other over `near` by the method `inside`.
+    batches: whose gradients are accumulated in a step.
+    tokens: of the whole run, and
+    of one step of all workers; None: not asked for. machine: a worker's; None: not known. price_gb: of
+    10^9 bytes that are sent, to other sites; price_hour: of a worker. None: not told.
+    """
+
+    model: ModelConfig
+    step_seconds: float
+    workers: int
+    network: str
+    devices: int = 1
+    near: str = "lan"
+    inside: Literal["ddp", "fsdp"] = "ddp"
+    batches: int = 1
+    tokens: float | None = None
+    step_tokens: float | None = None
+    machine: Machine | None = None
+    price_gb: float | None = None
+    price_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("price_gb", "price_hour"):
+            value = getattr(self, key)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{key} = {value}: choose 0 or more")
+        for key in ("step_seconds", "tokens", "step_tokens"):
+            value = getattr(self, key)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{key} = {value}: choose a number above 0")
+        if not 2 <= self.workers <= MOST_WORKERS:
+            raise ValueError(f"workers = {self.workers}: choose 2 to {MOST_WORKERS:,}")
+        if self.devices < 1 or self.workers % self.devices or self.workers == self.devices:
+            raise ValueError(f"devices = {self.devices}: {self.workers} workers do not make two such sites or more")
+        if self.tokens is not None and self.step_tokens is None:
+            raise ValueError("tokens: give step_tokens too, for hours")
+        self.links.check(self.sites)
+
+    @cached_property
+    def links(self) -> Links:
+        """The network."""
+        return links(self.network)
+
+    @cached_property
+    def classes(self) -> list[WorkerClass]:
+        """Of the sites, by their lines."""
+        return worker_classes(self.links, self.sites)
+
+    @property
+    def device_bytes(self) -> float | None:
+        """Memory of a worker's GPU; None: not known."""
+        return None if self.machine is None else self.machine.device_bytes
+
+    @property
+    def sites(self) -> int:
+        """Places with a line each; workers, where each has its own."""
+        return self.workers // self.devices
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+        return parameters(self.model.shape())
+
+    @property
+    def steps(self) -> int | None:
+        """Inner steps of the run; None: not known."""
+        if self.tokens is None or self.step_tokens is None:
+            return None
+        return max(1, round(self.tokens / self.step_tokens))
+
+    def tables(self, replicas: dict[str, Any], steps: int, seconds: float) -> dict[str, dict[str, Any]]:
+        """The sections of a configuration of such a run. seconds: of a step."""
+        model = {key: value for key, value in asdict(self.model).items() if value != getattr(ModelConfig, key)}
+        virtual = {"links": self.network, "step_seconds": seconds}
+        world = {"workers": self.workers, "backend": "virtual", "virtual": virtual}
+        if self.devices > 1:
+            world |= {"inner": self.devices, "inside": self.inside}
+            if self.inside == "fsdp":  # torch's own wants processes
+                world["backend"] = "distributed"
+            else:
+                virtual |= {"inner_links": self.near, "shares_line": True}
+        data, inner = {}, {}
+        if self.step_tokens is not None:
+            data = {"batch_size": max(1, round(self.sequences / self.batches))}
+            inner = {"accumulation": self.batches} if self.batches > 1 else {}
+        tables = {"model": model, "data": data, "inner": inner, "replicas": replicas}
+        return tables | {"world": world, "run": {"steps": steps}}
+
+    @property
+    def sequences(self) -> int:
+        """Of a worker's step, of about as many tokens as are asked for."""
+        assert self.step_tokens is not None
+        return max(1, round(self.step_tokens / self.workers / self.model.shape().context))
+
+
+def decoder_of(wanted: float, layers: int) -> ModelConfig:
+    """The decoder of so many layers and about so many parameters: heads 64 wide, an MLP about four times as wide as its
+    stream, a vocabulary of bytes. ValueError where there is none within 1 %.
+    """
+    if not 0 < wanted <= MOST_PARAMETERS:
+        raise ValueError(f"parameters = {wanted:g}: choose a number above 0, up to {MOST_PARAMETERS:g}")
+    if not 1 <= layers <= MOST_LAYERS:
+        raise ValueError(f"layers = {layers}: choose 1 to {MOST_LAYERS}")
+    width = math.sqrt(wanted / layers / 16)
+    heads = max(1, round(width / 64))
+    width = 64 * heads if width > 48 else max(2, 2 * round(width / 2))
+
+    def of(ffn: int) -> Shape:
+        return Shape(
+            d_model=width, layers=layers, heads=heads, ffn=ffn, vocab=256, context=_CONTEXT, tie_embeddings=True
+        )
+
+    shape = of(max(1, 1 + round((wanted - parameters(of(1))) / (3 * width * layers))))
+    if abs(parameters(shape) - wanted) > _OFF * wanted:
+        raise ValueError(f"parameters = {wanted:g} in {layers} layers: no decoder is so; choose fewer layers")
+    return ModelConfig(**asdict(shape))
