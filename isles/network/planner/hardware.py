@@ -51,5 +51,5 @@ def gpu_bytes(gpu: str) -> float:
 def _numbers(gpu: str) -> tuple[float, float]:
     known = {name.casefold(): numbers for name, numbers in _GPUS.items()}
     if gpu.casefold() not in known:
-        raise ValueError(unknown_name("gpu", gpu, _GPUS) + "; or give --step-time")
+        raise ValueError(unknown_name("gpu", gpu, _GPUS) + "; or give the time of a step, such as 800ms")
     return known[gpu.casefold()]
