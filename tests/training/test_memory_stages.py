@@ -105,7 +105,8 @@ def test_stages_keep_their_bits_between_processes(tmp_path: Path) -> None:
     [
         (
             ["pipeline.recompute=true"],
-            r"recompute = true does not go with memory\.method: the plan says",
+            r"pipeline\.recompute = true does not go with memory\.method: "
+            "the plan says what is made again",
         ),
         (["pipeline.loss_at=origin"], r'computed at the origin, beside its stage: set pipeline\.loss_at = "last"'),
         (["memory.update=early", "inner.max_norm=0"], r"memory\.update: it is for whole models"),

@@ -176,9 +176,9 @@ def _fitted(question: PlanQuestion, one: Candidate) -> tuple[PlannedMethod, Memo
 
 def _refuse_unknown(question: PlanQuestion, best: Best | None) -> None:
     if best == "money" and (question.price_gb, question.price_hour) == (None, None):
-        raise ValueError("best = money: say what it costs: price_gb, price_hour")
+        raise ValueError("--best money: say what it costs: --price-gb, --price-hour")
     if (best or question.price_hour is not None or question.price_gb is not None) and question.tokens is None:
-        raise ValueError("best, price_gb, price_hour: give the tokens of the run and of a step too")
+        raise ValueError("--best, --price-gb, --price-hour: give --tokens of the run and --step-tokens too")
 
 
 def _amount(one: MethodPlan, best: Best) -> float:
