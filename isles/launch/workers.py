@@ -241,7 +241,12 @@ class LocalWorkers(Workers):
         own = worker_specs(node_group, workers, self._store.port, threads=threads, deadlines=deadlines, logs=logs)
         pool = WorkerProcesses(worker, own, args)
         self.processes = pool.processes
-        super().__init__(workers, [*pool.handles, *node_handles(node_group, workers, check)], pool.end, deadlines)
+
+        def end(patience: float) -> None:
+            pool.end(patience)
+            del self._store  # its descriptors would last as long as the traceback of a failure, which holds the pool
+
+        super().__init__(workers, [*pool.handles, *node_handles(node_group, workers, check)], end, deadlines)
 
 
 def node_handles(node_group: NodeGroup, workers: int, check: MessageCheck) -> list[NodeHandle]:

@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -49,6 +51,17 @@ def runs(process: psutil.Process) -> bool:
         return False
 
 
+@contextmanager
+def few_descriptors() -> Iterator[None]:
+    """Inside, this process may open 150 descriptors more than it has: those of tests before this one do not count."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 150, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def comes_true(condition, seconds: float) -> bool:
     ends_at = time.monotonic() + seconds
     while not condition():
@@ -79,15 +92,11 @@ def test_results_come_in_rank_order() -> None:
 
 def test_tensors_come_and_go_by_value() -> None:
     """More tensors than a process may have descriptors, into the workers and out of them; nothing is shared memory."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-    try:
+    with few_descriptors():
         given = [torch.full((4,), float(number)) for number in range(300)]
         (total, first), (_, second) = isles.run_local(local_workers.many, 2, args=(given,))
         with pytest.raises(ValueError, match=r"the loss is.*tensor\(\[1., 2."):
             isles.run_local(local_workers.raises_tensor, 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert total == 4 * sum(range(300)) and not any(tensor.is_shared() for tensor in given)
     assert all(torch.equal(first[str(number)], tensor + 1) for number, tensor in enumerate(given))
     assert torch.equal(second["whole"], torch.arange(10.0) * 2) and isinstance(second["one"], torch.nn.Parameter)
@@ -101,13 +110,9 @@ def test_what_is_given_and_told_of_is_a_copy() -> None:
     later, and though it is gone.
     """
     given, seen = torch.zeros(2), []
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
-    try:
+    with few_descriptors():
         results = LocalWorkers(local_workers.overwrites, 2, args=(given,)).join(seen.append)
         ended = LocalWorkers(local_workers.gone, 1).join(seen.append)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert [own.tolist() for own in results] == [[1.0, 1.0], [2.0, 2.0]] and given.tolist() == [0.0, 0.0]
     assert [told["loss"].tolist() for told in seen[:2]] == [[0.0, 1.0, 2.0]] * 2
     assert [float(own) for own in seen[1]["all"]] == list(range(300))
