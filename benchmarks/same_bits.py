@@ -97,9 +97,9 @@ def content(tensor: Tensor) -> bytes:
     return f"{tensor.dtype} {tuple(tensor.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes()
 
 
-def numbers(values: Iterable[float]) -> bytes:
-    """Every bit of them."""
-    return " ".join(value.hex() for value in values).encode()
+def numbers(values: Iterable[float | None]) -> bytes:
+    """Every bit of them; None: a loss that nobody could tell."""
+    return " ".join("none" if value is None else value.hex() for value in values).encode()
 
 
 def tensors_in(state: Any) -> list[Tensor]:
