@@ -113,6 +113,8 @@ class Trainer:
         self.sample = Sample(self.optimizer.shares) if compared else None
         self.timeline = Timeline(world.rank)
         self.step_clock = StepClock(world.transport, self.device, simulated=config.world.is_simulated)
+        for channel in WAITS:  # the clock of steps begins now, and what the start has waited for is in none of them
+            world.world.traffic[channel].blocked_seconds = 0.0
 
     def _text(self, corpus: Corpus | None) -> Text:
         """What a worker of the first stage reads."""

@@ -59,15 +59,17 @@ def test_a_plan_is_the_dry_run_and_the_run(one: Candidate, workers: int, net: st
     """Of a run's tokens: the share of the time spent computing, to half a point; memory of the dry run to the byte."""
     steps = 7 if one.every or one.method in ("ddp", "dct-dp", "demo") else 13
     question = replace(QUESTION, workers=workers, network=net, tokens=float(steps), step_tokens=1.0)
-    (plan,) = plan_methods(question, every=3, among=[one]).plans
+    every = 6 if "overlap_steps" in one.settings else 3
+    if one.method == "dct-dp":  # by stale thresholds more is sent than sparsity says
+        one = replace(one, settings=f"{one.settings}, threshold_interval = 1")
+    (plan,) = plan_methods(question, every=every, among=[one]).plans
     data = replace(plan.config.data, path=str(write_text(tmp_path / "text.txt")), batch_size=1, validation_fraction=0.0)
     config = replace(plan.config, data=data)
     found, seen = plan_run(config), shown(config)
     assert plan.memory.peak == found.fullest.memory.peak
     said = 1.0 if found.time is None else found.time.utilisation
     assert said == pytest.approx(plan.utilisation, abs=1e-9)
-    about = one.method == "dct-dp" or "window" in one.settings or one.method == "dilocox"  # bytes hang on the numbers
-    assert 100 * plan.utilisation == pytest.approx(seen, abs=8 if about else 0.5)
+    assert 100 * plan.utilisation == pytest.approx(seen, abs=0.5)
 
 
 def test_by_hand() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from isles.network.engine import LAST
@@ -31,11 +31,12 @@ class Agenda:
         """Of a run of so many inner steps; moment 0 is the opening."""
         flying: list[tuple[int, PlannedExchange]] = []
 
-        def land(moment: int, but: int | None = None) -> Iterator[Act]:
+        def land(moment: int, but: Collection[int] = ()) -> Iterator[Act]:
+            """What is due, but for flights of which something is still to be sent."""
             nonlocal flying
-            due = [held for held in flying if held[1].lands <= moment and held[1].flight != but]
+            due = [held for held in flying if held[1].lands <= moment and held[1].flight not in but]
             if due:
-                flying = [held for held in flying if held[1].lands > moment or held[1].flight == but]
+                flying = [held for held in flying if held[1].lands > moment or held[1].flight in but]
             for number, _ in due:
                 yield Act(min(moment, steps + 1), waits_for=number)
 
@@ -51,7 +52,7 @@ class Agenda:
             todo = self._after.get(moment, ())
             for place, (number, one) in enumerate(todo):
                 if not place or todo[place - 1][1].flight != one.flight:
-                    yield from land(moment, but=one.flight)
+                    yield from land(moment, but={later.flight for _, later in todo[place:]})
                 yield Act(moment, starts=(number, one))
                 flying.append((number, one))
             yield from land(moment)

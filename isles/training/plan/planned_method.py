@@ -37,8 +37,8 @@ MOST_REPLAYED = 16
 """Workers."""
 _CLASSES = 3
 _ROUNDS, _MOST_ROUNDS = 4, 20  # that are played, at least and at most
-_MESSAGES = 8_000  # in all of them, of all workers
-_SHOWN, _WANTED = 200, 50  # in a round of representatives: of what is shown, and for a rate
+_MESSAGES = 10_000  # in all of them, of all workers
+_SHOWN, _TRIED, _WANTED = 2_000, 200, 50  # in a round of representatives: of what is shown, for an H, and for a rate
 _LONGEST = 2_000  # inner steps of a round that is played
 _PAIRED, _ANY = 64, "lan"  # workers whose pairs stand for those of any number, and a network that does not count them
 _MOST_PARTS = 256  # workers, each of which sends another part to each other
@@ -121,7 +121,7 @@ class PlannedMethod:
             curve=rates,
         )
 
-    def share(self, every: int, rate: float = 1.0, messages: int = _SHOWN) -> float:
+    def share(self, every: int, rate: float = 1.0, messages: int = _TRIED) -> float:
         """Of the time, spent computing in the long run; with every rate multiplied by `rate`."""
         account, _ = self._of_few(every, messages, rate)
         return account.share

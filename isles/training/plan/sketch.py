@@ -75,17 +75,33 @@ class RunSketch:
         """
         own = [(ranks, one.schedule(steps)) for ranks, one in zip(self.holders, self.optimizers, strict=True)]
         inside: list[tuple[Sequence[int], list[PlannedExchange]]] = []
+        ends: list[tuple[Sequence[int], list[PlannedExchange]]] = []
         for first, members, islands in self._islands():
             inside += [(island, first.schedule(steps)) for island in islands]
-            if isinstance(members[0], OuterSync):
+            outer = members[0]
+            if isinstance(outer, OuterSync):
                 landings = zip(*(one.landings(steps) for one in members if isinstance(one, OuterSync)), strict=True)
                 whole = [_spread(members, number, at) for number, at in enumerate(landings)]
-                own += [(island, whole) for island in islands]
+                sent_last = sum(one.sent > steps for one in outer.schedule(steps) if one.what == "payload")
+                if outer.parts.cadence.rounds_late:  # what is sent at the end is under way while the others land
+                    for number in range(sum(one.sent <= steps for one in whole), len(whole) - 1 - sent_last):
+                        whole[number] = whole[number]._replace(lands=steps + 2)
+                own += [(island, whole[:-1]) for island in islands]
+                ends += [(island, whole[-1:]) for island in islands]
         numbers = count()
-        made = [one for ranks, planned in inside + own for one in among(ranks, planned, numbers)]
+        made, last = (
+            [one for ranks, planned in some for one in among(ranks, planned, numbers)] for some in (inside + own, ends)
+        )
         if clips_model(self.config) and reduces_first(self.config):
             made += _norms(self.config.world.workers, steps)
-        return sorted(made, key=lambda one: (ceil(one.sent), one.sent))
+        at_once = {(one.flight, one.sent) for one in made if one.what == "payload"}
+
+        def in_turn(one: PlannedExchange) -> tuple[int, float, int]:
+            is_behind = one.what == "anchor" and (one.flight, one.sent) not in at_once  # an island is made whole first
+            is_before = one.what == "spread" and one.lands > one.sent
+            return ceil(one.sent), one.sent, (is_behind if ends else 0) - is_before
+
+        return [*sorted(made, key=in_turn), *last]
 
     def opening(self) -> list[PlannedExchange]:
         """What all workers exchange before the first step, one after the other. By a plan of paths each column is told
