@@ -96,10 +96,10 @@ def large(workers: int, network: str = "200Mbit/s, 30ms") -> SplitsQuestion:
 
 @pytest.mark.parametrize(("replicas", "stages"), [pytest.param(8, 4, marks=pytest.mark.long), (32, 1)])
 def test_a_large_fleet_is_played_in_part(replicas: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the time of all of it."""
+    """To the time of all of it, played message by message."""
     asked, split = large(32), WorkerSplit(replicas=replicas, stages=stages, inner=1)
     part = plan_split(asked, split)
-    for key, most in (("_WORKERS", 64), ("_MESSAGES", 64_000)):
+    for key, most in (("_WORKERS", 64), ("_MESSAGES", 200_000)):
         monkeypatch.setattr(f"isles.training.plan.split_plans.{key}", most)
     whole = plan_split(asked, split)
     assert part.bubble == pytest.approx(whole.bubble, rel=0.001)
