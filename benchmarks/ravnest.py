@@ -140,11 +140,11 @@ def best_cuts(way: Way) -> tuple[int, ...]:
         return (min(range(1, BLOCKS), key=step),)
     found = []
     for copy in range(way.copies):
-        seats = {}
+        slowest = {}
         for cut in range(1, BLOCKS):
             plan = plan_clusters(configured(way, (cut,) * way.copies, 40))
-            seats[cut] = max(seat.seconds or 0.0 for seat in plan.seats if seat.cluster == copy)
-        found.append(min(seats, key=seats.__getitem__))
+            slowest[cut] = max(node.seconds or 0.0 for node in plan.workers if node.cluster == copy)
+        found.append(min(slowest, key=slowest.__getitem__))
     return tuple(found)
 
 
