@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 
 from benchmarks._reference import instance
-from isles.network.routing.events import play
+from isles.network.routing.events import StepPlay
 from isles.network.routing.legal import PathRules, faults, legal_orders
 from isles.network.routing.problem import Problem, Slot, replay_paths, routes_of
 from isles.network.routing.replay import first_come, seconds_of
@@ -136,7 +136,7 @@ def _makespan(problem: Problem, paths: Mapping[Slot, tuple[int, ...]], light: Se
         return seconds_of(problem.seconds, by_number[task.microbatch], worker, task)
 
     room = dict.fromkeys(range(problem.nodes), problem.memory)
-    spans = play(routes, first_come, Delays(problem.delays), duration, room, problem.rest)
+    spans = StepPlay(routes, first_come, Delays(problem.delays), duration, room, problem.rest).run()
     return max(span.end for span in spans)
 
 

@@ -19,11 +19,11 @@ import torch
 
 from isles.memory.costs import Placement, Profile, least_peak
 from isles.memory.engines.paced import Paced
-from isles.memory.lanes import simulate
-from isles.memory.managed import manage
+from isles.memory.lanes import LaneRun
+from isles.memory.managed import Managed
 from isles.memory.plan import MemoryPlan, digests
 from isles.memory.profile import profile
-from isles.memory.search import best
+from isles.memory.search import Search
 from isles.models.decoder import Decoder
 from isles.models.sizes import SIZES, Shape
 from isles.network.machines import MACHINES, Machine
@@ -57,7 +57,7 @@ def _planning() -> None:
             made = profile(Decoder(shape, device="meta"), batch, autocast="bf16")
             middle = time.perf_counter()
             try:
-                found = best(made, MACHINES[machine]).short
+                found = Search(made, MACHINES[machine]).run().short
             except ValueError as error:
                 found = str(error)
             end = time.perf_counter()
@@ -124,7 +124,7 @@ def _run(
     made: Profile, placements: tuple[Placement, ...], machine: Machine, update: str, first_come: bool
 ) -> tuple[float, float]:
     budget = int(least_peak(made, placements) * 1.15)
-    timeline = simulate(
+    timeline = LaneRun(
         made,
         placements,
         machine,
@@ -132,7 +132,7 @@ def _run(
         update=update,  # type: ignore[arg-type]
         first_come=first_come,
         steps=STEPS,
-    )
+    ).play()
     plan = MemoryPlan(
         placements=placements,
         names=tuple(unit.name for unit in made.units),
@@ -152,7 +152,7 @@ def _run(
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     engine = Paced(pace=True, first_come=first_come)
     marks = []
-    with manage(plan, model, inner, profile=made, machine=machine, engine=engine) as optimizer:
+    with Managed(plan, model, inner, profile=made, machine=machine, engine=engine) as optimizer:
         for step in range(STEPS):
             model(_batch(step)).loss.backward()
             optimizer.step()

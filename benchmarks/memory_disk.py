@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from isles.memory.costs import Placement, Profile, least_peak
-from isles.memory.lanes import LaneTimeline, simulate
+from isles.memory.lanes import LaneRun, LaneTimeline
 from isles.memory.measuring import measure_machine, measured
 from isles.memory.profile import profile
 from isles.models.decoder import Decoder
@@ -46,7 +46,7 @@ def timed_profile() -> Profile:
 def simulated(made: Profile, here: Machine) -> LaneTimeline:
     """The step of the plan that `tests.memory.out_of_core` runs."""
     placements = (Placement("file", "recompute"),) * SHAPE.layers
-    return simulate(made, placements, here, budget=least_peak(made, placements))
+    return LaneRun(made, placements, here, budget=least_peak(made, placements)).play()
 
 
 def ran(how: str) -> dict[str, Any]:

@@ -34,11 +34,11 @@ from torch import nn
 
 from isles.memory.engines.base import Inline
 from isles.memory.engines.cuda import Cuda, CudaMoves
-from isles.memory.managed import manage
+from isles.memory.managed import Managed
 from isles.memory.measuring import measure_machine
 from isles.memory.plan import InfeasibleBudget, MemoryPlan
 from isles.memory.profile import profile
-from isles.memory.search import best
+from isles.memory.search import Search
 from isles.models.blocks import blocks_of
 from isles.models.decoder import Decoder
 from isles.models.sizes import Shape
@@ -160,7 +160,7 @@ def profiled(shape: Shape) -> Any:
 
 def planned(shape: Shape, budget: float, here: Machine) -> MemoryPlan:
     """The fastest plan. InfeasibleBudget where none fits."""
-    return best(profiled(shape), here, device_budget=budget * GB)
+    return Search(profiled(shape), here, budget=budget * GB).run()
 
 
 def under_plan(
@@ -171,7 +171,7 @@ def under_plan(
     model = Decoder(shape)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     made = profiled(shape)
-    with manage(plan, model, inner, profile=made, machine=here, device=gpu, engine=engine) as optimizer:
+    with Managed(plan, model, inner, profile=made, machine=here, device=gpu, engine=engine) as optimizer:
         told = ran(model, optimizer, steps, gpu)
     return told | {"planned": plan.peak, "planned_seconds": plan.step, "note": plan.short}
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from benchmarks._pages import written
 from isles.memory.costs import Ends, Passes, Placement, Profile, Transient, UnitProfile, ends_seconds, least_peak
-from isles.memory.lanes import simulate
+from isles.memory.lanes import LaneRun
 from isles.memory.parallel.decoder import WEIGHT, HalfDecoder, profile_of
 from isles.memory.search import Search
 from isles.network.machines import MACHINES, Machine
@@ -124,12 +124,12 @@ def zero_offload(made: Profile, here: Machine) -> float:
 def played(made: Profile, here: Machine, plan: Sequence[Placement], *, first_come: bool = False) -> float:
     if least_peak(made, plan) > here.device_bytes:
         return math.inf
-    return simulate(made, plan, here, update="early", first_come=first_come).step
+    return LaneRun(made, plan, here, update="early", first_come=first_come).play().step
 
 
 def autohete(made: Profile, here: Machine) -> tuple[tuple[Placement, ...], float]:
     """Its plan by our search over its choices, and seconds of a step. ValueError where none fits."""
-    search = Search(made, here, method="autohete", budget=here.device_bytes, host=here.host_bytes, update="early")
+    search = Search(made, here, method="autohete", disk=0.0, update="early")
     plan = search.run().placements
     return plan, search.seconds[plan]
 
@@ -251,9 +251,9 @@ def karma_row(made: Profile, here: Machine) -> KarmaRow:
         ]
         seconds = [played(made, here, plan) for plan in plans]
         tails[activations] = seconds[max((k for k, one in enumerate(seconds) if math.isfinite(one)), default=0)]
-    search = Search(made, here, method="karma", budget=here.device_bytes)
+    search = Search(made, here, method="karma", host=math.inf, disk=0.0)
     planned = search.seconds[search.run().placements]
-    _, optimum = Search(made, here, method="karma", budget=here.device_bytes).exhaustive()
+    _, optimum = Search(made, here, method="karma", host=math.inf, disk=0.0).exhaustive()
     recompute = played(made, here, uniform(made, "device", "recompute"))
     every = (eager, recompute, tails["swap"], tails["recompute"], planned, optimum)
     return KarmaRow(*(seconds / keep for seconds in every))

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from isles.memory.engines.base import Inline
-from isles.memory.lanes import SimulatedSpan, simulate
-from isles.memory.managed import manage
+from isles.memory.lanes import LaneRun, SimulatedSpan
+from isles.memory.managed import Managed
 from isles.memory.meter import MemoryMeter
 from isles.memory.parallel.decoder import HalfDecoder, profile_of
 from isles.memory.plan import InfeasibleBudget
 from isles.memory.profile import profile
-from isles.memory.search import METHODS, best
+from isles.memory.search import METHODS, Search
 from isles.models.decoder import Decoder
 from isles.models.sizes import Shape
 from isles.network.machines import MACHINES
@@ -48,9 +48,9 @@ def main() -> None:
 def lanes_picture() -> bytes:
     """A step of the same plan, served by priority and first come."""
     made = profile_of(LARGE, 8)
-    plan = best(made, CARD, device_budget=7 * GB)
+    plan = Search(made, CARD, budget=7 * GB).run()
     played = [
-        simulate(made, plan.placements, CARD, budget=plan.peak, first_come=first_come, steps=4, spans=True)
+        LaneRun(made, plan.placements, CARD, budget=plan.peak, first_come=first_come, steps=4, spans=True).play()
         for first_come in (False, True)
     ]
     shown = 2 * max(timeline.step for timeline in played)
@@ -88,10 +88,10 @@ def budget_picture() -> bytes:
     planned, measured, budgets = [], [], []
     made = profile(Decoder(SMALL), _batch(0))
     least = _least(made)
-    whole = best(made, CARD).peak
+    whole = Search(made, CARD).run().peak
     for number in range(12):
         budget = least + (whole * 1.15 - least) * number / 11
-        plan = best(made, CARD, device_budget=budget)
+        plan = Search(made, CARD, budget=budget).run()
         budgets.append((budget / MB, budget / MB))
         planned.append((budget / MB, plan.peak / MB))
         measured.append((budget / MB, _ran(plan, made) / MB))
@@ -109,7 +109,9 @@ def budget_picture() -> bytes:
         points = []
         for budget in (2.5, 3, 3.5, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 18, 20, 22, 24):
             try:
-                points.append((budget, best(made, MACHINES["RTX 4090"], method=method, device_budget=budget * GB).step))
+                points.append(
+                    (budget, Search(made, MACHINES["RTX 4090"], method=method, budget=budget * GB).run().step)
+                )
             except InfeasibleBudget:
                 continue
         curves.append(Polyline(points=points, css=f"series{number}", name=method))
@@ -130,7 +132,7 @@ def budget_picture() -> bytes:
 
 def _least(made: object) -> float:
     try:
-        best(made, CARD, device_budget=1.0)  # type: ignore[arg-type]
+        Search(made, CARD, budget=1.0).run()  # type: ignore[arg-type]
     except InfeasibleBudget as error:
         return float(error.device_bytes)
     raise AssertionError
@@ -141,7 +143,7 @@ def _ran(plan: object, made: object) -> int:
     torch.manual_seed(0)
     model, meter = Decoder(SMALL), MemoryMeter()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    with manage(plan, model, inner, profile=made, machine=CARD, engine=Inline(), meter=meter) as optimizer:  # type: ignore[arg-type]
+    with Managed(plan, model, inner, profile=made, machine=CARD, engine=Inline(), meter=meter) as optimizer:  # type: ignore[arg-type]
         for step in range(3):
             with meter:
                 model(_batch(step)).loss.backward()

@@ -8,39 +8,11 @@ Names are imported on first use, so `import isles` is quick and loads no torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from isles.imports import on_first_use
 from isles.replicas import METHODS
 from isles.version import __version__
-
-_NAMES = {
-    "init": "isles.comm.mesh",
-    "mesh": "isles.comm.mesh",
-    "Mesh": "isles.comm.mesh",
-    "run_local": "isles.launch.workers",
-    "run_virtual": "isles.comm.virtual.run",
-    "Links": "isles.network.links",
-    "Pauses": "isles.network.pauses",
-    "Deadlines": "isles.comm.transport",
-    "Group": "isles.comm.group",
-    "PeerLost": "isles.comm.errors",
-    "DeadlinePassed": "isles.comm.errors",
-    "Diverged": "isles.comm.errors",
-    "WorkerFailed": "isles.comm.errors",
-    "Pipeline": "isles.pipeline.pipeline",
-    "PipelineConfig": "isles.pipeline.config",
-    "Plain": "isles.replicas.replica",
-    "ReplicaSync": "isles.replicas.sync",
-    "OuterSync": "isles.replicas.loop.outer",
-    "shard": "isles.replicas.island.sharded",
-    "unwrap": "isles.replicas.sync",
-    "METHODS": "isles.replicas",
-    "method": "isles.replicas",
-    **{name: module for module, name in (row.place.split(":") for row in METHODS.values())},
-}
-
-__all__ = ["__version__", *_NAMES]
 
 if TYPE_CHECKING:
     from isles.comm.errors import DeadlinePassed, Diverged, PeerLost, WorkerFailed
@@ -60,12 +32,25 @@ if TYPE_CHECKING:
     from isles.replicas.replica import Plain
     from isles.replicas.sync import ReplicaSync, unwrap
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _NAMES:
-        raise AttributeError(f"module 'isles' has no attribute {name!r}")
-    return getattr(import_module(_NAMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+_names, __getattr__, __dir__ = on_first_use(
+    __name__,
+    {
+        "isles.comm.errors": "DeadlinePassed Diverged PeerLost WorkerFailed",
+        "isles.comm.group": "Group",
+        "isles.comm.mesh": "Mesh init mesh",
+        "isles.comm.transport": "Deadlines",
+        "isles.comm.virtual.run": "run_virtual",
+        "isles.launch.workers": "run_local",
+        "isles.network.links": "Links",
+        "isles.network.pauses": "Pauses",
+        "isles.pipeline.config": "PipelineConfig",
+        "isles.pipeline.pipeline": "Pipeline",
+        "isles.replicas": "METHODS method",
+        "isles.replicas.island.sharded": "shard",
+        "isles.replicas.loop.outer": "OuterSync",
+        "isles.replicas.replica": "Plain",
+        "isles.replicas.sync": "ReplicaSync unwrap",
+        **dict(row.place.split(":") for row in METHODS.values()),
+    },
+)
+__all__ = ["__version__", *_names]

@@ -30,13 +30,13 @@ def named(key: str, place: str) -> Any:
 
 
 def on_first_use(
-    package: str, homes: Mapping[str, tuple[str, ...]]
+    package: str, homes: Mapping[str, str]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """`__all__`, `__getattr__` and `__dir__` of `package`, whose names are imported when they are first asked for.
 
-    homes: by module, such as ".config", the names that it has.
+    homes: by module, such as ".config", the names that it has, in one string.
     """
-    modules = {name: home for home, names in homes.items() for name in names}
+    modules = {name: home for home, names in homes.items() for name in names.split()}
     here = vars(sys.modules[package])
 
     def load(name: str) -> Any:

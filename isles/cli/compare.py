@@ -64,9 +64,10 @@ def compare(
     flags |= {} if as_ is None else {"run.priced_as": as_, "world.backend": "virtual"}
     flags = flags | {key: n for key, n in (("world.workers", workers), ("run.steps", steps)) if n is not None}
     chosen = rows.rows_of(methods or ",".join(method_tables(config)) or rows.USUAL)
+    said = rows.ForAllRows(config, flags, set_ or [])
     for one in sweep or []:
-        chosen = rows.swept(config, chosen, one, flags, set_ or [])
-    read = partial(rows.read_beside, config, chosen, seeds_of(seeds), flags, set_ or [])
+        chosen = rows.swept(said, chosen, one)
+    read = partial(rows.read_beside, said, chosen, seeds_of(seeds))
     configs = read()
     if tuned is not None:
         configs = read(tuned_in(tuned, {label.split("@")[0]: one for (label, _), one in configs.items()}))

@@ -21,10 +21,9 @@ def config(
     if sum((method is not None, preset is not None, presets)) > 1:
         raise ValueError("--method, --preset and --presets each print something else: give one of them")
     if presets:
-        names = known()
-        width = max(map(len, names))
-        for name, what in names.items():
-            print(f"{name:<{width}}  {what}")
+        from isles.cli.table import print_named
+
+        print_named(known())
         print("isles train --preset NAME runs one, isles config --preset NAME prints it")
     elif preset is not None:
         print(preset_file(preset).read_text(encoding="utf-8"), end="")

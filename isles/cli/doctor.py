@@ -11,8 +11,10 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,16 +95,13 @@ def doctor(
     if listen is not None:
         host, port = listening_place(listen)
         listener = open_port(port, host)
-    good = [_show(check) for check in machine()]
-    if memory:
-        good += [_show(check) for check in of_memory(disk or ".", write)]
-    if target is not None:
-        good += [_show(check) for check in call(*target, pair)]
-    if listener is not None:
-        with listener:
-            good += [_show(check) for check in wait_for_call(listener)]
-    if not all(good):
-        raise typer.Exit(1)
+    with listener or nullcontext():
+        _tell(
+            machine(),
+            of_memory(disk or ".", write) if memory else (),
+            () if target is None else call(*target, pair),
+            () if listener is None else wait_for_call(listener),
+        )
 
 
 def _walk(join: str, token: str | None, listen: str | None) -> None:
@@ -115,10 +114,7 @@ def _walk(join: str, token: str | None, listen: str | None) -> None:
     (here,) = places(listen, 1)
     listening, announced = place(here, join)
     zenoh()  # or what to install, before anything else
-    good = [_show(check) for check in machine()]
-    good += [_show(check) for check in walk(*target, parsed, listening, announced)]
-    if not all(good):
-        raise typer.Exit(1)
+    _tell(machine(), walk(*target, parsed, listening, announced))
 
 
 def _describe(target: tuple[str, int] | None) -> None:
@@ -150,9 +146,14 @@ def _describe(target: tuple[str, int] | None) -> None:
     print("\n".join(lines))
 
 
-def _show(check: Check) -> bool:
-    print(f"{check.name:<11} {'ok  ' if check.good else 'FAIL'}  {check.found}", flush=True)
-    return check.good
+def _tell(*parts: Iterable[Check]) -> None:
+    """Print every check, once it is made. typer.Exit(1) where one is not good."""
+    good = True
+    for check in chain(*parts):
+        print(f"{check.name:<11} {'ok  ' if check.good else 'FAIL'}  {check.found}", flush=True)
+        good = good and check.good
+    if not good:
+        raise typer.Exit(1)
 
 
 def machine() -> Iterator[Check]:

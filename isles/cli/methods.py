@@ -32,22 +32,20 @@ def methods(
 
 
 def _methods() -> None:
+    from isles.cli.table import print_named
     from isles.replicas import METHODS
 
-    width = max(map(len, METHODS))
-    for name, row in METHODS.items():
-        print(f"{name:<{width}}  {row.what}  ({row.place})")
+    print_named({name: f"{row.what}  ({row.place})" for name, row in METHODS.items()})
     print("or package.module:Class for a method of your own; settings: isles config --method NAME")
 
 
 def _legal() -> None:
+    from isles.cli.table import print_named
     from isles.replicas.parts.legal import AXES, BY_NUMBERS, TABLE
 
     print('The parts of an outer method, each a setting of method = "custom" (cadence: sync_every, fragments,')
     print("overlap_steps, outer_delay). Any choice goes together unless a line below speaks of it.\n")
-    width = max(map(len, AXES))
-    for axis, members in AXES.items():
-        print(f"  {axis:<{width}}  {', '.join(members)}")
+    print_named({f"  {axis}": ", ".join(members) for axis, members in AXES.items()})
     for verdict, meaning in (("refused", "makes no sense"), ("warned", "runs, with a note")):
         print(f"\n{verdict} ({meaning}):\n")
         for row in TABLE:

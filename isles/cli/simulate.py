@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.options import As, ConfigFile, InnerSteps
+from isles.cli.options import As, ConfigFile, InnerSteps, Set
 from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
@@ -37,10 +37,7 @@ def simulate(
             help="Workers come and go: 10%/h, a pool (constant, doubling, halving, ramp-up, ramp-down), or a .jsonl.",
         ),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting, such as world.virtual.pause_every=600."),
-    ] = None,
+    set_: Set = None,
     as_: As = None,
     replay: Annotated[
         bool, typer.Option("--replay", help="CONFIG.toml is the directory of an elastic run: do it again, bit for bit.")
@@ -49,7 +46,7 @@ def simulate(
     out: Annotated[Path | None, typer.Option(help="New directory. Default: runs/simulate-DATE-TIME.")] = None,
 ) -> None:
     """Train many workers in this process on a virtual clock: messages, slow workers and pauses take their time."""
-    from isles.cli.several.rows import ComparisonRow, read_all, rows_of
+    from isles.cli.several.rows import ComparisonRow, ForAllRows, read_all, rows_of
     from isles.cli.several.running import run_all, seeds_of, show
     from isles.training.config.reading import read_config
 
@@ -69,7 +66,7 @@ def simulate(
         raise ValueError("isles simulate is always on the virtual clock: take world.backend out")
     chosen = [ComparisonRow(own.method)] if methods is None else rows_of(methods)
     numbers = [own.run.seed] if seeds is None else seeds_of(seeds)
-    configs, start = read_all(config, chosen, numbers, flags, set_ or []), None
+    configs, start = read_all(ForAllRows(config, flags, set_ or []), chosen, numbers), None
     if churn is not None:
         configs, start = _churned(churn, configs)
     folder, summaries = run_all(configs, out, "simulate", start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from isles.report.panels import Table
 
@@ -20,3 +20,10 @@ def aligned(rows: Sequence[Sequence[str]], words: Container[int] = ()) -> list[s
 def print_table(table: Table) -> None:
     """With its heads."""
     print("\n".join(aligned([table.heads, *table.rows], range(table.names))))
+
+
+def print_named(rows: Mapping[str, object]) -> None:
+    """A line for each name, with what it stands for."""
+    width = max(map(len, rows))
+    for name, what in rows.items():
+        print(f"{name:<{width}}  {what}")

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from .corpus import Corpus
     from .load import load_corpus
     from .loader import Loader
-    from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+    from .tokenizer import ByteTokenizer, load_tokenizer
 
 __all__, __getattr__, __dir__ = on_first_use(
     __name__,
     {
-        ".config": ("DataConfig",),
-        ".corpus": ("Corpus",),
-        ".load": ("load_corpus",),
-        ".loader": ("Loader",),
-        ".tokenizer": ("ByteTokenizer", "Tokenizer", "load_tokenizer"),
+        ".config": "DataConfig",
+        ".corpus": "Corpus",
+        ".load": "load_corpus",
+        ".loader": "Loader",
+        ".tokenizer": "ByteTokenizer load_tokenizer",
     },
 )

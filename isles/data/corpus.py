@@ -42,10 +42,6 @@ class TokenStream:
         if self.blocks is not None:
             self.blocks.check(start, len(self.tokens) if stop is None else stop)
 
-    @property
-    def documents(self) -> int:
-        return len(self.file_of)
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Corpus:

@@ -26,8 +26,6 @@ from .config import DataConfig
 from .corpus import Corpus, TokenStream
 from .order import epoch_order
 
-_LAYOUT = ("split", "workers", "batch_size")  # what decides who reads what, given the corpus and the seed
-
 
 class Loader:
     """One worker's batches of `corpus`: an iterator that never ends.
@@ -141,21 +139,17 @@ class Loader:
             "consumed": self.consumed,
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, reshard: bool = False) -> None:
-        """Continue where `state` was taken: the next batch is the one that would have come next.
-
-        reshard: also accept another number of workers or batch size. With "iid" reading goes on at the same place of
-        the same order, so the epoch still reads every sequence once; with "by_file" shares are drawn anew, so some
-        documents are read again early. ValueError: a state of another corpus, seed, context or layout.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken: the next batch is the one that would have come next. ValueError: a state of
+        another corpus, seed, context or layout (see `resharded`).
         """
         mine = self.state_dict()
         if not isinstance(state, dict) or set(state) != set(mine):
             raise ValueError(f"the loader state does not have the keys {', '.join(mine)}; was it saved by a loader?")
         for key, value in mine.items():
-            if key == "consumed" or state[key] == value or (reshard and key in _LAYOUT and key != "split"):
-                continue
-            mend = "resume with the same one" if key not in _LAYOUT else "resume with the same one, or reshard"
-            raise ValueError(f"the loader state has {key} = {state[key]!r} but this run has {value!r}; {mend}")
+            if key != "consumed" and state[key] != value:
+                why = f"the loader state has {key} = {state[key]!r} but this run has {value!r}"
+                raise ValueError(f"{why}; resume with the same one")
         consumed = state["consumed"]
         if not isinstance(consumed, int) or isinstance(consumed, bool) or consumed < 0:
             raise ValueError(f"the loader state has consumed = {consumed!r}; it must be a whole number of sequences")
@@ -188,8 +182,10 @@ class Loader:
 
 
 def resharded(state: dict[str, Any], *, workers: int, batch_size: int) -> dict[str, Any]:
-    """A loader's state for another number of workers and sequences a worker and step, at the same place of the data; as
-    `load_state_dict(reshard=True)` would take it.
+    """A loader's state for another number of workers and sequences a worker and step, at the same place of the data.
+
+    With "iid" reading goes on at the same place of the same order, so the epoch still reads every sequence once; with
+    "by_file" shares are drawn anew, so some documents are read again early.
     """
     return {**state, "workers": workers, "batch_size": batch_size}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -92,6 +92,11 @@ class Joined:
         """Experts that each token of a text needs."""
         return 1 if self.gate is not None and self.joining.route == "once" else self.top
 
+    def text(self, data: str, **settings: Any) -> DomainText:
+        """The text of `data`, as the first expert reads its own but for `settings`."""
+        own = replace(self.experts.runs[0].config.data, batch_size=1, **settings)
+        return DomainText(Domain(name="text", path=data, difficulty="held_out"), own, self.experts.context)
+
     def prior(self, held: Tensor | None) -> Tensor:
         """log P(j) (E,) that no text changes; the uniform one for an updating prior. held: sequences of validation text
         for a cached one (N, T + 1). ValueError where they are missing.
@@ -125,8 +130,7 @@ def judged_on(path: Path, data: str, joining: Joining) -> dict[str, str]:
     experts = joined.experts
     # Split as for training: of a text that an expert was trained on, only what it did not see is judged.
     fraction = min(run.config.data.validation_fraction for run in experts.runs)
-    settings = replace(experts.runs[0].config.data, validation_fraction=fraction, batch_size=1)
-    text = DomainText(Domain(name="text", path=data, difficulty="held_out"), settings, experts.context)
+    text = joined.text(data, validation_fraction=fraction)
     tokens = text.sequences("test", SEQUENCES)
     scores_ENT = experts.scores(tokens)
     weights = joined.weights(tokens, scores_ENT, text.sequences("prior", CACHED_SEQUENCES))

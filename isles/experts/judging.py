@@ -6,7 +6,6 @@ test_ENT, prior_ENT: scores on what is judged, and on validation text for the ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,26 +30,13 @@ WAYS = {
 }
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """perplexity: by way (a key of WAYS). alone: each expert's. mean_posterior: by expert, over tokens. entropy: of the
-    posterior, nats, mean over tokens. sure_after: tokens until one expert has 99 %, mean over sequences (T where
-    never).
+def judge(test_ENT: Tensor, prior_ENT: Tensor) -> dict[str, Any]:
+    """All ways at once, for results.json.
+
+    "perplexity": by way (a key of WAYS). "alone": each expert's. "mean_posterior": by expert, over tokens. "entropy":
+    of the posterior, nats, mean over tokens. "sure_after": tokens until one expert has 99 %, mean over sequences (T
+    where never).
     """
-
-    perplexity: dict[str, float]
-    alone: list[float]
-    mean_posterior: list[float]
-    entropy: float
-    sure_after: float
-
-    def as_json(self) -> dict[str, Any]:
-        """For results.json."""
-        return dict(vars(self))
-
-
-def judge(test_ENT: Tensor, prior_ENT: Tensor) -> Judgement:
-    """All ways at once."""
     uniform = mixture.uniform(len(test_ENT))
     prior_ENT = prior_ENT[:, :CACHED_SEQUENCES]
     kept = cached(prior_ENT)
@@ -73,13 +59,13 @@ def judge(test_ENT: Tensor, prior_ENT: Tensor) -> Judgement:
         "geometric": mixture.geometric(test_ENT),
         "oracle": test_ENT[test_ENT.sum(-1).argmax(0), sequences],
     }
-    return Judgement(
-        perplexity={way: mixture.perplexity(scores) for way, scores in scored.items()},
-        alone=[mixture.perplexity(scores) for scores in test_ENT],
-        mean_posterior=believed.mean((1, 2)).tolist(),
-        entropy=float(-torch.xlogy(believed, believed).sum(0).mean()),
-        sure_after=_sure_after(believed),
-    )
+    return {
+        "perplexity": {way: mixture.perplexity(scores) for way, scores in scored.items()},
+        "alone": [mixture.perplexity(scores) for scores in test_ENT],
+        "mean_posterior": believed.mean((1, 2)).tolist(),
+        "entropy": float(-torch.xlogy(believed, believed).sum(0).mean()),
+        "sure_after": _sure_after(believed),
+    }
 
 
 def _sure_after(believed_ENT: Tensor) -> float:

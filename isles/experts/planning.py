@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from isles.experts.domains import TRAINED, Domain, read_domains
 from isles.experts.hdee import hdee
 from isles.experts.jobs import ExpertJob
-from isles.experts.meters import bytes_of, score_bytes
+from isles.experts.meters import score_bytes
 from isles.experts.reading import ExperimentConfig
 from isles.experts.smalltalk import smalltalk
 from isles.experts.smalltalk.smalltalk import SmalltalkConfig
@@ -30,8 +29,7 @@ def _hdee(asked: ExperimentConfig[hdee.HdeeConfig]) -> dict[str, Any]:
         domains = [Domain(name=f"default-{d}", path="-", difficulty=d) for d in TRAINED]
     made = hdee.plan(own, base, domains, own.seeds[0], Path())
     cells = [hdee.cell(own, base, variant) for variant in own.variants]
-    weights = [4 * parameters(replace(base.model, ffn=ffn).shape()) for ffn in own.ffn]
-    crossing = bytes_of(weights, weights, base.model.shape().vocab, serving=len(TRAINED))
+    crossing = hdee.traffic(own, base)
     return {
         "system": "hdee",
         "runs": list(map(_told, made.jobs)),

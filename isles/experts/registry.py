@@ -58,9 +58,6 @@ class Forest:
         """Whether a gate chooses among the experts; else all are mixed."""
         return bool(self.routers) or self.clusters is not None
 
-    def add(self, member: ForestMember) -> Forest:
-        return replace(self, experts=(*self.experts, member))
-
     def remove(self, name: str) -> Forest:
         """Without the expert `name` (and its router). ValueError where there is none, or it has a cluster."""
         if self.clusters is not None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from isles.experts import mixture
-from isles.experts.domains import Domain, DomainText
 from isles.experts.joining import Joined, Joining
 from isles.experts.registry import Forest
 from isles.experts.routing.priors import CACHED_SEQUENCES, following
@@ -41,13 +40,8 @@ class Speaker:
         self.heard = 0
         self.believed = None
         if self.joined.gate is None:
-            self.believed = self.joined.prior(None if data is None else self._held(data))
-
-    def _held(self, data: str) -> Tensor:
-        experts = self.joined.experts
-        settings = replace(experts.runs[0].config.data, batch_size=1)
-        text = DomainText(Domain(name="text", path=data, difficulty="held_out"), settings, experts.context)
-        return text.sequences("prior", CACHED_SEQUENCES)
+            held = None if data is None else self.joined.text(data).sequences("prior", CACHED_SEQUENCES)
+            self.believed = self.joined.prior(held)
 
     def voice(self, prompt: str) -> Voice:
         """For one prompt. ValueError: too short to route."""

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from isles.experts.domains import Domain, DomainText, keep_texts, known_texts, read_domains
 from isles.experts.jobs import ExpertJob, JobProgress, state, train
+from isles.experts.judging import mean_of
 from isles.experts.reading import ExperimentConfig, keep, make_directory, refuse_others
 from isles.experts.tasks import ExpertTask, carry_out
 from isles.models import limits
@@ -131,7 +132,15 @@ class System(ABC, Generic[Own]):
         texts = [ExpertTask(name=folder, work=partial(self.prepare, folder)) for folder in sorted(unmade)]
         return [*texts, *runs]
 
-    def write_results(self, results: dict[str, Any]) -> dict[str, Any]:
-        """Keep them, and give them back."""
+    def write_results(self, records: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """Keep what was measured, a record a seed and `more`, and give it back."""
+        results = {
+            "system": self.asked.system,
+            "seeds": list(self.own.seeds),  # type: ignore[attr-defined]
+            "domains": [{"name": domain.name, "difficulty": domain.difficulty} for domain in self.domains],
+            "mean": mean_of(records),
+            "by_seed": records,
+            **more,
+        }
         (self.out / RESULTS).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         return results

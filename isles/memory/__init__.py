@@ -14,7 +14,7 @@ What the plan is made from:
 
 At work: losses, weights and optimizer states keep every bit of the run without a plan.
 
-`managed`      `Managed`: the optimizer around the model's own; `manage` makes it
+`managed`      `Managed`: the optimizer around the model's own
 `runner`       forward and backward passes under the plan; `passes`: their order; `units`: the blocks of a model
 `activations`  swapped to the host or made again; `parameters`, `slots`: weights that come for a pass; `gradients`
 `updates`      updates of some parameters of one optimizer; `sharing`: states shared among workers

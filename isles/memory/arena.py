@@ -37,11 +37,6 @@ class Arena:
                 self.used -= nbytes
             self._grant()
 
-    @property
-    def waiting(self) -> int:
-        """How many were asked for and are not granted."""
-        return len(self._asked)
-
     def _grant(self) -> None:
         with self._lock:
             while self._asked and self.used + self._asked[0][0] <= self.budget:

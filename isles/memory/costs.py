@@ -200,6 +200,11 @@ class UnitCost:
     filed: bool  # fetched is read, and sent is written
 
 
+def tail(place: UnitPlace, first: Activations, units: int, kept: int) -> tuple[Placement, ...]:
+    """All units at one place; the last `kept` keep their activations, whose backward passes come first."""
+    return (Placement(place, first),) * (units - kept) + (Placement(place, "keep"),) * kept
+
+
 @lru_cache(maxsize=65536)
 def unit_cost(unit: UnitProfile, placement: Placement) -> UnitCost:
     """What the choice costs."""

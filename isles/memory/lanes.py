@@ -35,6 +35,7 @@ from isles.memory.costs import (
     unit_costs,
     unit_time,
 )
+from isles.memory.passes import Half, TaskKind
 from isles.memory.serial import LANES, Deadlock, LaneName, LaneTimeline, SerialLane, SimulatedEvent, SimulatedSpan
 from isles.network.engine import EventQueue
 from isles.network.machines import Machine
@@ -43,50 +44,35 @@ _ENDS = -1  # in place of a unit: embedding and head
 _STEPS = 4  # the first one fills the lanes; the mean of the others is the step in the long run
 
 
-def simulate(
-    profile: Profile,
-    placements: Sequence[Placement],
-    machine: Machine,
-    *,
-    budget: float | None = None,
-    update: Update = "exact",
-    accumulation: int = 1,
-    first_come: bool = False,
-    steps: int = _STEPS,
-    spans: bool = False,
-) -> LaneTimeline:
-    """Play `steps` steps of the plan. budget: bytes of the device, None for the machine's. Deadlock where the plan
-    needs more than that even without fetching ahead.
-    """
-    least = least_peak(profile, placements, accumulation)
-    limit = machine.device_bytes if budget is None else budget
-    if least > limit:
-        raise Deadlock(f"the plan needs {least} bytes of the device, there are {limit:.0f}")
-    return _Run(profile, placements, machine, limit, update, accumulation, first_come, steps, spans).play()
-
-
 class _Task(NamedTuple):
     step: int
     batch: int
-    kind: Literal["forward", "top", "backward", "bottom", "update"]
+    kind: TaskKind | Literal["update"]
     unit: int
 
 
-class _Run:
-    """One simulation."""
+class LaneRun:
+    """One simulation, of `steps` steps of a plan. budget: bytes of the device, None for the machine's. Deadlock where
+    the plan needs more than that even without fetching ahead.
+    """
 
     def __init__(
         self,
         profile: Profile,
         placements: Sequence[Placement],
         machine: Machine,
-        budget: float,
-        update: Update,
-        accumulation: int,
-        first_come: bool,
-        steps: int,
-        spans: bool,
+        *,
+        budget: float | None = None,
+        update: Update = "exact",
+        accumulation: int = 1,
+        first_come: bool = False,
+        steps: int = _STEPS,
+        spans: bool = False,
     ) -> None:
+        least = least_peak(profile, placements, accumulation)
+        limit = machine.device_bytes if budget is None else budget
+        if least > limit:
+            raise Deadlock(f"the plan needs {least} bytes of the device, there are {limit:.0f}")
         units = list(zip(profile.units, placements, strict=True))
         self.costs = unit_costs(profile, placements)
         self.times = [unit_time(unit, one, machine) for unit, one in units]
@@ -96,7 +82,7 @@ class _Run:
         self.update, self.accumulation, self.steps = update, accumulation, steps
         self.first_come, self.in_flight = first_come, profile.in_flight
         resident = sum(cost.resident for cost in self.costs)
-        self.arena = Arena(budget, profile.base + staging(profile, placements) + resident)
+        self.arena = Arena(limit, profile.base + staging(profile, placements) + resident)
         self.updates = Arena(SLOTS)  # that are between memory and the disk
         self.clock = EventQueue()
         self.lanes = {
@@ -121,6 +107,7 @@ class _Run:
         self.marks: list[float] = []
 
     def play(self) -> LaneTimeline:
+        """Deadlock where it gets stuck."""
         self._go_on()
         self.clock.run()
         if self.at < len(self.tasks):
@@ -148,23 +135,13 @@ class _Run:
         waiting = min(self.in_flight, self.accumulation)
         for step in range(self.steps):
             forwards, backwards = iter(range(self.accumulation)), range(self.accumulation)
-            for batch in itertools.islice(forwards, waiting):
-                yield from self._forward(step, batch)
+            halves = [Half(batch, "forward") for batch in itertools.islice(forwards, waiting)]
             for batch in backwards:
-                yield from self._backward(step, batch)
-                for following in itertools.islice(forwards, 1):
-                    yield from self._forward(step, following)
+                halves.append(Half(batch, "backward"))
+                halves += [Half(following, "forward") for following in itertools.islice(forwards, 1)]
+            for half in halves:
+                yield from (_Task(step, half.number, *task) for task in half.tasks(self.count))
             yield _Task(step, 0, "update", 0)
-
-    def _forward(self, step: int, batch: int) -> Iterator[_Task]:
-        for unit in range(self.count):
-            yield _Task(step, batch, "forward", unit)
-        yield _Task(step, batch, "top", 0)
-
-    def _backward(self, step: int, batch: int) -> Iterator[_Task]:
-        for unit in reversed(range(self.count)):
-            yield _Task(step, batch, "backward", unit)
-        yield _Task(step, batch, "bottom", 0)
 
     def _go_on(self) -> None:
         """Start the task that is next, if what it needs is there; a pass asks for its bytes when it starts."""

@@ -1,6 +1,6 @@
 """A plan at work: an optimizer around the model's own that keeps each unit's weights and states where the plan says.
 
-    managed = manage(plan, model, inner, profile=..., machine=...)
+    managed = Managed(plan, model, inner, profile=..., machine=...)
     for batch in batches:
         model(batch).loss.backward()
         managed.gradients()                      # all gradients are on their parameters: before clipping
@@ -42,46 +42,18 @@ from isles.network.machines import Machine
 from isles.wrapping import SpreadShares, Wrapping, evaluated
 
 
-def manage(
-    plan: MemoryPlan,
-    model: nn.Module,
-    inner: Optimizer,
-    *,
-    profile: Profile,
-    machine: Machine,
-    device: torch.device | None = None,
-    engine: Engine | None = None,
-    disk: str = "",
-    meter: MemoryMeter | None = None,
-) -> Managed:
-    """Run `model` and `inner`, which updates all its parameters, by the plan. device: where it computes; None for where
-    the model is. engine: None for threads of its own. disk: the folder for what the plan puts on disk. PlanMismatch
-    where model or batch are others than the plan's; ValueError where the folder cannot be used.
-    """
-    plan.check(profile)
-    device = next(model.parameters()).device if device is None else device
-    return Managed(
-        plan,
-        model,
-        inner,
-        profile=profile,
-        machine=machine,
-        device=device,
-        engine=usual_engine(device) if engine is None else engine,
-        disk=disk,
-        meter=meter,
-    )
-
-
 class Managed(Wrapping):
-    """The optimizer of a model under a plan; `manage` makes one.
+    """`inner`, which updates all parameters of `model`, under a plan.
 
     Losses, weights and optimizer states are, bit for bit, those of `inner` without a plan. `param_groups` and `state`
     are those of `inner`. Its threads end with `close`, or at the end of a `with` block.
 
-    device: where the model computes. runner: what happens around the units. rest: the parameters that the device
-    updates. meter: is told what other threads and this object put on the device; `with meter:` around forward and
-    backward passes counts the rest.
+    device: where the model computes; None for where it is. engine: None for threads of its own. disk: the folder for
+    what the plan puts on disk. runner: what happens around the units. rest: the parameters that the device updates.
+    meter: is told what other threads and this object put on the device; `with meter:` around forward and backward
+    passes counts the rest.
+
+    PlanMismatch where model or batch are others than the plan's; ValueError where the folder cannot be used.
     """
 
     def __init__(
@@ -92,11 +64,14 @@ class Managed(Wrapping):
         *,
         profile: Profile,
         machine: Machine,
-        device: torch.device,
-        engine: Engine,
+        device: torch.device | None = None,
+        engine: Engine | None = None,
         disk: str = "",
         meter: MemoryMeter | None = None,
     ) -> None:
+        plan.check(profile)
+        device = next(model.parameters()).device if device is None else device
+        engine = usual_engine(device) if engine is None else engine
         super().__init__(inner, [parameter for parameter in model.parameters() if parameter.requires_grad])
         self.plan, self.model, self.device, self.engine = plan, model, device, engine
         units = units_of(model)

@@ -18,7 +18,7 @@ class PassTask(NamedTuple):
 
 
 class Half(NamedTuple):
-    """One way through all units. number: of the pass, counted from 1."""
+    """One way through all units. number: of the pass."""
 
     number: int
     way: PassWay

@@ -35,7 +35,7 @@ class PlanMismatch(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What `search.best` found.
+    """What `search.Search` found.
 
     placements: a choice for every unit, in the order of the forward pass; names: of the units. peak: bytes that the run
     keeps within; budget: bytes that it might have taken. step: seconds of one, simulated. bound: no plan of the method

@@ -17,14 +17,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from isles.memory.config import Update
-from isles.memory.costs import Activations, Placement, Profile, UnitPlace, disk_bytes, host_bytes, least_peak
+from isles.memory.costs import Placement, disk_bytes, host_bytes, least_peak, tail
 from isles.memory.plan import InfeasibleBudget, MemoryPlan, digests
 from isles.memory.searching.counts import Counts, expand, neighbours, possible, ranked
 from isles.memory.searching.linear import solve
 from isles.memory.searching.trials import METHODS as METHODS
 from isles.memory.searching.trials import PlanTrials
-from isles.network.machines import Machine
 
 _FEW = 8  # units whose neighbours are all tried
 _TRIED = 60  # counts that are simulated before refining; of few units, more
@@ -46,45 +44,11 @@ _MOST = 2.0**60  # bytes, where a budget is infinite
 _TIGHT = 1.002  # how much longer a step may take on less memory
 
 
-def best(
-    profile: Profile,
-    machine: Machine,
-    *,
-    method: str = "auto",
-    device_budget: float | None = None,
-    host_budget: float | None = None,
-    disk_budget: float | None = None,
-    update: Update = "exact",
-    accumulation: int = 1,
-    first_come: bool = False,
-) -> MemoryPlan:
-    """The fastest plan found for `profile` on `machine`.
-
-    method: a key of `METHODS`. Budgets in bytes of the device, of the host and of files; None: all that the machine
-    has. update: whether updates on the host wait for all gradients ("exact") or begin as these come ("early").
-    accumulation: batches a step. first_come: lanes serve in the order of what comes, for comparison.
-
-    InfeasibleBudget, with the smallest budgets that work, where no plan fits.
-    """
-    search = Search(
-        profile,
-        machine,
-        method=method,
-        budget=machine.device_bytes if device_budget is None else device_budget,
-        host=machine.host_bytes if host_budget is None else host_budget,
-        disk=machine.disk_bytes if disk_budget is None else disk_budget,
-        update=update,
-        accumulation=accumulation,
-        first_come=first_come,
-    )
-    return search.run()
-
-
 class Search(PlanTrials):
-    """The ways to look for a plan, of which `run` takes those that fit the question."""
+    """The ways to look for the fastest plan of a question, of which `run` takes those that fit it."""
 
     def run(self) -> MemoryPlan:
-        """Search, and make the plan of what was found."""
+        """The fastest plan found. InfeasibleBudget, with the smallest budgets that work, where no plan fits."""
         floors = {name: self._fastest(plans) for name, plans in self.floors().items()}
         # Seconds that no plan of any size beats: every unit's cheapest choice on the device's lane, never idle.
         bound = float(self.loads[:, :, 0].min(axis=1).sum() + self.fixed[0])
@@ -119,18 +83,12 @@ class Search(PlanTrials):
     def floors(self) -> dict[str, list[tuple[Placement, ...]]]:
         """Simple plans that people use, as far as the method has their choices."""
         units = self.units
-
-        def tail(place: UnitPlace, first: Activations) -> list[tuple[Placement, ...]]:
-            return [
-                (Placement(place, first),) * (units - kept) + (Placement(place, "keep"),) * kept
-                for kept in range(units + 1)
-            ]
-
+        counts = range(units + 1)
         every: dict[str, list[tuple[Placement, ...]]] = {
             "all on the device": [(Placement("device", "keep"),) * units],
             "recompute all": [(Placement("device", "recompute"),) * units],
-            "keep the last, recompute": tail("device", "recompute"),
-            "capacity swap": tail("device", "swap"),
+            "keep the last, recompute": [tail("device", "recompute", units, kept) for kept in counts],
+            "capacity swap": [tail("device", "swap", units, kept) for kept in counts],
             "optimizer on the host": [(Placement("optimizer", one),) * units for one in ("recompute", "keep")],
             "all on the host": [(Placement("host", "recompute"),) * units],
             "all on the host, swap": [(Placement("host", "swap"),) * units],

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from isles.memory.arena import Arena
 from isles.memory.costs import UnitCost
@@ -23,12 +23,8 @@ class SlotUse(NamedTuple):
     unit: int
 
 
-class Submit(Protocol):
-    """Puts work on a lane: `Runner.submit`."""
-
-    def __call__(
-        self, lane: EngineLane, urgency: Urgency, seconds: float, work: Callable[[], None], done: Callable[[], None]
-    ) -> None: ...
+Submit = Callable[[EngineLane, Urgency, float, Callable[[], None], Callable[[], None]], None]
+"""Puts work on a lane: `Runner.submit`."""
 
 
 class Slots:

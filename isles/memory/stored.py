@@ -194,11 +194,7 @@ class StoredUpdate:
         """Update by `gradients`, None where a parameter has none."""
         stored = self.stored
         if not stored.whole:
-            for parameter, gradient in zip(stored.parameters, gradients, strict=True):
-                parameter.grad = gradient
-            stored.part.step(settings, self.state)
-            for parameter in stored.parameters:
-                parameter.grad = None
+            stored.part.update(settings, gradients, self.state)
             return
         assert stored.gradients is not None
         instead = dict[nn.Parameter, nn.Parameter]()

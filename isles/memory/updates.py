@@ -55,11 +55,11 @@ class PartialOptimizer:
         """Whether it has nothing to update."""
         return not self._groups
 
-    def update(self, settings: Settings, gradients: Sequence[Tensor | None]) -> None:
-        """Update by these gradients of the parameters, in their order; none is left on them."""
+    def update(self, settings: Settings, gradients: Sequence[Tensor | None], state: Any = None) -> None:
+        """Update by these gradients of the parameters, in their order; none is left on them. state: as in `step`."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
-        self.step(settings)
+        self.step(settings, state)
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -13,32 +13,16 @@ if TYPE_CHECKING:
     from .config import ModelConfig
     from .decoder import Decoder, Output, next_token_loss
     from .factory import autocast, build, choose_device, sketch
-    from .model_limits import Limits, limits
-    from .sizes import (
-        SIZES,
-        Shape,
-        embedding_parameters,
-        flops_per_token,
-        non_embedding_parameters,
-        parameters,
-        shape_of,
-    )
+    from .model_limits import limits
+    from .sizes import SIZES, Shape, flops_per_token, non_embedding_parameters, parameters, shape_of
 
 __all__, __getattr__, __dir__ = on_first_use(
     __name__,
     {
-        ".config": ("ModelConfig",),
-        ".decoder": ("Decoder", "Output", "next_token_loss"),
-        ".factory": ("autocast", "build", "choose_device", "sketch"),
-        ".model_limits": ("Limits", "limits"),
-        ".sizes": (
-            "SIZES",
-            "Shape",
-            "embedding_parameters",
-            "flops_per_token",
-            "non_embedding_parameters",
-            "parameters",
-            "shape_of",
-        ),
+        ".config": "ModelConfig",
+        ".decoder": "Decoder Output next_token_loss",
+        ".factory": "autocast build choose_device sketch",
+        ".model_limits": "limits",
+        ".sizes": "SIZES Shape flops_per_token non_embedding_parameters parameters shape_of",
     },
 )

@@ -117,7 +117,7 @@ class SubspaceLinear(nn.Linear):
 
     def __init__(self, full: nn.Linear, subspace: Subspace) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = full.in_features, full.out_features, None
+        _copy_settings(full, self)
         self.subspace = subspace
         self.weight = _trained(subspace.basis.T @ full.weight.detach())
 
@@ -156,7 +156,7 @@ class InsideLinear(nn.Linear):
 
     def __init__(self, full: nn.Linear, subspace: Subspace, form: SubspaceForm) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = full.in_features, full.out_features, None
+        _copy_settings(full, self)
         self.subspace, self.form = subspace, form
         self.weight = _trained(subspace.project(full.weight.detach()))
         if form == "row-wise":
@@ -357,7 +357,10 @@ def _trained(values: Tensor) -> nn.Parameter:
     return nn.Parameter(values.contiguous())
 
 
-def _copy_settings(full: nn.Embedding, to: nn.Embedding) -> None:
+def _copy_settings(full: nn.Linear | nn.Embedding, to: Any) -> None:
+    if isinstance(full, nn.Linear):
+        to.in_features, to.out_features, to.bias = full.in_features, full.out_features, None
+        return
     to.num_embeddings, to.embedding_dim, to.padding_idx = full.num_embeddings, full.embedding_dim, full.padding_idx
     to.max_norm, to.norm_type = None, full.norm_type
     to.scale_grad_by_freq, to.sparse = False, False
@@ -367,10 +370,7 @@ def _plain(writer: Writer) -> nn.Module:
     kind: Any = nn.Embedding if isinstance(writer, nn.Embedding) else nn.Linear
     made = kind.__new__(kind)  # without numbers of its own
     nn.Module.__init__(made)
-    if isinstance(writer, nn.Embedding):
-        _copy_settings(writer, made)
-    else:
-        made.in_features, made.out_features, made.bias = writer.in_features, writer.out_features, None
+    _copy_settings(writer, made)
     made.weight = _trained(writer.folded())
     return made
 

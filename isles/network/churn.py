@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -188,16 +188,6 @@ def check(events: Sequence[ChurnEvent], *, workers: int, path: str = "churn") ->
                 )
             still = still | {number} if event.kind == "pause" else still - {number}
             here = here - {number} if event.kind in ("kill", "leave") else here
-
-
-def living(events: Iterable[ChurnEvent], workers: int) -> Iterator[tuple[float, int]]:
-    """(seconds, how many workers there are from then on), from (0, workers) on; who stands still counts."""
-    yield 0.0, workers
-    for event in events:
-        change = int(event.number) if event.kind == "join" else -1 if event.kind in ("kill", "leave") else 0
-        if change:
-            workers += change
-            yield event.at, workers
 
 
 def _standing(number: int, here: set[int], still: set[int]) -> str:

@@ -147,20 +147,6 @@ class Links:
         """Bits per second towards the ranks of an uplink."""
         return math.inf if self.downlink is None else _of(self.downlink, uplink)
 
-    def share(self, rank: int, ranks: Sequence[int]) -> float:
-        """Bits per second that `rank` sends with while all of `ranks` send."""
-        uplink = self.uplink_of(rank)
-        return self.rate(uplink) / self._sharing(uplink, ranks)
-
-    def down_share(self, rank: int, ranks: Sequence[int]) -> float:
-        """Bits per second that reach `rank` while all of `ranks` receive."""
-        uplink = self.uplink_of(rank)
-        return self.down_rate(uplink) / self._sharing(uplink, ranks)
-
-    def _sharing(self, uplink: int, ranks: Sequence[int]) -> int:
-        alone = self.uplinks is None and self.devices == 1
-        return 1 if alone else sum(self.uplink_of(other) == uplink for other in ranks)
-
     def base_latency(self, source: int, target: int) -> float:
         """Mean seconds from the last bit's leaving `source` to its arrival at `target`."""
         if isinstance(self.latency, (int, float)):

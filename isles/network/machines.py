@@ -1,17 +1,17 @@
 """What one worker's machine can do: device memory and speed, the link between device and host, the host's memory and
 optimizer, the disk. Numbers alone; torch is not imported.
 
-    name             device memory, GB = 10^9    bf16 FLOP/s and share reached    device memory rate    link, one way
-    A100-40, -80     40, 80                      312 T, 0.45                      1.4, 1.8 TB/s         22 GB/s
-    H100, H200       80, 141                     989 T, 0.40                      3.0, 4.3 TB/s         50 GB/s
-    V100-16          16                          125 T, 0.40                      0.8 TB/s              12 GB/s
-    RTX 3060         12                           51 T, 0.40                      0.34 TB/s             11 GB/s
-    RTX 4090         24                          165 T, 0.50                      0.95 TB/s             22 GB/s
-    laptop-16        16 (its RAM)                0.4 T, 0.50                      30 GB/s               none
-
 Peaks and sizes are the makers'. Shares reached, links, host rates and disks are what such machines commonly show, not
 measurements of one: `isles doctor --memory --write my.toml` measures yours. A machine without an accelerator has its
 RAM as the device and no host beside it; its far tier is the disk.
+
+How long a step computes on a GPU of a known name:
+
+    seconds = 6 x parameters x tokens of the step of one worker / (peak x mfu)
+
+6: a multiplication and an addition for each parameter and token, once forward and twice backward. Attention's own
+products, which grow with the sequence, are left out; mfu (model FLOP utilisation) is what such runs reach of the peak,
+0.3 to 0.5 with good code on one large GPU, less on consumer cards. One GPU a worker.
 """
 
 from __future__ import annotations
@@ -75,13 +75,32 @@ class Machine:
         return flops / (self.peak * self.mfu)
 
 
-def _gpu(
-    name: str, gigabytes: float, peak: float, mfu: float, rate: float, link: float, host: float, update: float
-) -> Machine:
+# Dense bfloat16 (float16 where there is no bfloat16) with float32 sums, TFLOP/s, as the makers' data sheets state it.
+# Beside them the GB of memory, of the largest of that name.
+_GPUS = {
+    "T4": (65, 16),
+    "V100": (125, 32),
+    "A10": (125, 24),
+    "A100": (312, 80),
+    "L4": (121, 24),
+    "L40S": (362, 48),
+    "H100": (989, 80),
+    "H200": (989, 141),
+    "B200": (2250, 180),
+    "MI250X": (383, 128),
+    "MI300X": (1307, 192),
+    "RTX 3060": (51, 12),
+    "RTX 3090": (71, 24),
+    "RTX 4090": (165, 24),
+}
+
+
+def _with_gpu(name: str, gigabytes: float, mfu: float, rate: float, link: float, host: float, update: float) -> Machine:
+    """gigabytes: of the GPU. rate: of its memory, link: to the host one way, bytes a second. host: gigabytes."""
     return Machine(
         name=name,
         device_bytes=gigabytes * _GB,
-        peak=peak,
+        peak=_GPUS[name.partition("-")[0]][0] * 1e12,
         mfu=mfu,
         device_rate=rate,
         up=link,
@@ -113,13 +132,13 @@ _LAPTOP = Machine(
 MACHINES: dict[str, Machine] = {
     one.name: one
     for one in (
-        _gpu("A100-40", 40, 312e12, 0.45, 1.4e12, 22e9, 440, 4e9),
-        _gpu("A100-80", 80, 312e12, 0.45, 1.8e12, 22e9, 440, 4e9),
-        _gpu("H100", 80, 989e12, 0.40, 3.0e12, 50e9, 512, 6e9),
-        _gpu("H200", 141, 989e12, 0.40, 4.3e12, 50e9, 512, 6e9),
-        _gpu("V100-16", 16, 125e12, 0.40, 0.8e12, 12e9, 384, 2e9),
-        _gpu("RTX 3060", 12, 51e12, 0.40, 0.34e12, 11e9, 64, 1.2e9),
-        _gpu("RTX 4090", 24, 165e12, 0.50, 0.95e12, 22e9, 64, 1.8e9),
+        _with_gpu("A100-40", 40, 0.45, 1.4e12, 22e9, 440, 4e9),
+        _with_gpu("A100-80", 80, 0.45, 1.8e12, 22e9, 440, 4e9),
+        _with_gpu("H100", 80, 0.40, 3.0e12, 50e9, 512, 6e9),
+        _with_gpu("H200", 141, 0.40, 4.3e12, 50e9, 512, 6e9),
+        _with_gpu("V100-16", 16, 0.40, 0.8e12, 12e9, 384, 2e9),
+        _with_gpu("RTX 3060", 12, 0.40, 0.34e12, 11e9, 64, 1.2e9),
+        _with_gpu("RTX 4090", 24, 0.50, 0.95e12, 22e9, 64, 1.8e9),
         _LAPTOP,
     )
 }
@@ -134,6 +153,24 @@ def known_gpu(name: str, nbytes: float) -> Machine | None:
     """
     alike = (one for one in MACHINES.values() if one.up and one.name.partition("-")[0] in name)
     return next((one for one in alike if one.device_bytes <= nbytes < 1.2 * one.device_bytes), None)
+
+
+def with_gpu(name: str) -> Machine:
+    """The machine of `MACHINES` with the GPU called `name`, or one with a host of any size. ValueError where no GPU is
+    known by it.
+    """
+    found = {known.casefold(): known for known in _GPUS}.get(name.casefold())
+    if found is None:
+        raise ValueError(unknown_name("gpu", name, _GPUS) + "; or give the time of a step, such as 800ms")
+    peak, gigabytes = _GPUS[found]
+    usual = MACHINES["H100"]
+    own = replace(usual, name=name, peak=peak * 1e12, device_bytes=gigabytes * _GB, host_bytes=math.inf)
+    return MACHINES.get(found, own)
+
+
+def step_seconds(here: Machine, mfu: float, parameters: float, tokens: float) -> float:
+    """Seconds of a step of `tokens` (one worker's). ValueError for an impossible share."""
+    return replace(here, mfu=mfu).seconds(6 * parameters * tokens)
 
 
 def machine(named: str, overrides: Mapping[str, Any] | None = None) -> Machine:

@@ -43,9 +43,7 @@ def lognormal(sigma: float, *key: int) -> float:
     Mean-preserving: its expectation is 1 for every sigma, so that more jitter spreads times without making them
     longer on average. Its median is exp(-sigma²/2).
     """
-    if sigma == 0.0:
-        return 1.0
-    return math.exp(sigma * _NORMAL.inv_cdf(uniform(*key)) - 0.5 * sigma * sigma)
+    return LognormalSeries(sigma, *key[:-1])[key[-1]]
 
 
 class LognormalSeries:

@@ -18,7 +18,7 @@ from isles.report.panels import Chart, Panel, Polyline, Table, chart_panel, plai
 from isles.report.rundir import Run, read_run
 from isles.report.series import average
 from isles.report.time_charts import lanes_panel
-from isles.report.units import format_bytes, format_number, format_percent, format_seconds, time_unit
+from isles.report.units import format_bytes, format_number, format_percent, format_seconds, seeds_in_words, time_unit
 
 LANES = 4
 """Workers of each method whose time is drawn."""
@@ -93,9 +93,7 @@ def table_of(runs: Runs) -> tuple[Table, str]:
     """The table, and a line that says what its cells are."""
     heads, rows = comparison_rows({label: [run.summary or {} for run in group] for label, group in runs.items()})
     seeds = max((len(group) for group in runs.values()), default=0)
-    return Table(
-        heads=heads, rows=rows
-    ), f"mean of {seeds} seeds, ± the standard deviation over them" if seeds > 1 else "one seed"
+    return Table(heads=heads, rows=rows), seeds_in_words(seeds) + ", ± the standard deviation over them" * (seeds > 1)
 
 
 def title(runs: Runs) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from isles.report.panels import Chart, Panel, Table, Titled, chart_panel, coloured
-from isles.report.units import format_perplexity
+from isles.report.units import format_perplexity, seeds_in_words
 
 # Key of the results, head of the column.
 WAYS = {
@@ -24,8 +24,7 @@ _DIFFICULTIES = ["easy", "medium", "difficult"]
 
 def tables(results: dict[str, Any]) -> list[Titled]:
     """Variants by domain; ways of joining, variant by variant; random splits; where the posterior lies."""
-    seeds = len(results["seeds"])
-    of = f"mean of {seeds} seeds" if seeds > 1 else "one seed"
+    of = seeds_in_words(len(results["seeds"]))
     made = [_variants(results, of), *(_ways(results, variant, of) for variant in results["cells"])]
     if "random" in results["mean"]:
         made.append(_random(results, of))

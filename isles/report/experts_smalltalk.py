@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from isles.report.panels import Chart, Panel, Polyline, Table, Titled
-from isles.report.units import format_perplexity
+from isles.report.units import format_perplexity, seeds_in_words
 
 _DENSE = {"batch": "dense, E x batch", "steps": "dense, E x steps"}
 
@@ -17,7 +17,7 @@ def tables(results: dict[str, Any]) -> list[Titled]:
     columns = {**dense, "mixture": "mixture", "oracle": "best expert", "weighted": "all, weighted"}
     columns["random"] = "random expert"
     seeds = results["seeds"]
-    of = f"mean of {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
+    of = seeds_in_words(len(seeds))
     made = [
         (
             "Perplexity by domain",

@@ -92,3 +92,8 @@ def _three_digits(value: float) -> str:
 def format_perplexity(value: float | None) -> str:
     """Three decimals, which is what perplexities and shares are compared by; "-" where there is none."""
     return "-" if value is None else f"{value:.3f}"
+
+
+def seeds_in_words(count: int) -> str:
+    """Of so many seeds' numbers."""
+    return f"mean of {count} seeds" if count > 1 else "one seed"

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import isles
 from isles.cli import app
 from isles.cli.progress import Progress
-from isles.cli.several.rows import quick, read_beside, rows_of
+from isles.cli.several.rows import ForAllRows, quick, read_beside, rows_of
 from isles.cli.several.study import Study, Terms
 from isles.cli.several.terms import tuned_in
 from isles.replicas.methods.config import DiLoCoConfig
@@ -110,9 +110,10 @@ def test_a_comparison_takes_what_was_tuned(tuned: tuple[Path, Any], capsys: pyte
     other = {"state": "complete", "loss": 1.0, "settings": {"inner.lr": 0.03, "data.batch_size": 4}}
     (lone / "tune.json").write_text(json.dumps({"trials": [other], "config": "[model]\nlayers = 3\n"}))
     words, rows = [f"data.path={folder / 'text.txt'}"], rows_of("diloco,diloco@inner.lr=0.5")
-    before = read_beside(None, rows, [3], quick(), words)
+    asked = ForAllRows(None, quick(), words)
+    before = read_beside(asked, rows, [3])
     found = tuned_in(studies, {label.split("@")[0]: one for (label, _), one in before.items()})
-    made = {label: one for (label, _), one in read_beside(None, rows, [3], quick(), words, found).items()}
+    made = {label: one for (label, _), one in read_beside(asked, rows, [3], found).items()}
     said = capsys.readouterr().err
     assert "holds no search: none\n" in said
     assert [line for line in said.splitlines() if "another" in line] == [f"note: {lone} was tuned on another model"]

@@ -75,7 +75,7 @@ def test_few_unequal_files_give_their_ends(write: Write) -> None:
 def test_no_validation(write: Write) -> None:
     corpus = load(write({"a.txt": "abc\n"}), validation_fraction=0)
     assert corpus.train.tokens.tobytes() == b"abc\n"
-    assert len(corpus.validation) == corpus.validation.documents == 0
+    assert len(corpus.validation) == len(corpus.validation.file_of) == 0
 
 
 def test_hash_follows_the_content_and_not_the_place(write: Write, tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_jsonl_rows_are_documents(write: Write) -> None:
     many = load(write({"rows.ndjson": rows}) / "rows.ndjson", text_key="body")
     assert many.split_by == "document"
     assert not set(documents(many.train)) & set(documents(many.validation))
-    assert many.train.documents + many.validation.documents == 300
+    assert len(many.train.file_of) + len(many.validation.file_of) == 300
     (root / "rows.ndjson").rename(root / "moved.jsonl")  # as it may be called on another machine
     assert load(root / "moved.jsonl", text_key="body").sha256 == many.sha256
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isles.data import Corpus, DataConfig, Loader, load_corpus
-from isles.data.loader import document_shares
+from isles.data.loader import document_shares, resharded
 from isles.data.order import epoch_order
 
 CONTEXT = 24
@@ -157,8 +157,8 @@ def test_foreign_states_are_refused(stories: Corpus) -> None:
         ({"seed": 1}, "seed = 1 but this run has 0; resume"),
         ({"context": 7}, "context = 7 but this run has 24; resume"),
         ({"split": "by_file"}, "split = 'by_file' but this run has 'iid'; resume"),
-        ({"workers": 2}, "workers = 2 but this run has 1; resume with the same one, or reshard$"),
-        ({"batch_size": 2}, "batch_size = 2 but this run has 4; resume with the same one, or reshard$"),
+        ({"workers": 2}, "workers = 2 but this run has 1; resume with the same one$"),
+        ({"batch_size": 2}, "batch_size = 2 but this run has 4; resume with the same one$"),
         ({"consumed": -1}, "consumed = -1; it must be"),
         ({"consumed": 1.5}, "consumed = 1.5; it must be"),
         ({"other": 1}, "does not have the keys"),
@@ -169,7 +169,7 @@ def test_foreign_states_are_refused(stories: Corpus) -> None:
     with pytest.raises(ValueError, match=r"^the loader state does not have the keys"):
         loader.load_state_dict({})
     with pytest.raises(ValueError, match="seed = 1"):
-        loader.load_state_dict(state | {"seed": 1}, reshard=True)
+        loader.load_state_dict(resharded(state, workers=1, batch_size=4) | {"seed": 1})
     assert loader.state_dict() == state
 
 
@@ -178,7 +178,7 @@ def test_resharding_still_reads_every_sequence_once(stories: Corpus) -> None:
     taken = [row for _ in range(5) for loader in before for row in rows(next(loader))]
     after = loaders(stories, 3, batch_size=1)
     for loader in after:
-        loader.load_state_dict(before[0].state_dict(), reshard=True)
+        loader.load_state_dict(resharded(before[0].state_dict(), workers=3, batch_size=1))
     while len(taken) + 3 <= after[0].sequences:
         taken += [row for loader in after for row in rows(next(loader))]
     assert len(set(taken)) == len(taken) > after[0].sequences - 3

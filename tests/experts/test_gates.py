@@ -60,7 +60,7 @@ def test_clusters_read_the_prefix_alone() -> None:
     torch.testing.assert_close(chances_EN.exp().sum(0), torch.ones(8, dtype=torch.float64))
 
 
-def test_the_ridge_gate_is_the_closed_form_and_experts_come_and_go() -> None:
+def test_the_ridge_gate_is_the_closed_form() -> None:
     draw = np.random.default_rng(0)
     embeddings = draw.normal(size=(20, 4))
     own = [draw.integers(5 * kind, 5 * kind + 8, size=(30, 6)) for kind in range(3)]
@@ -73,10 +73,6 @@ def test_the_ridge_gate_is_the_closed_form_and_experts_come_and_go() -> None:
     np.testing.assert_allclose(gate.weights(), by_hand / np.linalg.norm(by_hand, axis=0), rtol=1e-9)
     votes = (x_TF[:6] @ gate.weights()).argmax(1)
     assert gate.route(own[0][:1])[0] == np.bincount(votes, minlength=3).argmax()
-    before = gate.weights()
-    gate.add("more", own[0])
-    gate.remove("more")
-    assert np.array_equal(gate.weights(), before)
     with pytest.raises(ValueError, match="no text to know it by"):
         gate.add("none", own[0][:0])
 

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 from isles.memory.costs import Ends, Passes, Placement, Profile, Transient, UnitProfile, least_peak
-from isles.memory.lanes import simulate
+from isles.memory.lanes import LaneRun
 from isles.network.machines import MACHINES, Machine
 
 NOTHING = Ends(
@@ -105,7 +105,7 @@ def priority_gains(update: str) -> list[float]:
         machine = replace(machine, up=up, down=down, up_both=up, down_both=down, host_update=host)
         plan = uniform(made, "optimizer", "recompute")
         first, ours = (
-            simulate(made, plan, machine, budget=math.inf, update=update, first_come=come).step  # type: ignore[arg-type]
+            LaneRun(made, plan, machine, budget=math.inf, update=update, first_come=come).play().step  # type: ignore[arg-type]
             for come in (True, False)
         )
         gains.append(first / ours)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from isles.memory.costs import Placement, Profile, least_peak
 from isles.memory.engines.base import Engine
-from isles.memory.managed import Managed, manage
+from isles.memory.managed import Managed
 from isles.memory.meter import MemoryMeter
 from isles.memory.plan import MemoryPlan, digests
 from isles.memory.profile import profile
@@ -131,7 +131,7 @@ def train(
         made = profiled(task, autocast)
         plan = plan_of(made, placements, update=update, accumulation=accumulation)
         meter.track(*model.buffers())
-        managed = manage(
+        managed = Managed(
             plan, model, inner, profile=made, machine=MACHINES["H100"], engine=engine, disk=disk, meter=meter
         )
         meter.track(*managed.rest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from isles.memory.costs import Placement
-from isles.memory.managed import Managed, manage
+from isles.memory.managed import Managed
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
 from tests.memory.loops import DECODER, SHAPE, UNITS, adamw, plan_of, profiled
@@ -18,7 +18,7 @@ def managed_decoder(placements: tuple[Placement, ...] = HOST, engine: Any = None
     """The model, and its optimizer."""
     model, made = Decoder(SHAPE), profiled(DECODER, "none")
     plan = plan_of(made, placements)
-    return model, manage(plan, model, adamw(model), profile=made, machine=MACHINES["H100"], engine=engine)
+    return model, Managed(plan, model, adamw(model), profile=made, machine=MACHINES["H100"], engine=engine)
 
 
 def one_step(model: Decoder, managed: Managed, number: int = 0) -> None:

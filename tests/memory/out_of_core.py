@@ -17,7 +17,7 @@ from contextlib import nullcontext
 import torch
 
 from isles.memory.costs import Placement, disk_bytes, least_peak
-from isles.memory.managed import manage
+from isles.memory.managed import Managed
 from isles.memory.plan import table
 from isles.memory.profile import profile
 from isles.models.decoder import Decoder
@@ -45,7 +45,7 @@ def main(how: str, sequences: int = 1) -> None:
         folder = "" if how == "recompute" else how
         placements = (Placement("file" if folder else "device", "recompute"),) * SHAPE.layers
         plan = plan_of(made, placements)
-        managed = optimizer = manage(plan, model, inner, profile=made, machine=MACHINES["laptop-16"], disk=folder)
+        managed = optimizer = Managed(plan, model, inner, profile=made, machine=MACHINES["laptop-16"], disk=folder)
         rows = table(plan, made)
         told = {
             "planned_peak": least_peak(made, placements),

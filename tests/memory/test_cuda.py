@@ -11,7 +11,7 @@ from isles.memory.costs import ACTIVATIONS, Placement, least_peak
 from isles.memory.engines.base import Engine, Inline
 from isles.memory.engines.cuda import Cuda, CudaMoves, usual_engine
 from isles.memory.engines.paced import Paced
-from isles.memory.managed import manage
+from isles.memory.managed import Managed
 from isles.network.machines import MACHINES
 from tests.memory.loops import DECODER, UNITS, adamw, plan_of, profiled
 
@@ -37,7 +37,7 @@ def _trained(plan: tuple[Placement, ...] | None, engine: Engine | None, *, autoc
     managed = None
     if plan is not None:
         chosen = plan_of(made, plan)
-        managed = manage(chosen, model, inner, profile=made, machine=MACHINES["H100"], device=GPU, engine=engine)
+        managed = Managed(chosen, model, inner, profile=made, machine=MACHINES["H100"], device=GPU, engine=engine)
     optimizer, losses = managed or inner, []
     for step in range(6):
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast == "bf16"):

@@ -15,7 +15,7 @@ from isles.memory.costs import Placement
 from isles.memory.disk import DiskFile, Section, StagingSlot, check_folder
 from isles.memory.engines.base import DiskFailed, Inline
 from isles.memory.engines.paced import Paced
-from isles.memory.managed import Managed, manage
+from isles.memory.managed import Managed
 from isles.memory.plan import table
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
@@ -86,7 +86,7 @@ def test_a_run_goes_on_from_states_on_disk_and_onto_them(tmp_path: Path) -> None
 def _managed(folder: Path | str, plan: tuple[Placement, ...] = ALL) -> tuple[Decoder, Managed]:
     model, made = Decoder(SHAPE), profiled(DECODER, "none")
     chosen = plan_of(made, plan)
-    return model, manage(chosen, model, adamw(model), profile=made, machine=MACHINES["H100"], disk=str(folder))
+    return model, Managed(chosen, model, adamw(model), profile=made, machine=MACHINES["H100"], disk=str(folder))
 
 
 def _step(model: Decoder, managed: Managed, number: int = 0) -> None:

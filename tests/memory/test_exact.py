@@ -14,7 +14,7 @@ import torch
 from isles.memory.costs import ACTIVATIONS, PLACES, Placement, least_peak
 from isles.memory.engines.base import Inline
 from isles.memory.engines.paced import Paced
-from isles.memory.lanes import simulate
+from isles.memory.lanes import LaneRun
 from isles.memory.plan import table
 from isles.network.machines import MACHINES
 from tests.memory.loops import DECODER, UNITS, Left, plan_of, profiled, train
@@ -85,9 +85,11 @@ def _moves_what_it_should(name: str, case: Case, got: Left) -> None:
     if not case.threads:  # lanes that take no time
         quick = replace(MACHINES["H100"], up=RATE, down=RATE, up_both=RATE, down_both=RATE, host_update=RATE)
         budget = least_peak(made, case.plan, accumulation)
-        busy = simulate(
-            made, case.plan, quick, budget=budget, accumulation=accumulation, update=case.update, steps=STEPS
-        ).busy
+        busy = (
+            LaneRun(made, case.plan, quick, budget=budget, accumulation=accumulation, update=case.update, steps=STEPS)
+            .play()
+            .busy
+        )
         for lane in ("up", "down"):
             assert got.moved[lane] == round(STEPS * busy[lane] * RATE)
 

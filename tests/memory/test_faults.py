@@ -16,7 +16,7 @@ from isles.memory.activations import Swapped
 from isles.memory.costs import Placement
 from isles.memory.engines.base import Engine, Inline, LaneFailed
 from isles.memory.engines.paced import Paced
-from isles.memory.managed import manage
+from isles.memory.managed import Managed
 from isles.memory.parameters import Brought
 from isles.memory.plan import PlanMismatch
 from isles.models.decoder import Decoder
@@ -73,7 +73,7 @@ def test_no_thread_outlives_the_run(how: str) -> None:
     model, made = Decoder(SHAPE), profiled(DECODER, "none")
     plan = plan_of(made, HOST)
     for _ in range(20):
-        managed = manage(plan, model, adamw(model), profile=made, machine=MACHINES["H100"], engine=Paced())
+        managed = Managed(plan, model, adamw(model), profile=made, machine=MACHINES["H100"], engine=Paced())
         if how == "close":
             one_step(model, managed)
             managed.close()
@@ -249,7 +249,7 @@ def test_weights_that_are_loaded_past_the_optimizer_are_used() -> None:
 def test_early_updates_with_settings_that_change_too_late_are_said() -> None:
     model, made = Decoder(SHAPE), profiled(DECODER, "none")
     plan = plan_of(made, HOST, update="early")
-    managed = manage(plan, model, adamw(model), profile=made, machine=MACHINES["H100"], engine=Inline())
+    managed = Managed(plan, model, adamw(model), profile=made, machine=MACHINES["H100"], engine=Inline())
     with pytest.raises(RuntimeError, match="was changed between the backward pass and step"), managed:
         model(DECODER.batch(0)).loss.backward()
         managed.gradients()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from isles.memory.costs import ACTIVATIONS, PLACES, Placement, Profile, least_peak, unit_time
-from isles.memory.lanes import Deadlock, simulate
+from isles.memory.lanes import Deadlock, LaneRun
 from isles.network.machines import Machine
 from tests.memory.instances import NOTHING, instance, priority_gains, uniform
 
@@ -18,7 +18,7 @@ def test_all_on_the_device_is_the_sum_of_its_tasks() -> None:
     made, machine = instance(random.Random(1), 5, equal=False)
     placements = uniform(made, "device", "keep")
     times = [unit_time(unit, one, machine) for unit, one in zip(made.units, placements, strict=True)]
-    found = simulate(made, placements, machine, budget=math.inf, accumulation=3)
+    found = LaneRun(made, placements, machine, budget=math.inf, accumulation=3).play()
     wanted = 3 * sum(one.forward + one.backward for one in times) + sum(one.update for one in times)
     assert found.step == pytest.approx(wanted)
     assert [found.busy[name] for name in ("up", "down", "host", "read", "write")] == [0.0] * 5
@@ -37,7 +37,7 @@ def test_a_step_by_hand() -> None:
     unit = replace(made.units[0], params=3000, weights=2000, moved=2000, forward=1.0, backward=2.0)
     made = replace(made, units=(unit, replace(unit, name="1")))
     machine = replace(machine, up=2000.0, down=1000.0, up_both=2000.0, down_both=1000.0, host_update=1000.0)
-    found = simulate(made, uniform(made, "host", "keep"), machine, budget=math.inf, steps=6)
+    found = LaneRun(made, uniform(made, "host", "keep"), machine, budget=math.inf, steps=6).play()
     # Both copies stay from forward to backward. First step: copies up 0 to 1 and 1 to 2, forward 1 to 2 and 2 to 3,
     # backward of unit 1 to 5, of unit 0 to 7, gradients down to 7 and 9. Then updates, unit 0 to 12, unit 1 to 15; its
     # copy is up at 13, forward to 14; that of unit 1 at 16, forward to 17; backward to 19 and 21, gradients to 23.
@@ -50,7 +50,7 @@ def test_early_updates_begin_as_gradients_come() -> None:
     made = replace(made, units=(unit, replace(unit, name="1")))
     machine = replace(machine, up=2000.0, down=1000.0, up_both=2000.0, down_both=1000.0, host_update=1000.0)
     exact, early = (
-        simulate(made, uniform(made, "host", "keep"), machine, budget=math.inf, steps=6, update=update)
+        LaneRun(made, uniform(made, "host", "keep"), machine, budget=math.inf, steps=6, update=update).play()
         for update in ("exact", "early")
     )
     # ModelUnit 1's update begins two seconds before unit 0's gradients are there.
@@ -62,7 +62,9 @@ def test_both_directions_at_once_are_slower() -> None:
     slow = replace(machine, up_both=machine.up / 2, down_both=machine.down / 2)
     plan = uniform(made, "device", "swap")
     budget = least_peak(made, plan) * 1.2
-    assert simulate(made, plan, slow, budget=budget).step > simulate(made, plan, machine, budget=budget).step
+    assert (
+        LaneRun(made, plan, slow, budget=budget).play().step > LaneRun(made, plan, machine, budget=budget).play().step
+    )
 
 
 def _random_case(rng: random.Random) -> tuple[Profile, Machine, tuple[Placement, ...], int]:
@@ -83,7 +85,7 @@ def test_a_plan_that_fits_without_fetching_ahead_never_deadlocks(seeds: range) -
         rng = random.Random(seed)
         made, machine, plan, accumulation = _random_case(rng)
         budget = least_peak(made, plan, accumulation) * rng.choice([1.0, 1.0, 1.3])
-        found = simulate(
+        found = LaneRun(
             made,
             plan,
             machine,
@@ -92,7 +94,7 @@ def test_a_plan_that_fits_without_fetching_ahead_never_deadlocks(seeds: range) -
             accumulation=accumulation,
             first_come=rng.random() < 0.5,
             steps=3,
-        )
+        ).play()
         assert found.peak <= budget
         # The first step lacks the updates of a step before it, so three hold at least two of every lane.
         assert found.step * 3 >= max(found.busy.values()) * 2 * (1 - 1e-9)
@@ -102,7 +104,7 @@ def test_less_than_a_plan_needs_is_said() -> None:
     made, machine = instance(random.Random(1), 3, equal=True)
     plan = uniform(made, "host", "swap")
     with pytest.raises(Deadlock):
-        simulate(made, plan, machine, budget=least_peak(made, plan) - 1)
+        LaneRun(made, plan, machine, budget=least_peak(made, plan) - 1).play()
 
 
 @pytest.mark.parametrize(("update", "least"), [("exact", 1.08), ("early", 1.03)])

@@ -11,7 +11,7 @@ import pytest
 
 from isles.memory.costs import Placement as P
 from isles.memory.costs import ends_seconds, ends_update, unit_time
-from isles.memory.lanes import simulate
+from isles.memory.lanes import LaneRun
 from isles.memory.parallel.cut import HybridSplit, StageSeconds, fastest_hybrid, hybrid, splits
 from isles.memory.parallel.decoder import HalfDecoder, decoder_like, profile_of
 from isles.memory.parallel.job import ParallelJob
@@ -68,7 +68,7 @@ def test_the_mean_of_a_block_overlaps_the_backward_pass() -> None:
     ends = 2 * 7 / 8 * made.ends.weights / 1e9
     backward = 2 * here.seconds(made.units[0].flops)
     assert mean > backward
-    waited = simulate(made, plan, here).step - simulate(alone, plan, here).step
+    waited = LaneRun(made, plan, here).play().step - LaneRun(alone, plan, here).play().step
     assert waited == pytest.approx(2 * mean + ends - backward, rel=1e-9)
 
 
@@ -76,7 +76,7 @@ def test_updates_on_hosts_wait_for_the_mean() -> None:
     job = _job(link=1e8)
     made = averaged(job, SHAPE, 1, shared=False)
     plan = (P("optimizer", "keep"),) * SHAPE.layers
-    early, exact = (simulate(made, plan, LARGE, update=how).step for how in ("early", "exact"))
+    early, exact = (LaneRun(made, plan, LARGE, update=how).play().step for how in ("early", "exact"))
     link = 2 * 7 / 8 * (sum(unit.weights for unit in made.units) + made.ends.weights) / 1e8
     assert exact > early >= link
     assert early == pytest.approx(link, rel=0.1)
@@ -162,9 +162,9 @@ def test_plans_are_made_without_torch() -> None:
     program = (
         "import sys, isles.memory.lanes, isles.memory.search, isles.memory.plan, isles.memory.config, "
         "isles.memory.parallel.ways, isles.report.sheets.parallel, isles.cli.plans.parallel; "
-        "from isles.memory.search import best; from isles.memory.parallel.decoder import HalfDecoder, profile_of; "
+        "from isles.memory.search import Search; from isles.memory.parallel.decoder import HalfDecoder, profile_of; "
         "from isles.network.machines import MACHINES; "
-        "best(profile_of(HalfDecoder(layers=4, width=512, heads=8), 1), MACHINES['RTX 3060']); "
+        "Search(profile_of(HalfDecoder(layers=4, width=512, heads=8), 1), MACHINES['RTX 3060']).run(); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0

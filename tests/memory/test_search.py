@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from isles.memory.costs import Placement, host_bytes, least_peak
-from isles.memory.lanes import simulate
+from isles.memory.lanes import LaneRun
 from isles.memory.plan import InfeasibleBudget
-from isles.memory.search import METHODS, Search, best
+from isles.memory.search import METHODS, Search
 from tests.memory.instances import activations_instance, block, instance, uniform
 
 
@@ -21,7 +21,7 @@ def _gaps(cases: list[tuple[int, bool, str]], method: str, units: int) -> list[f
         made, machine = (
             activations_instance(rng, units, equal=equal) if method == "karma" else instance(rng, units, equal=equal)
         )
-        settings = {"method": method, "budget": machine.device_bytes, "update": update}
+        settings = {"method": method, "host": math.inf, "disk": 0.0, "update": update}
         search, every = Search(made, machine, **settings), Search(made, machine, **settings)  # type: ignore[arg-type]
         plan = search.run()
         _, optimum = every.exhaustive()
@@ -40,7 +40,7 @@ def test_what_units_give_each_other_is_there_once(equal: bool) -> None:
         made, machine = activations_instance(random.Random(seed), 3, equal=equal)
         first, *rest = made.units
         giving = replace(made, units=(first, *(replace(unit, given=unit.boundary) for unit in rest)))
-        alone, both = (Search(one, machine, method="karma", budget=machine.device_bytes) for one in (made, giving))
+        alone, both = (Search(one, machine, method="karma", host=math.inf, disk=0.0) for one in (made, giving))
         _, without = alone.exhaustive()
         plan, (_, optimum) = both.run(), both.exhaustive()
         assert optimum <= without
@@ -89,7 +89,7 @@ def test_no_plan_is_slower_than_a_simple_one(seeds: range) -> None:
         method = rng.choice(["auto", "auto", *METHODS])
         make = activations_instance if method in ("karma", "checkpoint") else instance
         made, machine = make(rng, rng.randint(2, 10), equal=rng.random() < 0.7)
-        plan = best(made, machine, method=method)
+        plan = Search(made, machine, method=method).run()
         floors = [seconds for seconds in plan.floors.values() if seconds is not None]
         assert floors
         assert plan.step <= min(floors) * 1.003  # a plan is run on as little memory as costs 0.2 % at most
@@ -104,7 +104,7 @@ def test_more_memory_is_never_slower(seeds: range, units: int) -> None:
         full = least_peak(made, uniform(made, "device", "keep"))
         before = math.inf
         for number in range(12):
-            search = Search(made, machine, budget=least * 1.01 + (full - least) * number / 11)
+            search = Search(made, machine, budget=least * 1.01 + (full - least) * number / 11, host=math.inf, disk=0.0)
             plan = search.run()
             seconds = search.seconds[plan.placements]
             assert seconds <= before * 1.01
@@ -117,7 +117,7 @@ def test_more_memory_is_never_slower(seeds: range, units: int) -> None:
 def test_where_all_fits_nothing_moves() -> None:
     made, machine = instance(random.Random(1), 6, equal=True)
     machine = replace(machine, device_rate=1e13)  # so that updates there cost it next to nothing
-    plan = best(made, machine, device_budget=least_peak(made, uniform(made, "device", "keep")))
+    plan = Search(made, machine, budget=least_peak(made, uniform(made, "device", "keep"))).run()
     assert {one.short for one in plan.placements} == {"DK"}
     assert plan.busy["up"] == plan.busy["down"] == plan.busy["host"] == plan.host_bytes == 0
     assert plan.gap <= 0.01
@@ -126,15 +126,15 @@ def test_where_all_fits_nothing_moves() -> None:
 def test_over_an_infinite_link_swapping_costs_nothing() -> None:
     made, machine = activations_instance(random.Random(2), 6, equal=True)
     free = replace(machine, up=math.inf, down=math.inf, up_both=math.inf, down_both=math.inf)
-    plan = best(made, free, method="karma", device_budget=least_peak(made, uniform(made, "device", "swap")) * 1.01)
-    computing = best(made, free, method="karma", device_budget=math.inf).step
+    plan = Search(made, free, method="karma", budget=least_peak(made, uniform(made, "device", "swap")) * 1.01).run()
+    computing = Search(made, free, method="karma", budget=math.inf).run().step
     assert plan.step == pytest.approx(computing, rel=1e-6)
 
 
 def test_without_a_link_activations_are_made_again() -> None:
     made, machine = activations_instance(random.Random(2), 6, equal=True)
     alone = replace(machine, up=0.0, down=0.0, up_both=0.0, down_both=0.0)
-    plan = best(made, alone)
+    plan = Search(made, alone).run()
     assert {one.place for one in plan.placements} == {"device"}
     assert {one.activations for one in plan.placements} <= {"keep", "recompute"}
 
@@ -145,43 +145,43 @@ def test_a_budget_that_is_too_small_names_one_that_works(equal: bool) -> None:
     with pytest.raises(
         InfeasibleBudget, match=r"memory\.device_budget = .* the least that works is \d+ bytes"
     ) as caught:
-        best(made, machine, device_budget=1e9)
+        Search(made, machine, budget=1e9).run()
     least = caught.value.device_bytes
-    plan = best(made, machine, device_budget=least)
+    plan = Search(made, machine, budget=least).run()
     assert plan.peak == least
     with pytest.raises(InfeasibleBudget):
-        best(made, machine, device_budget=least - 1)
+        Search(made, machine, budget=least - 1).run()
 
 
 @pytest.mark.long
 def test_the_host_is_a_budget_too() -> None:
     made, machine = instance(random.Random(6), 4, equal=True, tight=(0.55, 0.55))
-    wide = best(made, machine, disk_budget=0.0)
+    wide = Search(made, machine, disk=0.0).run()
     assert wide.host_bytes > 0
-    narrow = best(made, machine, disk_budget=0.0, host_budget=wide.host_bytes * 0.9)
+    narrow = Search(made, machine, disk=0.0, host=wide.host_bytes * 0.9).run()
     assert narrow.host_bytes <= wide.host_bytes * 0.9
     assert narrow.step >= wide.step * (1 - 1e-9)
     made, machine = instance(random.Random(6), 8, equal=True, tight=(0.2, 0.2))
-    wide = best(made, machine, disk_budget=0.0)
-    disk = best(made, machine, host_budget=wide.host_bytes * 0.7)  # two units' states are in memory on their way
+    wide = Search(made, machine, disk=0.0).run()
+    disk = Search(made, machine, host=wide.host_bytes * 0.7).run()  # two units' states are in memory on their way
     assert disk.disk_bytes > 0
     assert disk.host_bytes <= wide.host_bytes * 0.7
 
 
 def test_the_same_question_has_the_same_answer() -> None:
     made, machine = instance(random.Random(6), 3, equal=False)
-    assert best(made, machine) == best(made, machine)
+    assert Search(made, machine).run() == Search(made, machine).run()
 
 
 def test_a_plan_takes_no_more_memory_than_it_gains_by() -> None:
     made, machine = instance(random.Random(7), 4, equal=True)
-    plan = best(made, machine, device_budget=least_peak(made, uniform(made, "device", "keep")) * 3)
+    plan = Search(made, machine, budget=least_peak(made, uniform(made, "device", "keep")) * 3).run()
     assert plan.peak == least_peak(made, plan.placements)
 
 
 def test_early_updates_are_never_slower() -> None:
     made, machine = instance(random.Random(8), 10, equal=True)
-    plans = [best(made, machine, update=update) for update in ("exact", "early")]
+    plans = [Search(made, machine, update=update).run() for update in ("exact", "early")]
     assert plans[1].step <= plans[0].step * (1 + 1e-9)
 
 
@@ -194,17 +194,17 @@ def test_many_blocks(units: int, equal: bool) -> None:
     if not equal:
         made = replace(made, units=tuple(block(rng, str(number)) for number in range(units)))
         machine = replace(machine, device_bytes=least_peak(made, uniform(made, "host", "recompute")) * 1.5)
-    plan = best(made, machine)
+    plan = Search(made, machine).run()
     assert least_peak(made, plan.placements) <= plan.peak <= machine.device_bytes
     assert plan.host_bytes == host_bytes(made, plan.placements)
-    again = simulate(made, plan.placements, machine, budget=plan.peak)
+    again = LaneRun(made, plan.placements, machine, budget=plan.peak).play()
     assert again.step == plan.step
 
 
 def test_methods_choose_what_is_theirs() -> None:
     made, machine = activations_instance(random.Random(10), 4, equal=True)
     for name, (places, activations) in METHODS.items():
-        plan = best(made, machine, method=name)
+        plan = Search(made, machine, method=name).run()
         assert {one.place for one in plan.placements} <= set(places)
         assert {one.activations for one in plan.placements} <= set(activations)
         assert all(isinstance(one, Placement) for one in plan.placements)

@@ -17,7 +17,7 @@ from isles.memory.engines import cuda
 from isles.memory.engines.base import Inline
 from isles.memory.engines.cuda import CudaMoves
 from isles.memory.engines.paced import Paced
-from isles.memory.managed import manage
+from isles.memory.managed import Managed
 from isles.network.machines import MACHINES
 from isles.training.memory import trial
 from isles.training.memory.trial import try_out
@@ -45,7 +45,7 @@ def _trained(
     inner = adamw(model)
     engine = Paced() if watch is None else WatchedCuda(watch)
     chosen, cpu = plan_of(made, plan, accumulation=accumulation), torch.device("cpu")
-    with manage(chosen, model, inner, profile=made, machine=MACHINES["H100"], device=cpu, engine=engine) as managed:
+    with Managed(chosen, model, inner, profile=made, machine=MACHINES["H100"], device=cpu, engine=engine) as managed:
         if watch is not None:
             watch.on_device(*(one for brought in managed.runner.brought.values() for one in brought.device))
         for step, index in itertools.product(range(steps), range(accumulation)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,22 @@ from isles.network.churn import (
     check,
     churn,
     founders,
-    living,
     pool,
     read_trace,
     write_trace,
 )
 
 HOUR = 3600.0
+
+
+def living(events: Iterable[ChurnEvent], workers: int) -> Iterator[tuple[float, int]]:
+    """(seconds, how many workers there are from then on), from (0, workers) on; one that stands still counts."""
+    yield 0.0, workers
+    for event in events:
+        change = int(event.number) if event.kind == "join" else -1 if event.kind in ("kill", "leave") else 0
+        if change:
+            workers += change
+            yield event.at, workers
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ TABLE = {
 @pytest.mark.parametrize("cv", TABLE)
 def test_table_of_ratios(cv):
     for row, wanted in zip(ratios(WORKERS, cv, rounds=2000), TABLE[cv], strict=True):
-        assert abs(row.ratio - wanted) <= 4 * math.hypot(row.error, 0.003 * wanted * (cv > 0)) + 1e-9
-        assert row.error < 0.02 * wanted
+        assert abs(row.ratio - wanted) <= 4 * math.hypot(row.standard_error, 0.003 * wanted * (cv > 0)) + 1e-9
+        assert row.standard_error < 0.02 * wanted
 
 
 def test_constant_times_count_levels():
@@ -47,7 +47,7 @@ def test_one_tree_at_a_time_agrees_with_the_forest():
     times = tree_seconds(64, 1.0, 4000, seed=3)
     (row,) = ratios([64], 1.0, 4000, seed=5)
     error = times.std() / math.sqrt(len(times)) / pair_seconds(1.0)
-    assert abs(times.mean() / pair_seconds(1.0) - row.ratio) < 4 * math.hypot(error, row.error)
+    assert abs(times.mean() / pair_seconds(1.0) - row.ratio) < 4 * math.hypot(error, row.standard_error)
     assert ratios([64], 1.0, 10, seed=3) == ratios([64], 1.0, 10, seed=3)
 
 

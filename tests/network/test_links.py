@@ -63,10 +63,8 @@ def test_uplinks_and_rates():
 def test_downlinks_and_functions_of_the_line():
     made = Links(bandwidth=lambda line: 10.0 * (line + 1), downlink=[8.0, 100.0], uplinks=[0, 0, 1])
     made.check(3)
-    everybody = [0, 1, 2]
-    assert [made.share(rank, everybody) for rank in everybody] == [5.0, 5.0, 20.0]
-    assert [made.down_share(rank, everybody) for rank in everybody] == [4.0, 4.0, 100.0]
-    assert made.share(0, [0, 2]) == 10.0 and made.slowest_rate(3) == 4.0
+    assert [made.rate(made.uplink_of(rank)) for rank in range(3)] == [10.0, 10.0, 20.0]
+    assert [made.down_rate(line) for line in range(2)] == [8.0, 100.0] and made.slowest_rate(3) == 4.0
     assert Links(bandwidth=1.0).down_rate(0) == math.inf
 
 

@@ -6,9 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from isles.network.planner.costs import ring, two_shot
 from isles.network.theory.exchanges import data_parallel, diloco, streaming
-from isles.network.theory.utilisation import LayeredJob, bandwidth_for, tolerated_latency, utilisation
+from isles.network.theory.utilisation import LayeredJob, bandwidth_for, utilisation
 
 JOB = LayeredJob(parameters=1e9, layers=24, step_seconds=0.1)
 METHODS = {
@@ -25,7 +24,7 @@ RATES = np.logspace(7, 13, 60)
 def bound(name):
     """The most that any overlap can reach in the long run: the link must carry the whole model once a period."""
     exchanges = METHODS[name]
-    bits = ring(2).payloads * JOB.parameters * exchanges.bits
+    bits = JOB.parameters * exchanges.bits
     return np.minimum(1.0, RATES * exchanges.period * JOB.step_seconds / bits)
 
 
@@ -60,19 +59,11 @@ def test_methods_meet_where_they_are_the_same():
     assert streaming(24, 20, per_fragment=24) == diloco(24, 20)
     four = replace(METHODS["streaming"], bits=4)
     assert (utilisation(JOB, four, RATES) == utilisation(JOB, METHODS["streaming"], 4 * RATES)).all()
-    assert (utilisation(JOB, four, RATES, collective=ring(2)) == utilisation(JOB, four, RATES)).all()
-    more = utilisation(JOB, four, RATES * ring(8).payloads, collective=ring(8))
-    assert np.allclose(more, utilisation(JOB, four, RATES), rtol=1e-12)
 
 
 def test_every_layer_is_exchanged_once_a_period():
-    for layers, per_fragment, pattern in [
-        (24, 3, "strided"),
-        (61, 3, "strided"),
-        (61, 3, "sequential"),
-        (5, 5, "strided"),
-    ]:
-        made = streaming(layers, 100, per_fragment=per_fragment, pattern=pattern)
+    for layers, per_fragment in [(24, 3), (61, 3), (5, 5)]:
+        made = streaming(layers, 100, per_fragment=per_fragment)
         sent = [layer for step in range(made.period) for layer in made.after(step)]
         assert sorted(sent) == list(range(layers))
 
@@ -95,22 +86,6 @@ def test_overlap_of_a_whole_round_reaches_the_bound():
     assert np.allclose(share, bound("outer"), rtol=1e-6)
 
 
-@pytest.mark.parametrize("tau", [1, 4, 20])
-def test_latency_is_free_up_to_what_is_tolerated(tau):
-    made = diloco(24, 20, overlap=tau)
-    most = tolerated_latency(JOB, made)
-    assert most == pytest.approx(tau * 0.1)
-    hops = ring(2).hops
-    assert utilisation(JOB, made, np.inf, latency=0.999 * most / hops) == pytest.approx(1, abs=1e-12)
-    assert utilisation(JOB, made, np.inf, latency=1.1 * most / hops + 0.01) < 0.9999
-
-
-def test_latency_of_every_collective_stalls_data_parallel_by_what_it_is():
-    """With no other cost, a step is a forward pass and a backward pass shorter by what the last answer is late."""
-    share = utilisation(JOB, data_parallel(24), np.inf, collective=two_shot(8), latency=0.05)
-    assert share == pytest.approx(0.1 / (0.1 + 0.1), rel=1e-9)
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_thresholds_are_exact(name):
     targets = (0.3, 0.5, 0.9, 0.99)
@@ -119,16 +94,10 @@ def test_thresholds_are_exact(name):
     assert (utilisation(JOB, METHODS[name], need * (1 - 1e-5)) < targets).all()
 
 
-def test_what_no_rate_can_give_is_nan():
-    need = bandwidth_for((0.5, 0.95), JOB, diloco(24, 20), latency=0.1)
-    assert need[0] > 0 and np.isnan(need[1])
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: utilisation(JOB, METHODS["dp"], [1e9, -1.0]), "bandwidth must be above 0"),
-        (lambda: utilisation(JOB, METHODS["dp"], 1e9, latency=-1), "latency"),
         (lambda: utilisation(JOB, METHODS["dp"], 1e9, steps=0), "steps = 0"),
         (lambda: LayeredJob(parameters=-1, layers=2, step_seconds=1), "parameters"),
         (lambda: LayeredJob(parameters=1, layers=0, step_seconds=1), "layers"),

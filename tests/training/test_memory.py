@@ -22,7 +22,7 @@ from isles.comm.virtual.transport import VirtualTransport
 from isles.memory.costs import ACTIVATIONS, PLACES, Placement
 from isles.memory.engines.base import Inline
 from isles.memory.engines.paced import Paced
-from isles.memory.managed import manage
+from isles.memory.managed import Managed
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
 from isles.replicas import METHODS, method
@@ -73,7 +73,9 @@ class _Part:
             made = profiled(DECODER, "none")
             chosen = plan_of(made, PLANS[plan], accumulation=accumulation, update=update)
             engine = Inline() if isinstance(world.world.transport, VirtualTransport) else Paced()
-            self.managed = manage(chosen, self.model, self.inner, profile=made, machine=MACHINES["H100"], engine=engine)
+            self.managed = Managed(
+                chosen, self.model, self.inner, profile=made, machine=MACHINES["H100"], engine=engine
+            )
         taken = self.managed or self.inner
         max_norm = 1.0 if update == "exact" else None
         self.optimizer = kind(self.model, taken, world.outer, kind.Config(**_settings(name)), max_norm=max_norm)

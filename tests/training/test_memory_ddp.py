@@ -16,7 +16,7 @@ import torch
 import isles
 from isles.memory.costs import Placement
 from isles.memory.engines.base import Inline
-from isles.memory.managed import Managed, manage
+from isles.memory.managed import Managed
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
 from isles.replicas.replica import Plain
@@ -106,7 +106,7 @@ def test_what_needs_all_buckets_is_refused(options: dict[str, Any], what: str) -
         model, made = Decoder(SHAPE), profiled(DECODER, "none")
         plan = plan_of(made, PLANS["kept"], update="early")
         machine = MACHINES["H100"]
-        with manage(plan, model, adamw(model), profile=made, machine=machine, engine=Inline()) as managed:
+        with Managed(plan, model, adamw(model), profile=made, machine=machine, engine=Inline()) as managed:
             isles.DDP(model, managed, world.outer, max_norm=None if options else 1.0, **options)
 
     with pytest.raises(ValueError, match=f"{what} needs all of them first: leave {what} out, or update exactly"):

@@ -15,7 +15,7 @@ from isles.comm.virtual.transport import VirtualTransport
 from isles.memory.costs import Placement
 from isles.memory.engines.base import Inline
 from isles.memory.engines.paced import Paced
-from isles.memory.managed import manage
+from isles.memory.managed import Managed
 from isles.memory.sharing import runs
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
@@ -41,7 +41,7 @@ def _worker(world: Any, plan: str | None, shared: bool, update: str = "exact", p
             made = profiled(DECODER, "none")
             chosen = plan_of(made, PLANS[plan], update=update, shared=group.size if shared else 1, accumulation=2)
             engine = Inline() if isinstance(world.world.transport, VirtualTransport) else Paced()
-            managed = manage(chosen, model, inner, profile=made, machine=MACHINES["H100"], engine=engine)
+            managed = Managed(chosen, model, inner, profile=made, machine=MACHINES["H100"], engine=engine)
         max_norm = 1.0 if update == "exact" else None
         optimizer = isles.DDP(model, managed or inner, group, max_norm=max_norm, bucket_megabytes=0.1)
         if saved is not None:
@@ -135,7 +135,7 @@ def test_shares_of_others_are_refused() -> None:
         saved = inner.state_dict()
         inner.state.clear()
         chosen = plan_of(made, PLANS["host"], shared=2 if shared else 1)
-        with manage(chosen, model, inner, profile=made, machine=MACHINES["H100"], engine=Inline()) as managed:
+        with Managed(chosen, model, inner, profile=made, machine=MACHINES["H100"], engine=Inline()) as managed:
             isles.DDP(model, managed, world.outer)
             managed.load_state_dict(saved)
 

@@ -103,18 +103,12 @@ def _show(now: SwarmNow) -> None:
 def _by_stage(now: SwarmNow) -> tuple[list[str], list[list[str]]]:
     from isles.report.units import format_seconds
 
-    rows = [
-        [
-            str(one.stage) if one.stage >= 0 else "waits",
-            str(one.seat),
-            str(one.step),
-            str(one.counted),
-            format_seconds(one.seconds) if one.seconds else "-",
-            f"{one.queue:.1f}",
-            f"{format_seconds(one.heard)} ago",
-        ]
-        for one in sorted(now.peers, key=lambda one: (one.stage < 0, one.stage, one.seat))
-    ]
+    rows = []
+    for one in sorted(now.peers, key=lambda one: (one.stage < 0, one.stage, one.seat)):
+        stage = str(one.stage) if one.stage >= 0 else "waits"
+        seconds = format_seconds(one.seconds) if one.seconds else "-"
+        counts = [str(one.seat), str(one.step), str(one.counted)]
+        rows.append([stage, *counts, seconds, f"{one.queue:.1f}", f"{format_seconds(one.heard)} ago"])
     return ["stage", "seat", "step", "counted", "a microbatch", "queue", "heard"], rows
 
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from isles.cli.options import Set, Trust
+from isles.cli.options import ConfigFile, Set, Trust
+from isles.cli.plans.showing import AsJson
 from isles.cli.signals import end_in_order
 from isles.errors import warnings_told
 
@@ -18,7 +19,6 @@ app = typer.Typer(
     help="Models that are trained apart and joined where they are used: HDEE and SMALLTALK LM.", no_args_is_help=True
 )
 
-ConfigArgument = Annotated[str | None, typer.Argument(metavar="[CONFIG.toml]", help="Default: the built-in small run.")]
 Out = Annotated[Path | None, typer.Option(help="Directory, new or to go on in. Default: runs/SYSTEM-DATE-TIME.")]
 Quick = Annotated[bool, typer.Option("--quick", help="The built-in run in a small form, about a minute.")]
 JobNames = Annotated[
@@ -40,7 +40,7 @@ def _system(system: str, what: str) -> None:
 
     @app.command(system, help=what)
     def make(
-        config: ConfigArgument = None,
+        config: ConfigFile = None,
         set_: Set = None,
         out: Out = None,
         quick: Quick = False,
@@ -226,13 +226,13 @@ def config(system: Annotated[str, typer.Argument(metavar="hdee|smalltalk")]) -> 
 @app.command("plan")
 def plan(
     system: Annotated[str, typer.Argument(metavar="hdee|smalltalk")],
-    config: ConfigArgument = None,
+    config: ConfigFile = None,
     set_: Set = None,
     quick: Quick = False,
     paper: Annotated[
         bool, typer.Option("--paper", help="Instead: SMALLTALK's own table of training, overheads and inference.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Say what the experts will cost: the budget, FLOPs, and bytes between machines. Trains and writes nothing."""
     from isles.cli.experts.show import print_paper, print_plan

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from isles.cli.progress import Progress as Bar
 from isles.cli.progress import bars
-from isles.cli.table import print_table
+from isles.cli.table import print_named, print_table
 from isles.experts.hdee.hdee import TRAINED
 from isles.experts.jobs import JobProgress
 from isles.experts.joining import Joining
@@ -86,10 +86,7 @@ def print_forest(path: Path, data: str, joining: Joining) -> None:
     """Perplexity of one forest on a text."""
     from isles.experts.joining import judged_on
 
-    found = judged_on(path, data, joining)
-    width = max(map(len, found))
-    for name, value in found.items():
-        print(f"{name:<{width}}  {value}")
+    print_named(judged_on(path, data, joining))
 
 
 def print_paper(as_json: bool) -> None:

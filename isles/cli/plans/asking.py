@@ -4,8 +4,7 @@ network. From numbers, from a GPU's name, or from a run that has ended.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,6 @@ import typer
 
 if TYPE_CHECKING:
     from isles.models.config import ModelConfig
-    from isles.network.machines import Machine
     from isles.training.plan.question import PlanQuestion
 
 Model = Annotated[
@@ -68,7 +66,7 @@ def question_of(
     price_hour: float | None = None,
 ) -> tuple[PlanQuestion, str]:
     """What is asked, and the network in words. ValueError that names what is missing or wrong."""
-    from isles.network.planner.hardware import step_seconds
+    from isles.network.machines import step_seconds, with_gpu
     from isles.network.units import parse_count, parse_rate, parse_seconds
     from isles.training.plan.question import PlanQuestion
 
@@ -100,7 +98,8 @@ def question_of(
     elif gpu is not None:
         name, share = _of_gpu(gpu)
         assert each_step is not None
-        seconds, here = step_seconds(name, share, known.parameters, each_step / count), _machine(name)
+        here = with_gpu(name)
+        seconds = step_seconds(here, share, known.parameters, each_step / count)
     assert seconds is not None
     network, words = _network(links)
     near = PlanQuestion.near
@@ -120,17 +119,6 @@ def question_of(
         price_hour=price_hour,
     )
     return question, words
-
-
-def _machine(name: str) -> Machine:
-    """With such a GPU; a host of any size where the table of GPUs alone knows it."""
-    from isles.network.machines import machine
-    from isles.network.planner.hardware import gpu_bytes
-
-    try:
-        return machine(name)
-    except ValueError:
-        return replace(machine("H100"), name=name, device_bytes=gpu_bytes(name), host_bytes=math.inf)
 
 
 def model_of(text: str) -> ModelConfig:

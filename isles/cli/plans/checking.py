@@ -64,18 +64,11 @@ def replan(
     slowed, fresh = replace(plan, problem=problem), replace(plan, problem=problem, paths=found)
     now, made = slowed.step_seconds, min(fresh, slowed, key=lambda one: one.step_seconds)
     before, after, planned = visited(plan.routes), visited(made.routes), planned_computing(plan)
-    rows = [
-        [
-            str(node),
-            str(problem.stage_of[node]),
-            f"{planned.get(node, 0.0):.3f}",
-            f"{measured[node]:.3f}" if node in measured else "-",
-            f"{factors[node]:.2f}",
-            str(before[node]),
-            str(after[node]),
-        ]
-        for node in range(problem.nodes)
-    ]
+    rows = []
+    for node in range(problem.nodes):
+        took = f"{measured[node]:.3f}" if node in measured else "-"
+        seconds = [f"{planned.get(node, 0.0):.3f}", took, f"{factors[node]:.2f}"]
+        rows.append([str(node), str(problem.stage_of[node]), *seconds, str(before[node]), str(after[node])])
     heads = ["node", "stage", "planned s", "measured s", "times", "visits", "then"]
     print_table(Table(heads=heads, rows=rows, names=1))
     best = made.step_seconds

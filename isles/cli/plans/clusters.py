@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from isles.cli.options import Set
+from isles.cli.plans.showing import AsJson
+
 if TYPE_CHECKING:
     from isles.network.clusters.forming import NodeCluster
     from isles.network.clusters.nodes import ClusterNode
@@ -24,15 +27,13 @@ def plan_clusters(
     config: Annotated[
         str | None, typer.Option(help="Whose model and batches; default: the built-in run's, untied.")
     ] = None,
-    assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Over CONFIG; may be repeated.")
-    ] = None,
+    assignments: Set = None,
     clusters: Annotated[int, typer.Option(help="How many at most.")] = 5,
     by: Annotated[
         str, typer.Option(help="Cut so that the slowest stage is fast: time; or the fullest, empty: memory.")
     ] = "time",
     seed: Annotated[int, typer.Option(help="Of the search, above eight nodes.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
+    json: AsJson = False,
     write: Annotated[Path | None, typer.Option(help="Also write the whole run as a new CONFIG.toml.")] = None,
 ) -> None:
     """Put unequal nodes into clusters that hold one copy of the model each, and print the settings of such a run."""
@@ -139,16 +140,10 @@ def _show(nodes: Sequence[ClusterNode], load: ModelLoad, made: Sequence[NodeClus
     from isles.report.units import format_bytes, format_seconds
 
     heads = ["node", "rank", "cluster", "stage", "blocks from", "a microbatch", "memory"]
-    places = ("rank", "cluster", "stage", "first_block")
-    rows = [
-        [
-            row["node"],
-            *(str(row[key]) for key in places),
-            format_seconds(row["seconds"]),
-            f"{100 * row['memory']:.3g} %",
-        ]
-        for row in _rows(nodes, made)
-    ]
+    rows = []
+    for row in _rows(nodes, made):
+        places = [str(row[key]) for key in ("rank", "cluster", "stage", "first_block")]
+        rows.append([row["node"], *places, format_seconds(row["seconds"]), f"{100 * row['memory']:.3g} %"])
     print_table(Table(heads=heads, rows=rows, names=1))
     slowest, fastest = max(one.seconds for one in made), min(one.seconds for one in made)
     if not any(cluster.split.cuts for cluster in made):

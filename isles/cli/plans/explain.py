@@ -15,6 +15,7 @@ def explain(
     out: OutFolder = None,
 ) -> None:
     """Redo a table or a figure of the papers: what stands behind it, and our numbers."""
+    from isles.cli.table import print_named
     from isles.report.sheets.presets import presets, sheet
 
     if name is not None:
@@ -22,6 +23,4 @@ def explain(
         return
     if json or out is not None:
         raise ValueError("missing: NAME; isles plan explain, alone, lists them")
-    width = max(map(len, presets()))
-    for known, what in presets().items():
-        print(f"{known:<{width}}  {what}")
+    print_named(presets())

@@ -231,12 +231,12 @@ def _compared(plan: MemoryPlan, others: dict[str, MemoryPlan | None]) -> list[st
 
 
 def _write_trace(path: Path, plan: MemoryPlan, made: Profile, here: Machine) -> None:
-    from isles.memory.lanes import simulate
+    from isles.memory.lanes import LaneRun
     from isles.memory.plan import trace
 
-    timeline = simulate(
+    timeline = LaneRun(
         made, plan.placements, here, budget=plan.peak, update=plan.update, accumulation=plan.accumulation, spans=True
-    )
+    ).play()
     try:
         path.write_text(trace(timeline), encoding="utf-8")
     except OSError as error:

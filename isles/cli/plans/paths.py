@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isles.cli.plans.showing import AsJson, show
+
 if TYPE_CHECKING:
     from isles.network.routing.assign import Stages
     from isles.network.routing.problem import Costs
@@ -43,7 +45,7 @@ def plan_paths(
     cut: Annotated[str | None, typer.Option(help="First block of each stage but the first, such as 4,8.")] = None,
     budget: Annotated[str, typer.Option(help="Stop the search after this time.")] = "60s",
     seed: Annotated[int, typer.Option(help="Of the search.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Find paths for microbatches that leave out stages and exchange them (SkipPipe): seconds of a step by strategy."""
     from isles.network.named import links as named
@@ -84,7 +86,7 @@ def plan_paths(
     )
     sheet = pipeline_sheet(problem, found, messages, links)
     _write(out, as_json(made), sheet)
-    _show(sheet, json)
+    show(sheet, json, None)
     print(out, file=sys.stderr if json else sys.stdout)
 
 
@@ -213,18 +215,3 @@ def _write(out: Path, text: str, sheet: Sheet) -> None:
     for name, panel in zip(("steps", "ways"), sheet.panels, strict=True):
         assert panel.picture is not None
         settled(out.with_suffix(f".{name}.svg"), alone(panel.picture).encode())
-
-
-def _show(sheet: Sheet, json: bool) -> None:
-    if json:
-        from isles.report.sheet import as_json
-
-        print(as_json(sheet))
-        return
-    from isles.cli.table import print_table
-
-    print(sheet.title, sheet.subtitle, sheet.what, "", sep="\n")
-    print_table(sheet.table)
-    print()
-    for note in sheet.notes:
-        print(f"note: {note}")

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isles.report.comparison import ALONE, NEVER
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from isles.training.config.sections import Config
 
     Configs = dict[tuple[str, int], Config]
+    Tuned = Mapping[str, Mapping[str, Any]] | None
 
 USUAL = "none,ddp,localsgd,diloco,noloco"
 _QUICK = (
@@ -69,20 +70,22 @@ def rows_of(methods: str) -> list[ComparisonRow]:
     return [ComparisonRow(name, tuple(settings)) for name, *settings in words]
 
 
-def read_all(
-    config: str | None,
-    rows: Sequence[ComparisonRow],
-    seeds: Sequence[int],
-    flags: Mapping[str, Any],
-    assignments: Sequence[str],
-    tuned: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Configs:
+class ForAllRows(NamedTuple):
+    """What a user says of every row: CONFIG.toml, the settings of options, and --set."""
+
+    config: str | None
+    flags: Mapping[str, Any]
+    assignments: Sequence[str]
+
+
+def read_all(said: ForAllRows, rows: Sequence[ComparisonRow], seeds: Sequence[int], tuned: Tuned = None) -> Configs:
     """All configurations, before the first is run: a slip in the last should not cost the hours of the others; over
     what was `tuned`, for as many tokens.
     """
     from isles.cli.several.terms import at_equal
     from isles.training.config.reading import read_config
 
+    config, flags, assignments = said
     outside = [row.name for row in rows if ":" in row.name]
 
     def read(row: ComparisonRow, seed: int) -> Config:
@@ -96,15 +99,13 @@ def read_all(
     return {(row.label, seed): read(row, seed) for row in rows for seed in seeds}
 
 
-def swept(
-    config: str | None, rows: Sequence[ComparisonRow], sweep: str, flags: Mapping[str, Any], assignments: Sequence[str]
-) -> list[ComparisonRow]:
+def swept(said: ForAllRows, rows: Sequence[ComparisonRow], sweep: str) -> list[ComparisonRow]:
     """Each row once for every value of --sweep KEY=A,B,C; one whose method does not have the key stays as it is."""
     key, equals, text = sweep.partition("=")
     if not equals or "." not in key:
         raise ValueError(f"--sweep {sweep}: write --sweep section.key=A,B,C")
     values, found, name = names(text, f"--sweep {key}"), list[ComparisonRow](), key.partition(".")[2]
-    read = read_all(config, rows, [0], flags, assignments)
+    read = read_all(said, rows, [0])
     for row in rows:
         one = read[row.label, 0]
         has = not key.startswith("replicas.") or hasattr(one.replicas, name)
@@ -117,25 +118,18 @@ def swept(
     return found
 
 
-def read_beside(
-    config: str | None,
-    rows: Sequence[ComparisonRow],
-    seeds: Sequence[int],
-    flags: Mapping[str, Any],
-    assignments: Sequence[str],
-    tuned: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Configs:
+def read_beside(said: ForAllRows, rows: Sequence[ComparisonRow], seeds: Sequence[int], tuned: Tuned = None) -> Configs:
     """`read_all`, and beside them the rows that all are held against; a note where one cannot be."""
     from isles.cli.several.terms import at_equal
     from isles.tables import changed
 
-    configs = read_all(config, rows, seeds, flags, assignments, tuned)
-    calm = [*assignments, "world.drop_outer=0"]  # nothing is exchanged that could be dropped
+    configs = read_all(said, rows, seeds, tuned)
+    calm = said._replace(assignments=[*said.assignments, "world.drop_outer=0"])  # nothing is exchanged to be dropped
     try:
-        never = read_all(config, [ComparisonRow(NEVER)], seeds, flags, calm)
+        never = read_all(calm, [ComparisonRow(NEVER)], seeds)
         alone = {(ALONE, seed): one_worker(one) for (_, seed), one in never.items()}
         if tuned is not None:
-            never = read_all(config, [ComparisonRow(NEVER)], seeds, flags, calm, tuned)
+            never = read_all(calm, [ComparisonRow(NEVER)], seeds, tuned)
             alone = {place: at_equal("tokens", changed(one, tuned.get(ALONE, {})), one) for place, one in alone.items()}
         return {**configs, **never, **alone}
     except ValueError as error:

@@ -32,8 +32,8 @@ from typing import Literal, get_args
 from isles.errors import demand, unknown_name
 from isles.experts.domains import TRAINED, Difficulty, Domain, of_difficulty
 from isles.experts.jobs import ExpertJob, configured
-from isles.experts.meters import TOLERANCE, Share, check_budget
-from isles.models import Shape, flops_per_token
+from isles.experts.meters import TOLERANCE, ExpertTraffic, Share, bytes_of, check_budget
+from isles.models import Shape, flops_per_token, parameters
 from isles.training.config.sections import Config
 
 Branch = Literal["own", "average"]
@@ -136,6 +136,13 @@ def cell(own: HdeeConfig, base: Config, variant: str) -> Cell:
     shares: dict[str, Share] = {d: Share(_shape(base, f), t) for d, f, t in zip(TRAINED, ffn, steps, strict=True)}
     ratio = check_budget(variant, shares, Share(_shape(base, own.ffn[1]), own.steps[1]), own.tolerance)
     return Cell(variant=variant, ffn=ffn, steps=steps, ratio=ratio)
+
+
+def traffic(own: HdeeConfig, base: Config) -> ExpertTraffic:
+    """Of one seed."""
+    shapes = [_shape(base, ffn) for ffn in own.ffn]
+    weights = [4 * parameters(shape) for shape in shapes]
+    return bytes_of(weights, weights, shapes[0].vocab, serving=len(TRAINED))
 
 
 def _shape(base: Config, ffn: int) -> Shape:

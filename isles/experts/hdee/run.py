@@ -29,14 +29,13 @@ from isles.experts.domains import TRAINED, DomainPart, DomainText, of_difficulty
 from isles.experts.hdee import hdee
 from isles.experts.hdee.hdee import HdeeConfig, HdeePlan
 from isles.experts.jobs import ExpertJob, JobProgress
-from isles.experts.judging import WAYS, judge, mean_of
-from isles.experts.meters import ExpertTraffic, bytes_of
+from isles.experts.judging import WAYS, judge
 from isles.experts.registry import Forest, ForestMember
 from isles.experts.routing.priors import cached
 from isles.experts.routing.ridge import RidgeGate
 from isles.experts.served import Served, score
 from isles.experts.system import System
-from isles.models import flops_per_token, parameters
+from isles.models import flops_per_token
 from isles.training.records.saved import SavedRun, load_run
 
 
@@ -93,20 +92,15 @@ class Hdee(System[HdeeConfig]):
         for seed in self.own.seeds:
             progress.notice(f"judging the experts of seed {seed}")
             records.append(self._judge_seed(seed))
-        results: dict[str, Any] = {
-            "system": "hdee",
-            "seeds": list(self.own.seeds),
-            "domains": [{"name": d.name, "difficulty": d.difficulty} for d in self.domains],
-            "cells": {name: vars(cell) for name, cell in self.cells.items()},
-            "mean": mean_of(records),
-            "by_seed": records,
-            "flops": self._flops(),
-            "bytes": asdict(self._bytes()),
-            "ways": WAYS,
-            "posterior_over_text": self._posterior_over_text(),
-            "sequences": {name: len(text.held_rows("test", self.own.sequences)) for name, text in self.texts.items()},
-        }
-        return self.write_results(results)
+        return self.write_results(
+            records,
+            cells={name: vars(cell) for name, cell in self.cells.items()},
+            flops=self._flops(),
+            bytes=asdict(hdee.traffic(self.own, self.base)),
+            ways=WAYS,
+            posterior_over_text=self._posterior_over_text(),
+            sequences={name: len(text.held_rows("test", self.own.sequences)) for name, text in self.texts.items()},
+        )
 
     def forest(self, variant: str, seed: int, iteration: int | None = None) -> Forest:
         """The forest of a variant after an iteration (from 1; None: the last)."""
@@ -190,11 +184,6 @@ class Hdee(System[HdeeConfig]):
         one = float(flops_per_token(replace(self.base.model, ffn=self.own.ffn[1]).shape(), backward=False))
         return {**found, "a token by one medium model": one, "a token by three of them": 3 * one}
 
-    def _bytes(self) -> ExpertTraffic:
-        shapes = [replace(self.base.model, ffn=ffn).shape() for ffn in self.own.ffn]
-        weights = [4 * parameters(shape) for shape in shapes]
-        return bytes_of(weights, weights, shapes[0].vocab, serving=3)
-
 
 class _SeedScores:
     """What the runs of one seed say of the domains: each asked once, however many forests it stands in."""
@@ -222,4 +211,4 @@ class _SeedScores:
 
     def judged(self, names: Sequence[str], domain: str) -> dict[str, Any]:
         """Several as a forest, in all ways of joining them."""
-        return judge(self.of(names, domain, "test"), self.of(names, domain, "prior")).as_json()
+        return judge(self.of(names, domain, "test"), self.of(names, domain, "prior"))

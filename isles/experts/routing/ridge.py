@@ -28,9 +28,6 @@ class RidgeGate:
             raise ValueError(f"expert {name!r}: no text to know it by; give some")
         self.counts[name] = np.bincount(tokens.ravel(), minlength=len(self.features_VF)).astype(np.float64)
 
-    def remove(self, name: str) -> None:
-        del self.counts[name]
-
     def weights(self) -> np.ndarray:
         """W (F, E), in the order in which the experts came."""
         counts_VE = np.stack(list(self.counts.values()), axis=1)

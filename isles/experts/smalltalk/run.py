@@ -18,7 +18,6 @@ from typing import Any
 from typing_extensions import override
 
 from isles.experts.jobs import ExpertJob, JobProgress
-from isles.experts.judging import mean_of
 from isles.experts.meters import bytes_of, score_bytes
 from isles.experts.smalltalk import smalltalk
 from isles.experts.smalltalk.judging import judge_seed
@@ -60,20 +59,14 @@ class Smalltalk(System[SmalltalkConfig]):
         first = next(iter(self.seeds.values()))
         pool = first.pool(self.trained)
         return self.write_results(
-            {
-                "system": "smalltalk",
-                "seeds": list(self.own.seeds),
-                "domains": [{"name": d.name, "difficulty": d.difficulty} for d in self.domains],
-                "mean": mean_of(records),
-                "by_seed": records,
-                "assignment_sha256": [seed.assignment().sha256 for seed in self.seeds.values()],
-                "flops": self._flops(first, len(pool.rows)),
-                "bytes": self._bytes(first, pool.rows.nbytes, pool.rows.itemsize),
-                "steps": self.own.steps,
-                "experts": self.own.experts,
-                "prefix": self.own.prefix,
-                "reweigh_every": self.own.reweigh_every,
-            }
+            records,
+            assignment_sha256=[seed.assignment().sha256 for seed in self.seeds.values()],
+            flops=self._flops(first, len(pool.rows)),
+            bytes=self._bytes(first, pool.rows.nbytes, pool.rows.itemsize),
+            steps=self.own.steps,
+            experts=self.own.experts,
+            prefix=self.own.prefix,
+            reweigh_every=self.own.reweigh_every,
         )
 
     def _flops(self, seed: SmalltalkSeed, sequences: int) -> dict[str, float]:

@@ -69,11 +69,14 @@ class Paced(Engine):
 
     def computed(self, began: float, seconds: float) -> None:
         """Wait for the rest of them, with `pace`."""
+        self._end("device", began, seconds)
+
+    def _end(self, lane: str, began: float, seconds: float) -> None:
         left = began + seconds - time.perf_counter() if self.pace else 0.0
         if left > 0:
             time.sleep(left)
         if self.log is not None:
-            self.log.append(LaneSpan("device", began, time.perf_counter() - began))
+            self.log.append(LaneSpan(lane, began, time.perf_counter() - began))
 
     def close(self) -> None:
         """Drop what has not begun, wait for what has. TimeoutError where that does not end."""
@@ -103,11 +106,7 @@ class Paced(Engine):
                 began = time.perf_counter()
                 with torch.no_grad():
                     job.work()
-                left = began + job.seconds - time.perf_counter() if self.pace else 0.0
-                if left > 0:
-                    time.sleep(left)
-                if self.log is not None:
-                    self.log.append(LaneSpan(lane, began, time.perf_counter() - began))
+                self._end(lane, began, job.seconds)
                 done = job.done
                 del job  # and with it what its work holds
                 done()

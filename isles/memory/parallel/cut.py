@@ -6,16 +6,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from isles.memory.costs import Placement, Profile, ends_update, least_peak, unit_time
+from isles.memory.costs import Profile, ends_update, least_peak, tail, unit_time
 from isles.memory.parallel.decoder import HalfDecoder, profile_of
 from isles.memory.parallel.job import ParallelJob, ParallelWay, deepest, divisors
 from isles.memory.parallel.uncut import least
 from isles.network.links import Links
-from isles.network.routing.orders import in_flight, orders
-from isles.network.routing.replay import TaskSeconds, in_order, replay
-from isles.network.routing.routes import MOST_VISITS, fixed_routes
-from isles.network.routing.wires import MessageLines, Sizes
-from isles.network.topology import Topology
+from isles.network.routing.orders import in_flight
+from isles.network.routing.replay import TaskSeconds, fixed_step
+from isles.network.routing.routes import MOST_VISITS
+from isles.network.routing.wires import Sizes
 
 _HOLDS = ("1f1b", "auto")  # as few forwards as keep stages busy, or two more where messages take long
 
@@ -112,13 +111,10 @@ def _stage(job: ParallelJob, shape: HalfDecoder, split: HybridSplit, stage: int)
     return replace(made, units=units, ends=ends, in_flight=min(held, job.sequences // split.replicas))
 
 
-def _plan(units: int, again: int) -> tuple[Placement, ...]:
-    return (Placement("device", "recompute"),) * again + (Placement("device", "keep"),) * (units - again)
-
-
 def _peak(job: ParallelJob, shape: HalfDecoder, split: HybridSplit, stage: int, again: int) -> int:
     made = _stage(job, shape, split, stage)
-    return least_peak(made, _plan(len(made.units), again), job.sequences // split.replicas)
+    units = len(made.units)
+    return least_peak(made, tail("device", "recompute", units, units - again), job.sequences // split.replicas)
 
 
 def remade(job: ParallelJob, split: HybridSplit) -> list[int] | None:
@@ -146,7 +142,8 @@ class StageSeconds:
         rate = job.mean_rate(split.tensor * split.stages)
         for stage, count in enumerate(again):
             made = _stage(job, job.shape, split, stage)
-            pairs = zip(made.units, _plan(len(made.units), count), strict=True)
+            units = len(made.units)
+            pairs = zip(made.units, tail("device", "recompute", units, units - count), strict=True)
             times = [unit_time(unit, one, job.machine) for unit, one in pairs]
             head = job.machine.seconds(made.ends.flops)
             nbytes = made.ends.weights + sum(unit.weights for unit in made.units)
@@ -177,18 +174,12 @@ class StageSeconds:
         rest.
         """
         job, split = self.job, self.split
-        routes = fixed_routes(1, split.stages, self.microbatches, home=False)
         size = job.shape.stream(1) // split.tensor  # cut matrices' devices each send a part
         near = split.tensor * split.stages <= job.per_host
         rate = job.near if near else min(job.near, job.link / job.per_host)
-        played = replay(
-            routes,
-            TaskSeconds(forward=self.forward, loss=[0.0] * split.stages, backward=self.backward),
-            MessageLines(
-                Topology(split.stages, Links(bandwidth=8 * rate)), Sizes(forward=size, home=size, backward=size)
-            ),
-            in_order(orders(routes, in_flight(split.holds, 1, split.stages))),
-        )
+        seconds = TaskSeconds(forward=self.forward, loss=[0.0] * split.stages, backward=self.backward)
+        sizes = Sizes(forward=size, home=size, backward=size)
+        played = fixed_step(self.microbatches, seconds, split.holds, Links(bandwidth=8 * rate), sizes)
         ends = [max(span.end for span in played.spans if span.worker == stage) for stage in range(split.stages)]
         step = max(end + self._left(stage) for stage, end in enumerate(ends))
         return step, 1 - sum(played.busy.values()) / split.stages / step

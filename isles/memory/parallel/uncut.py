@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from isles.memory.costs import Placement, Profile, host_bytes, least_peak
-from isles.memory.lanes import simulate
+from isles.memory.costs import Placement, Profile, host_bytes, least_peak, tail
+from isles.memory.lanes import LaneRun
 from isles.memory.parallel.decoder import STATE, WEIGHT, HalfDecoder, profile_of
 from isles.memory.parallel.job import ParallelJob, ParallelWay, deepest, divisors
 from isles.memory.searching.counts import Counts, expand, possible
@@ -72,14 +72,7 @@ def planned(job: ParallelJob, *, shared: bool) -> PassPlan | None:
     best, fastest = None, math.inf
     for accumulation in divisors(job.sequences // job.devices):
         made = averaged(job, job.shape, accumulation, shared=shared)
-        tried = PlanTrials(
-            made,
-            job.machine,
-            budget=job.machine.device_bytes,
-            host=job.machine.host_bytes,
-            update="early",
-            accumulation=accumulation,
-        )
+        tried = PlanTrials(made, job.machine, disk=0.0, update="early", accumulation=accumulation)
         tried.first(_family(len(made.units)), _TRIED, below=fastest)
         for plan, seconds in tried.seconds.items():
             if seconds < fastest:
@@ -91,7 +84,7 @@ def played(job: ParallelJob, found: PassPlan, *, shared: bool) -> LaneTimeline:
     """A step of it with this job's links."""
     accumulation, plan = found
     made = averaged(job, job.shape, accumulation, shared=shared)
-    return simulate(made, plan, job.machine, update="early", accumulation=accumulation)
+    return LaneRun(made, plan, job.machine, update="early", accumulation=accumulation).play()
 
 
 def _family(units: int) -> Iterator[tuple[Placement, ...]]:
@@ -136,7 +129,8 @@ def fully_sharded(job: ParallelJob) -> ParallelWay:
         if remade is None:
             continue
         made, here = _sharded(job, job.shape, accumulation)
-        timeline = simulate(made, _tail(len(made.units), remade), here, update="early", accumulation=accumulation)
+        plan = tail("host", "recompute", len(made.units), len(made.units) - remade)
+        timeline = LaneRun(made, plan, here, update="early", accumulation=accumulation).play()
         if best.step is None or timeline.step < best.step:
             batches = f", {accumulation} batches a step" if accumulation > 1 else ""
             best = ParallelWay(
@@ -172,17 +166,14 @@ def _sharded(job: ParallelJob, shape: HalfDecoder, accumulation: int) -> tuple[P
     return replace(made, units=units, ends=ends), here
 
 
-def _tail(units: int, remade: int) -> tuple[Placement, ...]:
-    return (Placement("host", "recompute"),) * remade + (Placement("host", "keep"),) * (units - remade)
-
-
 def _least_remade(job: ParallelJob, shape: HalfDecoder, accumulation: int) -> int | None:
     """Blocks that must be made again to fit; None: not even all of them do."""
     made, _ = _sharded(job, shape, accumulation)
     units = len(made.units)
 
     def fits(remade: int) -> bool:
-        return least_peak(made, _tail(units, remade), accumulation) <= job.machine.device_bytes
+        plan = tail("host", "recompute", units, units - remade)
+        return least_peak(made, plan, accumulation) <= job.machine.device_bytes
 
     return least(units, fits)
 

@@ -26,7 +26,7 @@ from isles.memory.costs import (
     least_peak,
     places_of,
 )
-from isles.memory.lanes import Deadlock, LaneTimeline, simulate
+from isles.memory.lanes import Deadlock, LaneRun, LaneTimeline
 from isles.memory.plan import choices
 from isles.memory.searching.counts import lane_loads
 from isles.network.machines import Machine
@@ -41,9 +41,12 @@ METHODS: dict[str, tuple[tuple[UnitPlace, ...], tuple[Activations, ...]]] = {
 
 
 class PlanTrials:
-    """budget, host, disk: bytes of the device, of the host and of files. loads, fixed: seconds on each lane, of every
-    unit by choice and of what no choice changes. seconds: of each plan that was simulated, infinite where one
-    would get stuck.
+    """method: a key of `METHODS`. budget, host, disk: bytes of the device, of the host and of files; None: all that the
+    machine has. update: whether updates on the host wait for all gradients ("exact") or begin as these come ("early").
+    accumulation: batches a step.
+
+    loads, fixed: seconds on each lane, of every unit by choice and of what no choice changes. seconds: of each plan
+    that was simulated, infinite where one would get stuck.
     """
 
     def __init__(
@@ -52,19 +55,20 @@ class PlanTrials:
         machine: Machine,
         *,
         method: str = "auto",
-        budget: float,
-        host: float = math.inf,
-        disk: float = 0.0,
+        budget: float | None = None,
+        host: float | None = None,
+        disk: float | None = None,
         update: Update = "exact",
         accumulation: int = 1,
-        first_come: bool = False,
     ) -> None:
         self.profile, self.machine, self.method = profile, machine, method
-        self.budget, self.host, self.disk = budget, max(host, 0.0), disk
+        self.budget = machine.device_bytes if budget is None else budget
+        self.host = machine.host_bytes if host is None else max(host, 0.0)
+        self.disk = machine.disk_bytes if disk is None else disk
         self.update: Update = update
-        self.accumulation, self.first_come = accumulation, first_come
+        self.accumulation = accumulation
         places, activations = METHODS[method]
-        there = places_of(machine, disk)
+        there = places_of(machine, self.disk)
         self.options = choices([one for one in places if one in there], activations)
         self.near: UnitPlace = "host" if "host" in there else "file"
         self.index = {one: number for number, one in enumerate(self.options)}
@@ -89,15 +93,14 @@ class PlanTrials:
 
     def timeline(self, plan: tuple[Placement, ...], budget: float) -> LaneTimeline:
         """Its step, with so many bytes of the device. Deadlock where they are too few."""
-        return simulate(
+        return LaneRun(
             self.profile,
             plan,
             self.machine,
             budget=budget,
             update=self.update,
             accumulation=self.accumulation,
-            first_come=self.first_come,
-        )
+        ).play()
 
     def time(self, plan: tuple[Placement, ...], budget: float | None = None) -> float:
         """Seconds of its step."""

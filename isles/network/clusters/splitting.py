@@ -151,11 +151,6 @@ class ClusterCutter:
         return rows
 
 
-def split_model(load: ModelLoad, nodes: Sequence[ClusterNode], by: CutBy = "time") -> ModelSplit | None:
-    """One cut of `ClusterCutter`."""
-    return ClusterCutter(load, by).split(nodes)
-
-
 def fill(load: ModelLoad, cuts: Sequence[int], stage: int, node: ClusterNode) -> float:
     """The share of a node's memory that one stage of a cluster cut there takes."""
     bounds = [0, *cuts, load.blocks]

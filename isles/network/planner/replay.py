@@ -20,7 +20,7 @@ from isles.network.planner.worker import PLAYED, Agenda, PlannedWorker
 from isles.network.topology import Topology
 
 MESSAGES = 100_000
-"""That are played of a run, or few more: two or three seconds."""
+"""Two or three seconds."""
 _ROUNDS = 3  # of a run that is played in part, at least
 _FACTOR = 4  # on MESSAGES, that so few rounds may take
 _SETTLING, _SETTLED = 3, 6  # steps before those are alike, and then
@@ -88,113 +88,86 @@ class TimeAccount:
         return self.computing / total if total else 1.0
 
 
-def replay(
-    exchanges: Sequence[PlannedExchange],
-    topology: Topology,
-    step_seconds: Sequence[float],
-    steps: int,
-    opening: Sequence[PlannedExchange] = (),
-    seed: int = 0,
-    staged: StagedSteps | None = None,
-    steady: SteadyStep | None = None,
-) -> Waits:
-    """A run of `steps` inner steps. step_seconds: of each worker, of a whole replica's step where it is `staged`.
-    opening: exchanges before the first step, one after the other; they are not counted, but part the workers' starts
-    and number the messages. seed: of the jitter. steady: stands for most steps of each row without an exchange.
+@dataclass(frozen=True, slots=True)
+class RunReplay:
+    """Runs over the lines of `topology`, replayed.
+
+    step_seconds: of each worker, of a whole replica's step where it is `staged`. opening: exchanges before the first
+    step, one after the other; they are not counted, but part the workers' starts and number the messages. seed: of the
+    jitter. messages: that are played of a run, or few more.
     """
-    wire = PlannedWire(topology, seed)
-    agenda = Agenda(opening, exchanges)
-    workers = [
-        PlannedWorker(wire, rank, agenda.acts(steps), each, staged, steady) for rank, each in enumerate(step_seconds)
-    ]
-    for worker in workers:
-        wire.timeline.at(0.0, LAST, worker.rank, worker.turn)
-    wire.timeline.run()
-    waited, for_stages = (
-        tuple(tuple(row[moment] for moment in range(steps + 2)) for row in rows)
-        for rows in ([worker.waited for worker in workers], [worker.waited_for_stages for worker in workers])
-    )
-    shares = (1.0,) * len(workers) if staged is None else staged.computed
-    computed = tuple(share * each for share, each in zip(shares, step_seconds, strict=True))
-    return Waits(steps, computed, waited, for_stages, wire.messages)
 
+    topology: Topology
+    step_seconds: Sequence[float]
+    opening: Sequence[PlannedExchange] = ()
+    seed: int = 0
+    staged: StagedSteps | None = None
+    messages: int = MESSAGES
 
-def steady_step(topology: Topology, step_seconds: Sequence[float], staged: StagedSteps, seed: int = 0) -> SteadyStep:
-    """Its mean over a few steps and the workers."""
-    waits = replay((), topology, step_seconds, _SETTLED, (), seed, staged)
-    kept = _SETTLED - _SETTLING
-    whole = [sum(row[_SETTLING + 1 : _SETTLED + 1]) / kept for row in waits.waited]
-    for_stages = tuple(sum(row[_SETTLING + 1 : _SETTLED + 1]) / kept for row in waits.for_stages)
-    each = [computed + waited for computed, waited in zip(waits.computed, whole, strict=True)]
-    return SteadyStep(max(sum(each) / len(each), *waits.computed), waits.computed, for_stages)
+    def waits(self, exchanges: Sequence[PlannedExchange], steps: int, steady: SteadyStep | None = None) -> Waits:
+        """In `steps` inner steps. steady: stands for most steps of each row without an exchange."""
+        wire = PlannedWire(self.topology, self.seed)
+        agenda = Agenda(self.opening, exchanges)
+        workers = [
+            PlannedWorker(wire, rank, agenda.acts(steps), each, self.staged, steady)
+            for rank, each in enumerate(self.step_seconds)
+        ]
+        for worker in workers:
+            wire.timeline.at(0.0, LAST, worker.rank, worker.turn)
+        wire.timeline.run()
+        waited, for_stages = (
+            tuple(tuple(row[moment] for moment in range(steps + 2)) for row in rows)
+            for rows in ([worker.waited for worker in workers], [worker.waited_for_stages for worker in workers])
+        )
+        shares = (1.0,) * len(workers) if self.staged is None else self.staged.computed
+        computed = tuple(share * each for share, each in zip(shares, self.step_seconds, strict=True))
+        return Waits(steps, computed, waited, for_stages, wire.messages)
 
+    def run(self, records: ExchangeRecords, rhythm: Rhythm, steps: int) -> TimeAccount | None:
+        """Of a run of `steps` inner steps, played in part where it has more than `messages`. None where even a few
+        rounds have many more.
+        """
+        every = rhythm.every
+        rounds = max(steps - rhythm.start, 0) // every
+        rest = steps - rounds * every
+        steady = self._steady(every)
+        played = _rounds(records, every, rest, rounds, self.messages, _played_messages(self.staged, every, steady))
+        if played is None:
+            return None
+        taken = rest + played * every
+        waits = self.waits(records(taken), taken, steady)
+        account = replace(waits.account, computing=steps * waits.step_seconds)
+        return account if played == rounds else account.plus(rounds - played, _later_half(waits, rest, every, played))
 
-def replay_run(
-    records: ExchangeRecords,
-    rhythm: Rhythm,
-    topology: Topology,
-    step_seconds: Sequence[float],
-    steps: int,
-    opening: Sequence[PlannedExchange] = (),
-    seed: int = 0,
-    messages: int = MESSAGES,
-    staged: StagedSteps | None = None,
-) -> TimeAccount | None:
-    """Of a run of `steps` inner steps, played in part where it has more than `messages`. None where even a few rounds
-    have many more.
-    """
-    every = rhythm.every
-    rounds = max(steps - rhythm.start, 0) // every
-    rest = steps - rounds * every
-    steady = _steady(staged, every, topology, step_seconds, seed, messages)
-    played = _rounds(records, every, rest, rounds, messages, _played_messages(staged, every, steady))
-    if played is None:
-        return None
-    taken = rest + played * every
-    waits = replay(records(taken), topology, step_seconds, taken, opening, seed, staged, steady)
-    account = replace(waits.account, computing=steps * waits.step_seconds)
-    return account if played == rounds else account.plus(rounds - played, _later_half(waits, rest, every, played))
+    def long_run(self, records: ExchangeRecords, rhythm: Rhythm, rounds: int = 20) -> TimeAccount | None:
+        """Of one round of a run without an end: the later half of `rounds`, or fewer. None: see `run`."""
+        start, every = rhythm
 
+        def later(steps: int) -> list[PlannedExchange]:
+            shifted = (one._replace(sent=one.sent - start, lands=one.lands - start) for one in records(start + steps))
+            return [one for one in shifted if one.sent > 0]
 
-def long_run(
-    records: ExchangeRecords,
-    rhythm: Rhythm,
-    topology: Topology,
-    step_seconds: Sequence[float],
-    opening: Sequence[PlannedExchange] = (),
-    seed: int = 0,
-    messages: int = MESSAGES,
-    rounds: int = 20,
-    staged: StagedSteps | None = None,
-) -> TimeAccount | None:
-    """Of one round of a run without an end: the later half of `rounds`, or fewer. None: see `replay_run`."""
-    start, every = rhythm
+        steady = self._steady(every)
+        played = _rounds(later, every, 0, rounds, self.messages, _played_messages(self.staged, every, steady))
+        if played is None:
+            return None
+        taken = played * every
+        waits = self.waits(later(taken), taken, steady)
+        return replace(_later_half(waits, 0, every, played), computing=every * waits.step_seconds)
 
-    def later(steps: int) -> list[PlannedExchange]:
-        shifted = (one._replace(sent=one.sent - start, lands=one.lands - start) for one in records(start + steps))
-        return [one for one in shifted if one.sent > 0]
-
-    steady = _steady(staged, every, topology, step_seconds, seed, messages)
-    played = _rounds(later, every, 0, rounds, messages, _played_messages(staged, every, steady))
-    if played is None:
-        return None
-    taken = played * every
-    waits = replay(later(taken), topology, step_seconds, taken, opening, seed, staged, steady)
-    return replace(_later_half(waits, 0, every, played), computing=every * waits.step_seconds)
-
-
-def _steady(
-    staged: StagedSteps | None,
-    every: int,
-    topology: Topology,
-    step_seconds: Sequence[float],
-    seed: int,
-    messages: int,
-) -> SteadyStep | None:
-    """Where a few rounds of `every` steps have too many messages between stages."""
-    if staged is None or every <= PLAYED or _ROUNDS * every * staged.messages <= messages:
-        return None
-    return steady_step(topology, step_seconds, staged, seed)
+    def _steady(self, every: int) -> SteadyStep | None:
+        """A step without an exchange, the mean over a few and the workers, where a few rounds of `every` steps have too
+        many messages between stages.
+        """
+        staged = self.staged
+        if staged is None or every <= PLAYED or _ROUNDS * every * staged.messages <= self.messages:
+            return None
+        waits = replace(self, opening=()).waits((), _SETTLED)
+        kept = _SETTLED - _SETTLING
+        whole = [sum(row[_SETTLING + 1 : _SETTLED + 1]) / kept for row in waits.waited]
+        for_stages = tuple(sum(row[_SETTLING + 1 : _SETTLED + 1]) / kept for row in waits.for_stages)
+        each = [computed + waited for computed, waited in zip(waits.computed, whole, strict=True)]
+        return SteadyStep(max(sum(each) / len(each), *waits.computed), waits.computed, for_stages)
 
 
 def _played_messages(staged: StagedSteps | None, every: int, steady: SteadyStep | None) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from isles.network.planner.planned import MessagePattern, PlannedExchange, Tree, by_size, gathered
-from isles.network.planner.replay import TimeAccount, replay
+from isles.network.planner.replay import RunReplay, TimeAccount
 from isles.network.topology import Topology
 
 _NUMBER = 8  # bytes, float64
@@ -54,7 +54,7 @@ class PlannedTurn:
 
     def account(self, topology: Topology) -> TimeAccount:
         """What a worker waits for it, where all come to it at once."""
-        waits = replay(self.exchanges, topology, [0.0] * self.workers, 1)
+        waits = RunReplay(topology, [0.0] * self.workers).waits(self.exchanges, 1)
         seconds = waits.waiting(1, 1)
         return TimeAccount(0.0, seconds, seconds)
 

@@ -134,26 +134,6 @@ class AtOnce:
         self.ready(task)
 
 
-def play(
-    routes: Sequence[Route],
-    queue: Callable[[int], Queue],
-    wire: TaskWire,
-    seconds: Callable[[int, Task], float],
-    room: Mapping[int, int],
-    pause: Callable[[Task], float] | None = None,
-) -> list[Span]:
-    """Every task of `routes` in the order of its end.
-
-    queue:   makes the queue of the worker at a position.
-    seconds: that a task takes there.
-    room:    forwards that a worker may hold, by position; where there is none, any number.
-    pause:   seconds that a worker rests after a task; its product leaves before.
-
-    ValueError, naming who waits for whom, where the tasks cannot all be done.
-    """
-    return _Play(routes, queue, wire, seconds, room, pause).run()
-
-
 def orders_of(spans: Sequence[Span]) -> dict[int, list[Task]]:
     """Every worker's tasks in the order of their starts, as `orders` gives them."""
     made: dict[int, list[Task]] = {worker: [] for worker in sorted({span.worker for span in spans})}
@@ -162,7 +142,15 @@ def orders_of(spans: Sequence[Span]) -> dict[int, list[Task]]:
     return made
 
 
-class _Play:
+class StepPlay:
+    """Every task of `routes`.
+
+    queue:   makes the queue of the worker at a position.
+    seconds: that a task takes there.
+    room:    forwards that a worker may hold, by position; where there is none, any number.
+    pause:   seconds that a worker rests after a task; its product leaves before.
+    """
+
     def __init__(
         self,
         routes: Sequence[Route],
@@ -170,7 +158,7 @@ class _Play:
         wire: TaskWire,
         seconds: Callable[[int, Task], float],
         room: Mapping[int, int],
-        pause: Callable[[Task], float] | None,
+        pause: Callable[[Task], float] | None = None,
     ) -> None:
         self.routes = {route.microbatch: route for route in routes}
         self.wire, self.seconds, self.room, self.pause = wire, seconds, room, pause
@@ -189,6 +177,7 @@ class _Play:
         self.spans: list[Span] = []
 
     def run(self) -> list[Span]:
+        """In the order of their ends. ValueError, naming who waits for whom, where they cannot all be done."""
         for route in self.routes.values():
             if route.after is None:
                 self._ready(Task("F", route.microbatch, 0))

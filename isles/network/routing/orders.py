@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from isles.errors import unknown_name
-from isles.network.routing.events import AtOnce, Ranked, orders_of, play
+from isles.network.routing.events import AtOnce, Ranked, StepPlay, orders_of
 from isles.network.routing.routes import Route, Task, check_routes, position
 
 UNITS = {"F": 1.0, "L": 0.25, "B": 2.0}
@@ -30,13 +30,13 @@ def orders(routes: Sequence[Route], in_flight: Mapping[int, int]) -> dict[int, l
         if most < 1:
             raise ValueError(f"in_flight of worker {worker} is {most}: a worker must hold at least 1 forward")
     try:
-        spans = play(
+        spans = StepPlay(
             routes,
             queue=lambda worker: Ranked(lambda time, task: (task.microbatch, task.hop)),
             wire=AtOnce(),
             seconds=lambda worker, task: UNITS[task.kind],
             room=in_flight,
-        )
+        ).run()
     except ValueError as error:
         raise ValueError(f"{error}. Allow more in_flight") from None
     return orders_of(spans)

@@ -143,9 +143,9 @@ def routes_of(paths: Paths, waves: int) -> list[Route]:
     ]
 
 
-def replay_paths(problem: Problem, paths: Paths, wire: TaskWire | None = None) -> Replay:
-    """A step of `paths`, first come, first served; `wire`: other than the problem's delays."""
-    return replay_routes(problem, routes_of(paths, problem.waves), wire)
+def replay_paths(problem: Problem, paths: Paths) -> Replay:
+    """A step of `paths`, first come, first served."""
+    return replay_routes(problem, routes_of(paths, problem.waves))
 
 
 def replay_shared(problem: Problem, routes: Sequence[Route], wires: Sequence[TaskWire]) -> list[Replay]:
@@ -156,13 +156,7 @@ def replay_shared(problem: Problem, routes: Sequence[Route], wires: Sequence[Tas
     return [replay(routes, problem.seconds, wire, in_order(tasks), pause=problem.rest) for wire in wires]
 
 
-def replay_routes(problem: Problem, routes: Sequence[Route], wire: TaskWire | None = None) -> Replay:
+def replay_routes(problem: Problem, routes: Sequence[Route]) -> Replay:
     """A step of `routes`, otherwise as `replay_paths`."""
-    return replay(
-        routes,
-        problem.seconds,
-        Delays(problem.delays) if wire is None else wire,
-        first_come,
-        room=dict.fromkeys(range(problem.nodes), problem.memory),
-        pause=problem.rest,
-    )
+    room = dict.fromkeys(range(problem.nodes), problem.memory)
+    return replay(routes, problem.seconds, Delays(problem.delays), first_come, room=room, pause=problem.rest)

@@ -11,8 +11,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from isles.network.routing.events import FirstCome, Listed, Queue, Ranked, Span, TaskWire, play
-from isles.network.routing.routes import Route, Task, check_routes
+from isles.network.links import Links
+from isles.network.routing.events import FirstCome, Listed, Queue, Span, StepPlay, TaskWire
+from isles.network.routing.orders import in_flight, orders
+from isles.network.routing.routes import Route, Task, check_routes, fixed_routes
+from isles.network.routing.wires import MessageLines, Sizes
+from isles.network.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,7 @@ def replay(
     room: Mapping[int, int] | None = None,
     pause: Callable[[Task], float] | None = None,
 ) -> Replay:
-    """Play one step. queue: `in_order(...)`, `by_arrival` or `first_come`. room and pause: as in `events.play`.
+    """Play one step. queue: `in_order(...)` or `first_come`. room and pause: as in `events.play`.
 
     ValueError for routes that are none, and, naming who waits for whom, for tasks that cannot all be done.
     """
@@ -74,8 +78,16 @@ def replay(
     def duration(worker: int, task: Task) -> float:
         return seconds_of(seconds, by_number[task.microbatch], worker, task)
 
-    spans = play(routes, queue, wire, duration, room or {}, pause)
+    spans = StepPlay(routes, queue, wire, duration, room or {}, pause).run()
     return Replay(spans=spans, held=_held(spans))
+
+
+def fixed_step(microbatches: int, seconds: TaskSeconds, holds: str, links: Links, sizes: Sizes) -> Replay:
+    """A step of one fixed pipeline over `links`, the loss at its last stage. holds: forwards, as of `in_flight`."""
+    stages = len(seconds.forward)
+    routes = fixed_routes(1, stages, microbatches, home=False)
+    queue = in_order(orders(routes, in_flight(holds, 1, stages)))
+    return replay(routes, seconds, MessageLines(Topology(stages, links), sizes), queue)
 
 
 def seconds_of(seconds: TaskSeconds, route: Route, worker: int, task: Task) -> float:
@@ -89,11 +101,6 @@ def seconds_of(seconds: TaskSeconds, route: Route, worker: int, task: Task) -> f
 def in_order(orders: Mapping[int, Sequence[Task]]) -> Callable[[int], Queue]:
     """Every worker follows its list (`orders`)."""
     return lambda worker: Listed(orders.get(worker, ()))
-
-
-def by_arrival(worker: int) -> Queue:
-    """Whoever is free does what has come, backwards and losses first, then what came first."""
-    return Ranked(lambda time, task: (time, task.microbatch, task.hop))
 
 
 def first_come(worker: int) -> Queue:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -54,11 +54,11 @@ def strategies(problem: Problem, effort: Effort, seed: int = 0, network: PlanNet
     fitted = time.monotonic()
     best = with_collisions(problem, effort, alone, seed)
     done = time.monotonic()
-    without = _planned("without", problem, network, alone, fitted - drawn)
-    plan = _planned("with", problem, network, best, done - drawn)
+    without = _replayed("without", problem, network, alone, fitted - drawn)
+    plan = _replayed("with", problem, network, best, done - drawn)
     if without.seconds < plan.seconds:
         plan = replace(without, name="with", planning=done - drawn)
-    return [full(problem, network), _planned("random", problem, network, by_chance, drawn - began), without, plan]
+    return [full(problem, network), _replayed("random", problem, network, by_chance, drawn - began), without, plan]
 
 
 def full(problem: Problem, network: PlanNetwork | None = None) -> Strategy:
@@ -74,17 +74,11 @@ def full(problem: Problem, network: PlanNetwork | None = None) -> Strategy:
 
 
 def _replayed(
-    name: str,
-    problem: Problem,
-    network: PlanNetwork | None,
-    routes: Sequence[Route],
-    planning: float = 0.0,
-    paths: Paths | None = None,
+    name: str, problem: Problem, network: PlanNetwork | None, found: Paths | Sequence[Route], planning: float = 0.0
 ) -> Strategy:
+    """found: paths of the slots, or the routes of a step."""
+    paths = found if isinstance(found, Mapping) else None
+    routes = found if isinstance(found, Sequence) else routes_of(found, problem.waves)
     played = [replay_routes(problem, routes)] if network is None else network.replays(problem, routes)
     seconds = fmean(step.makespan for step in played)
     return Strategy(name=name, routes=routes, played=played[0], seconds=seconds, planning=planning, paths=paths)
-
-
-def _planned(name: str, problem: Problem, network: PlanNetwork | None, paths: Paths, planning: float) -> Strategy:
-    return _replayed(name, problem, network, routes_of(paths, problem.waves), planning, paths)

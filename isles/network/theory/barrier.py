@@ -100,14 +100,14 @@ class Waiting:
     workers: int
     inner_steps: int
     rounds: int
-    everybody: float
-    partner_last: float
-    partner_mean: float
+    everybody_seconds: float
+    partner_last_seconds: float
+    partner_mean_seconds: float
 
     @property
     def ratio(self) -> float:
         """How many times longer waiting for all takes than waiting for a partner, the last worker counted."""
-        return self.everybody / self.partner_last
+        return self.everybody_seconds / self.partner_last_seconds
 
 
 def waiting(workers: int, steps: StepLaw, *, rounds: int = 100, seed: int = 0) -> Waiting:
@@ -129,7 +129,7 @@ def waiting(workers: int, steps: StepLaw, *, rounds: int = 100, seed: int = 0) -
         workers=workers,
         inner_steps=steps.count,
         rounds=rounds,
-        everybody=everybody,
-        partner_last=float(clock.max()),
-        partner_mean=float(clock.mean()),
+        everybody_seconds=everybody,
+        partner_last_seconds=float(clock.max()),
+        partner_mean_seconds=float(clock.mean()),
     )

@@ -13,9 +13,6 @@ counted from 0, the one next to the data.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-Pattern = Literal["strided", "sequential"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +63,16 @@ def streaming(
     bits: float = 16,
     overlap: int = 0,
     per_fragment: int = 3,
-    pattern: Pattern = "strided",
     every: int | None = None,
 ) -> Exchanges:
-    """Fragments of `per_fragment` layers in turns, the last fragment first.
+    """Fragments of `per_fragment` layers in turns, the last fragment first: of P fragments each has every P-th layer.
 
     every: steps from one fragment to the next; None: round(sync_every / fragments), half to even, at least 1.
     """
     if not 1 <= per_fragment <= layers:
         raise ValueError(f"{per_fragment} layers a fragment: choose 1 to {layers}, the number of layers")
     count = -(-layers // per_fragment)
-    if pattern == "strided":
-        parts = [range(first, layers, count) for first in range(count)]
-    else:
-        parts = [range(first, min(first + per_fragment, layers)) for first in range(0, layers, per_fragment)]
+    parts = [range(first, layers, count) for first in range(count)]
     every = max(round(sync_every / count), 1) if every is None else every
     turns = tuple(tuple(reversed(part)) for part in reversed(parts))
     return Exchanges(every=every, fragments=turns, bits=bits, overlap=overlap)

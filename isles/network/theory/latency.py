@@ -8,8 +8,6 @@ of a message. Bandwidth does not matter here, nor what the messages hold.
           the way down takes as long as another way up in distribution. Constant t: 2 log2 N.
     pair: one message each way, twice: 2 E max(t, t') = 2 (1 + erf(sigma / 2)). Constant t: 2.
 
-N that is no power of two: the odd one of a level goes up by itself.
-
 That is what the paper compares. What Isles moves, with the same random message times:
 
     two-shot: everybody waits for N - 1 messages, then sends to all again; over when the last of those has arrived:
@@ -29,12 +27,11 @@ _AT_ONCE = 1 << 22  # random numbers in memory, 32 MB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """How many times longer a tree takes than a pair, on average; error: standard error of that."""
+    """How many times longer a tree takes than a pair, on average."""
 
     workers: int
-    cv: float
     ratio: float
-    error: float
+    standard_error: float
 
 
 def sigma_of(cv: float) -> float:
@@ -93,7 +90,7 @@ def ratios(workers: list[int], cv: float, rounds: int, seed: int = 0) -> list[Ra
         scale = 2 / pair_seconds(cv)
         # Trees of one forest are independent, for no message belongs to two of them at the same level or below.
         error = way.std() / math.sqrt(way.size)
-        made.append(Ratio(workers=count, cv=cv, ratio=scale * float(way.mean()), error=scale * float(error)))
+        made.append(Ratio(workers=count, ratio=scale * float(way.mean()), standard_error=scale * float(error)))
     return made
 
 
@@ -102,12 +99,9 @@ def _level_maxima(random: np.random.Generator, sigma: float, ready: np.ndarray) 
     levels = []
     while ready.shape[1] > 1:
         arrived = ready + np.exp(sigma * random.standard_normal(ready.shape) - sigma * sigma / 2)
-        even = arrived.shape[1] // 2 * 2
-        ready = np.maximum(arrived[:, 0:even:2], arrived[:, 1:even:2])
-        if even < arrived.shape[1]:
-            ready = np.concatenate([ready, arrived[:, -1:]], axis=1)
+        ready = np.maximum(arrived[:, 0::2], arrived[:, 1::2])
         levels.append(ready)
-    return levels or [ready]
+    return levels
 
 
 def _check(workers: int, rounds: int) -> None:

@@ -8,11 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from isles.network.links import Links
-from isles.network.routing.orders import in_flight, orders
-from isles.network.routing.replay import TaskSeconds, in_order, replay
-from isles.network.routing.routes import fixed_routes
-from isles.network.routing.wires import MessageLines, Sizes
-from isles.network.topology import Topology
+from isles.network.routing.replay import TaskSeconds, fixed_step
+from isles.network.routing.wires import Sizes
 
 V100, TOKENS = 12e12, 512
 """FLOP/s (float32) that a stage reaches, and tokens of a microbatch, of SWARM's devices."""
@@ -56,9 +53,7 @@ def step_of(model: ProtocolModel, rate: float, share: float) -> tuple[float, flo
     )
     stream = round(PROTOCOL_TOKENS * model.width * share * 2)
     sizes = Sizes(forward=stream + 4 * PROTOCOL_TOKENS, home=stream, backward=stream)
-    routes = fixed_routes(1, model.stages, MICROBATCHES, home=False)
-    wire = MessageLines(Topology(model.stages, Links(bandwidth=rate, latency=_LATENCY)), sizes)
-    played = replay(routes, seconds, wire, in_order(orders(routes, in_flight("auto", 1, model.stages))))
+    played = fixed_step(MICROBATCHES, seconds, "auto", Links(bandwidth=rate, latency=_LATENCY), sizes)
     return played.makespan, sum(played.bubbles.values()) / model.stages
 
 

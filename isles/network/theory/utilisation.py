@@ -3,9 +3,9 @@
 
 A step is a chain of 3L - 1 nodes of equal length: L forward; then from the last layer to the first one node back to the
 activations and one to the parameters (the first layer needs no activation gradient). The link is one first-in-first-out
-queue: a layer is handed to it when its parameter node ends, occupies it for payloads * bits / bandwidth, and arrives
-`hops` latencies after that. The forward node of a layer waits for the layer's exchange of `1 + overlap` steps before;
-nothing else waits.
+queue: a layer is handed to it when its parameter node ends, and occupies it for bits / bandwidth: two workers, each of
+which sends the whole of it once, as in a ring. The forward node of a layer waits for the layer's exchange of
+`1 + overlap` steps before; nothing else waits.
 
     utilisation = time of the nodes / time until the last node ends
 
@@ -13,9 +13,9 @@ Two ways to look: `steps` of a run that begins with an idle link, and transfers 
 papers' tables), or the long run, in which what is sent must also arrive. The long run begins with a full queue, so that
 a link that is too slow shows at once and not after it has fallen `overlap` steps behind.
 
-Closed forms, r = payloads * bits of the model / (bandwidth * step), v = 1 / (3L - 1), in steps:
+Closed forms, r = bits of the model / (bandwidth * step), v = 1 / (3L - 1), in steps:
 data parallel: max(Lv + 2v + r, 1 + r/L + max(0, r/L - v)); DiLoCo: (H - 1 + that) / H; all: utilisation <= `bound`.
-Not in the model: jitter, lost packets, time to encode, unequal workers.
+Not in the model: latency, jitter, lost packets, time to encode, unequal workers. `isles plan methods` has them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from isles.errors import demand
-from isles.network.planner.costs import Collective, ring
 from isles.network.theory.exchanges import Exchanges
 
 Floats = np.ndarray
@@ -35,7 +34,7 @@ Floats = np.ndarray
 _SETTLE, _MEASURE = 3, 3  # periods; a long run is judged by the second after the first
 _LEAST_STEPS = 60
 _SECTIONS = 24  # bandwidths tried at once
-_WIDEST = (1e-3, 1e18)  # bits per second; what no bandwidth between them gives, none gives
+_WIDEST = (1e-3, 1e18)  # bits per second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,33 +57,21 @@ class LayeredJob:
 
 
 def utilisation(
-    job: LayeredJob,
-    exchanges: Exchanges,
-    bandwidth: Floats | Sequence[float] | float,
-    *,
-    collective: Collective | None = None,
-    latency: float = 0.0,
-    steps: int | None = None,
+    job: LayeredJob, exchanges: Exchanges, bandwidth: Floats | Sequence[float] | float, *, steps: int | None = None
 ) -> Floats:
     """Share of the time spent computing, one for each `bandwidth` (bits per second, any shape).
 
-    collective: what a layer's exchange costs; None: a ring of two, as in the papers. latency: seconds one way.
     steps: the first `steps` of a run; None: the long run. ValueError for a rate that is not positive.
     """
     rates = np.asarray(bandwidth, float)
     if not (rates > 0).all():
         raise ValueError(f"bandwidth must be above 0 bits per second, got {rates.min():g}")
-    if not 0 <= latency < math.inf:
-        raise ValueError(f"latency must be 0 s or more and finite, got {latency}")
     if steps is not None and steps < 1:
         raise ValueError(f"steps = {steps}: choose 1 or more")
-    collective = collective or ring(2)
-    occupied = collective.payloads * job.parameters / job.layers * exchanges.bits / rates
-    run = _Clock(job, exchanges, occupied, collective.hops * latency)
+    run = _Clock(job, exchanges, job.parameters / job.layers * exchanges.bits / rates)
     if steps is not None:
         run.advance(steps)
         return steps * job.step_seconds / run.clock
-    # Delays are covered by the overlap or stall every answer, so the queue need not hold them.
     run.link = run.link + (1 + exchanges.overlap) * job.step_seconds
     settle = max(_SETTLE * exchanges.period, _LEAST_STEPS) + exchanges.overlap
     measured = math.ceil(_LEAST_STEPS / exchanges.period) * exchanges.period * _MEASURE
@@ -94,23 +81,11 @@ def utilisation(
     return measured * job.step_seconds / (run.clock - before)
 
 
-def tolerated_latency(job: LayeredJob, exchanges: Exchanges) -> float:
-    """Seconds that an exchange may take without stalling anyone: the steps it overlaps."""
-    return exchanges.overlap * job.step_seconds
-
-
 def bandwidth_for(
-    targets: Sequence[float],
-    job: LayeredJob,
-    exchanges: Exchanges,
-    *,
-    collective: Collective | None = None,
-    latency: float = 0.0,
-    steps: int | None = None,
-    precision: float = 1e-6,
+    targets: Sequence[float], job: LayeredJob, exchanges: Exchanges, *, precision: float = 1e-6
 ) -> Floats:
-    """The least bandwidth (bits per second) for each utilisation in `targets`, to a relative `precision`; nan where the
-    latency alone costs more than the target allows.
+    """The least bandwidth (bits per second) for each utilisation in `targets` in the long run, to a relative
+    `precision`.
 
     By sections: each round tries several bandwidths between the bounds, all at once, and keeps the section in which
     the target is reached. Utilisation never falls with bandwidth.
@@ -120,17 +95,15 @@ def bandwidth_for(
         raise ValueError(f"targets are shares between 0 and 1, got {wanted.tolist()}")
     low, high = (np.full(len(wanted), math.log(end)) for end in _WIDEST)
     inner = np.linspace(0, 1, _SECTIONS + 2)[1:-1]
-    share = utilisation(job, exchanges, np.exp(high), collective=collective, latency=latency, steps=steps)
-    reachable = share >= wanted
     while (high - low).max() > precision:
         tried = low[:, None] + (high - low)[:, None] * inner
-        found = utilisation(job, exchanges, np.exp(tried), collective=collective, latency=latency, steps=steps)
+        found = utilisation(job, exchanges, np.exp(tried))
         enough = np.concatenate([np.zeros((len(wanted), 1), bool), found >= wanted[:, None]], axis=1)
         edges = np.concatenate([low[:, None], tried, high[:, None]], axis=1)
         last_short = _SECTIONS - enough[:, ::-1].argmin(axis=1)
         rows = np.arange(len(wanted))
         low, high = edges[rows, last_short], edges[rows, last_short + 1]
-    return np.where(reachable, np.exp(high), math.nan)
+    return np.exp(high)
 
 
 class _Clock:
@@ -138,8 +111,8 @@ class _Clock:
     each bandwidth.
     """
 
-    def __init__(self, job: LayeredJob, exchanges: Exchanges, occupied: Floats, delay: float) -> None:
-        self.job, self.exchanges, self.occupied, self.delay = job, exchanges, occupied, delay
+    def __init__(self, job: LayeredJob, exchanges: Exchanges, occupied: Floats) -> None:
+        self.job, self.exchanges, self.occupied = job, exchanges, occupied
         self.clock = np.zeros_like(occupied)
         self.link = np.zeros_like(occupied)
         self.step = 0
@@ -160,7 +133,7 @@ class _Clock:
                 clock = clock + (2 * (place - layer) - (layer == 0)) * node
                 place = layer
                 link = np.maximum(link, clock) + occupied
-                sent.append((layer, link + self.delay if self.delay else link))
+                sent.append((layer, link))
             if sent:
                 self.answers[step + 1 + self.exchanges.overlap] = sent[::-1]
             if place > 0:

@@ -47,6 +47,7 @@ def quadratic() -> Sheet:
                 "above_minimum_with_noise": float(problem.value(last).mean() - problem.value(problem.optimum)),
             }
         )
+    heads = ["workers", "coordinates each", "rho", "off the optimum", "simulated", "f above", "f above, with noise"]
     return Sheet(
         name="ist-quadratic",
         title="Independent subnets on a quadratic: where they settle",
@@ -55,15 +56,7 @@ def quadratic() -> Sheet:
         what=f"Coupling {_COUPLED:g} between any two coordinates, step size {_RATE:g}; |x - x*| / |x*| in the norm of "
         f"the curvature; simulated: mean of {_COPIES} runs after {_BURN_IN} rounds.",
         table=Table(
-            heads=[
-                "workers",
-                "coordinates each",
-                "rho",
-                "off the optimum",
-                "simulated",
-                "f above",
-                "f above, with noise",
-            ],
+            heads=heads,
             rows=[
                 [f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows
             ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def latency() -> Sheet:
     shots = {
         cv: [float(two_shot_seconds(count, cv, _SHOTS).mean()) / swap_seconds(cv) for count in _WORKERS] for cv in _CVS
     }
-    error = max(row.error / row.ratio for rows in table.values() for row in rows)
+    error = max(row.standard_error / row.ratio for rows in table.values() for row in rows)
     lines = {f"cv {cv:g}": [(row.workers, row.ratio) for row in rows] for cv, rows in table.items()}
     own = {f"cv {cv:g}": _points(_WORKERS, row) for cv, row in shots.items()}
     return Sheet(
@@ -53,13 +53,7 @@ def latency() -> Sheet:
         ),
         data={
             "rows": [
-                {
-                    "cv": cv,
-                    "workers": row.workers,
-                    "ratio": row.ratio,
-                    "standard_error": row.error,
-                    "two_shot_per_swap": shot,
-                }
+                {"cv": cv, **asdict(row), "two_shot_per_swap": shot}
                 for cv, rows in table.items()
                 for row, shot in zip(rows, shots[cv], strict=True)
             ],
@@ -101,21 +95,7 @@ def barrier() -> Sheet:
                 for place, workers in enumerate(_CROWDS)
             ],
         ),
-        data={
-            "rows": [
-                {
-                    "workers": run.workers,
-                    "inner_steps": run.inner_steps,
-                    "rounds": run.rounds,
-                    "everybody_seconds": run.everybody,
-                    "partner_last_seconds": run.partner_last,
-                    "partner_mean_seconds": run.partner_mean,
-                    "ratio": run.ratio,
-                }
-                for row in runs.values()
-                for run in row
-            ]
-        },
+        data={"rows": [{**asdict(run), "ratio": run.ratio} for row in runs.values() for run in row]},
         panels=[
             _panel("All / partner, by workers", "workers", by_crowd, log_x=True),
             _panel("All / partner, by inner steps", "inner steps", by_steps, [f"{n:,}" for n in shown], log_x=True),

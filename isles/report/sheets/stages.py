@@ -96,17 +96,10 @@ def table2() -> Sheet:
     rows, data = [], []
     for size, replicas, stages, printed in pipelines.NOLOCO:
         one = plan_split(_asked(size, replicas, stages), WorkerSplit(replicas=replicas, stages=stages, inner=1))
-        rows.append(
-            [
-                f"{size}, {replicas} x {stages}",
-                " / ".join(f"{value:g}" for value in printed),
-                f"{100 * one.computing / one.step:.1f}",
-                f"{100 * one.bubble / one.step:.1f}",
-                f"{one.stage_bytes / 1e9:.3g}",
-                f"{one.outer_bytes / 1e9:.3g}",
-                f"{one.memory / 1e9:.3g}",
-            ]
-        )
+        shares = [f"{100 * part / one.step:.1f}" for part in (one.computing, one.bubble)]
+        sizes = [f"{nbytes / 1e9:.3g}" for nbytes in (one.stage_bytes, one.outer_bytes, one.memory)]
+        paper = " / ".join(f"{value:g}" for value in printed)
+        rows.append([f"{size}, {replicas} x {stages}", paper, *shares, *sizes])
         data.append(
             {
                 "model": size,

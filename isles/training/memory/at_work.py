@@ -16,7 +16,7 @@ from isles.memory.disk import check_folder
 from isles.memory.engines.base import Engine, Inline
 from isles.memory.engines.cuda import CudaMoves, usual_engine
 from isles.memory.engines.paced import Paced
-from isles.memory.managed import Managed, manage
+from isles.memory.managed import Managed
 from isles.memory.meter import MemoryMeter
 from isles.memory.passes import PassWay
 from isles.network.routing.routes import Task
@@ -64,7 +64,7 @@ class PlannedMemory:
                 count_all(self._meter, model, inner)
             return inner
         self.notices = check_folder(self.config.memory.disk, plan.disk_bytes) if plan.disk_bytes else []
-        self.managed = manage(
+        self.managed = Managed(
             plan,
             model,
             inner,

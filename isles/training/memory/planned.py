@@ -21,7 +21,7 @@ from isles.memory.disk import check_folder
 from isles.memory.plan import MemoryPlan, from_json
 from isles.memory.profile import StateBytes, adamw_bytes, profile
 from isles.memory.profiling.fully_sharded import fully_sharded
-from isles.memory.search import METHODS, best
+from isles.memory.search import METHODS, Search
 from isles.memory.sharing import portions_of
 from isles.memory.units import units_of
 from isles.models import ModelConfig, choose_device, limits, sketch
@@ -142,16 +142,16 @@ def planned(config: Config, made: Profile, here: Machine, *, free: float = math.
                 "GPU are to be had: end what else uses it, or plan again"
             )
         return plan
-    found = best(
+    found = Search(
         made,
         here,
         method="auto" if memory.method == "none" else memory.method,
-        device_budget=device,
-        host_budget=host,
-        disk_budget=_disk(memory.disk, here),
+        budget=device,
+        host=host,
+        disk=_disk(memory.disk, here),
         update=memory.update,
         accumulation=batches,
-    )
+    ).run()
     return replace(found, shared=sharing)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from isles.memory.costs import Placement, Profile, least_peak
 from isles.memory.engines.base import Engine, Inline
 from isles.memory.engines.cuda import Cuda, CudaMoves
-from isles.memory.managed import manage
+from isles.memory.managed import Managed
 from isles.memory.plan import MemoryPlan, digests
 from isles.memory.profile import profile
 from isles.models.decoder import Decoder
@@ -62,7 +62,7 @@ def _trained(made: Profile, device: torch.device, engine: Engine) -> list[Tensor
     model = Decoder(_SHAPE, seed=0)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     losses = list[Tensor]()
-    with manage(
+    with Managed(
         _plan(made), model, inner, profile=made, machine=MACHINES["H100"], device=device, engine=engine
     ) as managed:
         for step in range(STEPS):

@@ -19,7 +19,7 @@ from isles.network.links import Links
 from isles.network.named import links
 from isles.network.planner.classes import LEVELS, Representatives, lines_of_all, lines_of_partners
 from isles.network.planner.planned import PlannedExchange, Rhythm, sent_by_all
-from isles.network.planner.replay import ExchangeRecords, TimeAccount, long_run, replay_run
+from isles.network.planner.replay import ExchangeRecords, RunReplay, TimeAccount
 from isles.network.planner.wanted_rate import wanted_rate
 from isles.network.topology import Topology
 from isles.replicas import method
@@ -188,13 +188,13 @@ class PlannedMethod:
         opening: Sequence[PlannedExchange] = (),
     ) -> TimeAccount:
         """Of one round. seconds: of a step."""
-        rhythm, each = self._rhythm, [seconds] * topology.workers
+        rhythm, replays = self._rhythm, RunReplay(topology, [seconds] * topology.workers, opening, messages=messages)
         if steps is None:
             rounds = rhythm.every / self.every
-            found = long_run(records, rhythm, topology, each, opening, messages=messages, rounds=_MOST_ROUNDS)
+            found = replays.long_run(records, rhythm, rounds=_MOST_ROUNDS)
         else:
             rounds = steps / self.every
-            found = replay_run(records, rhythm, topology, each, steps, opening, messages=messages)
+            found = replays.run(records, rhythm, steps)
         assert found is not None, "its caller has looked that it can be played"
         return TimeAccount(found.computing / rounds, found.waiting / rounds)
 

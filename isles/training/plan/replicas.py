@@ -16,7 +16,7 @@ from isles.models.subspace import Subspace
 from isles.network.links import Links
 from isles.network.named import links
 from isles.network.planner.memory import WorkerMemory
-from isles.network.planner.replay import MESSAGES, TimeAccount, replay, replay_run
+from isles.network.planner.replay import MESSAGES, RunReplay, TimeAccount
 from isles.network.planner.stages import StagedSteps
 from isles.network.planner.wanted_rate import wanted_rate
 from isles.network.topology import Topology
@@ -173,28 +173,20 @@ def _startup(made: RunSketch) -> float | None:
     if sum(one.messages for one in opening) > MESSAGES:
         return None
     workers, topology = config.world.workers, _topology(config, config.network)
-    waits = replay([], topology, [0.0] * workers, 0, opening, config.run.seed)
+    waits = RunReplay(topology, [0.0] * workers, opening, config.run.seed).waits([], 0)
     return max(moments[0] for moments in waits.waited)
 
 
 def replayed(
     made: RunSketch, far: Links, staged: StagedSteps | None = None, seconds: float | None = None, most: int = MESSAGES
 ) -> TimeAccount | None:
-    """The whole run over such links between islands; `replay_run`. seconds: of a step; None: those of the clock."""
+    """The whole run over such links between islands; `RunReplay.run`. seconds: of a step; None: those of the clock."""
     config, topology = made.config, _topology(made.config, far)
     world, steps = config.world, config.run.steps
     own = step_seconds(config) if seconds is None else seconds
-    account = replay_run(
-        made.exchanges,
-        made.rhythm(steps),
-        topology,
-        [factor * own for factor in world.factors],
-        steps,
-        made.opening(),
-        config.run.seed,
-        most,
-        staged,
-    )
+    each = [factor * own for factor in world.factors]
+    replays = RunReplay(topology, each, made.opening(), config.run.seed, staged, most)
+    account = replays.run(made.exchanges, made.rhythm(steps), steps)
     turn = None if staged is None else subspace_turns(made, staged)
     if account is None or turn is None:
         return account

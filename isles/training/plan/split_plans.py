@@ -18,7 +18,7 @@ from typing import Any, Literal
 from isles.network.named import links
 from isles.network.planner.classes import LEVELS, Representatives, fewer
 from isles.network.planner.planned import BySize, PlannedExchange, Rhythm
-from isles.network.planner.replay import ExchangeRecords, TimeAccount, long_run
+from isles.network.planner.replay import ExchangeRecords, RunReplay, TimeAccount
 from isles.network.planner.stages import StagedSteps
 from isles.network.topology import Topology
 from isles.pipeline.boundaries.names import boundary_name
@@ -262,16 +262,8 @@ def _played(
     for some in levels:
         if 3 * sum(one.messages for one in some(records(every))) <= _MESSAGES:
             break
-    found = long_run(
-        lambda steps: some(records(steps)),
-        Rhythm(0, every),
-        topology,
-        [seconds] * topology.workers,
-        opening,
-        messages=_MESSAGES,
-        rounds=6,
-        staged=staged,
-    )
+    replays = RunReplay(topology, [seconds] * topology.workers, opening, staged=staged, messages=_MESSAGES)
+    found = replays.long_run(lambda steps: some(records(steps)), Rhythm(0, every), rounds=6)
     if found is None:
         raise ValueError(
             f"{topology.workers} workers exchange too often to be played: choose a larger --sync-every, or fewer "

@@ -1,7 +1,7 @@
 """Time and bytes of a run as if its model were a larger one: the small one learns, the named one is paid for.
 
     "1B"               a size of `isles.models.sizes`; a step is that of 131,072 tokens of a worker on an H100
-    "1B, A100, 64k"    on another GPU of `isles.network.planner.hardware`, with so many tokens
+    "1B, A100, 64k"    on another GPU of `isles.network.machines`, with so many tokens
     "1B, 2.5s"         a step of so many seconds
 
 The exchanges are those that the run's method makes of the named model, its buckets, fragments and ranks, played message
@@ -16,7 +16,7 @@ from dataclasses import replace
 from isles.memory.config import MemoryConfig
 from isles.models.config import ModelConfig
 from isles.models.sizes import parameters, shape_of
-from isles.network.planner.hardware import step_seconds
+from isles.network.machines import step_seconds, with_gpu
 from isles.network.units import parse_count, parse_latency
 from isles.tables import given
 from isles.training.config.sections import Config
@@ -34,7 +34,7 @@ def named(text: str) -> tuple[str, float]:
         shape = shape_of(size)
         if hardware[:1].isdigit():
             return size, parse_latency("a step", hardware)
-        return size, step_seconds(hardware, _MFU, parameters(shape), parse_count("tokens", tokens))
+        return size, step_seconds(with_gpu(hardware), _MFU, parameters(shape), parse_count("tokens", tokens))
     except ValueError as error:
         raise ValueError(f'--as {text}: {error}; write it as "1B", "1B, A100, 64k" or "1B, 2.5s"') from None
 

@@ -25,7 +25,7 @@ from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.swarm.muster import Muster, MusterRules
 from isles.durable import settle, sync_folder, write_text
 from isles.fields import integer, table
-from isles.network.planner.costs import parallel_bytes
+from isles.network.planner.planned import parallel_bytes
 from isles.training.config.swarmed import stages_of
 from isles.training.elastic.given import MODEL
 from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, RunKeeper

@@ -11,7 +11,7 @@ import pytest
 
 from isles.network.clusters.forming import NodeCluster, form_clusters
 from isles.network.clusters.nodes import ClusterNode, read_nodes
-from isles.network.clusters.splitting import ModelLoad, split_model
+from isles.network.clusters.splitting import ClusterCutter, ModelLoad
 
 
 def drawn(count: int, seed: int) -> list[ClusterNode]:
@@ -67,7 +67,7 @@ def test_a_split_is_the_best_of_all_cuts(seed: int) -> None:
         seconds, fills = by_hand(model, nodes, cuts)
         if max(fills) <= 1:
             legal.append((max(seconds), max(fills)))
-    found = {by: split_model(model, nodes, by) for by in ("time", "memory")}
+    found = {by: ClusterCutter(model, by).split(nodes) for by in ("time", "memory")}
     if not legal:
         assert found == {"time": None, "memory": None}
         return
@@ -96,7 +96,7 @@ def every_value(nodes: Sequence[ClusterNode], model: ModelLoad, most: int) -> li
         for number in set(numbers):
             inside = [node for node, own in enumerate(numbers) if own == number]
             inside.sort(key=lambda node: (-nodes[node].memory, node))
-            split = split_model(model, [nodes[node] for node in inside])
+            split = ClusterCutter(model).split([nodes[node] for node in inside])
             clusters.append(None if split is None else NodeCluster(tuple(inside), split))
         if None not in clusters:
             found.append(value(nodes, [cluster for cluster in clusters if cluster is not None]))

@@ -13,7 +13,7 @@ from isles.network.links import Links
 from isles.network.named import links
 from isles.network.routing.events import AtOnce
 from isles.network.routing.orders import in_flight, orders
-from isles.network.routing.replay import TaskSeconds, by_arrival, first_come, in_order, replay
+from isles.network.routing.replay import TaskSeconds, first_come, in_order, replay
 from isles.network.routing.routes import Route, fixed_routes, random_routes, visited
 from isles.network.routing.wires import Delays, MessageLines, Sizes, bytes_sent
 from isles.network.topology import Topology
@@ -45,11 +45,10 @@ def test_one_microbatch_takes_its_round_trip():
     seconds = TaskSeconds(forward=[1.0, 2.0, 4.0], loss=[0.5, 9.0, 0.25], backward=[3.0, 5.0, 7.0])
     delays = [[0.0, 10.0, 20.0], [30.0, 0.0, 40.0], [50.0, 60.0, 0.0]]
     last, home = Route(0, (0, 2, 1), home=False), Route(0, (0, 2, 1), home=True)
-    for queue in (by_arrival, first_come):
-        played = replay([last], seconds, Delays(delays), queue)
-        assert played.makespan == (1 + 20 + 4 + 60) + (2 + 9 + 5) + 40 + 7 + 50 + 3
-        played = replay([home], seconds, Delays(delays), queue)
-        assert played.makespan == (1 + 20 + 4 + 60) + 2 + 30 + 0.5 + 10 + 5 + 40 + 7 + 50 + 3
+    played = replay([last], seconds, Delays(delays), first_come)
+    assert played.makespan == (1 + 20 + 4 + 60) + (2 + 9 + 5) + 40 + 7 + 50 + 3
+    played = replay([home], seconds, Delays(delays), first_come)
+    assert played.makespan == (1 + 20 + 4 + 60) + 2 + 30 + 0.5 + 10 + 5 + 40 + 7 + 50 + 3
 
 
 def test_a_pause_keeps_the_worker_and_not_the_message():
@@ -78,7 +77,7 @@ def test_conservation():
         workers, routes, seconds = random_case(rng)
         delays = [[rng.uniform(0, 2) for _ in range(workers)] for _ in range(workers)]
         made = orders(routes, {})
-        for queue in (in_order(made), by_arrival, first_come):
+        for queue in (in_order(made), first_come):
             played = replay(routes, seconds, Delays(delays), queue)
             tasks = [span.task for span in played.spans]
             assert len(set(tasks)) == len(tasks) == sum(len(list(route.tasks())) for route in routes)

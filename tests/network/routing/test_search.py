@@ -15,7 +15,7 @@ from isles.network.routing.bounds import BestPaths, lower_bounds
 from isles.network.routing.delays import delays_of
 from isles.network.routing.legal import PathRules, legal_orders
 from isles.network.routing.plan import broken_rules
-from isles.network.routing.problem import Costs, Problem, replay_paths
+from isles.network.routing.problem import Costs, Problem, replay_paths, replay_shared, routes_of
 from isles.network.routing.search import Effort, blind, with_collisions, without_collisions
 from isles.network.routing.stopwatch import Stopwatch
 from isles.network.routing.strategies import strategies
@@ -77,7 +77,7 @@ def test_a_plan_over_latencies_alone_is_the_same_over_lines():
         paths = blind(problem, seed)
         network = Links(bandwidth=math.inf, latency=problem.delays)
         wire = MessageLines(Topology(problem.nodes, network), Sizes(forward=9, home=9, backward=9))
-        assert replay_paths(problem, paths, wire).makespan == pytest.approx(
+        assert replay_shared(problem, routes_of(paths, problem.waves), [wire])[0].makespan == pytest.approx(
             replay_paths(problem, paths).makespan, abs=1e-9
         )
 
