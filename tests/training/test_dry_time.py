@@ -106,7 +106,11 @@ def test_stale_thresholds_send_about_as_much(text: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "more"),
-    cover(["diloco", "eager", "noloco", "streaming-diloco", "dilocox"], ("world.inner=2", "world.virtual.step_factors=[1.0, 1.5]"), each=1),
+    cover(
+        ["diloco", "eager", "noloco", "streaming-diloco", "dilocox"],
+        ("world.inner=2", "world.virtual.step_factors=[1.0, 1.5]"),
+        each=1,
+    ),
 )
 def test_islands_and_uneven_workers_too(text: Path, case: str, more: str) -> None:
     said, seen = shares(of(text, case, more, workers=4))

@@ -23,6 +23,7 @@ from statistics import fmean
 from typing import Literal, NamedTuple, get_args
 
 BalancePolicy = Literal["queue", "throughput"]
+_ROUNDED = 1 + 1e-9  # equal rates differ by their rounding, and peers would go to and fro for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def throughput_move(loads: Mapping[int, PeerLoad], costs: Sequence[float], hyste
             continue
         there = rates[slowest] + load.rate * costs[load.stage] / costs[slowest]
         after = min(rates[load.stage] - load.rate, there)
-        if after > best:
+        if after > best * _ROUNDED:
             best, found = after, StageMove(peer, slowest)
     return found
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from isles.pipeline.swarm.rebalancer import (
@@ -66,6 +66,7 @@ def test_no_stage_is_left_empty_and_the_move_is_a_move(peers: list[tuple[int, fl
         assert move.to in left and loads[move.peer].stage != move.to
 
 
+@example([(0, 1.0), (2, 1.0), (2, 1.0), (2, 1.0), (1, 1.0), (2, 1.0), (0, 1.0)], (3.0, 3.0, 2.0))  # rates tie
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.floats(0.2, 5)), min_size=3, max_size=10).filter(
         lambda peers: len({stage for stage, _ in peers}) == 3
