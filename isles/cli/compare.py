@@ -17,7 +17,7 @@ def compare(
         list[str] | None, typer.Argument(metavar="[CONFIG.toml | RUN...]", help="Settings, or finished runs.")
     ] = None,
     methods: Annotated[
-        str | None, typer.Option(help="Rows: diloco,diloco@replicas.outer_lr=0.4,NAME of a table [methods.NAME].")
+        str | None, typer.Option(help="Rows: diloco,diloco@replicas.outer_lr=0.4,NAME of a table \\[methods.NAME].")
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2,3,4",
     sweep: Annotated[list[str] | None, typer.Option(metavar="KEY=A,B,C", help="Rows by value; repeatable.")] = None,

@@ -228,7 +228,13 @@ def infeasible(tried: PlanTrials) -> InfeasibleBudget:
         )
     if disk > tried.disk:
         parts.append(f"{disk} bytes of disk are needed")
-    advice = "; choose that, or a smaller batch" + ("" if tried.method == "auto" else ', or method = "auto"')
+    wide = sum(unit.weights for unit in tried.profile.units) > 2 * tried.profile.params
+    advice = (
+        "; choose that, "
+        + ('model.dtype = "bfloat16", ' if wide else "")
+        + "or a smaller batch"
+        + ("" if tried.method == "auto" else ', or method = "auto"')
+    )
     return InfeasibleBudget(" and ".join(parts or ["no plan fits"]) + advice, device_bytes=device, host_bytes=host)
 
 

@@ -121,6 +121,13 @@ class ModelConfig:
                 "model.context is missing: beside model.factory, say how long a sequence is, in tokens, such as 128"
             )
 
+    @property
+    def name(self) -> str:
+        """That of its size, or what it is where parts of that are overridden."""
+        shape, named = self.shape(), shape_of(self.size or DEFAULT_SIZE)
+        same = all(getattr(shape, key) == getattr(named, key) for key in ("d_model", "layers", "heads", "ffn"))
+        return str(self.size) if same else f"{shape.layers} layers of {shape.d_model}"
+
     def shape(self) -> Shape:
         """The decoder's size with the overrides laid over it."""
         assert self.size is not None, "only Isles' own decoder has a shape"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.text import Text
 
 from isles import __version__, cli
 from isles.training.records.lock import locked
@@ -439,11 +440,25 @@ def helps(command: Any, parent: Any = None) -> Iterator[tuple[str, list[str]]]:
         yield from helps(below, context)
 
 
+def commands(command: Any) -> Iterator[Any]:
+    """It and all below it."""
+    yield command
+    for below in getattr(command, "commands", {}).values():
+        yield from commands(below)
+
+
 def test_every_command_takes_h(answer: Answer) -> None:
     found = dict(helps(cli._command()))
     assert {"isles", "isles train", "isles plan memory", "isles swarm peer"} <= found.keys()
     assert all(options == ["-h", "--help"] for options in found.values())
     assert answer("-h") == answer("plan", "memory", "-h") == (0, "")
+
+
+def test_help_shows_its_brackets() -> None:
+    """[model] in a help is a section, which rich would take for a style and leave out."""
+    found = [option.help for command in commands(cli._command()) for option in command.params if option.help]
+    assert len(found) > 100 and any("[model]" in Text.from_markup(text).plain for text in found)
+    assert [text for text in found if Text.from_markup(text).plain != text.replace("\\[", "[")] == []
 
 
 def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from isles.cli.plans.methods import config_of
 from isles.models.config import ModelConfig
 from isles.models.sizes import SIZES, parameters
 from isles.replicas import METHODS
@@ -16,7 +17,7 @@ from isles.training.config.reading import read_config
 from isles.training.plan.candidates import Candidate, candidates
 from isles.training.plan.method_plans import MethodPlan, plan_methods
 from isles.training.plan.planned_method import EVERY
-from isles.training.plan.question import PlanQuestion, decoder_of
+from isles.training.plan.question import InSite, PlanQuestion, decoder_of
 from isles.training.plan.run_plan import plan_run
 from tests.training.runs import write_text
 from tests.training.test_dry_time import shown
@@ -181,12 +182,10 @@ def test_any_fleet_is_planned() -> None:
 
 def test_a_plan_as_a_configuration_plans_the_same(tmp_path: Path) -> None:
     """What --out writes as run.toml."""
-    from isles.cli.plans.methods import config_of
-
     question = replace(QUESTION, tokens=40.0, step_tokens=1.0)
     for method, text in (("streaming-diloco", "codec = fp4"), ("ist", "split = ffn, sampler = stratified")):
         plan = planned(question, method, 10, text)
-        (tmp_path / f"{method}.toml").write_text(config_of(question, plan, "a network"))
+        (tmp_path / f"{method}.toml").write_text(config_of(plan, "a network"))
         found = plan_run(read_config(str(tmp_path / f"{method}.toml"), {}, []))
         assert found.time is not None
         assert found.time.utilisation == pytest.approx(plan.utilisation, abs=1e-9)
@@ -221,19 +220,27 @@ def test_no_such_decoder(wanted: float, layers: int, words: str) -> None:
         decoder_of(wanted, layers)
 
 
-SITES = [("diloco", "2Mbit/s, 25ms"), ("noloco", "20Mbit/s, 10ms"), ("eager", "20Mbit/s, 10ms")]
+SITES = [
+    (inside, method, net)
+    for inside in ("ddp", "stages")
+    for method, net in (("diloco", "2Mbit/s, 25ms"), ("noloco", "20Mbit/s, 10ms"), ("eager", "20Mbit/s, 10ms"))
+]
 
 
 @pytest.mark.parametrize(
-    ("method", "net"),
-    [pytest.param(*cell, marks=[] if cell[0] == "diloco" else pytest.mark.long) for cell in SITES],
+    ("inside", "method", "net"),
+    [pytest.param(*cell, marks=[] if cell[1] == "diloco" else pytest.mark.long) for cell in SITES],
 )
-def test_sites_are_planned_as_the_dry_run_and_the_run(method: str, net: str, tmp_path: Path) -> None:
+def test_sites_are_planned_as_the_dry_run_and_the_run(inside: InSite, method: str, net: str, tmp_path: Path) -> None:
     """Two devices behind each line: as the dry run and the virtual clock have it; memory to the byte."""
-    near = {"devices": 2, "near": "100Mbit/s, 1ms"}
+    near = {"devices": 2, "near": "100Mbit/s, 1ms", "inside": inside}
     question = replace(QUESTION, network=net, tokens=13.0, step_tokens=1.0, **near)
     plan = planned(question, method, 3)
-    data = replace(plan.config.data, path=str(write_text(tmp_path / "text.txt")), batch_size=1, validation_fraction=0.0)
+    (tmp_path / "run.toml").write_text(config_of(plan, "a network"))
+    assert read_config(str(tmp_path / "run.toml"), {}, []).pipeline == plan.config.pipeline
+    text = str(write_text(tmp_path / "text.txt"))
+    rows = plan.config.pipeline.microbatches if inside == "stages" else 1
+    data = replace(plan.config.data, path=text, batch_size=rows, validation_fraction=0.0)
     config = replace(plan.config, data=data)
     found = plan_run(config)
     assert found.time is not None and found.time.utilisation == pytest.approx(plan.utilisation, abs=1e-9)

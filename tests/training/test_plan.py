@@ -242,6 +242,29 @@ def test_what_does_not_fit_is_said_with_what_would_make_it_fit(text: Path, tmp_p
     assert 'model.dtype = "bfloat16"' not in fit(states // 4).mends
 
 
+def test_the_first_stage_keeps_most_and_recomputing_keeps_one_pass(tmp_path: Path) -> None:
+    """Of two stages the second has the head's matrix, and so most states; the first keeps more passes. Where stages run
+    them again, one has its activations, and of each other what came and what went, two float32 streams, waits.
+    """
+    context, width = 64, 128
+
+    def fit(in_flight: int, recompute: bool, machine: str = "RTX 3060") -> MemoryFit:
+        more = [f"pipeline.in_flight={in_flight}", f"pipeline.recompute={str(recompute).lower()}"]
+        more += ["pipeline.stages=2", "pipeline.microbatches=4", "data.batch_size=4", "model.tie_embeddings=false"]
+        more += [f"model.d_model={width}", "model.layers=4", f"model.context={context}"]
+        more += ["replicas.method=none", "world.workers=2", "world.backend=virtual", "model.ffn=64"]
+        found = plan_run(read_config(None, {}, more), machine=machine).fit
+        assert found is not None and found.activations is not None
+        return found
+
+    one, three, again = fit(1, False), fit(3, False), fit(3, True)
+    assert again.activations == one.activations + 2 * 2 * 4 * context * width < three.activations
+    (tmp_path / "small.toml").write_text(f'base = "H100"\ndevice_bytes = {again.device_bytes}\n')
+    small = fit(3, False, str(tmp_path / "small.toml"))
+    assert not small.fits and "pipeline.recompute = true" in small.mends
+    assert fit(3, True, str(tmp_path / "small.toml")).fits
+
+
 def test_a_model_that_fits_nowhere_is_planned_here() -> None:
     """6.8 billion parameters and 25,000 steps, in seconds: nothing is allocated."""
     config = read_config(None, {}, ["model.size=noloco-large", "run.steps=25000", "replicas.sync_every=50"])

@@ -210,14 +210,14 @@ def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_boundary_is_planned_in_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     """Of 4 workers in a row, 8,000 tokens a step: K numbers there and back with ids of a byte and losses; turning
-    beside. All of the stream comes home to the head, which is the embedding; K numbers do not.
+    beside. Nothing comes home, for the head is not the embedding.
     """
     width, rows = 384, []  # in heads of 64
     for boundary in ("none", "subspace:8", "subspace:8, update_every = 10"):
         told = plan(capsys, "--links", "20Mbit/s, 0ms", "--stages", "4", "--boundary", boundary, "--json")
         rows += json.loads(told)["rows"]
     key, ids, losses = "bytes_to_stages_per_worker_per_step", 3 / 4 * 8000, 64
-    assert rows[0][key] == pytest.approx(8000 * 2 * width * 4 + ids, abs=losses)
+    assert rows[0][key] == pytest.approx(3 / 4 * 8000 * 2 * width * 4 + ids, abs=losses)
     assert rows[1][key] == pytest.approx(3 / 4 * 8000 * 2 * 8 * 4 + ids, abs=losses)
     assert rows[2][key] == pytest.approx(rows[1][key] + 3 * 8 * width * 8 / 4 / 10)
     assert rows[1]["step_seconds"] < rows[2]["step_seconds"] < rows[0]["step_seconds"]

@@ -4,7 +4,7 @@ network. From numbers, from a GPU's name, or from a run that has ended.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,13 +12,14 @@ import typer
 
 if TYPE_CHECKING:
     from isles.models.config import ModelConfig
+    from isles.network.machines import Machine
     from isles.training.plan.question import PlanQuestion
 
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="1.3B, or '1.3B, 24 layers'; the [model] of a CONFIG.toml; or a finished RUN, which has steps too.",
+        help="1.3B, or '1.3B, 24 layers'; the \\[model] of a CONFIG.toml; or a finished RUN, which has steps too.",
     ),
 ]
 Gpu = Annotated[
@@ -106,7 +107,7 @@ def question_of(
     if inner_bandwidth is not None:
         near = f"{parse_rate('--inner-bandwidth', inner_bandwidth) / 1e6:.9g}Mbit/s, 0ms"
     question = PlanQuestion(
-        model=known.model,
+        model=_as_fast(known.model, here),
         step_seconds=seconds,
         workers=int(count),
         network=network,
@@ -119,6 +120,12 @@ def question_of(
         price_hour=price_hour,
     )
     return question, words
+
+
+def _as_fast(model: ModelConfig, here: Machine | None) -> ModelConfig:
+    """`model` with products in the format whose peak a GPU's name stands for, unless it says another."""
+    is_plain = model.autocast == "none" and model.dtype == "float32"
+    return replace(model, autocast="bf16") if is_plain and here is not None else model
 
 
 def model_of(text: str) -> ModelConfig:

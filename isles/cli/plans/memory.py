@@ -7,14 +7,15 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isles.cli.options import ConfigFile, Set
+from isles.cli.options import Set
+from isles.cli.plans.asking import model_of
 from isles.parsing import parse_json
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 
 def plan_memory(
-    config: ConfigFile = None,
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG.toml|MODEL]", help="Or '7B, 32 layers'. Default: the embedded small run."),
+    ] = None,
     machine: Annotated[str | None, typer.Option(help="A known machine, or a .toml file of one.")] = None,
     device_budget: Annotated[str | None, typer.Option(help="Memory of the device, such as 12GiB.")] = None,
     host_budget: Annotated[str | None, typer.Option(help="Memory of the host, such as 64GiB.")] = None,
@@ -54,6 +58,9 @@ def plan_memory(
     }
     if as_json and compare:
         raise ValueError("--json prints one plan and --compare a table: leave one out")
+    if config is not None and not config.endswith(".toml"):
+        shape = asdict(model_of(config).shape())
+        config, flags = None, flags | {f"model.{key}": value for key, value in shape.items()}
     tables = gather(config, {}, [])
     if method is None and tables.get("memory", {}).get("method", "none") == "none":
         flags["memory.method"] = "auto"

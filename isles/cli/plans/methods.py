@@ -15,7 +15,6 @@ from isles.cli.plans.splits import keys
 if TYPE_CHECKING:
     from isles.network.churn import Poisson
     from isles.training.plan.method_plans import MethodPlan
-    from isles.training.plan.question import PlanQuestion
 
 _TARGET = 0.9  # share of computing that is to be reached
 
@@ -77,17 +76,18 @@ def plan_methods(
     show(made if rate is None else with_churn(made, question, table.plans, rate), json, out)
     if out is not None:
         path = out / "run.toml"
-        path.write_text(config_of(question, table.plans[0], network), encoding="utf-8")
+        path.write_text(config_of(table.plans[0], network), encoding="utf-8")
         print(path, file=sys.stderr if json else sys.stdout)
 
 
-def config_of(question: PlanQuestion, plan: MethodPlan, network: str) -> str:
+def config_of(plan: MethodPlan, network: str) -> str:
     """A CONFIG.toml whose dry run plans the same. What the planner cannot know is left at its defaults."""
     import tomlkit
 
     from isles.models.sizes import parameters
 
-    config, decoder = plan.config, question.model.shape()
+    config, question = plan.config, plan.asked
+    decoder = question.model.shape()
     settings = {key: value for key, value in plan.candidate.replicas.items() if key != "method"}
     settings |= {"sync_every": plan.every} if hasattr(config.replicas, "sync_every") else {}
     steps = question.steps or 20 * plan.every

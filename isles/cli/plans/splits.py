@@ -35,7 +35,7 @@ def plan_splits(
     boundary: Annotated[
         str,
         typer.Option(
-            help="What crosses between stages: dct:0.9, or keys of [pipeline.boundary] such as 'codec = int8'."
+            help="What crosses between stages: dct:0.9, or keys of \\[pipeline.boundary] such as 'codec = int8'."
         ),
     ] = "none",
     json: AsJson = False,

@@ -12,6 +12,7 @@ from isles.report.panels import Chart, Panel, Polyline, Table, plain
 from isles.report.sheet import Sheet
 from isles.report.units import format_percent, format_short
 from isles.training.plan.method_plans import MethodPlan, MethodTable
+from isles.training.plan.planned_method import inside_share
 from isles.training.plan.question import PlanQuestion
 
 _SEARCHED = (
@@ -27,6 +28,7 @@ def plan_sheet(job: PlanQuestion, table: MethodTable, network: str, *, target: f
     slowest = job.links.slowest_rate(job.workers)
     pace = f"{_short(slowest / 1e6)} Mbit/s" if math.isfinite(slowest) else "no limit on its rate"
     percent, prices = f"{100 * target:g}", (job.price_gb, job.price_hour) != (None, None)
+    reached = "computing" if job.devices == 1 else "of what a site alone computes"
     heads = ["", "method", "settings", *(["inside"] if job.devices > 1 else []), "H", "computing %", "waits s/round"]
     heads += ["sent MB/step", f"Mbit/s for {percent} %", "memory GB", *(["GPU GB"] if job.machine else [])]
     heads += ["hours", "sent GB", *(["money"] if prices else [])] if job.tokens else []
@@ -34,7 +36,7 @@ def plan_sheet(job: PlanQuestion, table: MethodTable, network: str, *, target: f
         name="plan",
         title=f"{format_short(job.parameters)} parameters, {workers_in_words(job)}, {network}",
         subtitle=f"{job.step_seconds:.4g} s of computing a step; the slowest worker has {pace}",
-        what=f"First what reaches {percent} % computing: nearest to data parallel first, then the smaller H.",
+        what=f"First what reaches {percent} % {reached}: nearest to data parallel first, then the smaller H.",
         table=Table(heads=heads, rows=[_row(job, one, slowest) for one in plans], names=3),
         data={
             "network": network,
@@ -47,6 +49,7 @@ def plan_sheet(job: PlanQuestion, table: MethodTable, network: str, *, target: f
             _replayed(job, plans),
             _SEARCHED,
             "* nothing else is better in something and worse in nothing: fit, change of training, time, bytes, money.",
+            *_inside_notes(job, plans[0]),
             *_fit_notes(job, plans),
             f"The model: a decoder of {shape.layers} layers, {shape.d_model} wide, MLP {shape.ffn}, {shape.vocab} ids.",
             *_enough(plans, percent),
@@ -74,10 +77,10 @@ def workers_in_words(job: PlanQuestion) -> str:
 
 def _row(job: PlanQuestion, one: MethodPlan, slowest: float) -> list[str]:
     cells = ["*" if one.is_best else "", one.candidate.method, one.candidate.settings]
-    cells += [one.config.world.inside] if job.devices > 1 else []
+    cells += [one.asked.inside] if job.devices > 1 else []
     cells += [str(one.every), f"{100 * one.utilisation:.1f}", _short(one.waits), _short(one.bytes_a_step / 1e6)]
     cells += [*(_short(factor * slowest / 1e6) for factor in one.timing.wanted), _short(one.memory.peak / 1e9)]
-    cells += [on_device(job, one.on_device)] if job.machine else []
+    cells += [on_device(job, one.fit.device_bytes)] if one.fit else []
     if one.hours is not None and one.nbytes is not None:
         cells += [_short(one.hours), _short(one.nbytes / 1e9), *([] if one.money is None else [_short(one.money)])]
     return cells
@@ -105,9 +108,11 @@ def _record(job: PlanQuestion, one: MethodPlan, slowest: float, percent: str) ->
             "held": [held._asdict() for held in memory.held],
         },
     }
-    record |= {"inside": one.config.world.inside} if job.devices > 1 else {}
-    if job.machine:
-        record |= {"device_bytes": one.on_device, "activations": one.activations, "fits": one.fits, "mends": one.mends}
+    record |= {"inside": one.asked.inside} if job.devices > 1 else {}
+    if one.fit:
+        fit = one.fit
+        record |= {"device_bytes": fit.device_bytes, "activations": fit.activations, "fits": fit.fits}
+        record |= {"host_bytes": fit.host_bytes, "mends": fit.mends}
     if one.hours is not None:
         record |= {"hours": one.hours, "bytes_sent": one.nbytes, "money": one.money}
     return record
@@ -120,33 +125,31 @@ def on_device(job: PlanQuestion, nbytes: float) -> str:
     return f"{_short(nbytes / 1e9)} > {_short(job.device_bytes / 1e9)}" if more else _short(nbytes / 1e9)
 
 
-def device_notes(job: PlanQuestion, needed: Sequence[float]) -> list[str]:
-    """What of the plans does not fit, and what would."""
-    if job.device_bytes is None:
+def _inside_notes(job: PlanQuestion, first: MethodPlan) -> list[str]:
+    """What the devices of a site wait for each other."""
+    if job.devices == 1:
         return []
-    has = f"{_short(job.device_bytes / 1e9)} GB"
-    if max(needed) <= job.device_bytes:
-        return [f"GPU GB: weights, gradients, AdamW; the rest is on the host. All fit into {has}, activations aside."]
-    return [
-        f"Marked with >: weights, gradients and AdamW alone do not fit into the GPU's {has}. More stages (isles plan "
-        "splits), a plan of memory (isles plan memory) or a smaller model would."
-    ]
+    share = format_percent(inside_share(first.asked))
+    return [f"Inside a site, over {job.near}, devices by {first.asked.inside} compute {share} of the time."]
 
 
 def _fit_notes(job: PlanQuestion, plans: Sequence[MethodPlan]) -> list[str]:
     """What does not fit into memory, and what would make it fit."""
     if job.machine is None:
         return []
-    unfit = [one for one in plans if one.fits is False]
-    batches = sorted({one.config.inner.accumulation for one in plans})
+    unfit = [one for one in plans if one.is_unfit]
+    batches = sorted({one.asked.batches for one in plans if one.asked.stages == 1})
+    parts = sorted({one.config.pipeline.microbatches for one in plans if one.asked.stages > 1})
     about = "GPU GB: weights, gradients, AdamW and activations; what a method keeps is on the host"
-    if batches[-1] > 1:
+    about += f"; stages take {' or '.join(map(str, parts))} microbatches a step" if parts else ""
+    if batches and batches[-1] > 1:
         about += f"; gradients of {' or '.join(map(str, batches))} batches a step are accumulated"
     if not unfit:
         return [f"{about}. All fit into {job.machine.name}."]
     mends: dict[tuple[str, ...], list[str]] = {}
     for one in unfit:
-        mends.setdefault(one.mends, []).append(" ".join((one.candidate.method, one.candidate.settings)).strip())
+        assert one.fit is not None
+        mends.setdefault(one.fit.mends, []).append(" ".join((one.candidate.method, one.candidate.settings)).strip())
     return [f"{about}. What does not fit into {job.machine.name} is last."] + [
         f"Each alone makes it fit: {'; '.join(each)} ({', '.join(names)})."
         if each
@@ -170,6 +173,8 @@ def _replayed(job: PlanQuestion, plans: Sequence[MethodPlan]) -> str:
 def _reason(plans: Sequence[MethodPlan], slowest: float, percent: str) -> str:
     first = plans[0]
     share = format_percent(first.utilisation)
+    if first.fit and first.is_unfit:
+        return f"Nothing fits into {first.fit.machine}; if it did, {_named(first)} would compute {share} of the time."
     if not first.timing.reaches:
         return (
             f"Nothing reaches {percent} % on these links; {_named(first)} computes most, {share} of the time. A larger "

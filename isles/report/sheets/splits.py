@@ -7,7 +7,7 @@ from typing import Any
 
 from isles.report.panels import Table
 from isles.report.sheet import Sheet
-from isles.report.sheets.plan import device_notes, on_device
+from isles.report.sheets.plan import on_device
 from isles.report.units import format_percent, format_short
 from isles.training.plan.question import PlanQuestion
 from isles.training.plan.split_plans import SplitPlan, SplitsQuestion
@@ -16,13 +16,14 @@ from isles.training.plan.split_plans import SplitPlan, SplitsQuestion
 def splits_sheet(asked: SplitsQuestion, plans: Sequence[SplitPlan], network: str) -> Sheet:
     """`plans`, the best first. network: its name in words."""
     job, first = asked.question, plans[0]
+    hours = "" if job.steps is None else f", {job.steps * first.step / 3600:,.0f} hours in all"
     heads = ["replicas x stages x inside", "step s", "computing %", "bubble %", "waits s/step"]
     heads += ["MB/step to stages", "MB/step to replicas", "memory GB"]
     heads += ["GPU GB"] if job.device_bytes else []
     return Sheet(
         name="plan-stages",
         title=f"{format_short(job.parameters)} parameters, {job.workers} workers, {network}",
-        subtitle=f"{first.computing:.4g} s of computing a step in every split, {first.step:.4g} s as {_named(first)}",
+        subtitle=f"As {_named(first)} {first.step:.4g} s a step, {first.computing:.4g} s of it computing{hours}",
         what=f"Replicas by {asked.method}, H = {asked.every}; {asked.microbatches} microbatches, {asked.routing} ways; "
         f"between stages {boundary_in_words(asked.boundary)}.",
         table=Table(heads=heads, rows=[_row(job, one) for one in plans]),
@@ -34,9 +35,27 @@ def splits_sheet(asked: SplitsQuestion, plans: Sequence[SplitPlan], network: str
             "lines. All take the same text a step of all workers.",
             "Bubble: waiting for other stages. Waits: for other replicas, and inside a stage. Memory: of the fullest "
             "worker, AdamW in float32 and the method's vectors, without activations.",
-            *device_notes(job, [one.on_device for one in plans]),
+            *device_notes(job, plans),
         ],
     )
+
+
+def device_notes(job: PlanQuestion, plans: Sequence[SplitPlan]) -> list[str]:
+    """What does not fit, and what would."""
+    if job.machine is None:
+        return []
+    about = "GPU GB: weights, gradients, AdamW and activations; the rest is on the host"
+    about += (
+        "; recompute: a stage runs forward passes again, a third more work"
+        if any(one.recompute for one in plans)
+        else ""
+    )
+    if all(one.fits for one in plans):
+        return [f"{about}. All fit into {job.machine.name}."]
+    return [
+        f"{about}. What does not fit into {job.machine.name} is last: more stages, smaller microbatches, a plan of "
+        "memory (isles plan memory) or a smaller model would."
+    ]
 
 
 def boundary_in_words(keys: Mapping[str, Any]) -> str:
@@ -55,7 +74,7 @@ def _row(job: PlanQuestion, one: SplitPlan) -> list[str]:
 
 def _record(job: PlanQuestion, one: SplitPlan) -> dict[str, object]:
     split = one.split
-    fits = {"device_bytes": one.on_device, "fits": one.on_device <= job.device_bytes} if job.device_bytes else {}
+    fits = {"device_bytes": one.on_device, "fits": one.fits, "recompute": one.recompute} if job.device_bytes else {}
     return {
         "replicas": split.replicas,
         "stages": split.stages,
@@ -72,7 +91,8 @@ def _record(job: PlanQuestion, one: SplitPlan) -> dict[str, object]:
 
 
 def _named(one: SplitPlan) -> str:
-    return f"{one.split.replicas} x {one.split.stages} x {one.split.inner}"
+    again = ", recompute" if one.recompute else ""
+    return f"{one.split.replicas} x {one.split.stages} x {one.split.inner}{again}"
 
 
 def _short(value: float) -> str:

@@ -103,10 +103,10 @@ class Config:
             raise ValueError('run.priced_as (--as) is of the virtual clock: set world.backend = "virtual"')
         if self.pipeline.stages > 1:
             self._check_pipeline()
+        if self.world.is_simulated and self.island == 1:
+            mend = "acts within islands only: set world.inner, or stages that are together, or leave it out"
+            refuse(self, mend, "world.virtual.inner_links", "world.virtual.shares_line")
         if self.world.virtual.shares_line:
-            if self.island == 1:
-                mend = "set world.inner, or stages that are together, or leave it out"
-                raise ValueError(f"world.virtual.shares_line: every worker is an island by itself: {mend}")
             self.network.check(self.world.workers)
 
     @property

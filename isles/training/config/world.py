@@ -165,10 +165,7 @@ class WorldConfig:
             return
         if not self.virtual.shares_line:
             links(self.virtual.links).check(self.workers)
-        if self.inner == 1:
-            refuse(self, "acts within islands only: set world.inner, or leave it out", "virtual.inner_links")
-        else:
-            links(self.virtual.inner_links).check(self.workers)
+        links(self.virtual.inner_links).check(self.workers)
 
     @property
     def is_simulated(self) -> bool:

@@ -71,7 +71,7 @@ def machine_of(config: Config) -> Machine:
 def profile_of(config: Config, stage: int = 0) -> Profile:
     """The model's profile at one worker's batch, from a sketch without numbers; of a stage where it is cut."""
     adamw = inner_kind(config.inner, method(config.method).usual_inner) == "adamw"
-    name = config.model.factory or config.model.hf or str(config.model.size)
+    name = config.model.factory or config.model.hf or config.model.name
     if config.pipeline.stages > 1:
         return stage_profile(config, stage, _states(adamw), name)
     own = config.model.factory is None and config.model.hf is None  # a user's code may make another one next time

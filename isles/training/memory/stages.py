@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from isles.memory.costs import Profile
 from isles.memory.profile import StateBytes, profile
-from isles.models import limits, sketch
+from isles.models import ModelConfig, limits, sketch
+from isles.models.cuts import Piece
 from isles.models.stages import Stage
 from isles.network.routing.routes import position
 from isles.pipeline.pipeline import ways_of
@@ -54,10 +56,23 @@ def stage_passes(config: Config, stage: int) -> tuple[int, int]:
 
 def stage_profile(config: Config, stage: int, state_bytes: StateBytes, name: str) -> Profile:
     """Of one microbatch, without numbers."""
-    piece = planned_cut(config).pieces[stage]
-    made = Stage(sketch(config.model), piece)
-    context, _ = limits(config.model)
+    own = config.model.own is None  # a user's code may make another one next time
     sequences = config.data.batch_size_per_worker(layout_of(config).reader(0)[1]) // config.pipeline.microbatches
+    piece = planned_cut(config).pieces[stage]
+    found, size = (_profiled if own else _profiled.__wrapped__)(
+        config.model, piece, sequences, state_bytes, f"{name}, stage {stage}"
+    )
+    in_flight, _ = stage_passes(config, stage)
+    return replace(found, in_flight=in_flight, held=_WAITING * size, stream=found.stream + _CROSSING * size)
+
+
+@lru_cache(maxsize=8)  # the methods of a plan have one model and one cut
+def _profiled(
+    model: ModelConfig, piece: Piece, sequences: int, state_bytes: StateBytes, name: str
+) -> tuple[Profile, int]:
+    """With bytes of the stream."""
+    made = Stage(sketch(model), piece)
+    context, _ = limits(model)
     tokens = torch.empty(sequences, context, dtype=torch.int64, device="meta")
     weights = next(made.parameters())
     stream = torch.empty(sequences, context, made.width, dtype=weights.dtype, device="meta")
@@ -75,10 +90,8 @@ def stage_profile(config: Config, stage: int, state_bytes: StateBytes, name: str
         made,
         (tokens if piece.enters else stream, tokens),
         loss=loss,
-        autocast="bf16" if config.model.autocast == "bf16" else "none",
+        autocast="bf16" if model.autocast == "bf16" else "none",
         state_bytes=state_bytes,
-        name=f"{name}, stage {stage}",
+        name=name,
     )
-    in_flight, _ = stage_passes(config, stage)
-    size = stream.nbytes
-    return replace(found, in_flight=in_flight, held=_WAITING * size, stream=found.stream + _CROSSING * size)
+    return found, stream.nbytes

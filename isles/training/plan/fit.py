@@ -9,6 +9,8 @@ With a plan of memory both are the plan's, and what the method holds beside it. 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -38,8 +40,14 @@ def known_machine(config: Config, named: str = "") -> Machine | None:
         return None
 
 
-def memory_fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Machine) -> MemoryFit:
-    """Of the fullest worker."""
+def memory_fit(config: Config, workers: Sequence[WorkerPlan], placed: MemoryPlan | None, here: Machine) -> MemoryFit:
+    """Of the fullest worker: that with most states, or the first stage, which keeps most passes."""
+    fullest = max(workers, key=lambda one: one.memory.peak)
+    asked = [fullest, *(one for one in workers[:1] if one is not fullest)]
+    return max((_fit(config, one, placed, here) for one in asked), key=lambda one: (not one.fits, one.device_bytes))
+
+
+def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Machine) -> MemoryFit:
     memory, activations, made = worker.memory, None, None
     device, host = memory.computing, memory.peak - memory.computing
     if placed is not None:
@@ -78,8 +86,10 @@ def _beside_states(config: Config, made: Profile, activations: str) -> int:
     """Bytes on the device at the peak of a step, beside weights, gradients and states."""
     batches = config.inner.accumulation if config.pipeline.stages == 1 else config.pipeline.microbatches
     placements = (Placement("device", "keep" if activations == "keep" else "recompute"),) * len(made.units)
-    states = sum(2 * one.weights + one.states for one in (*made.units, made.ends)) + made.ends.buffers
-    return max(least_peak(made, placements, batches) - states, 0)
+    states, waiting = sum(2 * one.weights + one.states for one in (*made.units, made.ends)) + made.ends.buffers, 0
+    if config.pipeline.recompute:  # one pass at a time has its activations, the others what came
+        waiting, made = (made.in_flight - 1) * made.held, replace(made, in_flight=1)
+    return max(least_peak(made, placements, batches) - states, 0) + waiting
 
 
 def _mends(
@@ -108,6 +118,10 @@ def _mends(
             <= 0
         ):
             found.append('memory.method = "auto"')
+    if made is not None and host <= host_room and config.pipeline.stages > 1 and not config.pipeline.recompute:
+        lean = replace(config, pipeline=replace(config.pipeline, recompute=True))
+        less = _beside_states(config, made, "keep") - _beside_states(lean, made, "keep")
+        found += ["pipeline.recompute = true"] if device - less <= room else []
     for key in ('world.inner = {} (inside = "fsdp")', "pipeline.stages = {}"):
         counts = (
             count

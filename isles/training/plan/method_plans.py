@@ -20,6 +20,7 @@ not fit into memory comes behind all others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,31 +29,30 @@ from isles.training.config.sections import Config
 from isles.training.elastic.terms import goes_on, lands_together
 from isles.training.plan.candidates import KINDS, Candidate, candidates
 from isles.training.plan.fit import memory_fit
-from isles.training.plan.planned_method import MethodTiming, PlannedMethod
-from isles.training.plan.question import PlanQuestion
-from isles.training.plan.record import MemoryFit, WorkerPlan
-from isles.training.plan.replicas import worker_memory
+from isles.training.plan.planned_method import MethodTiming, PlannedMethod, inside_share
+from isles.training.plan.question import InSite, PlanQuestion
+from isles.training.plan.record import MemoryFit, stage_fillings
 
 _ALONE = KINDS.index("no answers")
+_INSIDE: tuple[InSite, ...] = ("ddp", "fsdp", "stages")
+_ENOUGH = 0.9  # share of computing inside a site
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodPlan:
-    """One candidate. bytes_a_step: that a worker sends to others, or to other sites, on average. memory: a worker's;
-    activations: beside it, where it computes, None: not known. fits: into the machine, None: that is not known; mends:
-    settings that each alone would make it fit. hours, nbytes (that all workers send), money: of the run; None: not
-    known. pairs: it exchanges in pairs. grows: workers may come and go. is_best: no other is better in something, and
-    in nothing worse: fit, change of training, time, bytes, money.
+    """One candidate. asked: with batches, and what is inside sites. bytes_a_step: that a worker sends to others, or to
+    other sites, on average. memory: a worker's; fit: into the machine, None: that is not known. hours, nbytes (that all
+    workers send), money: of the run; None: not known. pairs: it exchanges in pairs. grows: workers may come and go.
+    is_best: no other is better in something, and in nothing worse: fit, change of training, time, bytes, money.
     """
 
     candidate: Candidate
+    asked: PlanQuestion
     config: Config
     timing: MethodTiming
     bytes_a_step: float
     memory: WorkerMemory
-    activations: int | None
-    fits: bool | None
-    mends: tuple[str, ...]
+    fit: MemoryFit | None
     hours: float | None
     nbytes: float | None
     money: float | None
@@ -61,9 +61,9 @@ class MethodPlan:
     is_best: bool = False
 
     @property
-    def on_device(self) -> int:
-        """Bytes where it computes."""
-        return self.memory.computing + (self.activations or 0)
+    def is_unfit(self) -> bool:
+        """Whether it is known not to fit."""
+        return self.fit is not None and not self.fit.fits
 
     @property
     def every(self) -> int:
@@ -113,10 +113,10 @@ def plan_methods(
     _refuse_unknown(question, best)
     plans, left_out = list[MethodPlan](), dict[str, str]()
     known: list[tuple[object, MethodTiming]] = []
-    ways, first = _leaner(question), 0
+    ways, full = _leaner(question), set[int]()
     for one in candidates() if among is None else among:
         try:
-            made, fit, first = _that_fits(ways, first, one)
+            made, fit = _that_fits(ways, full, one)
             key = made.signature(every)
             timing = next((timing for other, timing in known if other == key), None)
             if timing is None:
@@ -128,7 +128,7 @@ def plan_methods(
         raise ValueError("; ".join(dict.fromkeys(left_out.values())))
 
     def order(one: MethodPlan) -> tuple[float, ...]:
-        unfit, alone = one.fits is False, one.candidate.kind == _ALONE
+        unfit, alone = one.is_unfit, one.candidate.kind == _ALONE
         reached = (0, _amount(one, best)) if best and one.timing.reaches else _rank(one)
         return (unfit, grows and not one.grows, alone, *reached)
 
@@ -141,27 +141,46 @@ def plan_methods(
 
 
 def _leaner(question: PlanQuestion) -> list[PlanQuestion]:
-    """The question, and the same with less memory, in the order in which to try them: more and more batches whose
-    gradients are accumulated, and inside a site FSDP.
+    """The question, and where the machine is known the same with less memory, in the order in which to try them: more
+    and more batches whose gradients are accumulated, inside a site FSDP or stages; those first that wait least there.
     """
-    most = 1 if question.step_tokens is None or question.machine is None else question.sequences
-    batches = [min(1 << power, most) for power in range((most - 1).bit_length() + 1)]
-    inside: tuple[Literal["ddp", "fsdp"], ...] = ("ddp", "fsdp") if question.devices > 1 else ("ddp",)
-    return [replace(question, batches=count, inside=kind) for count in batches for kind in inside]
+    if question.machine is None or question.step_tokens is None:
+        return [question]
+    most, found = question.sequences, list[tuple[float, PlanQuestion]]()
+    for count in (min(1 << power, most) for power in range((most - 1).bit_length() + 1)):
+        for kind in _INSIDE if question.devices > 1 else _INSIDE[:1]:
+            asked = replace(question, batches=count, inside=kind)
+            with suppress(ValueError):  # more stages than layers
+                found.append((max(_ENOUGH - inside_share(asked), 0.0), asked))
+    return [asked for _, asked in sorted(found, key=lambda one: one[0])]
 
 
-def _that_fits(ways: Sequence[PlanQuestion], first: int, one: Candidate) -> tuple[PlannedMethod, MemoryFit | None, int]:
-    """The first of `ways` that fits, and its number; where none does, the very first. first: where to begin, for what
-    does for one method does for another, nearly.
+def _that_fits(ways: Sequence[PlanQuestion], full: set[int], one: Candidate) -> tuple[PlannedMethod, MemoryFit | None]:
+    """The first of `ways` that fits; where none does, what takes least of the device. full: numbers of those that did
+    not fit another method, and so do not fit this one, nearly. ValueError where it goes with none of them.
     """
-    for number, asked in list(enumerate(ways))[first:]:
-        made, fit = _fitted(asked, one)
+    over, unfit, least, refusal = set[InSite](), set[int](), None, None
+    for number, asked in enumerate(ways):
+        if asked.inside in over or number in full:
+            continue
+        try:
+            made, fit = _fitted(asked, one)
+        except ValueError as error:
+            over.add(asked.inside)
+            refusal = refusal or error
+            continue
         if fit is None or fit.fits:
-            return made, fit, number
-        is_sharded = asked.devices == 1 or asked.inside == "fsdp"
+            full |= unfit
+            return made, fit
+        unfit.add(number)
+        if least is None or least[1] is None or fit.device_bytes < least[1].device_bytes:
+            least = made, fit
+        is_sharded = asked.devices == 1 or asked.inside != "ddp"
         if is_sharded and fit.device_bytes - (fit.activations or 0) > fit.device_room:
-            break  # states alone are too large: batches do not help
-    return *_fitted(ways[0], one), first
+            over.add(asked.inside)  # states alone are too large: batches do not help
+    if least is None:
+        raise refusal or ValueError("nothing goes with this model inside a site: choose other --devices")
+    return least
 
 
 def _fitted(question: PlanQuestion, one: Candidate) -> tuple[PlannedMethod, MemoryFit | None]:
@@ -169,9 +188,7 @@ def _fitted(question: PlanQuestion, one: Candidate) -> tuple[PlannedMethod, Memo
     made, here = PlannedMethod(question, one), question.machine
     if here is None:
         return made, None
-    memory = worker_memory(made.config, made.in_memory)
-    worker = WorkerPlan(ranks=(0,), parameters=question.parameters, memory=memory)
-    return made, memory_fit(made.config, worker, None, here)
+    return made, memory_fit(made.config, stage_fillings(made.memory), None, here)
 
 
 def _refuse_unknown(question: PlanQuestion, best: Best | None) -> None:
@@ -191,7 +208,7 @@ def _amount(one: MethodPlan, best: Best) -> float:
 def _is_better(one: MethodPlan, other: MethodPlan) -> bool:
     """In nothing worse: fit, change of training, time, bytes, money; and in something better."""
     mine, theirs = (
-        (plan.fits is False, plan.candidate.kind, -plan.utilisation, plan.bytes_a_step, plan.money or 0.0)
+        (plan.is_unfit, plan.candidate.kind, -plan.utilisation, plan.bytes_a_step, plan.money or 0.0)
         for plan in (one, other)
     )
     return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
@@ -214,13 +231,12 @@ def _plan(one: PlannedMethod, timing: MethodTiming, fit: MemoryFit | None) -> Me
         money = (prices[0] or 0.0) * nbytes / 1e9 + (prices[1] or 0.0) * hours * question.workers
     return MethodPlan(
         candidate=one.candidate,
+        asked=one.question,
         config=one.config_at(timing.every),
         timing=timing,
         bytes_a_step=sent,
-        memory=worker_memory(one.config, one.in_memory),
-        activations=None if fit is None else fit.activations,
-        fits=None if fit is None else fit.fits,
-        mends=() if fit is None else fit.mends,
+        memory=max(one.memory, key=lambda held: held.peak),
+        fit=fit,
         hours=hours,
         nbytes=nbytes,
         money=money,

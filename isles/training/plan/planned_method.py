@@ -22,13 +22,16 @@ from isles.network.planner.planned import PlannedExchange, Rhythm, sent_by_all
 from isles.network.planner.replay import ExchangeRecords, RunReplay, TimeAccount
 from isles.network.planner.wanted_rate import wanted_rate
 from isles.network.topology import Topology
+from isles.pipeline.config import PipelineConfig
 from isles.replicas import method
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
 from isles.training.elastic.terms import lands_together
 from isles.training.plan.candidates import KINDS, Candidate
+from isles.training.plan.pipelines import staged_steps
 from isles.training.plan.question import PlanQuestion
+from isles.training.plan.replicas import replayed, worker_memory
 from isles.training.plan.sketch import RunSketch, sketch_run
 
 EVERY = (10, 20, 30, 50, 100, 200, 300, 500)
@@ -42,6 +45,7 @@ _SHOWN, _TRIED, _WANTED = 2_000, 200, 50  # in a round of representatives: of wh
 _LONGEST = 2_000  # inner steps of a round that is played
 _PAIRED, _ANY = 64, "lan"  # workers whose pairs stand for those of any number, and a network that does not count them
 _MOST_PARTS = 256  # workers, each of which sends another part to each other
+_STEPS, _MOST_MICROBATCHES = 4, 512  # of a site's stages that are played
 _PART = KINDS.index("a part of the model at each worker")
 
 
@@ -74,19 +78,27 @@ class PlannedMethod:
         sites = question.sites if lands_together(config) else min(question.sites, _PAIRED)
         if (question.devices, question.sites) != (1, sites):
             made = _in_world(
-                config, workers=sites, inner=1, inside="ddp", links=_ANY, inner_links="lan", shares_line=False
+                config,
+                PipelineConfig(),
+                workers=sites,
+                inner=1,
+                inside="ddp",
+                links=_ANY,
+                inner_links="lan",
+                shares_line=False,
             )
         else:
             made = config
         self._sketch = _sketched(made)
         (self.optimizer,) = self._sketch.optimizers
-        self.in_memory = self.optimizer if question.devices == 1 else _in_site(config, question.devices)
-        """As a worker holds it."""
+        alike = [self.optimizer] if question.devices == 1 else _in_site(config, question)
+        self.memory = [worker_memory(config, one) for one in alike]
+        """Of a worker, or of that of each stage."""
         held = sum(own.numel() for own in self.optimizer.model.parameters()) / self._sketch.parameters
         self.computing = question.step_seconds * (held if candidate.kind == _PART else 1.0)
         self.seconds = self.computing / inside_share(question)
         """Of an inner step: of computing, and of a site's, inside which devices wait for each other."""
-        self.config = _in_world(config, step_seconds=self.computing)
+        self.config = _in_world(config, step_seconds=self.computing * question.stages)
         self.has_rounds = hasattr(config.replicas, "sync_every")
         self.every: int = getattr(config.replicas, "sync_every", 1)
         self._schedules: dict[tuple[int, int], list[PlannedExchange]] = {}
@@ -98,7 +110,8 @@ class PlannedMethod:
         return self.seconds, rhythm, self._tried(every), self._schedule(rhythm.start + rhythm.every)
 
     def timing(self, targets: Sequence[float], every: int | None) -> MethodTiming:
-        """At the smallest H that reaches the first target, or the largest."""
+        """At the smallest H that reaches the first target, or the largest. targets: of what a site alone computes."""
+        targets = [target * self.computing / self.seconds for target in targets]
         tried = self._tried(every)
         last = len(tried) - 1
         place = bisect_left(range(last), True, key=lambda at: self.share(tried[at]) >= targets[0])
@@ -130,12 +143,17 @@ class PlannedMethod:
         """Of a round, on average over the run where tokens are given, else in the long run; and whether it is about."""
         question = self.question
         self._at(every)
-        if question.workers <= MOST_REPLAYED and question.inside == "ddp":
+        if question.workers <= MOST_REPLAYED and question.inside != "fsdp" and (question.stages == 1 or question.steps):
             run = self._whole
             for one in run.optimizers if self.has_rounds else ():
                 one.retime(every)
             rhythm = self._rhythm
-            if _ROUNDS * sum(one.messages for one in run.exchanges(rhythm.start + rhythm.every)) <= _MESSAGES:
+            if run.cut:
+                found = replayed(run, self.config.network, staged_steps(run), most=_MESSAGES)
+                rounds = run.config.run.steps / every
+                if found is not None:
+                    return TimeAccount(found.computing / rounds, found.waiting / rounds), False
+            elif _ROUNDS * sum(one.messages for one in run.exchanges(rhythm.start + rhythm.every)) <= _MESSAGES:
                 near = links(question.near) if question.devices > 1 else None
                 topology = Topology(question.workers, self.config.network, near, question.devices)
                 records = partial(self._replayed, run.exchanges, topology, self.computing, _MESSAGES)
@@ -207,7 +225,7 @@ class PlannedMethod:
     def _spread(self) -> float:
         """Seconds a round in which the devices of a site tell each other what has landed at each."""
         devices, near = self.question.devices, links(self.question.near)
-        if devices == 1 or not self.has_rounds:
+        if self.question.inside == "stages" or devices == 1 or not self.has_rounds:
             return 0.0
         sent = sum(parameter.nbytes for parameter in self.optimizer.parameters) * (devices - 1) / devices
         return 8 * sent / near.way_rate(0, 1) + near.base_latency(0, 1)
@@ -284,20 +302,28 @@ class PlannedMethod:
         return math.ceil(every / digits) * digits
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def inside_share(question: PlanQuestion) -> float:
     """Of the time of an inner step, spent computing and not waiting for the other devices of the site."""
     if question.devices == 1:
         return 1.0
+    if question.stages > 1:
+        if question.batches * question.stages > _MOST_MICROBATCHES:
+            raise ValueError(f"{question.batches * question.stages} microbatches in a site: too many to be played")
+        config = _config(question, Candidate(method="none", kind=0, why=""), _STEPS)
+        site = _sketched(_in_world(config, workers=question.devices, shares_line=False))
+        account = replayed(site, site.config.network, staged_steps(site))
+        assert account is not None, "so few are played"
+        return account.share
     text = None if question.step_tokens is None else question.step_tokens / question.sites
     alone = replace(question, workers=question.devices, devices=1, network=question.near, tokens=None, step_tokens=text)
     inside = PlannedMethod(alone, Candidate(method=question.inside, kind=0, why=""))
     return inside.account(1)[0].share
 
 
-def _in_site(config: Config, devices: int) -> ReplicaSync:
-    """The optimizer of a device among those of two sites."""
-    return _sketched(_in_world(config, workers=2 * devices, links=_ANY), places=1).optimizers[0]
+def _in_site(config: Config, question: PlanQuestion) -> Sequence[ReplicaSync]:
+    """The optimizers of a device, or of each stage, among those of two sites."""
+    return _sketched(_in_world(config, workers=2 * question.devices, links=_ANY), places=question.stages).optimizers
 
 
 def _sketched(config: Config, places: int | None = None) -> RunSketch:
@@ -307,7 +333,7 @@ def _sketched(config: Config, places: int | None = None) -> RunSketch:
 
 
 def _config(question: PlanQuestion, candidate: Candidate, steps: int) -> Config:
-    tables = question.tables(candidate.replicas, steps, question.step_seconds)
+    tables = question.tables(candidate.replicas, steps, question.step_seconds * question.stages)
     if candidate.method == "fsdp":  # torch's own wants processes
         tables["world"]["backend"] = "distributed"
     if hasattr(method(candidate.method).Config, "sync_every"):
@@ -315,12 +341,13 @@ def _config(question: PlanQuestion, candidate: Candidate, steps: int) -> Config:
     return resolve(tables)
 
 
-def _in_world(config: Config, **keys: Any) -> Config:
-    """`config` with other keys of [world] and [world.virtual]."""
+def _in_world(config: Config, pipeline: PipelineConfig | None = None, **keys: Any) -> Config:
+    """`config` with other keys of [world] and [world.virtual], and another [pipeline]."""
     world = config.world
     virtual = {key: value for key, value in keys.items() if hasattr(world.virtual, key)}
     own = {key: value for key, value in keys.items() if key not in virtual}
-    return replace(config, world=replace(world, **own, virtual=replace(world.virtual, **virtual)))
+    made = replace(world, **own, virtual=replace(world.virtual, **virtual))
+    return replace(config, world=made, pipeline=pipeline or config.pipeline)
 
 
 def _count(lines: Links) -> int:

@@ -19,15 +19,15 @@ from isles.network.planner.classes import WorkerClass, worker_classes
 MOST_PARAMETERS, MOST_LAYERS, MOST_WORKERS = 1e15, 750, 100_000
 _OFF = 0.01  # of the parameters asked for
 _CONTEXT = 1024
+InSite = Literal["ddp", "fsdp", "stages"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanQuestion:
     """step_seconds: of one inner step of computing. network: as of `world.virtual.links`. devices: workers of a
-    site, which share its line, and reach each other over `near` by the method `inside`.
-    batches: whose gradients are accumulated in a step.
-    tokens: of the whole run, and
-    of one step of all workers; None: not asked for. machine: a worker's; None: not known. price_gb: of
+    site, which share its line, and reach each other over `near`; inside: by which method, or as stages of a replica.
+    batches: whose gradients are accumulated in a step; of stages so many microbatches each. tokens: of the whole run,
+    and of one step of all workers together; None: not asked for. machine: a worker's; None: not known. price_gb: of
     10^9 bytes that are sent, to other sites; price_hour: of a worker. None: not told.
     """
 
@@ -37,7 +37,7 @@ class PlanQuestion:
     network: str
     devices: int = 1
     near: str = "lan"
-    inside: Literal["ddp", "fsdp"] = "ddp"
+    inside: InSite = "ddp"
     batches: int = 1
     tokens: float | None = None
     step_tokens: float | None = None
@@ -83,6 +83,11 @@ class PlanQuestion:
         return self.workers // self.devices
 
     @property
+    def stages(self) -> int:
+        """Of a replica; 1: every worker holds the whole model."""
+        return self.devices if self.inside == "stages" else 1
+
+    @property
     def parameters(self) -> int:
         """Of the model."""
         return parameters(self.model.shape())
@@ -95,21 +100,22 @@ class PlanQuestion:
         return max(1, round(self.tokens / self.step_tokens))
 
     def tables(self, replicas: dict[str, Any], steps: int, seconds: float) -> dict[str, dict[str, Any]]:
-        """The sections of a configuration of such a run. seconds: of a step."""
+        """The sections of a configuration of such a run. seconds: of a step, of all stages together."""
         model = {key: value for key, value in asdict(self.model).items() if value != getattr(ModelConfig, key)}
         virtual = {"links": self.network, "step_seconds": seconds}
         world = {"workers": self.workers, "backend": "virtual", "virtual": virtual}
         if self.devices > 1:
-            world |= {"inner": self.devices, "inside": self.inside}
-            if self.inside == "fsdp":  # torch's own wants processes
+            world |= {} if self.stages > 1 else {"inner": self.devices, "inside": self.inside}
+            if "fsdp" in (self.inside, replicas["method"]):  # torch's own wants processes
                 world["backend"] = "distributed"
             else:
                 virtual |= {"inner_links": self.near, "shares_line": True}
-        data, inner = {}, {}
+        data, inner, parts = {}, {}, self.stages * self.batches
         if self.step_tokens is not None:
-            data = {"batch_size": max(1, round(self.sequences / self.batches))}
-            inner = {"accumulation": self.batches} if self.batches > 1 else {}
-        tables = {"model": model, "data": data, "inner": inner, "replicas": replicas}
+            data = {"batch_size": max(1, round(self.sequences / self.batches)) * (parts if self.stages > 1 else 1)}
+            inner = {"accumulation": self.batches} if self.batches > 1 and self.stages == 1 else {}
+        pipeline = {"stages": self.stages, "microbatches": parts, "in_flight": "1f1b"} if self.stages > 1 else {}
+        tables = {"model": model, "data": data, "inner": inner, "replicas": replicas, "pipeline": pipeline}
         return tables | {"world": world, "run": {"steps": steps}}
 
     @property
@@ -121,7 +127,8 @@ class PlanQuestion:
 
 def decoder_of(wanted: float, layers: int) -> ModelConfig:
     """The decoder of so many layers and about so many parameters: heads 64 wide, an MLP about four times as wide as its
-    stream, a vocabulary of bytes. ValueError where there is none within 1 %.
+    stream, a vocabulary of bytes, a head of its own, so that no stream comes home to the embedding. ValueError where
+    there is none within 1 %.
     """
     if not 0 < wanted <= MOST_PARAMETERS:
         raise ValueError(f"parameters = {wanted:g}: choose a number above 0, up to {MOST_PARAMETERS:g}")
@@ -133,7 +140,7 @@ def decoder_of(wanted: float, layers: int) -> ModelConfig:
 
     def of(ffn: int) -> Shape:
         return Shape(
-            d_model=width, layers=layers, heads=heads, ffn=ffn, vocab=256, context=_CONTEXT, tie_embeddings=True
+            d_model=width, layers=layers, heads=heads, ffn=ffn, vocab=256, context=_CONTEXT, tie_embeddings=False
         )
 
     shape = of(max(1, 1 + round((wanted - parameters(of(1))) / (3 * width * layers))))

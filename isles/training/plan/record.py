@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -41,6 +42,11 @@ class WorkerPlan:
     step_bytes: int | None = None
     average_bytes: int | None = None
     seconds: float | None = None
+
+
+def stage_fillings(memory: Sequence[WorkerMemory]) -> list[WorkerPlan]:
+    """What the workers of a replica's stages hold, without the rest. memory: of each stage."""
+    return [WorkerPlan(ranks=(stage,), stage=stage, parameters=0, memory=one) for stage, one in enumerate(memory)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ def plan_run(config: Config, *, probe: bool = False, machines: int = 1, machine:
     nothing. ValueError for what the run itself would refuse before it trains.
     """
     here, plan = known_machine(config, machine), _planned(config, probe=probe, machines=machines)
-    return plan if here is None else replace(plan, fit=memory_fit(config, plan.fullest, plan.placed, here))
+    return plan if here is None else replace(plan, fit=memory_fit(config, plan.workers, plan.placed, here))
 
 
 def _planned(config: Config, *, probe: bool, machines: int) -> RunPlan:

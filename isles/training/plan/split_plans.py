@@ -4,7 +4,7 @@
                     -> one replay of the long run -> SplitPlan
 
 All splits take the same text a step of all workers, so each worker computes as long in all of them; what differs is
-waiting. Left out: activations, the time to encode.
+waiting. Left out: the time to encode.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from isles.pipeline.boundaries.names import boundary_name
 from isles.replicas import method
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
+from isles.training.plan.fit import memory_fit
 from isles.training.plan.pipelines import staged_steps, subspace_turns
 from isles.training.plan.question import PlanQuestion
+from isles.training.plan.record import stage_fillings
 from isles.training.plan.replicas import worker_memory
 from isles.training.plan.sketch import RunSketch, sketch_run
 
@@ -50,7 +52,7 @@ class WorkerSplit:
 class SplitsQuestion:
     """What is to be trained by replicas that may be cut. near: the network inside a replica; None: as between replicas.
     microbatches: of a replica's batch. method, replicas: between replicas, and its keys of [replicas]. boundary: keys
-    of [pipeline.boundary] that say what crosses between stages.
+    of [pipeline.boundary] that say what crosses between stages. recompute: stages run forward passes again.
     """
 
     question: PlanQuestion
@@ -60,6 +62,7 @@ class SplitsQuestion:
     replicas: dict[str, Any]
     near: str | None = None
     boundary: dict[str, Any]
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         if self.question.step_tokens is None:
@@ -76,14 +79,16 @@ class SplitsQuestion:
     def config(self, split: WorkerSplit) -> Config:
         """Of a run so divided. ValueError where there can be none."""
         question, parts = self.question, split.stages > 1
-        tokens = (question.step_tokens or 0.0) / (split.replicas * split.inner * (self.microbatches if parts else 1))
+        batches = self.microbatches if parts or question.machine else 1  # a whole replica adds up as many gradients
+        tokens = (question.step_tokens or 0.0) / (split.replicas * split.inner * batches)
         sequences = max(1, round(tokens / question.model.shape().context))
         replicas = {"method": self.method, **self.replicas}
         if not hasattr(method(self.method).Config, "sync_every"):
             replicas.pop("sync_every", None)
         tables = question.tables(replicas, 10 * self.every, question.step_seconds * split.stages)
         tables["model"]["context"] = max(1, round(tokens / sequences))
-        tables["data"]["batch_size"] = sequences * (self.microbatches if parts else 1)
+        tables["data"]["batch_size"] = sequences * (batches if parts else 1)
+        tables["inner"] |= {"accumulation": batches} if batches > 1 and not parts else {}
         tables["world"]["inner"] = split.inner
         if parts:
             tables["pipeline"] = {
@@ -91,6 +96,7 @@ class SplitsQuestion:
                 "microbatches": self.microbatches,
                 "routing": "fixed" if split.replicas == 1 else self.routing,
                 "boundary": self.boundary,
+                "recompute": self.recompute,
             }
             if boundary_name(self.boundary.get("kind", "none")).is_one_way:  # then the head is its own
                 tables["model"]["tie_embeddings"] = False
@@ -101,7 +107,9 @@ class SplitsQuestion:
 class SplitPlan:
     """A split with seconds of an inner step and of what a worker does in it: computes, waits for its pipeline, waits
     for other replicas and inside its stage. stage_bytes: that a worker sends to other stages in a step; outer_bytes: to
-    other workers of its stage, on average. memory: bytes of the fullest worker; on_device: those where it computes.
+    other workers of its stage, on average. memory: bytes of the fullest worker; on_device: those where it computes,
+    with activations where the machine is known; fits: into that. recompute: stages run forward passes again, for that
+    makes it fit.
     """
 
     split: WorkerSplit
@@ -113,6 +121,8 @@ class SplitPlan:
     outer_bytes: float
     memory: float
     on_device: float
+    fits: bool | None
+    recompute: bool
 
 
 def splits(workers: int, layers: int, stages: Sequence[int] | None) -> list[WorkerSplit]:
@@ -131,7 +141,7 @@ def splits(workers: int, layers: int, stages: Sequence[int] | None) -> list[Work
 
 
 def plan_splits(asked: SplitsQuestion, found: Sequence[WorkerSplit]) -> list[SplitPlan]:
-    """Those of them that can be, that with the shortest step first. ValueError where none can be."""
+    """Those of them that can be: what fits first, then that with the shortest step. ValueError where none can be."""
     plans, refusal = [], None
     for split in found:
         try:
@@ -140,19 +150,23 @@ def plan_splits(asked: SplitsQuestion, found: Sequence[WorkerSplit]) -> list[Spl
             refusal = error
     if not plans and refusal is not None:
         raise refusal
-    return sorted(plans, key=lambda one: (one.step, one.memory))
+    return sorted(plans, key=lambda one: (one.fits is False, one.step, one.memory))
 
 
 def plan_split(asked: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
     """One split. ValueError where it cannot be."""
     run, every, island = _sketched(asked, split), asked.every, split.stages * split.inner
+    memory = [worker_memory(run.config, one) for one in run.optimizers[:: split.inner]]
+    fullest, here = max(memory, key=lambda one: one.peak), asked.question.machine
+    fit = None if here is None else memory_fit(run.config, stage_fillings(memory), None, here)
+    if fit is not None and "pipeline.recompute = true" in fit.mends:
+        return plan_split(replace(asked, recompute=True), split)
     few = min(split.replicas, max(_REPLICAS, _WORKERS // island))
     part = run if few == split.replicas else _sketched(*_part(asked, split, few))
     records = partial(_exchanges_of, run, few * island, island)
     config, near = part.config, None if asked.near is None else links(asked.near)
     topology = Topology(few * island, config.network, near, 1 if near is None else island)
     staged = staged_steps(part) if part.cut else None
-    memory = [worker_memory(run.config, one) for one in run.optimizers[:: split.inner]]
     exchanged = [
         sum(one.sent_by_all for one in run.exchanges(rounds * every) if _is_across(one, island)) for rounds in (1, 3)
     ]
@@ -170,8 +184,10 @@ def plan_split(asked: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
         waiting=(account.waiting - account.for_stages) / every,
         stage_bytes=sent,
         outer_bytes=(exchanged[1] - exchanged[0]) / 2 / every / asked.question.workers,
-        memory=max(one.peak for one in memory),
-        on_device=max(one.computing for one in memory),
+        memory=fullest.peak,
+        on_device=fullest.computing if fit is None else fit.device_bytes,
+        fits=None if fit is None else fit.fits,
+        recompute=asked.recompute and part.cut is not None,
     )
 
 
