@@ -36,6 +36,14 @@ def read_toml(path: str) -> dict[str, Any]:
         raise ValueError(f"{path}: not valid TOML: {error}") from error
 
 
+def parse_value(text: str) -> Any:
+    """A TOML value; anything that is none is taken as a string, so that paths and names need no quotes."""
+    try:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
+        return text
+
+
 def typed(section: str, cls: type, values: Mapping[str, Any]) -> Any:
     """The dataclass `cls` from the keys of a section. ValueError that names section.key and the mend."""
     _refuse_unknown(section, cls, values, [f"{section}.{key}" for key in keys_of(cls)])

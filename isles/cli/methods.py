@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ _WORKERS = 4  # of the memory table: buffers for messages depend on it a little
 
 def methods(
     legal: Annotated[
-        bool, typer.Option("--legal", help="Print which parts of an outer method go together, and why not.")
+        bool, typer.Option("--legal", help="Print what does not go together, and why: parts of a method, and settings.")
     ] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="Print the bytes a parameter that each method adds to a worker.")
@@ -42,6 +43,7 @@ def _methods() -> None:
 def _legal() -> None:
     from isles.cli.table import print_named
     from isles.replicas.parts.legal import AXES, BY_NUMBERS, TABLE
+    from isles.training.config.conflicts import TOLD, conflicts
 
     print('The parts of an outer method, each a setting of method = "custom" (cadence: sync_every, fragments,')
     print("overlap_steps, outer_delay). Any choice goes together unless a line below speaks of it.\n")
@@ -54,6 +56,13 @@ def _legal() -> None:
         for kind, when, because in BY_NUMBERS:
             if kind == verdict:
                 print(f"  {when}\n      {because}")
+
+    print("\nNot with each other, whatever the method:")
+    for where, rows in groupby(conflicts(), key=lambda row: row.where):
+        told = f" ({TOLD[where[0]]})" if where[0] in TOLD else ""
+        print(f"\n  {' and '.join(one.strip('()') for one in where)}{told}")
+        for row in rows:
+            print(f"      {row.what}: {row.because}; {row.mend}")
 
 
 def _memory(stages: int) -> None:

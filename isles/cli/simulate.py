@@ -104,8 +104,9 @@ def _churned(name: str, configs: Configs) -> tuple[Configs, Start]:
     """The same where workers come and go, and what starts them; all that can be refused is, before the first begins."""
     from isles.training.churn import trace_of
     from isles.training.clustered.churned import ChurnedClusters
+    from isles.training.config.conflicts import PEERS
     from isles.training.elastic.churn.churned import ChurnedRun
-    from isles.training.elastic.terms import PEERS, going_on
+    from isles.training.elastic.terms import going_on
     from isles.training.swarmed.churned import ChurnedSwarm
 
     kinds = {config.pipeline.routing for config in configs.values()}

@@ -109,7 +109,7 @@ def _dimension(text: str, config: Config) -> Dimension:
     """Of --over."""
     from isles.cli.several.rows import names
     from isles.replicas.space import Dimension
-    from isles.training.config.reading import parse_value
+    from isles.tables import parse_value
 
     key, equals, values = text.partition("=")
     try:

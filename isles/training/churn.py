@@ -18,8 +18,8 @@ from isles.comm.virtual.transport import VirtualTransport
 from isles.modes import torch_threads
 from isles.network.churn import POOLS, ChurnEvent, churn, founders, returns, write_trace
 from isles.network.pauses import KnownPauses
+from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
-from isles.training.growing import refuse_unplayed
 from isles.training.memory.planned import step_seconds
 from isles.training.records.claimed import claim
 from isles.training.records.rundir import METRICS, as_json, held
@@ -97,14 +97,10 @@ class ChurnedWorkers:
 
 def trace_of(config: Config, name: str) -> tuple[int, list[ChurnEvent]]:
     """(with how many workers a run of `config` begins, what happens in it), for `churn` called `name`. ValueError as
-    `isles.network.churn.churn` and `refuse_unplayed`, and where workers would pause twice.
+    `isles.network.churn.churn` and `refuse_conflicts`, and where workers would pause twice.
     """
     world = config.world
-    refuse_unplayed(config)
-    if config.run.priced_as:
-        raise ValueError("run.priced_as (--as): where workers come and go the run hangs on time, which is not priced")
-    if world.virtual.pauses is not None:
-        raise ValueError("world.virtual.pause_every: with --churn pauses stand in the trace; take it out")
+    refuse_conflicts(config, "--churn")
     seconds = config.run.steps * step_seconds(config)
     longer = 1.0 if name in POOLS else _LONGER * max(world.virtual.step_factors, default=1.0)
     return founders(name, world.workers), churn(

@@ -144,7 +144,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     *[
         (
             train(f"world.elastic.{key}={value}", *dry),
-            [f"world.elastic.{key} = {value}", "acts where workers join a lighthouse"],
+            [f"world.elastic.{key} = ", value, "acts where workers join a lighthouse"],
         )
         for key, value in (("lease", "9.0"), ("max_members", "8"), ("join_state", "anchors"))
         for dry in ((), ("--dry-run",))

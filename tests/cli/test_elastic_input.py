@@ -93,7 +93,7 @@ def joins(world: Run) -> tuple[str, ...]:
         (["lighthouse", "--workers", "9999"], ["--workers 9999: more than 8 a core"]),
         (["lighthouse", "--host", "nobody.invalid"], ["--host nobody.invalid is no name that this machine knows"]),
         (["lighthouse", "--max-members", "0", *settings()], ["world.elastic.max_members = 0", "choose 1 or more"]),
-        (["lighthouse", *settings("replicas.method=ddp")], ["replicas.method = 'ddp'", "isles train --nodes"]),
+        (["lighthouse", *settings("replicas.method=ddp")], ['replicas.method = "ddp"', "isles train --nodes"]),
         (["doctor", "--join", "127.0.0.1:29400"], ["--token is missing"]),
         (["doctor", "--join", "127.0.0.1", "--token", "0" * 64], ["--join 127.0.0.1: write HOST:PORT"]),
         (["doctor", "--join", "a:1", "--peer", "a:1"], ["--join: goes with --token and --listen"]),

@@ -7,6 +7,7 @@ import pytest
 from isles.cli.methods import methods
 from isles.replicas import METHODS
 from isles.replicas.parts.legal import AXES, BY_NUMBERS, TABLE
+from isles.training.config.conflicts import conflicts
 
 
 def test_all_methods_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,6 +23,7 @@ def test_the_legal_table_tells_every_row(capsys: pytest.CaptureFixture[str]) -> 
     assert all(member in told for members in AXES.values() for member in members)
     assert all(f"{row.title}\n      {row.because}; choose {row.instead}\n" in told for row in TABLE)
     assert all(f"{when}\n      {because}\n" in told for _, when, because in BY_NUMBERS)
+    assert all(f"      {row.what}: {row.because}; {row.mend}\n" in told for row in conflicts())
 
 
 def test_the_memory_table_is_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:

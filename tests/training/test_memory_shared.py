@@ -204,7 +204,11 @@ def test_a_run_with_shares(method: str, words: list[str], tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("method", "words", "told"),
     [
-        ("diloco", ["world.workers=2"], r"memory\.shard: workers of diloco have weights of their own"),
+        (
+            "diloco",
+            ["world.workers=2"],
+            r"memory\.shard = true does not go with a plan of memory: workers have weights of their own",
+        ),
         ("ddp", ["world.workers=2", "memory.method=none"], "of a plan: set memory.method"),
     ],
 )

@@ -84,7 +84,7 @@ def test_a_stage_in_the_middle_is_mended_alike_on_both_backends(tmp_path: Path) 
             ["pipeline.recovery.stage_loss=0.0", "pipeline.recovery.kind=copy"],
             'pipeline.recovery.kind = "copy" acts with stage_loss',
         ),
-        (["replicas.method=diloco"], 'pipeline.recovery.stage_loss with replicas.method = "diloco"'),
+        (["replicas.method=diloco"], 'replicas.method = "diloco" does not go with pipeline.recovery.stage_loss'),
     ],
 )
 def test_what_cannot_be_is_one_line(change: list[str], told: str, tmp_path: Path) -> None:

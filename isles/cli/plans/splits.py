@@ -73,7 +73,7 @@ def plan_splits(
 
 def keys(option: str, first: str, text: str) -> tuple[str | None, dict[str, Any]]:
     """(what stands first without a key, the keys behind it)."""
-    from isles.training.config.reading import parse_value
+    from isles.tables import parse_value
 
     name, found = None, {}
     for number, part in enumerate(text.split(",")):

@@ -51,7 +51,7 @@ class ComparisonRow:
 
 def quick() -> dict[str, Any]:
     """--quick, under the other options: a model of no use, in seconds."""
-    from isles.training.config.reading import parse_value
+    from isles.tables import parse_value
 
     return {key: parse_value(value) for key, value in (word.split("=") for word in _QUICK.split())}
 

@@ -19,7 +19,7 @@ from isles.network.clusters.telling import SILENT
 from isles.training.churned import ChurnedWorld
 from isles.training.clustered.node import ClusterWorker
 from isles.training.clustered.opening import enter, found
-from isles.training.config.clustered import refuse_growing
+from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.step import Left
 
@@ -32,7 +32,7 @@ class ChurnedClusters(ChurnedWorld[ClusterWorker]):
     """What workers tell of themselves when they come, by rank (`isles.network.clusters.telling`)."""
 
     def __init__(self, config: Config, *more: Any) -> None:
-        refuse_growing(config.method, config.data)
+        refuse_conflicts(config, "clusters that come and go")
         super().__init__(config, *more)
 
     @override

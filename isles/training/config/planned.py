@@ -8,19 +8,12 @@ from isles.network.named import links as named
 from isles.network.routing.delays import fingerprint
 from isles.network.routing.plan import PipelinePlan, read_plan
 from isles.pipeline.config import PipelineConfig
-from isles.tables import refuse
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
 
 _STEPS_WAITED = 5
 """Of a plan's steps, before somebody who is silent counts as lost: its last microbatch may come at the step's end."""
-_CANNOT = {
-    "fsdp": "shards whole models, and a node of a plan holds a stage",
-    "ist": "cuts subnets out of whole models, and a node of a plan holds a stage",
-    "dilocox": "takes one rank and one number of steps for all stages of a replica, and a plan has no replicas",
-}
-"""Why methods do not go between the nodes of a stage."""
 
 
 def plan_of(pipeline: PipelineConfig) -> PipelinePlan | None:
@@ -42,7 +35,7 @@ def check(config: Config) -> int:
     """Workers that read text: the plan's origins. ValueError, one line that names the key, where the plan is for
     something else than the run, or the run cannot keep to any.
     """
-    pipeline, world, method = config.pipeline, config.world, config.method
+    pipeline, world = config.pipeline, config.world
     plan = plan_of(pipeline)
     assert plan is not None
     try:
@@ -54,11 +47,6 @@ def check(config: Config) -> int:
     except ValueError as error:
         raise ValueError(f"pipeline.skippipe.plan = {pipeline.skippipe.plan}: {error}") from None
     problem, own = plan.problem, plan.problem.memory * plan.problem.waves
-    if method in _CANNOT:
-        raise ValueError(
-            f'replicas.method = "{method}" {_CANNOT[method]}; with a plan choose "ddp", or an outer method such as '
-            '"diloco"'
-        )
     if len(problem.stages) != pipeline.stages:
         raise ValueError(
             f"pipeline.stages = {pipeline.stages}: the plan has {len(problem.stages)}; set it to that, or plan again"
@@ -68,12 +56,4 @@ def check(config: Config) -> int:
             f"pipeline.microbatches = {pipeline.microbatches}: the plan sends {own} from each origin in a step (memory "
             f"{problem.memory} x waves {problem.waves}); set it to that"
         )
-    refuse(config, "does not go with a plan, whose nodes are single workers: leave it out", "world.inner")
-    if config.replicas.survives:
-        raise ValueError(
-            'replicas.on_peer_failure = "solo": the paths of a plan lead over all of its nodes; choose "abort"'
-        )
-    if world.is_simulated:
-        why = "does not go with a plan, which says what its tasks take: leave it out, and say with "
-        refuse(config, f"{why}world.virtual.step_factors who is slower than planned", "world.virtual.step_seconds")
     return len(problem.origins)

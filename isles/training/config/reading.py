@@ -24,10 +24,10 @@ from isles.imports import is_place
 from isles.parsing import parse_toml
 from isles.replicas import METHODS, config_of, method
 from isles.schema import backend_of
-from isles.tables import in_tables, keys_of, read_toml, tables_of, typed
+from isles.tables import in_tables, keys_of, parse_value, read_toml, tables_of, typed
+from isles.training.config.conflicts import wanted
 from isles.training.config.kept import beside, kept_names
 from isles.training.config.sections import ORDER, SECTIONS, Config
-from isles.training.config.swarmed import IN_SWARMS
 from isles.training.config.tokens import ending
 from isles.training.config.trust import check
 from isles.training.config.world import WorldConfig
@@ -170,7 +170,8 @@ def resolve(tables: Tables) -> Config:
         if key not in known:
             raise ValueError(_foreign(key, name, known))
     if typed_sections["pipeline"].routing == "swarm":
-        settings = IN_SWARMS.get(name, {}) | settings
+        there = wanted('pipeline.routing = "swarm"', name)
+        settings = {key.removeprefix("replicas."): value for key, value in there.items()} | settings
     hf = typed_sections["model"].hf
     if hf is not None and "tokenizer" not in tables.get("data", {}) and Path(hf).expanduser().is_dir():
         typed_sections["data"] = replace(typed_sections["data"], tokenizer=hf)
@@ -237,14 +238,6 @@ def _parse_file(path: str) -> Tables:
         if not isinstance(table, dict):
             raise ValueError(f"{path}: {name} stands outside a section; put it below [{'], ['.join(ORDER)}]")
     return tables
-
-
-def parse_value(text: str) -> Any:
-    """A TOML value; anything that is none is taken as a string, so that paths and names need no quotes."""
-    try:
-        return parse_toml(f"value = {text}")["value"]
-    except ValueError:
-        return text
 
 
 def _assigned(tables: Tables, key: str, value: Any) -> Tables:

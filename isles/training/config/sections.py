@@ -33,6 +33,8 @@ _ROUTINGS = {
 """What goes with these routings, imported where one is chosen: check(Config) -> workers that read text. ValueError, one
 line that names the key, for what does not.
 """
+_CONFLICTS = "isles.training.config.conflicts:refuse_conflicts"
+"""What goes together, imported where anything may not."""
 _LOGGERS = ("tensorboard", "wandb")  # isles.training.records.loggers holds what is behind the names
 
 
@@ -156,6 +158,7 @@ class Config:
                 f"pipeline.stages = {stages}: {world.workers} workers do not make whole replicas of {stages} stages"
                 f"{inside}; choose a multiple of {stages * world.inner} as world.workers"
             )
+        named("conflicts", _CONFLICTS)(self)
         readers = self.replicas_in_all
         if routing in _ROUTINGS:
             readers = named(f"routing {routing}", _ROUTINGS[routing])(self)
@@ -165,19 +168,8 @@ class Config:
                 f"pipeline.microbatches = {self.pipeline.microbatches} does not divide a replica's batch of "
                 f"{sequences} sequences: choose a divisor, or another data.batch_size"
             )
-        if self.pipeline.recovery.stage_loss and self.method not in ("none", "ddp"):
-            raise ValueError(
-                f'pipeline.recovery.stage_loss with replicas.method = "{self.method}": what it keeps of a stage would '
-                'have to follow; choose "none" or "ddp"'
-            )
         if self.model.own is None:
             self._check_boundary(self.model.shape())
-        why = "does not go with stages, which cut a batch into microbatches anyway: leave it out, and raise "
-        refuse(self, f"{why}data.batch_size and pipeline.microbatches", "inner.accumulation")
-        if self.model.autocast == "fp16":
-            raise ValueError('model.autocast = "fp16" wants a gradient scaler; stages share none: choose "bf16"')
-        if world.inside == "fsdp":
-            raise ValueError('world.inside = "fsdp" gathers a whole model; inside a stage choose "ddp"')
 
 
 ORDER = tuple(section.name for section in fields(Config) if section.name != "method")

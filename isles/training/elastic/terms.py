@@ -12,20 +12,13 @@ from isles.comm.elastic import cells
 from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
 from isles.models.model_limits import state_bytes
-from isles.replicas import METHODS, method
-from isles.replicas.loop.config import OuterConfig, WeightedConfig
+from isles.replicas.loop.config import WeightedConfig
+from isles.training.config.conflicts import PEERS, refuse_conflicts
 from isles.training.config.reading import Tables, resolve
 from isles.training.config.sections import Config
 from isles.training.config.tokens import ending, tokens_a_step
-from isles.training.growing import refuse_full, refuse_idle, refuse_unsupported
-from isles.training.swarmed.terms import among_peers, peer_rules
 
 _FAR = 1 << 40
-PEERS = ("swarm", "ravnest")
-"""Routings whose workers are peers that agree among themselves."""
-_TAKEN = "noloco and diloco are"
-_AT_ONCE = {"delay": "none", "outer_delay": 0, "overlap_steps": 0, "fragments": "whole"}
-"""Settings with which all that is sent lands at once."""
 _OURS = {"on_peer_failure": "solo", "on_broken": "leave out"}
 """What such runs choose where the configuration does not."""
 
@@ -69,20 +62,9 @@ def in_rounds(config: Config, *, simulated: bool = False) -> Config:
 
 def check(config: Config, *, simulated: bool = False) -> None:
     """ValueError, with the key and the mend, where workers of `config` cannot come and go."""
-    if config.pipeline.routing in PEERS and not simulated:
-        routing = config.pipeline.routing
-        raise ValueError(f'pipeline.routing = "{routing}": its workers serve stages: join it with isles swarm peer')
-    _check_method(config)
-    _check_world(config, simulated=simulated)
-    if config.model.autocast == "fp16":
-        raise ValueError('model.autocast = "fp16" is not there yet where workers come and go: choose "bf16" or "none"')
-    keys = ("memory.method", "memory.vectors", "run.loggers", "run.start", "data.split", "data.batch_mode")
-    refuse_unsupported(config, "workers", *keys)
-    refuse_idle(config, "workers", "run.keep_checkpoints")
+    refuse_conflicts(config, "workers that come and go", *(() if simulated else ("a lighthouse",)))
     if not simulated:
-        refuse_full(config.world, config.replicas_in_all)
-    waits = ("world.pipeline_deadline", *(() if config.world.inner > 1 else ("world.join_deadline",)))
-    refuse_idle(config, "workers", *waits)
+        _refuse_full(config, config.replicas_in_all)
     if config.run.steps % sync_every(config):
         raise ValueError(
             f"run.steps = {config.run.steps}: where workers come and go a run ends with a round: choose a multiple of "
@@ -90,72 +72,35 @@ def check(config: Config, *, simulated: bool = False) -> None:
         )
 
 
+def among_peers(config: Config) -> Config:
+    """`config`, for peers that join a lighthouse. ValueError, with the key and the mend, where they cannot."""
+    routing = config.pipeline.routing
+    if routing not in PEERS:
+        why = "its workers hold whole replicas" if routing == "fixed" else "its workers do not come and go yet"
+        mend = "join it with isles join" if config.pipeline.stages == 1 else "use isles train --nodes"
+        raise ValueError(f'pipeline.routing = "{routing}": {why}: {mend}')
+    refuse_conflicts(config, "peers that come and go", *(["clusters that come and go"] if routing == "ravnest" else []))
+    _refuse_full(config, config.world.workers)
+    return config
+
+
+def _refuse_full(config: Config, founders: int) -> None:
+    """ValueError where the first round waits for more than may be there."""
+    if (most := config.world.elastic.max_members) < founders:
+        raise ValueError(
+            f"world.elastic.max_members = {most}: the first round waits for {founders}; choose as many or more, or "
+            "fewer world.workers (--founders)"
+        )
+
+
 def goes_on(config: Config) -> bool:
     """Whether its method does its rounds without whoever is lost, with what such runs choose."""
     ours = {key: value for key, value in _OURS.items() if hasattr(config.replicas, key)}
     try:
-        _check_method(replace(config, replicas=replace(config.replicas, **ours)))
+        refuse_conflicts(replace(config, replicas=replace(config.replicas, **ours)), "workers that come and go")
     except ValueError:
         return False
     return True
-
-
-def _check_method(config: Config) -> None:
-    """The method, and its settings: rounds that can be done without whoever is lost, and end with nothing in flight."""
-    name, replicas = config.method, config.replicas
-    goes_on = isinstance(replicas, OuterConfig) if name in METHODS else method(name).follows_roster
-    if not goes_on:
-        raise ValueError(
-            f"replicas.method = {name!r}: it exchanges in every step and needs everybody, so workers cannot come and "
-            f"go: use isles train --nodes, or a method that exchanges now and then ({_TAKEN} some)"
-        )
-    for key, value in _AT_ONCE.items():
-        given = getattr(replicas, key, value)
-        if given not in (value, None):
-            raise ValueError(
-                f"replicas.{key} = {given!r}: a joiner takes a state right after a landing, when nothing is under way, "
-                f"and here something always is; choose {value!r}, or use isles train --nodes"
-            )
-    if getattr(replicas, "every_step_until", 0):
-        raise ValueError(
-            "replicas.every_step_until: where workers come and go all rounds are of sync_every steps; set it to 0"
-        )
-    mixing = getattr(replicas, "mixing", "all")
-    if mixing != "all":
-        raise ValueError(
-            f"replicas.mixing = {mixing!r}: such a round cannot be done without a lost worker; choose "
-            '"all", or the method noloco'
-        )
-    if getattr(replicas, "on_peer_failure", "solo") != "solo":
-        raise ValueError(
-            'replicas.on_peer_failure = "raise": where workers come and go a lost one must not end the others: leave '
-            "it out"
-        )
-
-
-def _check_world(config: Config, *, simulated: bool) -> None:
-    """What a worker is, and where it runs."""
-    world = config.world
-    if config.pipeline.stages > 1:
-        raise ValueError(
-            "pipeline.stages: where workers come and go each is a whole replica; take it out, or use isles train "
-            "--nodes"
-        )
-    if world.inner > 1 and simulated:
-        raise ValueError(
-            f"world.inner = {world.inner}: islands do not come and go on the virtual clock: take it out, or use isles "
-            "lighthouse"
-        )
-    if world.inner > 1 and is_quorum(config):
-        raise ValueError(
-            f'world.inner = {world.inner}: islands come and go with replicas.on_late = "wait": choose that, or take '
-            "world.inner out"
-        )
-    refuse_idle(config, "workers", "world.silence")
-    if world.is_simulated and not simulated:
-        raise ValueError(
-            'world.backend = "virtual": real workers join a lighthouse; take it out, or use isles simulate --churn'
-        )
 
 
 def lands_together(config: Config) -> bool:
@@ -188,8 +133,9 @@ def batches_in_all(config: Config) -> int:
 def rules(config: Config) -> Rules:
     """The rules that the lighthouse of `config` decides by."""
     weights = _first_bytes(config)
-    if config.pipeline.routing in PEERS:
-        return replace(peer_rules(config), weights=weights)
+    if config.pipeline.routing in PEERS:  # a step is a round
+        most, steps = config.world.elastic.max_members, config.run.steps
+        return Rules(founders=config.world.workers, sync_every=1, last=steps, most=most, weights=weights)
     return Rules(
         founders=config.replicas_in_all,
         sync_every=sync_every(config),

@@ -15,7 +15,6 @@ from isles.models.cuts import Piece
 from isles.models.stages import Stage
 from isles.network.routing.routes import position
 from isles.pipeline.pipeline import ways_of
-from isles.tables import refuse
 from isles.training.config.sections import Config
 from isles.training.placement import layout_of
 from isles.training.staged import planned_cut
@@ -24,26 +23,6 @@ _CROSSING = 3
 """Streams on the device while a task begins or ends: what came, what is sent, and the gradient of one of them."""
 _WAITING = 2
 """Streams that a forward pass has there until its backward pass: what came, and what was sent."""
-
-
-def refuse_staged(config: Config) -> None:
-    """ValueError, with the key, for what a plan of a stage's memory cannot be together with."""
-    pipeline = config.pipeline
-    for key, mend in (
-        ("recompute", "the plan says what is made again: leave it out"),
-        ("recovery.stage_loss", "whoever mends a stage knows no plan: leave it out"),
-        ("boundary.kind", 'what crosses is worked on beside the blocks: choose "none"'),
-        *([("routing", 'choose "fixed" or "random" routes')] if pipeline.routing == "skippipe" else []),
-    ):
-        refuse(config, f"does not go with memory.method: {mend}", f"pipeline.{key}")
-    if config.memory.update == "early" or config.memory.shard or config.memory.disk:
-        key = "update" if config.memory.update == "early" else "shard" if config.memory.shard else "disk"
-        raise ValueError(f"memory.{key}: it is for whole models; with pipeline.stages = {pipeline.stages} leave it out")
-    if planned_cut(config).home:
-        raise ValueError(
-            "memory.method: the loss of this pipeline is computed at the origin, beside its stage: set "
-            'pipeline.loss_at = "last", and model.tie_embeddings = false where the model ties them'
-        )
 
 
 def stage_passes(config: Config, stage: int) -> tuple[int, int]:

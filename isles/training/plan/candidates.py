@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isles.replicas import METHODS, method
-from isles.training.config.reading import parse_value
+from isles.tables import parse_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

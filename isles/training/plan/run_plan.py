@@ -14,8 +14,8 @@ from isles.models import limits
 from isles.replicas import METHODS
 from isles.training.clustered.cuts import cluster_cuts
 from isles.training.config.clustered import refuse_spares
+from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
-from isles.training.growing import refuse_joining
 from isles.training.memory.planned import refusals
 from isles.training.plan.clusters import plan_clusters
 from isles.training.plan.fit import known_machine, memory_fit
@@ -41,7 +41,7 @@ def plan_run(config: Config, *, probe: bool = False, machines: int = 1, machine:
 def _planned(config: Config, *, probe: bool, machines: int) -> RunPlan:
     kind = {"ravnest": plan_clusters, "swarm": plan_swarm}.get(config.pipeline.routing)
     if kind is None:
-        refuse_joining(config.world)
+        refuse_conflicts(config, "fixed workers")
         _refuse_files(config)
         return plan_replicas(config, probe=probe, machines=machines)
     if probe:
@@ -56,7 +56,7 @@ def refuse(config: Config, *, joined: bool = False) -> None:
     have, are not made for that: workers do, and refuse there. joined: workers come and go in it.
     """
     if not joined:
-        refuse_joining(config.world)
+        refuse_conflicts(config, "fixed workers")
     _refuse_files(config)
     if config.pipeline.routing == "ravnest":
         refuse_spares(config.pipeline)

@@ -28,9 +28,9 @@ from isles.comm.errors import WorkerFailed
 from isles.durable import write_text
 from isles.launch.nodes import SINGLE_NODE, NodeSpec
 from isles.launch.workers import raise_first
+from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.kept import settled
 from isles.training.config.sections import Config
-from isles.training.growing import refuse_joining
 from isles.training.memory.planned import prepared, refusals
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.claimed import run_directory
@@ -69,7 +69,7 @@ def launch(
     """
     refusals(config)
     refuse_stages(config)
-    refuse_joining(config.world)
+    refuse_conflicts(config, "fixed workers")
     if config.memory.method != "none":
         for stage in range(config.pipeline.stages):
             prepared(config, stage)  # refuses what cannot be before anything is made

@@ -216,12 +216,12 @@ def test_the_same_again_and_by_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("data.batch_mode=global",), 'data.batch_mode = "global": clusters come and go here'),
-        (("data.split=by_file",), 'data.split = "by_file": clusters come and go here'),
-        (("world.elastic.max_members=9",), "world.elastic.max_members = 9 does not go with --churn, where the trace"),
+        (("data.batch_mode=global",), 'data.batch_mode = "global" does not go with clusters that come and go'),
+        (("data.split=by_file",), 'data.split = "by_file" does not go with clusters that come and go'),
+        (("world.elastic.max_members=9",), "world.elastic.max_members = 9 does not go with --churn: the trace"),
         (
             ("world.elastic.join_state=anchors",),
-            'world.elastic.join_state = "anchors" does not go with --churn, where who comes',
+            'world.elastic.join_state = "anchors" does not go with --churn and peers: who comes',
         ),
     ],
 )

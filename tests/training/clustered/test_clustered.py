@@ -181,9 +181,18 @@ def test_the_configuration_is_read_back(tmp_path: Path) -> None:
     [
         (["world.workers=5"], "pipeline.ravnest.clusters = [[1, 2], [3], []]: they are 6 workers, world.workers = 5"),
         (["world.workers=4", "pipeline.ravnest.clusters=[[2]]"], "another cluster, and there is one; set it to 2"),
-        (["replicas.method=diloco"], 'replicas.method = "diloco": clusters average weights'),
-        (["model.tie_embeddings=true"], "model.tie_embeddings = true: the embedding is the head as well"),
-        (["pipeline.clip=model"], 'pipeline.clip = "model" wants all stages at one step'),
+        (
+            ["replicas.method=diloco"],
+            'replicas.method = "diloco" does not go with pipeline.routing = "ravnest": clusters average weights',
+        ),
+        (
+            ["model.tie_embeddings=true"],
+            "model.tie_embeddings = true does not go with peers: the embedding is the head as well",
+        ),
+        (
+            ["pipeline.clip=model"],
+            "and inner.max_norm: it wants all stages at one step",
+        ),
         (["pipeline.boundary.kind=dct:0.5"], 'pipeline.boundary.kind = "dct:0.5" does not go with'),
         (["pipeline.cut=[1,2]"], "cut and ravnest.clusters say the same"),
         (["pipeline.ravnest.clusters=[[],[]]", "world.workers=2"], "clusters of one stage each are replicas"),

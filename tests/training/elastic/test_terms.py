@@ -54,9 +54,12 @@ def test_a_file_with_all_defaults_will_do() -> None:
         (["replicas.method=eager"], "replicas.outer_delay = 1"),
         (["replicas.method=streaming-diloco"], "replicas.overlap_steps"),
         (["replicas.method=postlocal-sgd"], "every_step_until"),
-        (["replicas.method=custom", "replicas.mixing=groups"], "replicas.mixing = 'groups'"),
+        (["replicas.method=custom", "replicas.mixing=groups"], 'replicas.mixing = "groups"'),
         (["replicas.method=streaming-noloco"], "replicas."),
-        (["replicas.method=diloco", "replicas.on_late=quorum", "world.workers=4", "world.inner=2"], "world.inner = 2"),
+        (
+            ["replicas.method=diloco", "replicas.on_late=quorum", "world.workers=4", "world.inner=2"],
+            "does not go with workers that come and go and islands",
+        ),
         (["world.backend=virtual"], "world.backend"),
         (["run.steps=21"], "replicas.sync_every = 5"),
         (["run.loggers=['tensorboard']"], "run.loggers"),
@@ -69,8 +72,8 @@ def test_a_file_with_all_defaults_will_do() -> None:
         (["run.keep_checkpoints=5"], "run.keep_checkpoints = 5 .* newest state"),
         (["world.join_deadline=7"], "world.join_deadline = 7.0 .* first round waits"),
         (["world.pipeline_deadline=7"], "world.pipeline_deadline = 7.0 .* no stages"),
-        (["memory.vectors=disk", "memory.disk=."], 'memory.vectors = "disk" is not there yet'),
-        (["memory.method=checkpoint"], 'memory.method = "checkpoint" is not there yet'),
+        (["memory.vectors=disk", "memory.disk=."], 'memory.vectors = "disk" .* not there yet'),
+        (["memory.method=checkpoint"], 'memory.method = "checkpoint" .* not there yet'),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line(settings: list[str], key: str) -> None:

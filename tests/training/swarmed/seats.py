@@ -16,11 +16,10 @@ from isles.training.config.reading import gather
 from isles.training.config.sections import Config
 from isles.training.elastic.entering import Here, admitted
 from isles.training.elastic.lighthouse.charter import charter_of
-from isles.training.elastic.terms import elastic
+from isles.training.elastic.terms import among_peers, elastic
 from isles.training.swarmed.keeping import SwarmKeeper
 from isles.training.swarmed.peering import SeatedPeer
 from isles.training.swarmed.seated import ANYWHERE
-from isles.training.swarmed.terms import among_peers
 from tests.training.lit import LitRun
 
 

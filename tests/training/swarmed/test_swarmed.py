@@ -137,8 +137,14 @@ def test_killed_peers_change_nothing(alone: Any, tmp_path: Path) -> None:
         (["pipeline.swarm.peers=[]", "pipeline.stages=3", "world.workers=2"], "2 workers leave a stage without a peer"),
         (["pipeline.swarm.peers=[3,0,4]"], "every stage needs at least 1 at the start"),
         (["pipeline.stages=2"], "pipeline.stages = 2: swarm.peers = [2, 3, 2] is 3 stages"),
-        (["replicas.method=ddp"], 'replicas.method = "ddp": the peers of a stage sum their gradients'),
-        (["model.tie_embeddings=true"], "model.tie_embeddings = true: the embedding is the head as well"),
+        (
+            ["replicas.method=ddp"],
+            'does not go with pipeline.routing = "swarm": the peers of a stage sum their gradients',
+        ),
+        (
+            ["model.tie_embeddings=true"],
+            "model.tie_embeddings = true does not go with peers: the embedding is the head as well",
+        ),
         (["pipeline.recompute=true"], 'pipeline.recompute = true does not go with routing = "swarm"'),
         (["pipeline.swarm.forward_deadline=0"], "pipeline.swarm.forward_deadline = 0.0: choose seconds above 0"),
         (["pipeline.routing=fixed"], 'pipeline.swarm.peers = [2, 3, 2] acts with routing = "swarm" only'),

@@ -1,0 +1,163 @@
+"""Which settings of a run go together: the table conflicts.toml, read by configurations and by `isles methods --legal`.
+
+A rule speaks where all its situations hold. Those of `FOLLOW` follow from the configuration; those of `TOLD` are known
+to whoever asks. Loads no torch, but for methods where a rule asks for their kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from isles.errors import as_typed
+from isles.parsing import parse_toml
+from isles.replicas import METHODS, method
+from isles.replicas.loop.config import OuterConfig
+from isles.tables import given, parse_value
+from isles.training.config.sections import Config
+
+PEERS = ("swarm", "ravnest")
+"""Routings whose workers are peers that agree among themselves."""
+TOLD = {
+    "workers that come and go": "isles lighthouse and join, isles simulate --churn",
+    "a lighthouse": "isles lighthouse and join",
+    "peers that come and go": "isles lighthouse and swarm peer",
+    "clusters that come and go": "isles swarm peer and isles simulate --churn, of Ravnest",
+    "--churn": "isles simulate --churn",
+    "fixed workers": "isles train",
+    "a plan of memory": "memory.method",
+    'memory.vectors = "disk"': "with memory.method or without",
+}
+"""Situations, and where they hold."""
+
+
+def has_rounds(config: Config) -> bool:
+    """Whether its method exchanges now and then, and can do so without whoever is lost."""
+    if config.method in METHODS:
+        return isinstance(config.replicas, OuterConfig)
+    return bool(method(config.method).follows_roster)
+
+
+def _kept_alike(config: Config) -> bool:
+    """Whether workers, or those of an island, have the same weights after every step."""
+    from isles.replicas.gradient.bucketed import BucketedSync
+
+    return issubclass(method(config.world.inside if config.world.inner > 1 else config.method), BucketedSync)
+
+
+FOLLOW: dict[str, Callable[[Config], bool]] = {
+    "pipeline.stages > 1": lambda config: config.pipeline.stages > 1,
+    "pipeline.recovery.stage_loss": lambda config: config.pipeline.recovery.stage_loss > 0,
+    'pipeline.routing = "swarm"': lambda config: config.pipeline.routing == "swarm",
+    "pipeline.swarm.delay_updates": lambda config: bool(config.pipeline.swarm.delay_updates),
+    'pipeline.routing = "ravnest"': lambda config: config.pipeline.routing == "ravnest",
+    "peers": lambda config: config.pipeline.routing in PEERS,
+    "several clusters": lambda config: config.replicas_in_all > 1,
+    "a plan of paths": lambda config: config.pipeline.routing == "skippipe",
+    "diloco": lambda config: config.method == "diloco",
+    "noloco": lambda config: config.method == "noloco",
+    "a method with rounds": lambda config: config.method != "none",
+    "a method of every step": lambda config: not has_rounds(config),
+    "a method that is an optimizer": lambda config: method(config.method).level == "optimizer",
+    "replicas that are kept alike": _kept_alike,
+    "replicas with weights of their own": lambda config: not _kept_alike(config),
+    "fsdp": lambda config: (config.world.inside if config.world.inner > 1 else config.method) == "fsdp",
+    "inner.max_norm": lambda config: config.inner.max_norm > 0,
+    "islands": lambda config: config.world.inner > 1,
+    "workers alone": lambda config: config.world.inner == 1,
+    "the virtual clock": lambda config: config.world.is_simulated,
+    "blocks that move": lambda config: config.memory.method != "checkpoint" or config.memory.emulate,
+    "memory.disk": lambda config: bool(config.memory.disk),
+    "vectors in memory": lambda config: config.memory.vectors != "disk",
+    'memory.update = "early"': lambda config: config.memory.update == "early",
+}
+
+
+class Conflict(NamedTuple):
+    """where: situations. what: the settings that do not go, as the table has them: `keys`, which must have one of the
+    values `goes`, or none of `never`, or their defaults.
+    """
+
+    where: tuple[str, ...]
+    what: str
+    keys: tuple[str, ...]
+    goes: tuple[object, ...]
+    never: tuple[object, ...]
+    because: str
+    mend: str
+
+    @property
+    def told(self) -> str:
+        """The situations, but for those in brackets, which say more of what does not go."""
+        return " and ".join(where for where in self.where if not where.startswith("("))
+
+    def refused(self, config: Config, changed: dict[str, Any]) -> str | None:
+        """The first of its keys that does not go, with its value. changed: settings that are not at their defaults."""
+        for key in self.keys:
+            value = _value(config, key)
+            if self.goes:
+                does_not = value is not None and value not in self.goes
+            else:
+                does_not = value in self.never or "any" in self.never if self.never else key in changed
+            if does_not:
+                return f"{key} = {as_typed(value)}"
+        return None
+
+
+@cache
+def conflicts() -> Sequence[Conflict]:
+    """The table, in its order."""
+    tables = parse_toml((files("isles.training.config") / "conflicts.toml").read_text(encoding="utf-8"))
+    return [_conflict(tuple(where.split(" & ")), *row) for where, rows in tables.items() for row in rows.items()]
+
+
+def _conflict(where: tuple[str, ...], what: str, why: str) -> Conflict:
+    keys, goes, never = what, "", ""
+    if " other than " in what:
+        keys, goes = what.split(" other than ")
+    elif " = " in what:
+        keys, never = what.split(" = ")
+    values, others = (tuple(map(parse_value, some.split(", "))) if some else () for some in (goes, never))
+    because, _, mend = why.partition("; ")
+    usual = f"choose {' or '.join(map(as_typed, values))}" if goes else "leave it out"
+    return Conflict(where, what, tuple(keys.split(", ")), values, others, because, mend or usual)
+
+
+def wanted(*where: str) -> dict[str, object]:
+    """{key: value} of settings that can have one value alone in these situations."""
+    ones = [rule for rule in conflicts() if rule.where == where and len(rule.goes) == 1]
+    return {key: rule.goes[0] for rule in ones for key in rule.keys}
+
+
+def refuse_conflicts(config: Config, *told: str) -> None:
+    """Refuse what does not go together.
+
+    Args:
+        config: of the run.
+        told: situations of `TOLD` that hold: only rules with one of them are asked. Without any: only rules of none.
+
+    Raises:
+        ValueError: "KEY = VALUE does not go with SITUATIONS: why; mend", of the first rule that speaks.
+    """
+    changed = dict(given(config))
+    for rule in conflicts():
+        asked = TOLD.keys() & set(rule.where)
+        if bool(asked) != bool(told) or not asked <= set(told):
+            continue
+        refused, others = rule.refused(config, changed), [where for where in rule.where if where not in TOLD]
+        if refused and all(FOLLOW[where.strip("()")](config) for where in others):
+            raise ValueError(f"{refused} does not go with {rule.told}: {rule.because}; {rule.mend}")
+
+
+def _value(config: Config, key: str) -> Any:
+    """None where the method has no such setting."""
+    if key == "replicas.method":
+        return config.method
+    if key == "model.tie_embeddings":  # which a named size may say
+        return config.model.own is None and config.model.shape().tie_embeddings
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
