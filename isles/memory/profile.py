@@ -91,10 +91,12 @@ def profile(
     autocast: str = "none",
     state_bytes: StateBytes = adamw_bytes,
     name: str = "",
+    moves: bool = True,
 ) -> Profile:
     """The model's profile at a batch. Nothing of either is changed, and neither needs numbers: both may be on the meta
     device. batch: tensors, in any nest, that `loss(model, batch)` takes; their first axis is the sequences, the second,
-    if there is one, the tokens. state_bytes: of the optimizer's state of a parameter. ValueError as in `units_of`.
+    if there is one, the tokens. state_bytes: of the optimizer's state of a parameter. moves: whether a plan
+    may move units; if not, they are profiled where they are alone, in half the time. ValueError as in `units_of`.
     """
     units = units_of(model)
 
@@ -103,7 +105,7 @@ def profile(
         return [_fake_trace(model, units, batch, loss, autocast, kept, brought) for kept in ways]
 
     resident = traced(False)
-    brought = traced(True) if autocast == "bf16" else resident
+    brought = traced(True) if autocast == "bf16" and moves else resident
     keep = resident[0]
     flops, whole = _flops(model, units, batch, loss)
     stream = max(max(trace.input, trace.output) for trace in keep.units)

@@ -27,7 +27,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 FEW = 8
 """Members up to which everyone sends to everyone in an all-gather."""
-_HEADER = 32  # bytes beside a mean
 
 
 class MessagePattern(Protocol):
@@ -147,11 +146,6 @@ class Mean:
 
     def messages(self, size: int) -> int:
         return size * (size - 1) * (1 + sum(1 if there is None else 2 for there, _ in self.segments))
-
-
-def parallel_bytes(parameters: int, workers: int, steps: int) -> float:
-    """Bytes that each sends, on average, where gradients are averaged as they are, in one piece a step: to the bit."""
-    return steps * (2 * (workers - 1) * 4 * parameters + workers * (workers - 1) * _HEADER) / workers
 
 
 @dataclass(frozen=True, slots=True)

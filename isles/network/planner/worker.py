@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from isles.network.engine import LAST
@@ -31,12 +31,12 @@ class Agenda:
         """Of a run of so many inner steps; moment 0 is the opening."""
         flying: list[tuple[int, PlannedExchange]] = []
 
-        def land(moment: int, but: Collection[int] = ()) -> Iterator[Act]:
+        def land(moment: int, left: Counter[int]) -> Iterator[Act]:
             """What is due, but for flights of which something is still to be sent."""
             nonlocal flying
-            due = [held for held in flying if held[1].lands <= moment and held[1].flight not in but]
+            due = [held for held in flying if held[1].lands <= moment and not left[held[1].flight]]
             if due:
-                flying = [held for held in flying if held[1].lands > moment or held[1].flight in but]
+                flying = [held for held in flying if held[1].lands > moment or left[held[1].flight]]
             for number, _ in due:
                 yield Act(min(moment, steps + 1), waits_for=number)
 
@@ -50,15 +50,17 @@ class Agenda:
                 yield Act(moment, computes=min(moment, steps) - at)
                 at = float(min(moment, steps))
             todo = self._after.get(moment, ())
+            left = Counter(one.flight for _, one in todo)
             for place, (number, one) in enumerate(todo):
                 if not place or todo[place - 1][1].flight != one.flight:
-                    yield from land(moment, but={later.flight for _, later in todo[place:]})
+                    yield from land(moment, left)
                 yield Act(moment, starts=(number, one))
                 flying.append((number, one))
-            yield from land(moment)
+                left[one.flight] -= 1
+            yield from land(moment, left)
         if at < steps:
             yield Act(steps, computes=steps - at)
-        yield from land(steps + 2)
+        yield from land(steps + 2, Counter())
 
 
 class Act(NamedTuple):

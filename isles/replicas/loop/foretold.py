@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from typing_extensions import override
 
@@ -64,7 +65,7 @@ class OuterForetold(ReplicaSync):
 
     @override
     def advise(self, steps: int) -> list[str]:
-        rounds = sum(0 in self.parts.cadence.sends(step) for step in range(1, steps + 1))
+        rounds = _rounds(self.parts.cadence, steps)
         if not rounds:
             raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
         if self.parts.on_peer_failure == "solo":
@@ -74,3 +75,8 @@ class OuterForetold(ReplicaSync):
         if isinstance(self.cadence, EveryH):
             notices += uneven_fragments(self.cadence.sync_every, len(self.fragments))
         return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
+
+
+@lru_cache(maxsize=64)
+def _rounds(cadence: Cadence, steps: int) -> int:  # which a plan asks again and again
+    return sum(0 in cadence.sends(step) for step in range(1, steps + 1))

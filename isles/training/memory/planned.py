@@ -76,7 +76,8 @@ def profile_of(config: Config, stage: int = 0) -> Profile:
         return stage_profile(config, stage, _states(adamw), name)
     own = config.model.factory is None and config.model.hf is None  # a user's code may make another one next time
     sequences = config.data.batch_size_per_worker(config.world.workers)
-    made = (_profiled if own else _profiled.__wrapped__)(config.model, sequences, adamw, name)
+    moves = config.memory.method not in ("none", "checkpoint")
+    made = (_profiled if own else _profiled.__wrapped__)(config.model, sequences, adamw, name, moves)
     if (sharded := sharded_over(config)) is not None:
         size, keeps = sharded
         batches, model = config.inner.accumulation, sketch(config.model)
@@ -88,7 +89,7 @@ def profile_of(config: Config, stage: int = 0) -> Profile:
 
 
 @lru_cache(maxsize=8)  # the runs of a comparison have one model and one batch
-def _profiled(model: ModelConfig, sequences: int, adamw: bool, name: str) -> Profile:
+def _profiled(model: ModelConfig, sequences: int, adamw: bool, name: str, moves: bool) -> Profile:
     context, _ = limits(model)
     made = profile(
         sketch(model),
@@ -96,6 +97,7 @@ def _profiled(model: ModelConfig, sequences: int, adamw: bool, name: str) -> Pro
         autocast="none" if model.autocast == "none" else "bf16",  # float16 takes the same bytes
         state_bytes=_states(adamw),
         name=name,
+        moves=moves,
     )
     return replace(made, tokens=context)  # a window holds one more, the target of its last
 

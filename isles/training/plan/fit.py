@@ -40,14 +40,19 @@ def known_machine(config: Config, named: str = "") -> Machine | None:
         return None
 
 
-def memory_fit(config: Config, workers: Sequence[WorkerPlan], placed: MemoryPlan | None, here: Machine) -> MemoryFit:
-    """Of the fullest worker: that with most states, or the first stage, which keeps most passes."""
+def memory_fit(
+    config: Config, workers: Sequence[WorkerPlan], placed: MemoryPlan | None, here: Machine, *, mends: bool = True
+) -> MemoryFit:
+    """Of the fullest worker: that with most states, or the first stage, which keeps most passes. mends: whether to look
+    for them.
+    """
     fullest = max(workers, key=lambda one: one.memory.peak)
     asked = [fullest, *(one for one in workers[:1] if one is not fullest)]
-    return max((_fit(config, one, placed, here) for one in asked), key=lambda one: (not one.fits, one.device_bytes))
+    found = (_fit(config, one, placed, here, mends) for one in asked)
+    return max(found, key=lambda one: (not one.fits, one.device_bytes))
 
 
-def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Machine) -> MemoryFit:
+def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Machine, mends: bool) -> MemoryFit:
     memory, activations, made = worker.memory, None, None
     device, host = memory.computing, memory.peak - memory.computing
     if placed is not None:
@@ -67,7 +72,7 @@ def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Ma
         host_bytes=host,
         device_room=here.device_bytes,
         host_room=here.host_bytes,
-        mends=() if fits or placed is not None else tuple(_mends(config, worker, made, here, device, host)),
+        mends=tuple(_mends(config, worker, made, here, device, host)) if mends and not fits and placed is None else (),
     )
 
 
@@ -92,6 +97,11 @@ def _beside_states(config: Config, made: Profile, activations: str) -> int:
     return max(least_peak(made, placements, batches) - states, 0) + waiting
 
 
+def _with_plan(config: Config) -> Config:
+    """With a plan of memory that may move blocks."""
+    return replace(config, memory=replace(config.memory, method="auto"))
+
+
 def _mends(
     config: Config, worker: WorkerPlan, made: Profile | None, here: Machine, device: int, host: int
 ) -> list[str]:
@@ -109,15 +119,10 @@ def _mends(
         lean = (Placement("host" if here.host_bytes else "device", "recompute"),) * len(made.units)
         if kept + _beside_states(config, made, "recompute") <= room:
             found.append('memory.method = "checkpoint"')
-        elif (
-            here.host_bytes
-            and max(
-                least_peak(made, lean, config.inner.accumulation) - room,
-                host + planned_host_bytes(made, lean) - here.host_bytes,
-            )
-            <= 0
-        ):
-            found.append('memory.method = "auto"')
+        elif here.host_bytes and (moved := _profile(_with_plan(config), 0)) is not None:
+            peak = least_peak(moved, lean, config.inner.accumulation)
+            if max(peak - room, host + planned_host_bytes(moved, lean) - here.host_bytes) <= 0:
+                found.append('memory.method = "auto"')
     if made is not None and host <= host_room and config.pipeline.stages > 1 and not config.pipeline.recompute:
         lean = replace(config, pipeline=replace(config.pipeline, recompute=True))
         less = _beside_states(config, made, "keep") - _beside_states(lean, made, "keep")

@@ -180,15 +180,15 @@ def _that_fits(ways: Sequence[PlanQuestion], full: set[int], one: Candidate) -> 
             over.add(asked.inside)  # states alone are too large: batches do not help
     if least is None:
         raise refusal or ValueError("nothing goes with this model inside a site: choose other --devices")
-    return least
+    return _fitted(least[0].question, one, mends=True)
 
 
-def _fitted(question: PlanQuestion, one: Candidate) -> tuple[PlannedMethod, MemoryFit | None]:
-    """With whether it fits, where the machine is known."""
+def _fitted(question: PlanQuestion, one: Candidate, *, mends: bool = False) -> tuple[PlannedMethod, MemoryFit | None]:
+    """With whether it fits, where the machine is known; and what alone would mend it, if that is asked."""
     made, here = PlannedMethod(question, one), question.machine
     if here is None:
         return made, None
-    return made, memory_fit(made.config, stage_fillings(made.memory), None, here)
+    return made, memory_fit(made.config, stage_fillings(made.memory), None, here, mends=mends)
 
 
 def _refuse_unknown(question: PlanQuestion, best: Best | None) -> None:

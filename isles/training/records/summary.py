@@ -29,6 +29,9 @@ class Summarised(Protocol):
     def replicas_in_all(self) -> int: ...
 
 
+_MEAN_HEADER = 32  # bytes beside a mean
+
+
 def by_channel(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Means over the workers of what they counted."""
     sums: dict[str, dict[str, float]] = {}
@@ -82,3 +85,8 @@ def summarise(of: Summarised, results: list[dict[str, Any]], wall_seconds: float
         corpus_sha256=first["corpus_sha256"],
         memory=first["memory"],
     ).record()
+
+
+def parallel_bytes(parameters: int, workers: int, steps: int) -> float:
+    """Bytes that each sends, on average, where gradients are averaged as they are, in one piece a step: to the bit."""
+    return steps * (2 * (workers - 1) * 4 * parameters + workers * (workers - 1) * _MEAN_HEADER) / workers

@@ -25,13 +25,12 @@ from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.swarm.muster import Muster, MusterRules
 from isles.durable import settle, sync_folder, write_text
 from isles.fields import integer, table
-from isles.network.planner.planned import parallel_bytes
 from isles.training.config.swarmed import stages_of
 from isles.training.elastic.given import MODEL
 from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, RunKeeper
 from isles.training.elastic.lighthouse.kept import is_whole
 from isles.training.records.rundir import SUMMARY, as_json
-from isles.training.records.summary import SummaryTable, summarise
+from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
 from isles.training.swarmed.given import state_of
 
 _KEPT = 2  # steps whose states stay, for whoever is taking the older one

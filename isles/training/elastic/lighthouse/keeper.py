@@ -26,14 +26,13 @@ from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.record import EXCHANGES, RoundLine, as_line, from_line
 from isles.comm.errors import PeerLost
 from isles.durable import no_room, write_text
-from isles.network.planner.planned import parallel_bytes
 from isles.training.elastic.figures import figures, recorded
 from isles.training.elastic.given import MODEL, STATE, giver_of, kept_as
 from isles.training.elastic.lighthouse.averaging import consolidate, spread
 from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, RunKeeper
 from isles.training.elastic.lighthouse.kept import KeptStates, is_whole
 from isles.training.records.rundir import SUMMARY, as_json
-from isles.training.records.summary import SummaryTable, summarise
+from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
 
 
 class Keeper(RunKeeper):
