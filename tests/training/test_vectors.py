@@ -45,7 +45,7 @@ def test_what_cannot_be_is_one_line(words: list[str], told: str, tmp_path: Path)
 
 def test_a_method_without_vectors_is_refused(tmp_path: Path) -> None:
     config = read_config(None, {"replicas.method": "ddp"}, ["memory.vectors=disk", "memory.disk=."])
-    with pytest.raises(ValueError, match=r'^memory\.vectors = "disk": ddp keeps no vectors'):
+    with pytest.raises(ValueError, match=r'^replicas\.method = "ddp" does not go with memory\.vectors = "disk"'):
         _launch(config, tmp_path / "run")
 
 
