@@ -46,11 +46,9 @@ from isles.data import DataConfig, Loader, load_corpus
 from isles.models import Decoder, Shape
 from isles.models.subspace import Subspace, SubspaceForm, most_outside
 from isles.pipeline.boundaries.base import Boundary
-from isles.pipeline.boundaries.config import BoundaryConfig
-from isles.pipeline.boundaries.dct import largest
 from isles.pipeline.boundaries.names import boundary_name
-from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, crossing, scheme_of
-from isles.pipeline.config import PipelineConfig
+from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, crossing, largest, scheme_of
+from isles.pipeline.config import BoundaryConfig, PipelineConfig
 from isles.training.config.inner import InnerConfig, lr_factor
 from isles.training.inner_optimizer import inner_optimizer
 

@@ -23,8 +23,7 @@ from isles.network.routing.bounds import lower_bounds
 from isles.network.routing.delays import delays_of
 from isles.network.routing.plan import broken_rules
 from isles.network.routing.problem import Problem, replay_paths
-from isles.network.routing.search import Effort, blind
-from isles.network.routing.stopwatch import Stopwatch
+from isles.network.routing.search import Effort, Stopwatch, blind
 from isles.network.routing.strategies import strategies
 
 Delays = tuple[tuple[float, ...], ...]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import isles
-from isles.pipeline.boundaries.config import BoundaryConfig
+from isles.pipeline.config import BoundaryConfig
 from isles.pipeline.config import PipelineConfig
 
 REPLICAS, STAGES, STEPS, BATCH = 4, 2, 100, 256

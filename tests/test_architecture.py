@@ -522,7 +522,7 @@ HEAPS = {
     "comm/virtual/scheduler.py": "workers by whose turn it is",
     "comm/gloo/transfers.py": "alarms of the real clock",
     "network/routing/events.py": "the tasks of a worker that could start",
-    "network/routing/stopwatch.py": "a makespan in a fraction of a replay's time, for searches",
+    "network/routing/search.py": "a makespan in a fraction of a replay's time, for searches",
     "memory/serial.py": "the queue of one lane",
     "memory/engines/paced.py": "the queue of one lane, in real time",
 }

@@ -1,21 +1,146 @@
-"""The `[pipeline]` section: how a replica is cut in depth, and how its microbatches travel. Loads no torch.
-
-[pipeline.swarm] swarm/config.py    [pipeline.ravnest] ravnest/config.py    [pipeline.boundary] boundaries/config.py
-[pipeline.skippipe] [pipeline.recovery] here
+"""The `[pipeline]` section: how a replica is cut in depth, and how its microbatches travel; with its tables
+[pipeline.swarm], [pipeline.ravnest], [pipeline.boundary], [pipeline.skippipe] and [pipeline.recovery]. Loads no torch.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from isles.errors import demand
 from isles.network.routing.orders import in_flight
-from isles.pipeline.boundaries.config import BoundaryConfig
-from isles.pipeline.boundaries.names import boundary_name
-from isles.pipeline.ravnest.config import RavnestConfig
-from isles.pipeline.swarm.config import SwarmConfig
+from isles.pipeline.boundaries.names import StreamCodec, boundary_name
 from isles.tables import refuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryConfig:
+    """What of the stream crosses between stages, and in which form."""
+
+    kind: str = "none"
+    """What of the stream crosses between stages: "none", all of it; "subspace:16", 16 numbers a token of a stream that
+    is kept in a subspace (Protocol Models); "dct:0.75", the quarter of a token's entries of largest size;
+    "bottleneck:16" and "maxout:16", 16 numbers of learned layers.
+    """
+    codec: StreamCodec = "none"
+    """Form of what the boundary sends forward; all but "none" lose something."""
+    gradient_codec: StreamCodec = "none"
+    """The same backward."""
+    form: Literal["coordinates", "row-wise", "projected"] = "coordinates"
+    """How weights are kept in a subspace: by their coordinates in it; or of full size, with one second moment a row, or
+    with a projection after each step.
+    """
+    blocks: int = 0
+    """Blocks, from the first on, that write into the subspace; 0: all before the last stage."""
+    update_every: int = 0
+    """Steps after which the subspace is turned towards the gradients, again and again; 0: never."""
+    update_rate: float = 0.05
+    """How far it is turned, from 0 to 0.5."""
+
+    def __post_init__(self) -> None:
+        if boundary_name(self.kind).kind != "subspace":
+            why = 'acts with kind = "subspace:16" and the like: choose that, or leave it out'
+            refuse(self, why, "form", "blocks", "update_every")
+        demand(self, "blocks", lambda x: x >= 0, "choose 0 (all before the last stage) or more")
+        demand(self, "update_every", lambda x: x >= 0, "choose 0 (never) or more steps")
+        if self.update_every and self.form != "coordinates":
+            raise ValueError(
+                f"update_every = {self.update_every}: only coordinates turn with their subspace; choose "
+                'form = "coordinates", or 0'
+            )
+        demand(self, "update_rate", lambda x: 0 < x <= 0.5, "choose a rate above 0, at most 0.5")
+        if not self.update_every:
+            refuse(self, "acts with update_every: set that, or leave it out", "update_rate")
+
+    @property
+    def lossy(self) -> list[str]:
+        """The settings that change what is computed, as they are written."""
+        found = [("kind", self.kind)] if boundary_name(self.kind).kind not in ("none", "subspace") else []
+        found += [(key, getattr(self, key)) for key in ("codec", "gradient_codec") if getattr(self, key) != "none"]
+        return [f'pipeline.boundary.{key} = "{value}"' for key, value in found]
+
+
+Consistency = Literal["exact", "strict", "relaxed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmConfig:
+    """With pipeline.routing = "swarm"."""
+
+    peers: tuple[int, ...] = ()
+    """Workers of every stage at the start, such as [3, 2], the first of them of stage 0; empty: shared out evenly."""
+    consistency: Consistency = "exact"
+    """What a step is worth where peers are lost: "exact", the gradient of the same microbatches once each, mended from
+    what neighbours have kept; "strict", the same by beginning the step again; "relaxed", what a lost peer had counted
+    is run again, and counts twice at other stages.
+    """
+    forward_deadline: float = 30.0
+    """Seconds after which a microbatch whose forward pass was not told to be done goes to another peer."""
+    backward_deadline: float = 75.0
+    """The same from there until its gradient is back."""
+    rebalance: Literal["none", "queue", "throughput"] = "none"
+    """Who goes to another stage between two steps: nobody; whoever has the shortest queue, to the stage with the
+    longest ("queue"); whoever helps the slowest stage most ("throughput").
+    """
+    rebalance_every: float = 300.0
+    """Seconds from one look at that to the next."""
+    hysteresis: float = 0.25
+    """By how much a move must help, as a share of what there is."""
+    stage_lost: Literal["stop", "rebuild"] = "stop"
+    """Where a stage has lost all of its peers: "stop", the run ends, and goes on from its last checkpoint with the
+    weights that it had; "rebuild", somebody goes there and makes the stage of its two neighbours (CheckFree). The first
+    stage and the last, which hold embedding and head, are not made anew.
+    """
+    stage_patience: float = 30.0
+    """With stage_lost = "rebuild": seconds that the others wait for a new peer, where one can come, before one of
+    another stage goes there.
+    """
+    delay_updates: int = 0
+    """1: a stage adds up a step's gradients behind the next step's microbatches, whose weights are then one update
+    older; 0, before them.
+    """
+
+    def __post_init__(self) -> None:
+        if self.peers and min(self.peers) < 1:
+            raise ValueError(f"peers = {list(self.peers)}: every stage needs at least 1 at the start")
+        demand(self, "delay_updates", lambda x: x in (0, 1), "choose 0, or 1 step")
+        demand(self, "hysteresis", lambda x: x >= 0, "choose 0 or more, such as 0.25")
+        keys = "forward_deadline backward_deadline rebalance_every"
+        demand(self, keys, lambda x: 0 < x < math.inf, "choose seconds above 0")
+        demand(self, "stage_patience", lambda x: 0 <= x < math.inf, "choose 0 seconds or more, such as 30")
+        if self.consistency == "strict":
+            why = 'does not go with consistency = "strict": no microbatch goes to another peer, and '
+            why += "world.pipeline_deadline ends the run; leave it out"
+            refuse(self, why, "forward_deadline", "backward_deadline")
+        if self.stage_lost == "stop":
+            refuse(self, 'acts with stage_lost = "rebuild": set that, or leave it out', "stage_patience")
+        if self.rebalance == "none":
+            refuse(self, 'acts with rebalance = "queue" or "throughput": set that', "rebalance_every", "hysteresis")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RavnestConfig:
+    """With pipeline.routing = "ravnest"."""
+
+    clusters: tuple[tuple[int, ...], ...] = ()
+    """Of every cluster the first block of each stage but the first, so [[2, 4], [3], []] are clusters of 3, 2 and 1
+    stages, workers in that order; empty: alike, cut as `cut` says.
+    """
+    stage_lr: Literal["1", "1/(1+tau)"] = "1"
+    """Factor on the learning rate of an update by a gradient tau updates old."""
+    average_optimizer: bool = False
+    """Clusters average the optimizer's state as well as the weights."""
+    spares: int = 0
+    """Where workers come and go: so many of those who wait go on standing by for lost ones; the others make new
+    clusters as soon as they can.
+    """
+
+    def __post_init__(self) -> None:
+        demand(self, "spares", lambda x: x >= 0, "choose 0 or more")
+        if self.clusters and not any(self.clusters):
+            raise ValueError('clusters of one stage each are replicas: leave routing out, and choose method "localsgd"')
+
 
 _ROUTINGS: dict[str, tuple[str, ...]] = {
     "skippipe": (),

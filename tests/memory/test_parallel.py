@@ -16,8 +16,8 @@ from isles.memory.parallel.cut import HybridSplit, StageSeconds, fastest_hybrid,
 from isles.memory.parallel.decoder import HalfDecoder, decoder_like, profile_of
 from isles.memory.parallel.job import ParallelJob
 from isles.memory.parallel.uncut import averaged, fully_sharded, out_of_core
-from isles.memory.parallel.ways import compared, turning
 from isles.network.machines import MACHINES
+from isles.report.sheets.parallel import compared, turning
 
 SHAPE = HalfDecoder(layers=8, width=1024, heads=16)
 LARGE = replace(MACHINES["H100"], device_bytes=1e15, host_bytes=1e15)
@@ -161,7 +161,7 @@ def test_plans_are_made_without_torch() -> None:
     """Simulation, search, plans and the comparison: what `isles plan` and a report may load."""
     program = (
         "import sys, isles.memory.lanes, isles.memory.search, isles.memory.plan, isles.memory.config, "
-        "isles.memory.parallel.ways, isles.report.sheets.parallel, isles.cli.plans.parallel; "
+        "isles.report.sheets.parallel, isles.report.sheets.parallel, isles.cli.plans.family; "
         "from isles.memory.search import Search; from isles.memory.parallel.decoder import HalfDecoder, profile_of; "
         "from isles.network.machines import MACHINES; "
         "Search(profile_of(HalfDecoder(layers=4, width=512, heads=8), 1), MACHINES['RTX 3060']).run(); "

@@ -22,7 +22,7 @@ from isles.models.subspace import (
     put_inside,
 )
 from isles.pipeline.boundaries.grassmann import Drift, turned
-from isles.pipeline.boundaries.subspace import Coordinates
+from isles.pipeline.boundaries.scheme import Coordinates
 from isles.pipeline.rowwise import RowwiseAdamW, by_rows, settled
 
 D, K, V = 16, 4, 30

@@ -13,8 +13,7 @@ from isles.models import Decoder
 from isles.models.cuts import cut_points
 from isles.models.subspace import Subspace, SubspaceForm, put_inside
 from isles.pipeline.boundaries.names import boundary_name
-from isles.pipeline.boundaries.scheme import Crossings, Scheme, scheme_of
-from isles.pipeline.boundaries.subspace import Coordinates
+from isles.pipeline.boundaries.scheme import Coordinates, Crossings, Scheme, scheme_of
 from tests.pipeline.workers import SHAPE, Cell, executor, own_text
 
 

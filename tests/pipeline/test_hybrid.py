@@ -11,9 +11,8 @@ import isles
 from examples import recommender
 from examples.recommender import BATCH, LINKS, REPLICAS, TOP, Clicks, Form, Recommender, Result
 from isles.comm.mesh import Mesh
-from isles.pipeline.boundaries.dct import LargestEntries
 from isles.pipeline.boundaries.names import entries_kept
-from isles.pipeline.boundaries.scheme import crossing
+from isles.pipeline.boundaries.scheme import LargestEntries, crossing
 
 STEPS = 4
 OPTIONS = {"sparsity": 0.9, "exclude_below": 256}

@@ -16,9 +16,8 @@ import isles
 from isles.comm.mesh import Mesh
 from isles.replicas.methods.demo.blocks import Blocks, edge
 from isles.replicas.methods.demo.config import DeMoConfig
-from isles.replicas.methods.demo.momentum import Momentum
+from isles.replicas.methods.demo.momentum import Momentum, orthogonalised, snapped
 from isles.replicas.methods.demo.transform import drawn, fixed, largest
-from isles.replicas.methods.demo.update import orthogonalised, snapped
 from isles.replicas.methods.demo.wire import HEADER_BYTES, Packing
 from isles.training.config.reading import read_config
 from isles.training.running.run import launch

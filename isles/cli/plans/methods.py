@@ -46,8 +46,7 @@ def plan_methods(
     ] = None,
 ) -> None:
     """Say which method suits which network: time, bytes, memory and money of each, before a run."""
-    from isles.report.sheets.churn import with_churn
-    from isles.report.sheets.plan import plan_sheet
+    from isles.report.sheets.plan import plan_sheet, with_churn
     from isles.training.plan import method_plans
     from isles.training.plan.candidates import candidates
 

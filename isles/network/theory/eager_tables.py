@@ -18,8 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isles.network.theory.exchanges import Exchanges, data_parallel, diloco, streaming
-from isles.network.theory.utilisation import LayeredJob, bandwidth_for, utilisation
+from isles.network.theory.utilisation import (
+    Exchanges,
+    LayeredJob,
+    bandwidth_for,
+    data_parallel,
+    diloco,
+    streaming,
+    utilisation,
+)
 
 STEP_FACTOR = 1.19
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.errors import CommError, DeadlinePassed
+from isles.pipeline.config import Consistency
 from isles.pipeline.swarm.agreement import Agreement
 from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, PeerTold, StageChange, origins
 from isles.pipeline.swarm.books import as_words, fixes, from_words, lacking
-from isles.pipeline.swarm.config import Consistency
 from isles.pipeline.swarm.peer import SwarmPeer
 from isles.pipeline.swarm.post import ASK, as_bits, as_number
 from isles.pipeline.swarm.reduction import StageSum, StageSums

@@ -10,7 +10,7 @@ from isles.models.loads import load_of
 from isles.models.stages import Stage
 from isles.network.clusters.splitting import ModelLoad
 from isles.pipeline.pipeline import Cut, cut_of
-from isles.pipeline.ravnest.refinement import SharedSegment, refinement
+from isles.pipeline.ravnest.averaging import SharedSegment, refinement
 from isles.training.config.inner import inner_kind, inner_notices
 from isles.training.config.sections import Config
 from isles.training.staged import hold_against_whole, planned_cut

@@ -9,12 +9,15 @@
 Steps are updates; each stage counts its own, and all have done as many where a stretch ends. A worker that is lost
 takes its cluster out (`isles.pipeline.ravnest.quorum`), until at an average one that stands by takes its place; the
 others go on to the end.
+
+Which text the clusters of a run read, where new ones begin and others end: at each step every cluster the next
+batch of one order (`isles.data.loader`), so no two read the same, and what is read is in the order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,14 +38,69 @@ from isles.training.clustered.cuts import cluster_cuts, first_blocks, opening_no
 from isles.training.clustered.ending import conclude, write_shard
 from isles.training.clustered.holding import NodeHolding
 from isles.training.clustered.meter import NodeMeter
-from isles.training.clustered.reading import SharedReading
 from isles.training.clustered.serving import Serving
-from isles.training.clustered.stretches import Stretches
-from isles.training.config.sections import Config
+from isles.training.config.sections import Config, RunConfig
 from isles.training.cores import take_cores
 from isles.training.draws import draws_state, restore_draws
 from isles.training.records.finite import first_nan
 from isles.training.step import Left
+
+
+@dataclass(frozen=True, slots=True)
+class SharedReading:
+    """`clusters` clusters read `batch` sequences each in every step after `since`; `before` of the order's come before
+    that.
+    """
+
+    clusters: int
+    batch: int
+    since: int = 0
+    before: int = 0
+
+    def after(self, step: int) -> int:
+        """Sequences of the order that come before what is read next."""
+        return self.before + (step - self.since) * self.clusters * self.batch
+
+    def among(self, clusters: int, step: int) -> SharedReading:
+        """So many clusters read after `step`."""
+        if clusters == self.clusters:
+            return self
+        return SharedReading(clusters, self.batch, step, self.after(step))
+
+
+LONGEST = 200
+"""Updates after which a cluster drains to hear whether it should stop."""
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """every: updates between averages; 0: there are none. judges: whether text was kept for validation."""
+
+    run: RunConfig
+    every: int
+    judges: bool
+
+    def until(self, step: int) -> int:
+        """The update after which the stretch behind `step` ends."""
+        run = self.run
+        marks = [
+            (step // every + 1) * every for every in (self.every, run.validate_every, run.checkpoint_every) if every
+        ]
+        return min([*marks, step + LONGEST, run.steps])
+
+    def averages(self, step: int) -> bool:
+        """Whether clusters average there."""
+        return bool(self.every) and (step % self.every == 0 or step == self.run.steps)
+
+    def validates(self, step: int) -> bool:
+        """Whether clusters judge there; at the end they do so anyway."""
+        every = self.run.validate_every
+        return self.judges and bool(every) and step % every == 0 and step != self.run.steps
+
+    def settles(self, step: int) -> bool:
+        """Whether all agree on who is left there, though they do not average: who judges must know of losses."""
+        every = self.run.validate_every
+        return bool(self.every) and not self.averages(step) and self.judges and every > 0 and step % every == 0
 
 
 class ClusterWorker:

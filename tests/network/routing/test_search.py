@@ -16,8 +16,7 @@ from isles.network.routing.delays import delays_of
 from isles.network.routing.legal import PathRules, legal_orders
 from isles.network.routing.plan import broken_rules
 from isles.network.routing.problem import Costs, Problem, replay_paths, replay_shared, routes_of
-from isles.network.routing.search import Effort, blind, with_collisions, without_collisions
-from isles.network.routing.stopwatch import Stopwatch
+from isles.network.routing.search import Effort, Stopwatch, blind, with_collisions, without_collisions
 from isles.network.routing.strategies import strategies
 from isles.network.routing.wires import MessageLines, Sizes
 from isles.network.topology import Topology

@@ -16,9 +16,8 @@ from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.models.cuts import pieces
 from isles.models.stages import Stage
-from isles.pipeline.ravnest.averaging import ClusterAverage
+from isles.pipeline.ravnest.averaging import ClusterAverage, refinement
 from isles.pipeline.ravnest.quorum import Quorum
-from isles.pipeline.ravnest.refinement import refinement
 from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
 from tests.pipeline.ravnest import nodes

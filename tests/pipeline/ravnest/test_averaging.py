@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import isles
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
-from isles.pipeline.ravnest.refinement import SharedSegment, refinement
+from isles.pipeline.ravnest.averaging import SharedSegment, refinement
 from tests.gloo import run_gloo
 from tests.pipeline.ravnest import averages, nodes
 from tests.pipeline.ravnest.averages import THREE, Killed, Plan

@@ -17,10 +17,10 @@ from isles.models import Decoder, Shape
 from isles.models.cuts import PieceCosts, cut_points, pieces
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.base import FullStream
+from isles.pipeline.config import Consistency
 from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.agreement import Agreement
 from isles.pipeline.swarm.arrangement import Arrangement
-from isles.pipeline.swarm.config import Consistency
 from isles.pipeline.swarm.peer import SwarmPeer, SwarmWays
 from isles.pipeline.swarm.post import ASIDE, Post, letter_lengths
 from isles.pipeline.swarm.stage_work import StageWork

@@ -41,8 +41,7 @@ from isles.network.planner.memory import Held
 from isles.network.planner.planned import PlannedExchange, by_size, gathered
 from isles.replicas import start
 from isles.replicas.methods.demo.config import DeMoConfig
-from isles.replicas.methods.demo.momentum import Momentum
-from isles.replicas.methods.demo.update import orthogonalised
+from isles.replicas.methods.demo.momentum import Momentum, orthogonalised
 from isles.replicas.methods.demo.wire import Sent
 from isles.replicas.schedule import everyone
 from isles.replicas.start import OTHER_SETTINGS, OTHER_STATE, among_even
