@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import isles
-from isles.pipeline.config import BoundaryConfig
-from isles.pipeline.config import PipelineConfig
+from isles.pipeline.config import BoundaryConfig, PipelineConfig
 
 REPLICAS, STAGES, STEPS, BATCH = 4, 2, 100, 256
 TABLES, ROWS, WIDTH, NUMBERS, TOP = 4, 1000, 16, 8, 64
