@@ -112,7 +112,6 @@ def message_sizes(text: str, boundary: str | None, codec: str | None) -> tuple[S
     from isles.network.routing.wires import Sizes
     from isles.network.units import parse_count, parse_latency, parse_sized_bytes
     from isles.pipeline.boundaries.names import boundary_name
-    from isles.training.plan.pipelines import message_sizes as sizes_of
 
     size, _, more = text.partition("+")
     overhead = parse_latency("--message", more.strip()) if more.strip() else 0.0
@@ -134,6 +133,8 @@ def message_sizes(text: str, boundary: str | None, codec: str | None) -> tuple[S
             f"--boundary {boundary}: with a plan the loss is computed at the origin, and what leaves the last visit "
             "does not fit through; choose dct:0.75"
         )
+    from isles.training.plan.pipelines import message_sizes as sizes_of  # which loads torch
+
     return sizes_of(round(parse_count("--message", tokens.strip())), int(width), settings), overhead
 
 
