@@ -351,4 +351,4 @@ class LaneRun:
 
 
 def _slowed(alone: float, both: float) -> float:
-    return alone / both if both else 1.0
+    return 1.0 if not both or alone == both else alone / both  # of lanes without a limit too
