@@ -34,6 +34,7 @@ from isles.cli.elastic import join, lighthouse, swarm
 from isles.cli.experts import commands
 from isles.cli.plans import family
 from isles.errors import warnings_told
+from isles.training.running.interrupts import Interrupts
 from isles.version import __version__
 
 app = typer.Typer(
@@ -89,7 +90,7 @@ def main() -> None:
 
 def _run() -> int:
     try:
-        with warnings_told(_note):
+        with warnings_told(_note), Interrupts():
             return _command()(standalone_mode=False) or 0
     except _UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]

@@ -28,6 +28,8 @@ def first_interrupt(stop: Callable[[], None], grace: float | None = None) -> Ite
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    if isinstance(around := signal.getsignal(signal.SIGINT), Interrupts):
+        around.check()
     numbers = [signal.SIGINT, signal.SIGTERM]
     numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
 
@@ -73,7 +75,9 @@ def _leave_the_terminal() -> None:
 
 class Interrupts:
     """Around several pieces of work, one after another: a Ctrl-C that came too late for the one under way, which was
-    done by then, stops those after it. Elsewhere it is KeyboardInterrupt as ever.
+    done by then, stops those after it. So does one whose KeyboardInterrupt was lost: where C code calls back into
+    Python, as many a library does while it is imported, an exception is printed and goes no further. Elsewhere it is
+    KeyboardInterrupt as ever.
     """
 
     def __init__(self) -> None:
@@ -82,6 +86,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
+            if isinstance(around := signal.getsignal(signal.SIGINT), Interrupts):
+                around.check()
             self._before = signal.signal(signal.SIGINT, self)
         return self
 
