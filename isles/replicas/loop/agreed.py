@@ -97,7 +97,7 @@ class AgreedCourier(ToldCourier):
             then = _Kept.of(fragment)
             kept.restore(fragment)
             opening = None
-            if verdict == "again":
+            if verdict == "retry":
                 opening = self.roster.opening(fragment.rounds)
             if opening is None:
                 live = None if error else fragment.flat.read(fragment.flat.new())
@@ -112,7 +112,7 @@ class AgreedCourier(ToldCourier):
         if waiting is None or waiting.round != fragment.rounds:
             return True
         verdict = self.roster.commit(waiting.round, waiting.attempt, waiting.digest)
-        if verdict == "again":
+        if verdict == "retry":
             return True
         if verdict == "land" and waiting.answer is not None and waiting.live is not None:
             waiting.then.restore(fragment)

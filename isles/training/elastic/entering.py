@@ -17,6 +17,7 @@ import torch
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
+from isles.comm.elastic.decision import Decision
 from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.island import IslandGroup
 from isles.comm.elastic.keys import CONFIG, HELLO, LIT
@@ -131,7 +132,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         torch.set_num_threads(config.world.start_threads)
         corpus = load_corpus(config.data)
         entry = seat_of(session, corpus.sha256, tell)
-        places.say("seat", seat=entry.seat, key=entry.key)
+        places.decide(lambda: Decision(kind="seat", seat=entry.seat, key=entry.key))
         company = Company(session, entry)
         stack.callback(company.close)
         links = listening(stack, entrance, entry, company.ask, 0, tell=tell)
@@ -156,9 +157,6 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         gifts = Giver(session, giver_of(company.seat, 0), tell, lost=lost, guide=links)
         stack.callback(gifts.close)
 
-        def tells() -> dict[str, Any]:
-            return {"carried": worker.carried(), "refused": worker.refused()}
-
         def over(round: int) -> None:
             transport.over("outer", round)
 
@@ -170,12 +168,12 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
             corpus,
             folder,
             tell,
-            tells=tells,
+            counts=True,
             places=places,
             over=over,
             shown=_Progress(config.run.steps, tell),
         )
-        worker.counts(session.refused)
+        worker.worker.refusals = session.refused
         session.watch(LIT, _LighthouseWatch(company, tell))
         stack.callback(worker.close)
         yield worker

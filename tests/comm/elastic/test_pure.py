@@ -23,7 +23,7 @@ PURE = [
     "lasting/journalled",
     "lasting/register",
 ]
-PURE += ["member", "membership", "messages", "orders", "pace", "quorum/grace", "record", "swarm/muster", "swarm/words"]
+PURE += ["member", "membership", "messages", "orders", "quorum/grace", "record", "swarm/muster", "swarm/words"]
 ALLOWED = {"__future__", "abc", "collections", "dataclasses", "functools", "isles", "json", "math", "statistics"}
 ALLOWED |= {"types", "typing"}
 

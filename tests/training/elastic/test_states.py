@@ -231,14 +231,18 @@ class Told:
     def __init__(self, why: NotGiven) -> None:
         self.why, self.acts, self.notices, self.reloads, self.has = why, list[str](), list[str](), 0, -1
         whole: Any = self
-        self.beginning = Beginning(
-            whole, whole, whole, self.act, whole, threading.Event(), self.notices.append, agrees=True
-        )
+        self.beginning = Beginning(whole, whole, whole, threading.Event(), self.notices.append, agrees=True)
 
-    def act(self, name: str, **facts: object) -> None:
-        self.acts.append(name)
-        if name == "take":
-            raise self.why
+    def take(self) -> bool:
+        """Whether it has a state then, of a worker to whom none comes."""
+        decisions, why = self.beginning._take(Load(1, -1)), None
+        while True:
+            try:
+                said = next(decisions) if why is None else decisions.throw(why)
+            except StopIteration as end:
+                return end.value
+            self.acts.append(said.kind)
+            why = self.why if said.kind == "load" else None
 
     def reload(self) -> None:
         self.reloads += 1
@@ -251,10 +255,10 @@ def test_nobody_begins_anew_where_a_state_is_kept() -> None:
     """It is asked for again; then the worker ends, and the state stays."""
     late = Told(NotGiven("nothing came within 60 s"))
     for _ in range(2):
-        assert not late.beginning._take(Load(1, -1))
-    assert late.acts == ["take"] * late.reloads and late.reloads == 2 and late.has == -1
+        assert not late.take()
+    assert late.acts == ["load"] * late.reloads and late.reloads == 2 and late.has == -1
     assert late.notices[-1].startswith("the state that the lighthouse keeps did not come (nothing came within 60 s)")
     with pytest.raises(RendezvousFailed, match="RUN/states"):
-        late.beginning._take(Load(1, -1))
+        late.take()
     first = Told(NotOffered("there is none"))
-    assert first.beginning._take(Load(1, -1)) and first.acts == ["take", "begin_anew"] and first.has == 0
+    assert first.take() and first.acts == ["load", "draw"] and first.has == 0
