@@ -23,7 +23,7 @@ from isles.comm.elastic.keys import CONFIG, HELLO, LIT
 from isles.comm.elastic.links.direct import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, decode, encode
 from isles.comm.elastic.session import Session, open_session, refuse_number, zenoh
-from isles.comm.elastic.told import ends_waits, tells_failures
+from isles.comm.elastic.told import SeatLine, ends_waits, tells_failures
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
 from isles.data import load_corpus
@@ -134,7 +134,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         places.say("seat", seat=entry.seat, key=entry.key)
         company = Company(session, entry)
         stack.callback(company.close)
-        links = listening(stack, entrance, entry, company.ask, 0, tell=tell)
+        links = listening(stack, entrance, entry, SeatLine(session, entry).ask, 0, tell=tell)
         transport = ElasticTransport(
             session,
             company.seat,
@@ -147,7 +147,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         )
         stack.callback(transport.close)
         ends_waits(company, transport)
-        places.failed = tells_failures(session, entry, 0, places.size)
+        places.failed = tells_failures(company, 0, places.size)
         links.start(transport)
 
         def lost(giver: str) -> bool:

@@ -11,11 +11,10 @@ import torch
 
 from isles.comm.call import Ledger
 from isles.comm.credentials import Token
-from isles.comm.elastic.company import ask
 from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.island import FollowingRoster, IslandGroup
 from isles.comm.elastic.messages import Entry
-from isles.comm.elastic.told import PlaceLine, ends_waits, tells_failures
+from isles.comm.elastic.told import PlaceLine, SeatLine, ends_waits, tells_failures
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import Malformed
 from isles.comm.group import Group
@@ -60,8 +59,8 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         if said["act"] != "seat":
             raise Malformed(0, "the leader of this island has no seat")
         entry = Entry(int(said["seat"]), str(said["key"]))
-        asking = partial(ask, session, entry)
-        links = listening(stack, entrance, entry, asking, places.place, tell=partial(_tell_of, places.place))
+        asking = SeatLine(session, entry)
+        links = listening(stack, entrance, entry, asking.ask, places.place, tell=partial(_tell_of, places.place))
         line = PlaceLine(session, entry, places.place)
         transport = ElasticTransport(
             session,
@@ -74,7 +73,7 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         )
         stack.callback(transport.close)
         ends_waits(line, transport)
-        places.failed = tells_failures(session, entry, places.place, places.size)
+        places.failed = tells_failures(line, places.place, places.size)
         links.start(transport)
         gifts = Giver(session, giver_of(entry.seat, places.place), _tell, guide=links)
         stack.callback(gifts.close)

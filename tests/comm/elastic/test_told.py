@@ -159,7 +159,7 @@ def test_what_is_overheard_proves_no_other_word(tmp_path: Path) -> None:
 def test_an_order_that_was_overheard_is_obeyed_once(tmp_path: Path) -> None:
     """Else whoever has the token could keep two members apart for ever with one word on one of them."""
     with islands(tmp_path) as world:
-        firsts, heard = [company._session for company in world.leaders], dict[str, tuple[bytes, bytes]]()
+        firsts, heard = [company.session for company in world.leaders], dict[str, tuple[bytes, bytes]]()
         for place in (0, 1):
             where = told_at(0, place)
             world.sessions[1].serve(
