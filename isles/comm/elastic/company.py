@@ -11,7 +11,7 @@ guards the `Member`, the state machine that both share. No thread is begun here,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,33 +20,50 @@ from typing_extensions import override
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.control import ControlSession, Query, Timer
 from isles.comm.elastic.keys import told_at
-from isles.comm.elastic.line import SOON, LighthouseLine
-from isles.comm.elastic.messages import Beat, BeatReply, Entry, Failed, Over, Refusal, Silent
-from isles.comm.elastic.told import BEAT, PATIENCE, Orders, SeatLine
+from isles.comm.elastic.line import BEAT, PATIENCE, SeatLine, Words
+from isles.comm.elastic.member import Member, Standing
+from isles.comm.elastic.messages import (
+    Ack,
+    Beat,
+    BeatReply,
+    Entry,
+    Examine,
+    Failed,
+    Leave,
+    Load,
+    Over,
+    Proposal,
+    Refusal,
+    Reload,
+    Silent,
+)
+from isles.comm.elastic.told import MemberListener, Orders
+from isles.comm.view import View
 
+_SOON = 0.2  # seconds until the next beat while it waits for its first round; for an answer before it begins one
 _QUIET = 3.0  # seconds for which nobody waits for one that is said to be silent
 _AGAIN = 0.01  # seconds, at least, from an answer to the next beat
 
 
-class Company(SeatLine, LighthouseLine):
-    """The line of the worker in the seat of `entry`."""
+class Company(SeatLine):
+    """The line of the worker in the seat of `entry`. listener: told for whom it waits in vain.
 
-    def __init__(self, session: ControlSession, entry: Entry) -> None:
-        SeatLine.__init__(self, session, entry)
-        LighthouseLine.__init__(self, entry.seat, self.changed)
+    ended: set once this worker has no further part in the run: `Over`, or `Examine` where it is to judge the model.
+    words: the newest word on each round.
+    """
+
+    def __init__(self, session: ControlSession, entry: Entry, listener: MemberListener | None = None) -> None:
+        super().__init__(session, entry)
+        self.seat, self.member, self.words = entry.seat, Member(entry.seat), Words()
+        self.ended: Over | Examine | None = None
+        self._load: Load | None = None
+        self._training, self._answers = False, True
         self._answered_at = -math.inf
         self._is_asking = self._again = False
         self._next: Timer | None = None
-        self.left_behind: Callable[[int], None] = lambda seat: None
-        """Called with a seat once a view without it is on its way, though it did not ask to leave."""
+        self._listener = listener or MemberListener()
         self._given_up: frozenset[int] = frozenset()
-        self.fell_silent: Callable[[int], None] = lambda seat: None
-        """Called with a seat that gives no sign of life, in a callback."""
         self._silent: dict[int, float] = {}  # until when
-        self.begun_again: Callable[[Word], None] = lambda word: None
-        """Called with the word on another attempt, in a callback."""
-        self.failed: Callable[[int, int], None] = lambda round, attempt: None
-        """Called with (round, attempt) of which another worker of this island has no answer, likewise."""
         self._orders = Orders(session, entry, 0)
         session.serve(told_at(entry.seat, 0), self._told)
         with self.changed:
@@ -54,8 +71,118 @@ class Company(SeatLine, LighthouseLine):
 
     # What the training thread asks
 
-    @override
+    def pace(self, seconds: float) -> None:
+        """Tell how many seconds an inner step takes here."""
+        with self.changed:
+            is_new, self.member.seconds = not self.member.seconds, seconds
+            if is_new:
+                self.poke()
+
+    def begin(self, round: int) -> View | None:
+        """This worker is in `round` now; the view whose cell it reads, see `Member.begin`.
+
+        Where rounds are shorter than a question to the lighthouse this waits for its answer, as long as it answers.
+        """
+        if self._answers and not self.wait(lambda: self.member.is_known(round) or self.is_over, _SOON):
+            self._answers = False
+        with self.changed:
+            view = self.member.begin(round)
+            self._training = True
+            self.poke()
+        return view
+
+    def skip(self, round: int) -> None:
+        """This worker does no step of `round`, see `Member.skip`."""
+        with self.changed:
+            self.member.skip(round)
+            self.poke()
+
+    def standing(self, round: int) -> Standing:
+        """Who takes part in the exchange of `round`."""
+        with self.changed:
+            return self.member.group(round)
+
+    def lost(self, seat: int) -> bool:
+        """Whether nothing of `seat` is taken any more."""
+        with self.changed:
+            return self.member.lost(seat)
+
+    def accepts(self, round: int, seats: Sequence[int]) -> bool:
+        """Whether the answer of a whole exchange may be used; those it came from count as seen."""
+        with self.changed:
+            return self.member.accept(round, seats)
+
+    def landed(self, word: Word) -> None:
+        """This worker has landed that round."""
+        with self.changed:
+            self.member.landed(word)
+            self.words.forget_before(word.round)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this worker has no part in the run now: it has ended, or another's state is to be loaded first."""
+        return self.ended is not None or self.member.call != self.member.ready
+
+    @property
+    def is_called(self) -> bool:
+        """Whether this worker is to begin with another's state, and has not got it yet."""
+        with self.changed:
+            return self.member.call != self.member.ready
+
+    def load(self, seconds: float) -> Load | None:
+        """Whose state to begin with, once the lighthouse says so; None where it does not within `seconds`."""
+        with self.changed:
+            self._training = False
+            self.poke()
+        self.wait(lambda: self._is_asked() or self.ended is not None, seconds)
+        with self.changed:
+            return self._load if self._is_asked() else None
+
+    def _is_asked(self) -> bool:
+        return self._load is not None and self._load.call > self.member.ready
+
+    def loaded(self, load: Load, round: int, left_out: Mapping[int, int]) -> None:
+        """The state that `load` named, of after `round`, is here."""
+        with self.changed:
+            self.member.loaded(load, round, left_out)
+            self._load = None
+            self.poke()
+
+    def reload(self) -> None:
+        """The state did not come: ask for another donor."""
+        with self.changed:
+            self._load = None
+        self.ask(Reload())
+
+    def first(self, seconds: float, ahead: int = 0) -> int | None:
+        """The first round of this worker, once it is known; None where that takes more than `seconds`, or another state
+        is to be loaded first. ahead: so many rounds before others are in it.
+        """
+        self.wait(lambda: self.member.first(ahead) is not None or self.is_over, seconds)
+        with self.changed:
+            return None if self.member.call != self.member.ready else self.member.first(ahead)
+
+    def until(self) -> int | None:
+        """The first round that goes on without this worker."""
+        with self.changed:
+            return self.member.until()
+
+    def left_out(self) -> dict[int, int]:
+        """Whom this worker knows to be left out, see `Member.left_out`; goes with its state to whoever takes that."""
+        with self.changed:
+            return dict(self.member.left_out)
+
+    def leaves_out(self, others: Mapping[int, int]) -> None:
+        """Add whom the donor of this worker's state knows to be left out: by seat, the newest view at that time."""
+        with self.changed:
+            self.member.left_out |= others
+
+    def leave(self) -> bool:
+        """Ask to leave with the next view; False where nobody is there to make one."""
+        return self.ask(Leave()) is not None
+
     def is_silent(self, seat: int) -> bool:
+        """Whether `seat` gave no sign of life a moment ago: nobody waits for it now."""
         return self.session.now() < self._silent.get(seat, -math.inf)
 
     def doubt(self, seat: int) -> None:
@@ -63,9 +190,14 @@ class Company(SeatLine, LighthouseLine):
         self.say(Silent(seat))
 
     @property
-    @override
+    def is_waiting(self) -> bool:
+        """Whether this worker has a part in the run, and is in no round now."""
+        return not self._training and self.ended is None
+
+    @property
     def has_answers(self) -> bool:
-        return self.session.now() - self._answered_at < PATIENCE
+        """Whether the lighthouse has been heard lately."""
+        return self.session.now() - self._answered_at < PATIENCE if self.session.beats else self._answers
 
     def connection(self, seat: int, *, broken: bool) -> None:
         """What the network says of `seat`."""
@@ -73,8 +205,9 @@ class Company(SeatLine, LighthouseLine):
             self.member.connection(seat, broken=broken)
             self.changed.notify_all()
 
-    @override
     def say(self, message: Any) -> None:
+        """Send `message` to the lighthouse without waiting; a word on a round that it answers with is heard."""
+
         def answered(answer: Any) -> None:
             if isinstance(answer, Word):
                 with self.changed:
@@ -92,8 +225,8 @@ class Company(SeatLine, LighthouseLine):
 
     # Beats
 
-    @override
     def poke(self) -> None:
+        """Beat now, or once the answer that is awaited is here. `changed` is held."""
         if self._is_asking or self._closed:
             self._again = True
             return
@@ -117,10 +250,10 @@ class Company(SeatLine, LighthouseLine):
         if ack is not None:
             self.say(ack)
         with self.changed:
-            if self._again:
+            if self._again or (answer is None and not self.session.beats and self.ended is None):
                 self.poke()
-            elif not self._closed:
-                pause = (BEAT if self._training else SOON) - (self.session.now() - began)
+            elif self.session.beats and not self._closed:
+                pause = (BEAT if self._training else _SOON) - (self.session.now() - began)
                 self._next = self.session.later(self._beat, max(pause, _AGAIN))
 
     def _beat(self) -> None:
@@ -135,7 +268,7 @@ class Company(SeatLine, LighthouseLine):
             before, self._given_up = self._given_up, self.member.given_up()
             new = self._given_up - before
         for seat in new:
-            self.left_behind(seat)
+            self._listener.left_behind(seat)
 
     def _told(self, query: Query) -> None:
         """Take in an order of the lighthouse."""
@@ -146,20 +279,39 @@ class Company(SeatLine, LighthouseLine):
             self._note_silent(message.seat)
             return
         if isinstance(message, Failed):
-            self.failed(message.round, message.attempt)
+            self._listener.failed(message.round, message.attempt)
             return
         with self.changed:
             if message == self._load:  # said again: another beat would only have it said once more
                 return
-            ack = self.take_in(message)
+            ack = self._take_in(message)
+            if ack is not None:
+                self.say(ack)
             self.poke()
+            self.changed.notify_all()
         self._give_up()
         if isinstance(message, Word):
-            self.begun_again(message)
-        if ack is not None:
-            self.say(ack)
+            self._listener.begun_again(message)
+
+    def _take_in(self, message: Any) -> Ack | None:
+        """Note an order of the lighthouse; the answer where it is a proposal. `changed` is held."""
+        match message:
+            case Proposal():
+                return self.member.proposed(message)
+            case View():
+                self.member.told(message)
+            case Load():
+                self._load = message
+                self.member.call = max(self.member.call, message.call)
+            case Word():
+                self.words.hear(message)
+            case Over() | Examine():
+                self.ended = message
+            case Refusal(reason=reason):
+                self.ended = Over(reason)
+        return None
 
     def _note_silent(self, seat: int) -> None:
         now = self.session.now()
         self._silent = {other: end for other, end in self._silent.items() if end > now} | {seat: now + _QUIET}
-        self.fell_silent(seat)
+        self._listener.fell_silent(seat)

@@ -1,6 +1,6 @@
 """What the control plane of a run needs of whatever carries it: all of its messages, all of its time, all of its waits.
 
-`session.Session` is one between processes.
+`session.Session` is one between processes, `comm.virtual.churn.session.VirtualSession` one on the virtual clock.
 
     callbacks   one at a time, in the order of what came; no callback waits
     condition   guards what callbacks and a worker's own thread share; its `wait_for` is the only place where one waits
@@ -58,10 +58,15 @@ class Timer(Protocol):
 
 
 class ControlSession(Protocol):
-    """Of one member, or of the lighthouse. refused: counts what is not taken. taken: bytes that were said to it."""
+    """Of one member, or of the lighthouse. refused: counts what is not taken. taken: bytes that were said to it.
+
+    beats: whether who is there must say so each second; else members speak where they have something to say, and the
+    lighthouse acts when it is told to.
+    """
 
     refused: Refusals
     taken: int
+    beats: bool
 
     def now(self) -> float:
         """Seconds of the clock that `later` counts by."""

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from isles.comm.elastic.line import LighthouseLine
+from isles.comm.elastic.company import Company
 from isles.comm.elastic.roster import KEPT, ElasticRoster
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, PeerLost, PeerSilent, Refused
 from isles.comm.group import Group
@@ -125,7 +125,7 @@ class LeadingRoster(ElasticRoster):
 
     answers_alike = True
 
-    def __init__(self, company: LighthouseLine, alone: Group, places: IslandGroup) -> None:
+    def __init__(self, company: Company, alone: Group, places: IslandGroup) -> None:
         super().__init__(company, alone)
         self._places = places
 

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
-from isles.comm.elastic.control import ControlSession, Query
+from isles.comm.elastic.control import ControlSession, Query, Timer
 from isles.comm.elastic.guards.presence import Presence, WholeSeats
 from isles.comm.elastic.guards.rates import Admissions
 from isles.comm.elastic.journal import Journal
@@ -71,8 +71,9 @@ class Lighthouse:
     started again on that journal contradicts nothing that it said before.
 
     assembly: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
-    have. port: that the session listens at. heard(seat, event): called with what a worker reports, parsed from JSON but
-    unchecked; its ValueError refuses the report. places: workers in each seat, which all hear its orders.
+    have. port: that the session listens at; None: nobody's bytes go over it. heard(seat, event): called with what a
+    worker reports, parsed from JSON but unchecked; its ValueError refuses the report. places: workers in each seat,
+    which all hear its orders.
 
     finished: seats that have done the last round. refused: what was not taken, by (seat or -1, reason). corpus:
     SHA-256 of the text of the first worker; None until it came.
@@ -87,14 +88,16 @@ class Lighthouse:
         *,
         config: str,
         version: str,
-        port: int,
+        port: int | None,
         heard: Callable[[int, Any], None],
         places: int = 1,
     ) -> None:
         self.refused = session.refused
         self.finished = assembly.finished
         self._failed: OSError | None = None
-        self._relay = RelayCounter(port, lambda: session.taken, entries=journal.entries)
+        self._relay = None
+        if port is not None:
+            self._relay = RelayCounter(port, lambda: session.taken, entries=journal.entries)
         self.corpus: str | None = None
         self._session, self._journal, self._keys = session, journal, keys
         self._config, self._version, self._heard = config.encode("utf-8"), version, heard
@@ -120,7 +123,7 @@ class Lighthouse:
         session.watch("isles/seat/*", self._presence)
         session.watch("isles/place/*/seat/*", self._follower)
         session.present(LIT)
-        self._ticks = session.later(self._tick_on, _TICK)
+        self._ticks: Timer | None = session.later(self._tick_on, _TICK) if session.beats else None
 
     def act(self, call: Callable[[float], list[Order]]) -> None:
         """Call something of the assembly, in a callback, and carry out its orders. Returns at once."""
@@ -149,13 +152,15 @@ class Lighthouse:
     @property
     def relayed(self) -> int:
         """Bytes that workers have sent to each other over this lighthouse."""
-        return self._relay.relayed()
+        return 0 if self._relay is None else self._relay.relayed()
 
     def close(self) -> None:
         """Do no more by itself, and hold no connection of the session's. That one is whoever's who opened it."""
         with self._lock:
-            self._ticks.cancel()
-        self._relay.close()
+            if self._ticks is not None:
+                self._ticks.cancel()
+        if self._relay is not None:
+            self._relay.close()
 
     # In callbacks
 
@@ -293,13 +298,15 @@ class Lighthouse:
 
     def _line(self, here: str, there: str, begins: bool) -> None:
         """A connection has begun, or was closed by the engine: it is looked at, or held no more."""
-        self._relay.relayed()
+        if self._relay is not None:
+            self._relay.relayed()
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """Time has passed."""
         self._carry_out(self._call(lambda m, now: m.tick(now)))
         for seat in self._present.silent(self._session.now()):
             self._carry_out(self._call(lambda m, now, seat=seat: m.gone(now, seat)))
-        if (note := self._relay.note(self.relayed)) is not None:
+        if self._relay is not None and (note := self._relay.note(self.relayed)) is not None:
             self._carry_out([Record(note)])
 
     def _call(self, asked: Callable[[Assembly, float], T]) -> T:
@@ -363,7 +370,7 @@ class Lighthouse:
     def _tick_on(self) -> None:
         with self._lock:
             self._ticks = self._session.later(self._tick_on, _TICK)
-        self._tick()
+        self.tick()
 
 
 def _echoed(query: Query) -> int:

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from isles.comm.elastic.ballot import Part
-from isles.comm.elastic.line import LighthouseLine
+from isles.comm.elastic.company import Company
 from isles.comm.elastic.quorum.delivery import Deliveries
 from isles.comm.elastic.record import ALONE, WHOLE
 from isles.comm.elastic.ruling import accuse, decided, ruled
@@ -38,7 +38,7 @@ class ElasticRoster:
     learns = True
     """Whether a partner is waited for no longer than usual; else as long as the founders' deadline says."""
 
-    def __init__(self, company: LighthouseLine, alone: Group) -> None:
+    def __init__(self, company: Company, alone: Group) -> None:
         self.company, self.founders = company, alone
         self.deliveries = Deliveries(company, alone)
         self._answers: dict[int, tuple[Group, float]] = {}  # and when they were given

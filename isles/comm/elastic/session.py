@@ -67,6 +67,7 @@ class Session:
 
     def __init__(self, session: Any, engine: Any, refused: Refusals, lease: float) -> None:
         self._session, self._engine, self.refused = session, engine, refused
+        self.beats = True
         self.taken = 0  # bytes of what was said to this session itself
         self._declared: list[Any] = []
         self._todo: SimpleQueue[tuple[Callable[..., None], Any] | None] = SimpleQueue()

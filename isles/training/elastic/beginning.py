@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven, NotOffered
 from isles.comm.elastic.island import IslandGroup
-from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Load
 from isles.comm.elastic.record import StartLine, as_line
 from isles.comm.elastic.ruling import stray
@@ -37,7 +37,7 @@ class Beginning:
 
     def __init__(
         self,
-        company: LighthouseLine,
+        company: Company,
         transport: Transport,
         places: IslandGroup,
         act: Callable[..., Any],

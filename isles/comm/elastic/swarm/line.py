@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from isles.comm.elastic.control import ControlSession
+from isles.comm.elastic.line import BEAT, SeatLine
 from isles.comm.elastic.messages import Entry, Find, Over, Refusal
 from isles.comm.elastic.swarm.words import Apart, Begin, Enter, Seek, StatesKept, SwarmBeat, Wait
-from isles.comm.elastic.told import BEAT, SeatLine
 
 _AGAIN = 0.1  # seconds between looks while something is waited for
 SwarmPart = Begin | Enter | Wait | Over | Apart | Refusal

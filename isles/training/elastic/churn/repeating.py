@@ -11,16 +11,17 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from isles.comm.elastic.ballot import Word
+from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts.giving import is_written
 from isles.comm.elastic.gifts.taking import GiftRequest, NotOffered
 from isles.comm.elastic.member import Member, Standing
-from isles.comm.elastic.messages import Done, Finished, Over
+from isles.comm.elastic.messages import Done, Entry, Finished, Over
 from isles.comm.elastic.record import ALONE, WHOLE, RoundLine
 from isles.comm.view import View
-from isles.comm.virtual.churn.company import VirtualCompany
+from isles.comm.virtual.churn.session import VirtualNetwork, VirtualSession
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.comm.virtual.scheduler import Scheduler
 from isles.comm.virtual.transport import VirtualTransport
@@ -57,9 +58,10 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
     last = last_round(config, made.views[max(made.views)])
 
     def open_all(scheduler: Scheduler, wire: Any, transports: Sequence[VirtualTransport]) -> None:
+        network = VirtualNetwork(scheduler)
         for transport in transports:
-            worker = scheduler.workers[transport.rank]
-            companies[transport.rank] = RepeatedCompany(made, worker, last, results.__setitem__)
+            session = VirtualSession(network, scheduler.workers[transport.rank])
+            companies[transport.rank] = RepeatedCompany(made, session, transport.rank, last, results.__setitem__)
 
     with held(run), tempfile.TemporaryDirectory(prefix="isles-") as folder:
 
@@ -120,15 +122,17 @@ class Repeater(Participant):
         return following - round
 
 
-class RepeatedCompany(VirtualCompany):
+class RepeatedCompany(Company):
     """A line to a lighthouse that says what it said. last: the run's last round. ended_with: gets the result of each
     worker that was there at the end.
     """
 
     mixing: Mixing
 
-    def __init__(self, made: Script, worker: Any, last: int, ended_with: Callable[[int, Any], None]) -> None:
-        super().__init__(cast(Any, None), worker)  # nobody is asked
+    def __init__(
+        self, made: Script, session: VirtualSession, seat: int, last: int, ended_with: Callable[[int, Any], None]
+    ) -> None:
+        super().__init__(session, Entry(seat, ""))
         self.own = made.lives.get(self.seat, ())
         self.current = 0
         self._script, self._last, self._ended_with = made, last, ended_with
@@ -153,14 +157,14 @@ class RepeatedCompany(VirtualCompany):
         return any((start.donor, start.copied) == (self.seat, self.current) for start in starts)
 
     def begin(self, round: int) -> View | None:
-        line = self._told(round)
+        line = self._line_of(round)
         assert line is not None
         self.current = round
         return self._script.views.get(line.view)
 
     def standing(self, round: int) -> Standing:
         """The newest view in which those who exchanged met; this worker alone where the other one was not there."""
-        line = self._told(round)
+        line = self._line_of(round)
         if line is None or line.outcome == ALONE or not all(self._sends(seat, line) for seat in line.seats):
             return Standing(-1, (self.seat,))
         if self.mixing.agrees:
@@ -179,7 +183,7 @@ class RepeatedCompany(VirtualCompany):
         assert self._life is not None
         return min((line.round for line in self._life.rounds if line.round > round), default=None)
 
-    def _told(self, round: int) -> RoundLine | None:
+    def _line_of(self, round: int) -> RoundLine | None:
         assert self._life is not None
         return next((line for line in self._life.rounds if line.round == round), None)
 
@@ -192,7 +196,7 @@ class RepeatedCompany(VirtualCompany):
         return False
 
     def accepts(self, round: int, seats: Sequence[int]) -> bool:
-        line = self._told(round)
+        line = self._line_of(round)
         return len(seats) <= 1 or (line is not None and line.outcome == WHOLE)
 
     def landed(self, word: Word) -> None:
@@ -220,7 +224,7 @@ class RepeatedCompany(VirtualCompany):
 
     def report(self, event: Mapping[str, Any]) -> None:
         if "round" in event:
-            line, told = event["round"], self._told(event["round"]["round"])
+            line, told = event["round"], self._line_of(event["round"]["round"])
             assert told is not None
             if (line["outcome"] == WHOLE) != (told.outcome == WHOLE) or line["steps"] != told.steps:
                 raise ValueError(
@@ -232,9 +236,9 @@ class RepeatedCompany(VirtualCompany):
         elif "result" in event:
             self._ended_with(self.seat, event["result"])
 
-    def ask(self, message: Any, seconds: float = 0.0) -> Any:
+    def ask(self, message: Any, seconds: float = 0.0, key: str = "") -> Any:
         if isinstance(message, Done):
-            line = self._told(message.round)
+            line = self._line_of(message.round)
             assert line is not None
             return Word(message.round, "land", message.attempt, line.seats)
         return True if isinstance(message, Finished) else None
@@ -244,6 +248,9 @@ class RepeatedCompany(VirtualCompany):
 
     def pace(self, seconds: float) -> None:
         """Of no use."""
+
+    def poke(self) -> None:
+        """Nobody is to know."""
 
 
 class _Gifts:
@@ -261,9 +268,9 @@ class _Gifts:
         if "round" in facts:
             write(path)
             self._store[str(self._company.seat), what, facts["round"]] = path.read_bytes(), facts
-            with self._company.turn:
+            with self._company.changed:
                 for company in self._companies.values():
-                    company.changed()
+                    company.changed.notify_all()
 
     def shut(self, what: str) -> None:
         """Who used it may still come."""
