@@ -1,164 +1,277 @@
-"""A worker's line to the lighthouse.
+"""A worker's line to the lighthouse, over a session.
 
-    beats       from a thread of its own, every second and at the start of each round, one at a time
-    told        what the lighthouse pushes (proposals, views, words on rounds), in the session's thread
+    beats       by a timer, every second and at the start of each round, one at a time
+    told        what the lighthouse pushes (proposals, views, words on rounds), in a callback of the session
     reports     lines of metrics, in order; kept while the lighthouse is away
 
-Everything else is called by the training thread, and never waits for the lighthouse longer than it says. One lock
-guards the `Member`, the state machine that all three threads share.
+Everything else is called by the training thread, and never waits for the lighthouse longer than it says. One condition
+guards the `Member`, the state machine that both share. No thread is begun here, and no clock read but the session's.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
 
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.keys import ASKED, REPORTED, signature, told_at
-from isles.comm.elastic.line import SOON, LighthouseLine
-from isles.comm.elastic.links.reports import Reports
-from isles.comm.elastic.messages import BeatReply, Entry, Failed, Over, Refusal, Silent, decode, encode
-from isles.comm.elastic.session import IncomingQuery, Session
-from isles.comm.elastic.told import LONGEST, Orders
+from isles.comm.elastic.control import ControlSession, Query, Timer
+from isles.comm.elastic.keys import told_at
+from isles.comm.elastic.line import BEAT, PATIENCE, SeatLine, Words
+from isles.comm.elastic.member import Member, Standing
+from isles.comm.elastic.messages import (
+    Ack,
+    Beat,
+    BeatReply,
+    Entry,
+    Examine,
+    Failed,
+    Leave,
+    Load,
+    Over,
+    Proposal,
+    Refusal,
+    Reload,
+    Silent,
+)
+from isles.comm.elastic.told import MemberListener, Orders
+from isles.comm.view import View
 
-_LOG = logging.getLogger(__name__)
-_BEAT = 1.0  # seconds between beats; SOON while this worker waits for its first round
-_PATIENCE = 3.0  # seconds for an answer
+_SOON = 0.2  # seconds until the next beat while it waits for its first round; for an answer before it begins one
 _QUIET = 3.0  # seconds for which nobody waits for one that is said to be silent
+_AGAIN = 0.01  # seconds, at least, from an answer to the next beat
 
 
-class SeatLine(ABC):
-    """What the worker in the seat of `entry` says to the lighthouse. Whoever derives from it starts `_thread`."""
+class Company(SeatLine):
+    """The line of the worker in the seat of `entry`. listener: told for whom it waits in vain.
 
-    def __init__(self, session: Session, entry: Entry) -> None:
-        self._session, self._entry, self._closed = session, entry, False
-        self._changed = threading.Condition(threading.RLock())
-        self._reports = Reports(lambda line: self.ask(line, key=REPORTED) is not None)
-        self._thread = threading.Thread(target=self._beat_on, name="isles-beats", daemon=True)
+    ended: set once this worker has no further part in the run: `Over`, or `Examine` where it is to judge the model.
+    words: the newest word on each round.
+    """
 
-    def report(self, event: Mapping[str, Any]) -> None:
-        """Have the lighthouse note a line of metrics or another event. Returns at once."""
-        self._reports.add(event)
-
-    def reported(self, seconds: float) -> None:
-        """Wait until all reports have been taken, `seconds` at most."""
-        self._reports.settle(seconds)
-
-    def ask(self, message: Any, seconds: float = _PATIENCE, key: str = ASKED) -> Any:
-        """The lighthouse's answer; None where none comes in time, or it has none. Not for the session's thread."""
-        return ask(self._session, self._entry, message, seconds, key)
-
-    def close(self) -> None:
-        """End the threads. Safe to call twice."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._reports.close()
-        self._thread.join(_PATIENCE + 2.0)
-
-    @abstractmethod
-    def _beat_on(self) -> None:
-        """Say now and then that this worker is there, until `_closed`."""
-
-
-class Company(SeatLine, LighthouseLine):
-    """The line of the worker in the seat of `entry`."""
-
-    def __init__(self, session: Session, entry: Entry) -> None:
-        SeatLine.__init__(self, session, entry)
-        LighthouseLine.__init__(self, entry.seat, self._changed)
-        self._answered_at, self._poked = -math.inf, False
-        self.left_behind: Callable[[int], None] = lambda seat: None
-        """Called with a seat once a view without it is on its way, though it did not ask to leave."""
+    def __init__(self, session: ControlSession, entry: Entry, listener: MemberListener | None = None) -> None:
+        super().__init__(session, entry)
+        self.seat, self.member, self.words = entry.seat, Member(entry.seat), Words()
+        self.ended: Over | Examine | None = None
+        self._load: Load | None = None
+        self._training, self._answers = False, True
+        self._answered_at = -math.inf
+        self._is_asking = self._again = False
+        self._next: Timer | None = None
+        self._listener = listener or MemberListener()
         self._given_up: frozenset[int] = frozenset()
-        self.fell_silent: Callable[[int], None] = lambda seat: None
-        """Called with a seat that gives no sign of life, in the session's thread."""
         self._silent: dict[int, float] = {}  # until when
-        self.begun_again: Callable[[Word], None] = lambda word: None
-        """Called with the word on another attempt, in the session's thread."""
-        self.failed: Callable[[int, int], None] = lambda round, attempt: None
-        """Called with (round, attempt) of which another worker of this island has no answer, likewise."""
         self._orders = Orders(session, entry, 0)
         session.serve(told_at(entry.seat, 0), self._told)
-        self._thread.start()
+        with self.changed:
+            self.poke()
 
     # What the training thread asks
 
-    @override
+    def pace(self, seconds: float) -> None:
+        """Tell how many seconds an inner step takes here."""
+        with self.changed:
+            is_new, self.member.seconds = not self.member.seconds, seconds
+            if is_new:
+                self.poke()
+
+    def begin(self, round: int) -> View | None:
+        """This worker is in `round` now; the view whose cell it reads, see `Member.begin`.
+
+        Where rounds are shorter than a question to the lighthouse this waits for its answer, as long as it answers.
+        """
+        if self._answers and not self.wait(lambda: self.member.is_known(round) or self.is_over, _SOON):
+            self._answers = False
+        with self.changed:
+            view = self.member.begin(round)
+            self._training = True
+            self.poke()
+        return view
+
+    def skip(self, round: int) -> None:
+        """This worker does no step of `round`, see `Member.skip`."""
+        with self.changed:
+            self.member.skip(round)
+            self.poke()
+
+    def standing(self, round: int) -> Standing:
+        """Who takes part in the exchange of `round`."""
+        with self.changed:
+            return self.member.group(round)
+
+    def lost(self, seat: int) -> bool:
+        """Whether nothing of `seat` is taken any more."""
+        with self.changed:
+            return self.member.lost(seat)
+
+    def accepts(self, round: int, seats: Sequence[int]) -> bool:
+        """Whether the answer of a whole exchange may be used; those it came from count as seen."""
+        with self.changed:
+            return self.member.accept(round, seats)
+
+    def landed(self, word: Word) -> None:
+        """This worker has landed that round."""
+        with self.changed:
+            self.member.landed(word)
+            self.words.forget_before(word.round)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this worker has no part in the run now: it has ended, or another's state is to be loaded first."""
+        return self.ended is not None or self.member.call != self.member.ready
+
+    @property
+    def is_called(self) -> bool:
+        """Whether this worker is to begin with another's state, and has not got it yet."""
+        with self.changed:
+            return self.member.call != self.member.ready
+
+    def load(self, seconds: float) -> Load | None:
+        """Whose state to begin with, once the lighthouse says so; None where it does not within `seconds`."""
+        with self.changed:
+            self._training = False
+            self.poke()
+        self.wait(lambda: self._is_asked() or self.ended is not None, seconds)
+        with self.changed:
+            return self._load if self._is_asked() else None
+
+    def _is_asked(self) -> bool:
+        return self._load is not None and self._load.call > self.member.ready
+
+    def loaded(self, load: Load, round: int, left_out: Mapping[int, int]) -> None:
+        """The state that `load` named, of after `round`, is here."""
+        with self.changed:
+            self.member.loaded(load, round, left_out)
+            self._load = None
+            self.poke()
+
+    def reload(self) -> None:
+        """The state did not come: ask for another donor."""
+        with self.changed:
+            self._load = None
+        self.ask(Reload())
+
+    def first(self, seconds: float, ahead: int = 0) -> int | None:
+        """The first round of this worker, once it is known; None where that takes more than `seconds`, or another state
+        is to be loaded first. ahead: so many rounds before others are in it.
+        """
+        self.wait(lambda: self.member.first(ahead) is not None or self.is_over, seconds)
+        with self.changed:
+            return None if self.member.call != self.member.ready else self.member.first(ahead)
+
+    def until(self) -> int | None:
+        """The first round that goes on without this worker."""
+        with self.changed:
+            return self.member.until()
+
+    def left_out(self) -> dict[int, int]:
+        """Whom this worker knows to be left out, see `Member.left_out`; goes with its state to whoever takes that."""
+        with self.changed:
+            return dict(self.member.left_out)
+
+    def leaves_out(self, others: Mapping[int, int]) -> None:
+        """Add whom the donor of this worker's state knows to be left out: by seat, the newest view at that time."""
+        with self.changed:
+            self.member.left_out |= others
+
+    def leave(self) -> bool:
+        """Ask to leave with the next view; False where nobody is there to make one."""
+        return self.ask(Leave()) is not None
+
     def is_silent(self, seat: int) -> bool:
-        return time.monotonic() < self._silent.get(seat, 0.0)
+        """Whether `seat` gave no sign of life a moment ago: nobody waits for it now."""
+        return self.session.now() < self._silent.get(seat, -math.inf)
 
     def doubt(self, seat: int) -> None:
         """Nothing comes from `seat`, which is waited for: does the lighthouse hear it?"""
         self.say(Silent(seat))
 
     @property
-    @override
+    def is_waiting(self) -> bool:
+        """Whether this worker has a part in the run, and is in no round now."""
+        return not self._training and self.ended is None
+
+    @property
     def has_answers(self) -> bool:
-        return time.monotonic() - self._answered_at < _PATIENCE
+        """Whether the lighthouse has been heard lately."""
+        return self.session.now() - self._answered_at < PATIENCE if self.session.beats else self._answers
 
     def connection(self, seat: int, *, broken: bool) -> None:
         """What the network says of `seat`."""
-        with self._changed:
+        with self.changed:
             self.member.connection(seat, broken=broken)
-            self._changed.notify_all()
+            self.changed.notify_all()
+
+    def say(self, message: Any) -> None:
+        """Send `message` to the lighthouse without waiting; a word on a round that it answers with is heard."""
+
+        def answered(answer: Any) -> None:
+            if isinstance(answer, Word):
+                with self.changed:
+                    self.words.hear(answer)
+                    self.changed.notify_all()
+
+        self.send(message, answered)
 
     @override
-    def wait(self, over: Callable[[], bool], seconds: float) -> bool:
-        began = time.monotonic()
-        with self._changed:
-            is_over = self._changed.wait_for(over, seconds)
-            self.waited += time.monotonic() - began
-        return is_over
+    def close(self) -> None:
+        with self.changed:
+            if self._next is not None:
+                self._next.cancel()
+        super().close()
 
-    # Threads
+    # Beats
 
-    @override
     def poke(self) -> None:
-        self._poked = True
-        self._changed.notify_all()
+        """Beat now, or once the answer that is awaited is here. `changed` is held."""
+        if self._is_asking or self._closed:
+            self._again = True
+            return
+        if self._next is not None:
+            self._next.cancel()
+        self._is_asking, self._again = True, False
+        beat = self.member.beat()
+        self.send(beat, partial(self._answered, beat, self.session.now()))
 
-    @override
-    def _beat_on(self) -> None:
-        while True:
-            with self._changed:
-                if self._closed:
-                    return
-                self._poked = False
-                beat = self.member.beat()
-            began = time.monotonic()
-            answer, ack = self.ask(beat), None
-            with self._changed:
-                if isinstance(answer, BeatReply):
-                    self._answers, self._answered_at = True, time.monotonic()
-                    ack = self.member.answered(beat, answer)
-                elif isinstance(answer, Refusal):
-                    self.ended = self.ended or Over(answer.reason)
-                self._changed.notify_all()
-            self._give_up()
-            if ack is not None:
-                self.ask(ack)
-            with self._changed:
-                pause = (_BEAT if self._training else SOON) - (time.monotonic() - began)
-                self._changed.wait_for(lambda: self._poked or self._closed, max(pause, 0.01))
+    def _answered(self, beat: Beat, began: float, answer: Any) -> None:
+        ack = None
+        with self.changed:
+            self._is_asking = False
+            if isinstance(answer, BeatReply):
+                self._answers, self._answered_at = True, self.session.now()
+                ack = self.member.answered(beat, answer)
+            elif isinstance(answer, Refusal):
+                self.ended = self.ended or Over(answer.reason)
+            self.changed.notify_all()
+        self._give_up()
+        if ack is not None:
+            self.say(ack)
+        with self.changed:
+            if self._again or (answer is None and not self.session.beats and self.ended is None):
+                self.poke()
+            elif self.session.beats and not self._closed:
+                pause = (BEAT if self._training else _SOON) - (self.session.now() - began)
+                self._next = self.session.later(self._beat, max(pause, _AGAIN))
+
+    def _beat(self) -> None:
+        with self.changed:
+            self.poke()
+
+    # Orders
 
     def _give_up(self) -> None:
         """Call `left_behind` for each seat that a view on its way goes on without."""
-        with self._changed:
+        with self.changed:
             before, self._given_up = self._given_up, self.member.given_up()
             new = self._given_up - before
         for seat in new:
-            self.left_behind(seat)
+            self._listener.left_behind(seat)
 
-    def _told(self, query: IncomingQuery) -> None:
-        """Take in an order of the lighthouse. In the session's thread, so nothing here waits."""
+    def _told(self, query: Query) -> None:
+        """Take in an order of the lighthouse."""
         message = self._orders.take(query)
         if message is None:
             return
@@ -166,57 +279,39 @@ class Company(SeatLine, LighthouseLine):
             self._note_silent(message.seat)
             return
         if isinstance(message, Failed):
-            self.failed(message.round, message.attempt)
+            self._listener.failed(message.round, message.attempt)
             return
-        with self._changed:
+        with self.changed:
             if message == self._load:  # said again: another beat would only have it said once more
                 return
-            ack = self.take_in(message)
+            ack = self._take_in(message)
+            if ack is not None:
+                self.say(ack)
             self.poke()
+            self.changed.notify_all()
         self._give_up()
         if isinstance(message, Word):
-            self.begun_again(message)
-        if ack is not None:
-            self.say(ack)
+            self._listener.begun_again(message)
+
+    def _take_in(self, message: Any) -> Ack | None:
+        """Note an order of the lighthouse; the answer where it is a proposal. `changed` is held."""
+        match message:
+            case Proposal():
+                return self.member.proposed(message)
+            case View():
+                self.member.told(message)
+            case Load():
+                self._load = message
+                self.member.call = max(self.member.call, message.call)
+            case Word():
+                self.words.hear(message)
+            case Over() | Examine():
+                self.ended = message
+            case Refusal(reason=reason):
+                self.ended = Over(reason)
+        return None
 
     def _note_silent(self, seat: int) -> None:
-        now = time.monotonic()
+        now = self.session.now()
         self._silent = {other: end for other, end in self._silent.items() if end > now} | {seat: now + _QUIET}
-        self.fell_silent(seat)
-
-    @override
-    def say(self, message: Any) -> None:
-        def answered(reply: bytes | None, refusal: bytes | None) -> None:
-            try:
-                word = decode(reply, limit=LONGEST) if reply else None
-            except ValueError as error:
-                _LOG.warning("the lighthouse: %s", error)
-                return
-            if isinstance(word, Word):
-                with self._changed:
-                    self.words.hear(word)
-                    self._changed.notify_all()
-
-        said = encode(message)
-        word = signature(self._entry.seat, self._entry.key, ASKED, said)
-        try:
-            self._session.ask(ASKED, said, answered, attachment=word, seconds=_PATIENCE, urgent=True)
-        except OSError:
-            _LOG.debug("the session is closed")
-
-
-def ask(session: Session, entry: Entry, message: Any, seconds: float = _PATIENCE, key: str = ASKED) -> Any:
-    """What the lighthouse answers to `message` of the seat of `entry`; see `Company.ask`."""
-    said = message if isinstance(message, bytes) else encode(message)
-    word = signature(entry.seat, entry.key, key, said)
-    try:
-        reply, _ = session.answer(key, said, attachment=word, seconds=seconds, urgent=True)
-    except OSError:
-        return None
-    if not reply:
-        return None if reply is None else True
-    try:
-        return decode(reply, limit=LONGEST)
-    except ValueError as error:
-        _LOG.warning("the lighthouse: %s", error)
-        return None
+        self._listener.fell_silent(seat)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from isles.comm.elastic.ballot import Part
+from isles.comm.elastic.company import Company
 from isles.comm.elastic.decision import Decision
-from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.quorum.delivery import Deliveries
 from isles.comm.elastic.record import ALONE, WHOLE
 from isles.comm.elastic.ruling import accuse, decided, ruled
@@ -29,7 +29,7 @@ class RoundLeader:
     at most `world.outer_deadline`: a partner that has not heard of the new view does its round alone, without a word.
     """
 
-    def __init__(self, company: LighthouseLine, alone: Group) -> None:
+    def __init__(self, company: Company, alone: Group) -> None:
         self.company, self.alone, self.seat = company, alone, alone.ranks[0]
         self.deliveries = Deliveries(company, alone)
         self._begun: dict[int, float] = {}  # when the exchange of a round was decided

@@ -3,18 +3,18 @@
 question of a seat -> Assembly -> orders: an entry for the journal, on the disk before anything later leaves; an
 answer; words to other seats, which may be lost, for the next beats say them again
 
-All of it happens in the session's thread, one call after the other.
+All of it happens in callbacks of the session, one after the other.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
+from isles.comm.elastic.control import ControlSession, Query, Timer
 from isles.comm.elastic.guards.presence import Presence, WholeSeats
 from isles.comm.elastic.guards.rates import Admissions
 from isles.comm.elastic.journal import Journal
@@ -52,7 +52,6 @@ from isles.comm.elastic.messages import (
     encode,
 )
 from isles.comm.elastic.orders import Assembly, Order, Record, Reply
-from isles.comm.elastic.session import IncomingQuery, Session
 from isles.parsing import parse_json
 
 _LOG = logging.getLogger(__name__)
@@ -72,8 +71,9 @@ class Lighthouse:
     started again on that journal contradicts nothing that it said before.
 
     assembly: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
-    have. port: that the session listens at. heard(seat, event): called with what a worker reports, parsed from JSON but
-    unchecked; its ValueError refuses the report. places: workers in each seat, which all hear its orders.
+    have. port: that the session listens at; None: nobody's bytes go over it. heard(seat, event): called with what a
+    worker reports, parsed from JSON but unchecked; its ValueError refuses the report. places: workers in each seat,
+    which all hear its orders.
 
     finished: seats that have done the last round. refused: what was not taken, by (seat or -1, reason). corpus:
     SHA-256 of the text of the first worker; None until it came.
@@ -81,58 +81,58 @@ class Lighthouse:
 
     def __init__(
         self,
-        session: Session,
+        session: ControlSession,
         assembly: Assembly,
         journal: Journal,
         keys: SeatKeys,
         *,
         config: str,
         version: str,
-        port: int,
+        port: int | None,
         heard: Callable[[int, Any], None],
         places: int = 1,
     ) -> None:
         self.refused = session.refused
         self.finished = assembly.finished
         self._failed: OSError | None = None
-        self._relay = RelayCounter(port, lambda: session.taken, entries=journal.entries)
+        self._relay = None
+        if port is not None:
+            self._relay = RelayCounter(port, lambda: session.taken, entries=journal.entries)
         self.corpus: str | None = None
         self._session, self._journal, self._keys = session, journal, keys
         self._config, self._version, self._heard = config.encode("utf-8"), version, heard
         self._assembly, self._places, self._whole = assembly, places, WholeSeats()
         if journal.entries:
-            journal.append({"event": "lit", "at": round(time.time(), 3)})
+            journal.append({"event": "lit", "at": round(session.wall(), 3)})
         for entry in journal.entries:
             if entry.get("event") == "join":
                 self.corpus = str(entry.get("description"))
         lit = sum(entry.get("event") == "lit" for entry in journal.entries) + bool(journal.entries)
-        self._orders, self._telling = count(lit * _ORDERS), threading.Lock()
+        self._orders = count(lit * _ORDERS)
         self._whereabouts = Whereabouts(keys, session.seen)
         self._admissions, self._present = Admissions(JOINS, 60.0), Presence()
-        self._closed = threading.Event()
-        self._lock = threading.Condition()
+        self._lock = session.condition()
         session.lines(self._line)  # first: nobody has a seat, and sends to others, before its connection is looked at
         session.serve(CONFIG, lambda query: query.reply(self._config))
         session.serve(HELLO, self._hello)
         session.serve(ABOUT, lambda query: query.reply(encode(self._about())))
-        session.serve(ECHO, lambda query: query.reply(bytes(min(int.from_bytes(query.payload[:4], "big"), PIECE))))
+        session.serve(ECHO, lambda query: query.reply(partial(bytes, _echoed(query))))
         session.serve(REACH, self._reach)
         session.serve(ASKED, self._asked)
         session.serve(REPORTED, self._reported)
         session.watch("isles/seat/*", self._presence)
         session.watch("isles/place/*/seat/*", self._follower)
         session.present(LIT)
-        self._ticker = threading.Thread(target=self._tick_on, name="isles-ticks", daemon=True)
-        self._ticker.start()
+        self._ticks: Timer | None = session.later(self._tick_on, _TICK) if session.beats else None
 
     def act(self, call: Callable[[float], list[Order]]) -> None:
-        """Call something of the assembly, in the session's thread, and carry out its orders. Returns at once."""
+        """Call something of the assembly, in a callback, and carry out its orders. Returns at once."""
         self._session.later(lambda: self._carry_out(self._call(lambda _, now: call(now))))
 
     def look(self, at: Callable[[float], T]) -> T:
         """The answer of `at`, called with the time while nothing of the assembly changes."""
         with self._lock:
-            return at(time.monotonic())
+            return at(self._session.now())
 
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
         """Until `over`, looked at whenever somebody was heard, or `seconds` have passed. OSError where the disk takes
@@ -152,17 +152,19 @@ class Lighthouse:
     @property
     def relayed(self) -> int:
         """Bytes that workers have sent to each other over this lighthouse."""
-        return self._relay.relayed()
+        return 0 if self._relay is None else self._relay.relayed()
 
     def close(self) -> None:
-        """End the thread, and hold no connection of the session's. That one is whoever's who opened it."""
-        self._closed.set()
-        self._ticker.join(5.0)
-        self._relay.close()
+        """Do no more by itself, and hold no connection of the session's. That one is whoever's who opened it."""
+        with self._lock:
+            if self._ticks is not None:
+                self._ticks.cancel()
+        if self._relay is not None:
+            self._relay.close()
 
-    # In the session's thread
+    # In callbacks
 
-    def _hello(self, query: IncomingQuery) -> None:
+    def _hello(self, query: Query) -> None:
         try:
             hello = decode(query.payload)
             if not isinstance(hello, Hello):
@@ -182,7 +184,7 @@ class Lighthouse:
             self.refused.note(-1, "another version, or another text")
             query.reply(encode(Refusal(why)))
             return
-        wait = self._admissions.take(self._session.seen(hello.session), time.monotonic())
+        wait = self._admissions.take(self._session.seen(hello.session), self._session.now())
         if wait > 0:
             self.refused.note(-1, "joins too often")
             why = f"{JOINS} workers a minute may join from one address"
@@ -193,9 +195,9 @@ class Lighthouse:
 
     def _about(self) -> About:
         members, newest, last = self._assembly.about()
-        return About(self._version, time.time(), members, newest, last)
+        return About(self._version, self._session.wall(), members, newest, last)
 
-    def _reach(self, query: IncomingQuery) -> None:
+    def _reach(self, query: Query) -> None:
         try:
             said = decode(query.payload)
             if not isinstance(said, Listening):
@@ -205,7 +207,7 @@ class Lighthouse:
             return
         self._listening(-1, said, query)
 
-    def _asked(self, query: IncomingQuery) -> None:
+    def _asked(self, query: Query) -> None:
         said = query.payload
         seat = self._keys.seat(query.attachment, ASKED, said)
         if seat is None:
@@ -236,7 +238,7 @@ class Lighthouse:
             case _:
                 self._consult(seat, message, query)
 
-    def _consult(self, seat: int, message: Any, query: IncomingQuery) -> None:
+    def _consult(self, seat: int, message: Any, query: Query) -> None:
         """Answer as the assembly decides."""
         try:
             orders = self._call(lambda m, now: m.hear(now, seat, message))
@@ -250,7 +252,7 @@ class Lighthouse:
             self.refused.note(message.seat, "a share that another worker refuses")
         self._carry_out(orders, query)
 
-    def _listening(self, seat: int, message: Listening, query: IncomingQuery) -> None:
+    def _listening(self, seat: int, message: Listening, query: Query) -> None:
         def answer(reached: Reached) -> None:
             self._session.later(lambda: query.reply(encode(reached)))
 
@@ -259,7 +261,7 @@ class Lighthouse:
         except ValueError as error:
             self._refuse(query, seat, str(error))
 
-    def _reported(self, query: IncomingQuery) -> None:
+    def _reported(self, query: Query) -> None:
         payload = query.payload
         seat = self._keys.seat(query.attachment, REPORTED, payload)
         if seat is None or len(payload) > _LONGEST_REPORT:
@@ -296,22 +298,24 @@ class Lighthouse:
 
     def _line(self, here: str, there: str, begins: bool) -> None:
         """A connection has begun, or was closed by the engine: it is looked at, or held no more."""
-        self._relay.relayed()
+        if self._relay is not None:
+            self._relay.relayed()
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """Time has passed."""
         self._carry_out(self._call(lambda m, now: m.tick(now)))
-        for seat in self._present.silent(time.monotonic()):
+        for seat in self._present.silent(self._session.now()):
             self._carry_out(self._call(lambda m, now, seat=seat: m.gone(now, seat)))
-        if (note := self._relay.note(self.relayed)) is not None:
+        if self._relay is not None and (note := self._relay.note(self.relayed)) is not None:
             self._carry_out([Record(note)])
 
     def _call(self, asked: Callable[[Assembly, float], T]) -> T:
         with self._lock:
-            orders = asked(self._assembly, time.monotonic())
+            orders = asked(self._assembly, self._session.now())
             self._lock.notify_all()
         return orders
 
-    def _carry_out(self, orders: Sequence[Order], query: IncomingQuery | None = None) -> None:
+    def _carry_out(self, orders: Sequence[Order], query: Query | None = None) -> None:
         if self._failed is not None:
             return
         try:
@@ -325,11 +329,11 @@ class Lighthouse:
             self._failed = self._failed or error
             self._lock.notify_all()
 
-    def _carry(self, orders: Sequence[Order], query: IncomingQuery | None) -> None:
+    def _carry(self, orders: Sequence[Order], query: Query | None) -> None:
         answer = b""
         for order in orders:
             if isinstance(order, Record):
-                self._journal.append({**order.entry, "at": round(time.time(), 3)})
+                self._journal.append({**order.entry, "at": round(self._session.wall(), 3)})
                 if "still" in order.entry:
                     self.refused.note(order.entry["seat"], f"no new round for {order.entry['still']} s: left out")
                 continue
@@ -348,7 +352,7 @@ class Lighthouse:
 
     def _tell(self, seat: int, said: bytes) -> None:
         key = self._keys.of(seat)
-        with self._telling:  # orders leave in the order of their numbers
+        with self._lock:  # orders leave in the order of their numbers
             order = numbered(next(self._orders), said)
             try:
                 for where in (told_at(seat, place) for place in range(self._places)):
@@ -359,10 +363,16 @@ class Lighthouse:
             except OSError:
                 _LOG.debug("the session is closed")
 
-    def _refuse(self, query: IncomingQuery, seat: int, why: str) -> None:
+    def _refuse(self, query: Query, seat: int, why: str) -> None:
         self.refused.note(seat, why)
         query.refuse(b"never")
 
     def _tick_on(self) -> None:
-        while not self._closed.wait(_TICK):
-            self._session.later(self._tick)
+        with self._lock:
+            self._ticks = self._session.later(self._tick_on, _TICK)
+        self.tick()
+
+
+def _echoed(query: Query) -> int:
+    """Bytes that are asked for."""
+    return min(int.from_bytes(query.payload[:4], "big"), PIECE)

@@ -1,22 +1,25 @@
-"""A worker's line to the lighthouse as its training thread sees it: what it may ask, and what was heard.
-
-`company.Company` is such a line between processes, `comm.virtual.churn.company.VirtualCompany` on the virtual clock.
-"""
+"""What a worker says to the lighthouse in the name of its seat, and what it has heard on rounds."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.member import Member, Standing
-from isles.comm.elastic.messages import Ack, Examine, Leave, Load, Over, Proposal, Refusal, Reload
-from isles.comm.view import View
+from isles.comm.elastic.control import ControlSession
+from isles.comm.elastic.keys import ASKED, REPORTED, signature
+from isles.comm.elastic.links.reports import Reports
+from isles.comm.elastic.messages import Entry, decode, encode
 
-SOON = 0.2
-"""Seconds until the next beat of a worker that waits for its first round, or for an answer before it begins one."""
+_LOG = logging.getLogger(__name__)
+BEAT = 1.0
+"""Seconds between beats."""
+PATIENCE = 3.0
+"""Seconds for an answer of the lighthouse."""
+LONGEST = 4 << 20
+"""Bytes of what the lighthouse says."""
+_LATE = 1.0  # seconds behind its time until whoever waits for an answer counts it as none
 
 
 class Words:
@@ -45,179 +48,79 @@ class Words:
         self._words = {key: word for key, word in self._words.items() if key >= round}
 
 
-class LighthouseLine(ABC):
-    """The line of the worker in `seat`. lock: held while its `Member` is asked or changes.
-
-    ended: set once this worker has no further part in the run: `Over`, or `Examine` where it is to judge the model.
-    words: the newest word on each round. waited: seconds for which the training thread has waited here.
+class SeatLine:
+    """What a worker in the seat of `entry` says. changed: held while what callbacks and its own thread share changes.
+    waited: seconds for which that thread has waited here; other threads have lines of their own.
     """
 
-    def __init__(self, seat: int, lock: AbstractContextManager[Any]) -> None:
-        self.seat, self.member, self.words, self.waited = seat, Member(seat), Words(), 0.0
-        self.ended: Over | Examine | None = None
-        self._lock = lock
-        self._load: Load | None = None
-        self._training, self._answers = False, True
+    def __init__(self, session: ControlSession, entry: Entry) -> None:
+        self.session, self.entry, self.changed, self.waited = session, entry, session.condition(), 0.0
+        self._reports = Reports(session, self._hand_in)
+        self._closed = False
 
-    @abstractmethod
-    def poke(self) -> None:
-        """Beat soon. Under the lock."""
-
-    @property
-    @abstractmethod
-    def has_answers(self) -> bool:
-        """Whether the lighthouse has been heard in the last seconds."""
-
-    @abstractmethod
     def report(self, event: Mapping[str, Any]) -> None:
         """Have the lighthouse note a line of metrics or another event. Returns at once."""
+        self._reports.add(event)
 
-    @abstractmethod
     def reported(self, seconds: float) -> None:
         """Wait until all reports have been taken, `seconds` at most."""
+        self._reports.settle(seconds)
 
-    @abstractmethod
     def wait(self, over: Callable[[], bool], seconds: float) -> bool:
         """Wait until `over`, asked whenever something has changed, is true, or for `seconds`; what it says then."""
+        began = self.session.now()
+        with self.changed:
+            is_over = self.changed.wait_for(over, seconds)
+            self.waited += self.session.now() - began
+        return is_over
 
-    @abstractmethod
-    def ask(self, message: Any, seconds: float = 3.0) -> Any:
-        """The lighthouse's answer; None where none comes in time, or it has none. Not for the session's thread."""
+    def ask(self, message: Any, seconds: float = PATIENCE, key: str = ASKED) -> Any:
+        """The lighthouse's answer; None where none comes in time, or it has none. Not for callbacks."""
+        answers: list[Any] = []
 
-    @abstractmethod
-    def say(self, message: Any) -> None:
-        """Send `message` to the lighthouse without waiting; a word on a round that it answers with is heard."""
+        def answered(answer: Any) -> None:
+            with self.changed:
+                answers.append(answer)
+                self.changed.notify_all()
 
-    # The same on all lines
+        self.send(message, answered, seconds, key)
+        self.wait(lambda: bool(answers), seconds + _LATE)
+        return answers[0] if answers else None
 
-    def is_silent(self, seat: int) -> bool:
-        """Whether `seat` gave no sign of life a moment ago: nobody waits for it now."""
-        return False
+    def send(
+        self,
+        message: Any,
+        answered: Callable[[Any], None] = lambda answer: None,
+        seconds: float = PATIENCE,
+        key: str = ASKED,
+    ) -> None:
+        """`ask` whoever serves `key` without waiting: `answered` is called with the answer. message: or its bytes."""
+        said = message if isinstance(message, bytes) else encode(message)
+        word = signature(self.entry.seat, self.entry.key, key, said)
+        try:
+            self.session.ask(
+                key, said, lambda reply, _: answered(_read(reply)), attachment=word, seconds=seconds, urgent=True
+            )
+        except OSError:
+            _LOG.debug("the session is closed")
+            answered(None)
 
-    def pace(self, seconds: float) -> None:
-        """Tell how many seconds an inner step takes here."""
-        with self._lock:
-            is_new, self.member.seconds = not self.member.seconds, seconds
-            if is_new:
-                self.poke()
+    def close(self) -> None:
+        """Say nothing more by itself. Safe to call twice."""
+        with self.changed:
+            self._closed = True
+        self._reports.close()
 
-    def take_in(self, message: Any) -> Ack | None:
-        """Note an order of the lighthouse; the answer where it is a proposal. Under the lock."""
-        match message:
-            case Proposal():
-                return self.member.proposed(message)
-            case View():
-                self.member.told(message)
-            case Load():
-                self._load = message
-                self.member.call = max(self.member.call, message.call)
-            case Word():
-                self.words.hear(message)
-            case Over() | Examine():
-                self.ended = message
-            case Refusal(reason=reason):
-                self.ended = Over(reason)
+    def _hand_in(self, line: bytes, taken: Callable[[bool], None]) -> None:
+        self.send(line, lambda answer: taken(answer is not None), key=REPORTED)
+
+
+def _read(reply: bytes | None) -> Any:
+    """What an answer says: None for none, True for one without a word."""
+    if not reply:
+        return None if reply is None else True
+    try:
+        return decode(reply, limit=LONGEST)
+    except ValueError as error:
+        _LOG.warning("the lighthouse: %s", error)
         return None
-
-    def begin(self, round: int) -> View | None:
-        """This worker is in `round` now; the view whose cell it reads, see `Member.begin`.
-
-        Where rounds are shorter than a question to the lighthouse this waits for its answer, as long as it answers.
-        """
-        if self._answers and not self.wait(lambda: self.member.is_known(round) or self.is_over, SOON):
-            self._answers = False
-        with self._lock:
-            view = self.member.begin(round)
-            self._training = True
-            self.poke()
-        return view
-
-    def skip(self, round: int) -> None:
-        """This worker does no step of `round`, see `Member.skip`."""
-        with self._lock:
-            self.member.skip(round)
-            self.poke()
-
-    def standing(self, round: int) -> Standing:
-        """Who takes part in the exchange of `round`."""
-        with self._lock:
-            return self.member.group(round)
-
-    def lost(self, seat: int) -> bool:
-        """Whether nothing of `seat` is taken any more."""
-        with self._lock:
-            return self.member.lost(seat)
-
-    def accepts(self, round: int, seats: Sequence[int]) -> bool:
-        """Whether the answer of a whole exchange may be used; those it came from count as seen."""
-        with self._lock:
-            return self.member.accept(round, seats)
-
-    def landed(self, word: Word) -> None:
-        """This worker has landed that round."""
-        with self._lock:
-            self.member.landed(word)
-            self.words.forget_before(word.round)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether this worker has no part in the run now: it has ended, or another's state is to be loaded first."""
-        return self.ended is not None or self.member.call != self.member.ready
-
-    @property
-    def is_called(self) -> bool:
-        """Whether this worker is to begin with another's state, and has not got it yet."""
-        with self._lock:
-            return self.member.call != self.member.ready
-
-    def load(self, seconds: float) -> Load | None:
-        """Whose state to begin with, once the lighthouse says so; None where it does not within `seconds`."""
-        with self._lock:
-            self._training = False
-            self.poke()
-        self.wait(lambda: self._is_asked() or self.ended is not None, seconds)
-        with self._lock:
-            return self._load if self._is_asked() else None
-
-    def _is_asked(self) -> bool:
-        return self._load is not None and self._load.call > self.member.ready
-
-    def loaded(self, load: Load, round: int, left_out: Mapping[int, int]) -> None:
-        """The state that `load` named, of after `round`, is here."""
-        with self._lock:
-            self.member.loaded(load, round, left_out)
-            self._load = None
-            self.poke()
-
-    def reload(self) -> None:
-        """The state did not come: ask for another donor."""
-        with self._lock:
-            self._load = None
-        self.ask(Reload())
-
-    def first(self, seconds: float, ahead: int = 0) -> int | None:
-        """The first round of this worker, once it is known; None where that takes more than `seconds`, or another state
-        is to be loaded first. ahead: so many rounds before others are in it.
-        """
-        self.wait(lambda: self.member.first(ahead) is not None or self.is_over, seconds)
-        with self._lock:
-            return None if self.member.call != self.member.ready else self.member.first(ahead)
-
-    def until(self) -> int | None:
-        """The first round that goes on without this worker."""
-        with self._lock:
-            return self.member.until()
-
-    def left_out(self) -> dict[int, int]:
-        """Whom this worker knows to be left out, see `Member.left_out`; goes with its state to whoever takes that."""
-        with self._lock:
-            return dict(self.member.left_out)
-
-    def leaves_out(self, others: Mapping[int, int]) -> None:
-        """Add whom the donor of this worker's state knows to be left out: by seat, the newest view at that time."""
-        with self._lock:
-            self.member.left_out |= others
-
-    def leave(self) -> bool:
-        """Ask to leave with the next view; False where nobody is there to make one."""
-        return self.ask(Leave()) is not None

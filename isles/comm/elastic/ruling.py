@@ -6,18 +6,22 @@ ruled     an answer is told, again and again, until the lighthouse has a word on
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from isles.comm.elastic.ballot import NOTHING, Word
-from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.member import Standing
 from isles.comm.elastic.messages import Accusation, Done, Reload
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, PeerSilent, Refused
+
+if TYPE_CHECKING:
+    from isles.comm.elastic.company import Company
 
 _SOON = 0.3  # seconds until an answer is told again
 _UNDECIDED = 3.0  # seconds for a view that is on its way
 _LONGEST_REASON = 200
 
 
-def decided(line: LighthouseLine, round: int) -> Standing | None:
+def decided(line: Company, round: int) -> Standing | None:
     """Who takes part in `round`. None where nobody can say now, or this worker has no part in it."""
     if line.has_answers:
         line.wait(lambda: line.member.group(round).decided or line.is_over, _UNDECIDED)
@@ -25,7 +29,7 @@ def decided(line: LighthouseLine, round: int) -> Standing | None:
     return standing if line.has_answers and standing.decided and standing.view >= 0 else None
 
 
-def ruled(line: LighthouseLine, round: int, attempt: int, digest: int | None) -> Word | None:
+def ruled(line: Company, round: int, attempt: int, digest: int | None) -> Word | None:
     """What becomes of an attempt whose answer here has `digest`, or failed here. None where nobody can say now, this
     worker has no part in the run now, or the others landed what it has not got.
     """
@@ -45,7 +49,7 @@ def ruled(line: LighthouseLine, round: int, attempt: int, digest: int | None) ->
     return word
 
 
-def accuse(line: LighthouseLine, round: int, attempt: int, error: CommError) -> None:
+def accuse(line: Company, round: int, attempt: int, error: CommError) -> None:
     """Tell of whom a failure speaks. Who is gone the lighthouse sees itself."""
     peer, by = getattr(error, "peer", -1), getattr(error, "by", -1)
     if peer == line.seat:  # another one says so: that it accuses this worker is all that is known here
@@ -59,6 +63,6 @@ def accuse(line: LighthouseLine, round: int, attempt: int, error: CommError) -> 
         line.ask(Accusation(round, attempt, peer, "refused", reason[:_LONGEST_REASON], by))
 
 
-def stray(line: LighthouseLine) -> None:
+def stray(line: Company) -> None:
     """This worker has not what the others have: it is to begin with a state anew."""
     line.ask(Reload())

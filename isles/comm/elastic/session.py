@@ -26,23 +26,24 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from bisect import insort
+from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
-from typing import Any, Literal
+from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import Any
 
-from isles.comm.credentials import Credentials, write_private
+from isles.comm.credentials import Credentials
 from isles.comm.elastic.guards.refusals import Refusals
-from isles.comm.elastic.keys import PRESENT_AS_SEATS, SERVED_BY_SEATS
+from isles.comm.elastic.links.engine import Alarm, IncomingQuery, Mode, settings, size_of
 from isles.comm.tcp import endpoint, give_up_after
 
 _LOG = logging.getLogger(__name__)
-MAX_MESSAGE = 4 << 20
 _QUEUED = 8 << 20  # bytes of questions that wait for the session's thread
 _LATE = 1.0  # seconds behind its time until whoever waits for an answer counts it as none
 _TIME_IS_OVER = b"Timeout"  # an error in which a question ends that nobody has answered: the engine's, no refusal
-USER = "isles"
-Mode = Literal["router", "client"]
 
 
 def zenoh() -> Any:
@@ -54,50 +55,32 @@ def zenoh() -> Any:
     return engine
 
 
-class IncomingQuery:
-    """A question that came in; answer it once."""
-
-    def __init__(self, query: Any) -> None:
-        self._query = query
-
-    @property
-    def payload(self) -> bytes:
-        return b"" if self._query.payload is None else self._query.payload.to_bytes()
-
-    @property
-    def attachment(self) -> bytes:
-        return b"" if self._query.attachment is None else self._query.attachment.to_bytes()
-
-    def reply(self, data: bytes = b"") -> None:
-        """Answer with `data`."""
-        self._query.reply(self._query.key_expr, data)
-
-    def refuse(self, why: bytes) -> None:
-        """Answer with a refusal, which the asker gets apart from replies."""
-        self._query.reply_err(why)
-
-
 class Session:
     """An open connection to a run.
 
-    All callbacks run in one thread of the session's own, one after the other, in the order of what came. Questions that
-    come faster than that thread answers them are turned away, so that they cannot fill the memory.
+    All callbacks run in one thread of the session's own, one after the other, in the order of what came. None of them
+    waits for room on a line: what is urgent leaves in a thread of its own, answers in another. Questions that come
+    faster than they are answered are turned away, so that they cannot fill the memory.
 
     refused: counts what those who serve on this session did not take. taken: bytes that were said to this session.
     """
 
     def __init__(self, session: Any, engine: Any, refused: Refusals, lease: float) -> None:
         self._session, self._engine, self.refused = session, engine, refused
+        self.beats = True
         self.taken = 0  # bytes of what was said to this session itself
         self._declared: list[Any] = []
         self._todo: SimpleQueue[tuple[Callable[..., None], Any] | None] = SimpleQueue()
+        self._urgent: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._answers: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._timers: list[tuple[float, int, Alarm]] = []  # the next first; the session's thread's
+        self._numbers = count()
         self._closed = False
         self._counting = threading.Lock()
         self._queued = 0  # bytes
         self._crowded: SimpleQueue[Any] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=work, name="isles-session", daemon=True) for work in (self._serve, self._turn_away)
-        ]
+        works = self._serve, self._turn_away, partial(self._send, self._urgent), partial(self._send, self._answers)
+        self._threads = [threading.Thread(target=work, name="isles-session", daemon=True) for work in works]
         for thread in self._threads:
             thread.start()
         self.lines(lambda here, there, begins: give_up_after(here, there, lease) if begins else None)
@@ -109,11 +92,11 @@ class Session:
 
         def asked(query: Any) -> None:
             with self._counting:
-                self._queued -= _size(query)
-            answer(IncomingQuery(query))
+                self._queued -= size_of(query)
+            answer(IncomingQuery(query, self._post))
 
         def arrived(query: Any) -> None:
-            size = _size(query)
+            size = size_of(query)
             with self._counting:
                 self.taken += sum(0 if part is None else len(part) for part in (query.payload, query.attachment))
                 has_room = self._queued + size <= _QUEUED
@@ -136,7 +119,8 @@ class Session:
         urgent: bool = False,
     ) -> None:
         """Ask whoever serves `key`. answered(reply, None), answered(None, refusal), or answered(None, None) where no
-        answer has come within `seconds`, or nobody is known to take it; called once. OSError once it is closed.
+        answer has come within `seconds`, or nobody is known to take it; called once. What is `urgent` goes before bulk,
+        and this returns at once; else it may wait for room on the line. OSError once it is closed.
         """
         once = [answered]
 
@@ -155,7 +139,8 @@ class Session:
             settle((None, None if refusal == _TIME_IS_OVER else refusal))
 
         engine = self._engine
-        try:
+
+        def send() -> None:
             self._session.get(
                 key,
                 engine.handlers.Callback(
@@ -168,6 +153,20 @@ class Session:
                 congestion_control=engine.CongestionControl.BLOCK,
                 priority=engine.Priority.REAL_TIME if urgent else engine.Priority.DATA,
             )
+
+        def send_or_settle() -> None:
+            try:
+                send()
+            except engine.ZError:
+                self._todo.put((settle, (None, None)))
+
+        if self._closed:
+            raise OSError("the session is closed")
+        if urgent:
+            self._urgent.put(send_or_settle)
+            return
+        try:
+            send()
         except engine.ZError as error:
             raise OSError(f"the session is closed ({error})") from None
 
@@ -238,9 +237,26 @@ class Session:
         listener = self._session.info.declare_link_events_listener
         self._declared.append(listener(lambda event: self._todo.put((told, event)), history=True))
 
-    def later(self, call: Callable[[], None]) -> None:
-        """Have `call` called in the session's thread, behind what has come by now."""
-        self._todo.put((lambda _: call(), None))
+    def later(self, call: Callable[[], None], seconds: float = 0.0) -> Alarm:
+        """Have `call` called in the session's thread after `seconds`; 0: behind what has come by now."""
+        alarm = Alarm(call)
+        if seconds > 0:
+            self._todo.put((partial(insort, self._timers), (self.now() + seconds, next(self._numbers), alarm)))
+        else:
+            self._todo.put((alarm.ring, None))
+        return alarm
+
+    def now(self) -> float:
+        """Seconds of the clock that `later` counts by."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """Seconds since 1970."""
+        return time.time()
+
+    def condition(self) -> threading.Condition:
+        """See `isles.comm.elastic.control.Condition`."""
+        return threading.Condition(threading.RLock())
 
     def name(self) -> str:
         """The engine's name of this session, which others see."""
@@ -260,8 +276,8 @@ class Session:
             return
         self._closed = True
         self._session.close()
-        self._todo.put(None)
-        self._crowded.put(None)
+        for queue in (self._urgent, self._answers, self._todo, self._crowded):
+            queue.put(None)
         for thread in self._threads:
             if threading.current_thread() is not thread:
                 thread.join(5.0)
@@ -274,8 +290,40 @@ class Session:
                 query.reply_err(b"later")
             del query
 
+    def _post(self, answer: Callable[[], None], size: int) -> None:
+        """Have an answer of so many bytes leave, behind those of before."""
+
+        def send() -> None:
+            try:
+                with suppress(self._engine.ZError):
+                    answer()
+            finally:
+                with self._counting:
+                    self._queued -= size
+
+        with self._counting:
+            self._queued += size
+        self._answers.put(send)
+
+    def _send(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (send := queue.get()) is not None:
+            try:
+                send()
+            except Exception:  # what cannot be answered must not end the thread that answers all others
+                _LOG.exception("a message could not be sent")
+            del send
+
+    def _next(self) -> tuple[Callable[..., None], Any] | None:
+        """What is to be called next; waits for it."""
+        while True:
+            seconds = self._timers[0][0] - self.now() if self._timers else None
+            if seconds is not None and seconds <= 0:
+                return self._timers.pop(0)[-1].ring, None
+            with suppress(Empty):
+                return self._todo.get(timeout=seconds)
+
     def _serve(self) -> None:
-        while (job := self._todo.get()) is not None:
+        while (job := self._next()) is not None:
             call, value = job
             try:
                 call(value)
@@ -308,7 +356,7 @@ def open_session(
     if listen is not None and credentials.key is None:
         raise ValueError("to listen for others this machine needs the run's key: join first")
     config = engine.Config()
-    for key, value in _settings(mode, credentials, listen, connect, lease, patience).items():
+    for key, value in settings(mode, credentials, listen, connect, lease, patience).items():
         config.insert_json5(key, json.dumps(value))
     try:
         return Session(engine.open(config), engine, Refusals() if refused is None else refused, lease)
@@ -332,11 +380,6 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _size(query: Any) -> int:
-    """Bytes that a question holds."""
-    return 1024 + (0 if query.payload is None else len(query.payload))
-
-
 def _ends(locator: Any) -> tuple[str, str]:
     """Host and port of the engine's "tls/HOST:PORT"."""
     host, _, port = str(locator).partition("/")[2].rpartition(":")
@@ -345,56 +388,3 @@ def _ends(locator: Any) -> tuple[str, str]:
 
 def _host(locator: Any) -> str:
     return _ends(locator)[0]
-
-
-def _settings(
-    mode: Mode, credentials: Credentials, listen: str | None, connect: str | None, lease: float, patience: float
-) -> dict[str, Any]:
-    users = credentials.certificate.parent / "users"  # the engine reads passwords from a file
-    write_private(users, f"{USER}:{credentials.token.secret}\n".encode("ascii"))
-    tls: dict[str, Any] = {"root_ca_certificate": str(credentials.certificate), "verify_name_on_connect": False}
-    if credentials.key is not None:
-        tls |= {"listen_private_key": str(credentials.key), "listen_certificate": str(credentials.certificate)}
-    return {
-        "mode": mode,
-        "listen/endpoints": [f"tls/{listen}"] if listen else [],
-        "connect/endpoints": [f"tls/{connect}"] if connect else [],
-        "connect/timeout_ms": round(1000 * patience),
-        "scouting/multicast/enabled": False,
-        "transport/shared_memory/enabled": False,
-        "transport/link/tx/lease": round(1000 * lease),
-        "transport/link/tx/queue/congestion_control/block/wait_before_close": round(1e6 * lease),
-        "transport/link/rx/max_message_size": MAX_MESSAGE,
-        "transport/link/tls": tls,
-        "transport/auth/usrpwd": {
-            "user": USER,
-            "password": credentials.token.secret,
-            "dictionary_file": str(users),
-        },
-        "adminspace/enabled": False,
-        **({"access_control": _rights()} if mode == "router" else {}),
-    }
-
-
-def _rights() -> dict[str, Any]:
-    """What whoever is let in may do at a router: all but serve, or be seen, where the lighthouse is."""
-    looks = ["declare_subscriber", "declare_liveliness_subscriber", "liveliness_query"]
-    speaks = ["put", "delete", "query", "reply", *looks]
-    serves, is_seen = "declare_queryable", "liveliness_token"
-
-    def may(name: str, messages: list[str], flow: str, keys: Sequence[str]) -> dict[str, Any]:
-        return {"id": name, "permission": "allow", "messages": messages, "flows": [flow], "key_exprs": [*keys]}
-
-    rules = [
-        may("speaks", speaks, "ingress", ["**"]),
-        may("serves", [serves], "ingress", SERVED_BY_SEATS),
-        may("is seen", [is_seen], "ingress", PRESENT_AS_SEATS),
-        may("hears", [*speaks, serves, is_seen], "egress", ["**"]),
-    ]
-    return {
-        "enabled": True,
-        "default_permission": "deny",
-        "rules": rules,
-        "subjects": [{"id": "whoever is let in"}],
-        "policies": [{"rules": [each["id"] for each in rules], "subjects": ["whoever is let in"]}],
-    }

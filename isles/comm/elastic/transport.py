@@ -24,14 +24,15 @@ import numpy as np
 from torch import Tensor
 
 from isles.comm.elastic.chunks.incoming import ANOTHER, Chunk, Inbox, before
-from isles.comm.elastic.chunks.outgoing import HEAD, OVER, Answered, Outgoing, OutgoingMessage, lost_peer
+from isles.comm.elastic.chunks.outgoing import HEAD, OVER, Outgoing, OutgoingMessage, lost_peer
 from isles.comm.elastic.chunks.patience import UnderWay
+from isles.comm.elastic.control import Answered, Query
 from isles.comm.elastic.guards.doubts import Doubts
 from isles.comm.elastic.guards.refusals import Refusals
 from isles.comm.elastic.keys import PROOF, sealed
 from isles.comm.elastic.links.guide import Guide, Trusting
 from isles.comm.elastic.links.relayed import WAYS
-from isles.comm.elastic.session import IncomingQuery, Session
+from isles.comm.elastic.session import Session
 from isles.comm.errors import PeerLost, PeerSilent, RoundPassed
 from isles.comm.gloo.host_clock import OnHostClock
 from isles.comm.gloo.transfers import PostedWork
@@ -189,7 +190,7 @@ class ElasticTransport(OnHostClock):
             line.end("this worker has ended")
         self._driver.close()
 
-    def _take(self, asked: IncomingQuery) -> None:
+    def _take(self, asked: Query) -> None:
         """A chunk has come."""
         attached, data = asked.attachment, asked.payload
         head, seal = attached[: HEAD.size], attached[HEAD.size :]

@@ -90,7 +90,8 @@ class VirtualCluster:
         """
         run = _VirtualRun(self, fn)
         if before is not None:
-            before(run.scheduler, run.wire, run.transports)
+            with run.scheduler.mutex:
+                before(run.scheduler, run.wire, run.transports)
         return run.join(return_errors)
 
 

@@ -63,7 +63,7 @@ class Stepped(Awaited, Protocol):
 
 
 class VirtualWorker:
-    """One worker's place in virtual time. As a context manager: its turn (free inside a protocol's step)."""
+    """One worker's place in virtual time. As a context manager: its turn (free inside a turn, and in events)."""
 
     __slots__ = ("absences", "awaits", "clock", "gate", "killed", "rank", "scheduler")
 
@@ -78,7 +78,9 @@ class VirtualWorker:
         self.gate.acquire()
 
     def __enter__(self) -> VirtualWorker:
-        if self.scheduler.stepper != get_ident():
+        if self.scheduler.is_held:
+            self.scheduler.depth += 1
+        else:
             self.scheduler.take_turn(self)
         return self
 
@@ -87,8 +89,25 @@ class VirtualWorker:
         return time if self.absences is None else self.absences.back(time)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.scheduler.stepper != get_ident():
+        if self.scheduler.depth:
+            self.scheduler.depth -= 1
+        else:
             self.scheduler.end_turn()
+
+
+class _Mutex:
+    """A lock that knows who holds it."""
+
+    def __init__(self) -> None:
+        self._lock, self.holder = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.holder = get_ident()
+
+    def __exit__(self, *error: object) -> None:
+        self.holder = 0
+        self._lock.release()
 
 
 class Scheduler:
@@ -99,17 +118,22 @@ class Scheduler:
         clocks = begins or [0.0] * len(absences)
         self.timeline = EventQueue()
         self.workers = [VirtualWorker(self, rank, away, clocks[rank]) for rank, away in enumerate(absences)]
-        self.stepper = 0
-        """Ident of the thread that steps a protocol just now: its transport calls are part of the event, not a turn."""
         self.stepping: Stepped | None = None
         """The transfer whose protocol that is."""
         self._slots = slots
-        self._mutex = threading.Lock()
+        self.mutex = _Mutex()
+        """Held in a turn, and while events are acted out: also by whoever does something in the place of an event."""
+        self.depth = 0  # of turns inside a turn, or an event
         self._running: list[VirtualWorker] = []
         self._ready: list[Turn] = []
         self._resuming: list[Turn] = sorted((worker.clock, worker.rank) for worker in self.workers)
         self._blocked = 0
         self._stopped = False
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this thread is in a turn, or acts out an event: its calls are part of that."""
+        return self.mutex.holder == get_ident()
 
     # Called by worker threads
 
@@ -121,7 +145,7 @@ class Scheduler:
 
     def take_turn(self, worker: VirtualWorker) -> None:
         """Return in the worker's turn, holding the lock until `end_turn`."""
-        self._mutex.acquire()
+        self.mutex.__enter__()
         try:
             if self._stopped:
                 raise Stopped
@@ -141,16 +165,16 @@ class Scheduler:
                 self._dispatch()
             _live(worker)
         except Killed:
-            self._mutex.release()
+            self.mutex.__exit__()
             raise
         except BaseException:
             self._stop()  # stopped already, or an event failed: then nothing can be ordered any more
-            self._mutex.release()
+            self.mutex.__exit__()
             raise
 
     def end_turn(self) -> None:
         """Give the lock back; the worker's thread computes on."""
-        self._mutex.release()
+        self.mutex.__exit__()
 
     def advance(self, worker: VirtualWorker, clock: float) -> None:
         """Move the worker's clock to `clock` (seconds); without a turn, see above."""
@@ -160,7 +184,7 @@ class Scheduler:
         if self._slots == 1:
             worker.clock = clock  # nobody else runs: whoever is next will see it
             return
-        with self._mutex:
+        with self.mutex:
             worker.clock = clock
             self._dispatch()  # others may have waited for this clock to pass theirs
 
@@ -170,6 +194,15 @@ class Scheduler:
         self._blocked += 1
         self._running.remove(worker)
         self._sleep(worker)
+
+    def turn_anew(self, worker: VirtualWorker) -> None:
+        """After `block`, which only lets the worker go on: in its turn again, at its clock now."""
+        self.end_turn()
+        try:
+            self.take_turn(worker)
+        except BaseException:
+            self.mutex.__enter__()  # whoever is in a turn gives it back
+            raise
 
     def end(self, worker: VirtualWorker) -> None:
         """In the worker's turn: it will never act again."""
@@ -195,12 +228,12 @@ class Scheduler:
 
     def start(self) -> None:
         """Let the first worker begin."""
-        with self._mutex:
+        with self.mutex:
             self._dispatch()
 
     def stop(self) -> None:
         """Make every worker's next call, and every call it sleeps in, raise Stopped."""
-        with self._mutex:
+        with self.mutex:
             self._stop()
 
     def _is_another_before(self, place: Turn) -> bool:
@@ -264,9 +297,9 @@ class Scheduler:
         # With one slot this thread is alone between here and its sleep, so the global generator is still this worker's.
         state = torch.default_generator.get_state() if self._slots == 1 else None
         self._dispatch()
-        self._mutex.release()
+        self.mutex.__exit__()
         worker.gate.acquire()
-        self._mutex.acquire()
+        self.mutex.__enter__()
         if self._stopped:
             raise Stopped
         _live(worker)

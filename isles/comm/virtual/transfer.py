@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -133,9 +132,9 @@ class VirtualTransfer:
 
     def wait(self) -> Any:
         """Blocks in virtual time."""
+        assert not self._scheduler.is_held, "a protocol yields what it waits for"
         with self._owner:
             if not self.finished:
-                assert self._scheduler.stepper != get_ident(), "a protocol yields what it waits for"
                 start = self._owner.clock
                 self._scheduler.block(self._owner, self)
                 self._traffic.waited(self._channel, start, self._owner.clock)
@@ -220,12 +219,11 @@ class VirtualTransfer:
     def _stepping(self) -> Iterator[None]:
         """Transport calls in here belong to the event, and the works they make to this transfer."""
         scheduler = self._scheduler
-        before = scheduler.stepper, scheduler.stepping
-        scheduler.stepper, scheduler.stepping = get_ident(), self
+        before, scheduler.stepping = scheduler.stepping, self
         try:
             yield
         finally:
-            scheduler.stepper, scheduler.stepping = before
+            scheduler.stepping = before
 
 
 @contextlib.contextmanager

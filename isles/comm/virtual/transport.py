@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -55,8 +54,6 @@ class VirtualTransport:
     @property
     def traffic(self) -> Traffic:
         """Totals up to this worker's clock. Reading takes a turn, so that what is logged does not depend on `slots`."""
-        if self._scheduler.stepper == get_ident():
-            return self._traffic
         with self._worker:
             return self._traffic
 
@@ -104,7 +101,7 @@ class VirtualTransport:
 
     def now(self) -> float:
         """Seconds of virtual time; inside a protocol: that of the event that steps it."""
-        if self._scheduler.stepper == get_ident():
+        if self._scheduler.is_held:
             return self._scheduler.timeline.now
         return self._worker.clock
 
@@ -114,7 +111,7 @@ class VirtualTransport:
         """
         if not 0 <= seconds < float("inf"):
             raise ValueError(f"computing takes 0 s or more, got {seconds}")
-        assert self._scheduler.stepper != get_ident(), "protocols take no time: charge in the worker"
+        assert not self._scheduler.is_held, "protocols take no time: charge in the worker"
         charged = seconds * self._speed * lognormal(self._jitter, self._seed, self.rank, self._computed)
         self._computed += 1
         self.compute_seconds += charged

@@ -11,9 +11,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from isles.comm.elastic.company import Company
 from isles.comm.elastic.decision import Decision
 from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven, NotOffered
-from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Load
 from isles.comm.elastic.record import StartLine, as_line
 from isles.comm.elastic.ruling import stray
@@ -35,7 +35,7 @@ class Beginning:
 
     def __init__(
         self,
-        company: LighthouseLine,
+        company: Company,
         transport: Transport,
         states: States,
         leaving: threading.Event,

@@ -21,10 +21,11 @@ from isles.comm.elastic.decision import Decision
 from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.island import IslandGroup
 from isles.comm.elastic.keys import CONFIG, HELLO, LIT
+from isles.comm.elastic.line import SeatLine
 from isles.comm.elastic.links.direct import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, decode, encode
 from isles.comm.elastic.session import Session, open_session, refuse_number, zenoh
-from isles.comm.elastic.told import ends_waits, tells_failures
+from isles.comm.elastic.told import EndsWaits, tells_failures
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
 from isles.data import load_corpus
@@ -133,9 +134,10 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         corpus = load_corpus(config.data)
         entry = seat_of(session, corpus.sha256, tell)
         places.decide(lambda: Decision(kind="seat", seat=entry.seat, key=entry.key))
-        company = Company(session, entry)
+        waits = EndsWaits()
+        company = Company(session, entry, waits)
         stack.callback(company.close)
-        links = listening(stack, entrance, entry, company.ask, 0, tell=tell)
+        links = listening(stack, entrance, entry, SeatLine(session, entry).ask, 0, tell=tell)
         transport = ElasticTransport(
             session,
             company.seat,
@@ -147,8 +149,8 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
             beside=None if places.mesh is None else places.mesh.transport,
         )
         stack.callback(transport.close)
-        ends_waits(company, transport)
-        places.failed = tells_failures(session, entry, 0, places.size)
+        waits.transport = transport
+        places.failed = tells_failures(company, 0, places.size)
         links.start(transport)
 
         def lost(giver: str) -> bool:

@@ -11,12 +11,12 @@ import torch
 
 from isles.comm.call import Ledger
 from isles.comm.credentials import Token
-from isles.comm.elastic.company import ask
 from isles.comm.elastic.decision import Decision
 from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.island import IslandGroup
+from isles.comm.elastic.line import SeatLine
 from isles.comm.elastic.messages import Entry
-from isles.comm.elastic.told import PlaceLine, ends_waits, tells_failures
+from isles.comm.elastic.told import EndsWaits, PlaceLine, tells_failures
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import Malformed
 from isles.comm.group import Group
@@ -61,9 +61,10 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         if said.kind != "seat":
             raise Malformed(0, "the leader of this island has no seat")
         entry = Entry(said.seat, said.key)
-        asking = partial(ask, session, entry)
-        links = listening(stack, entrance, entry, asking, places.place, tell=partial(_tell_of, places.place))
-        line = PlaceLine(session, entry, places.place)
+        asking = SeatLine(session, entry)
+        links = listening(stack, entrance, entry, asking.ask, places.place, tell=partial(_tell_of, places.place))
+        waits = EndsWaits()
+        line = PlaceLine(session, entry, places.place, waits)
         transport = ElasticTransport(
             session,
             entry.seat,
@@ -74,8 +75,8 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
             beside=world.transport,
         )
         stack.callback(transport.close)
-        ends_waits(line, transport)
-        places.failed = tells_failures(session, entry, places.place, places.size)
+        waits.transport = transport
+        places.failed = tells_failures(line, places.place, places.size)
         links.start(transport)
         gifts = Giver(session, giver_of(entry.seat, places.place), _tell, guide=links)
         stack.callback(gifts.close)

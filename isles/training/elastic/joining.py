@@ -20,13 +20,13 @@ from typing import Any, Literal, cast
 from isles.comm.call import Ledger
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.cells import batches
+from isles.comm.elastic.company import Company
 from isles.comm.elastic.decision import Decision
 from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven
 from isles.comm.elastic.island import IslandGroup
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.leader import RoundLeader
-from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Examine, Finished, Over
 from isles.comm.elastic.quorum.delivery import Missed
 from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, as_line
@@ -64,7 +64,7 @@ class Participant:
     def __init__(
         self,
         config: Config,
-        company: LighthouseLine,
+        company: Company,
         transport: Transport,
         gifts: Gifts,
         corpus: Corpus,

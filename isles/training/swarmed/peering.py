@@ -262,7 +262,7 @@ class SeatedPeer:
                     heard = time.monotonic()
                 elif time.monotonic() - heard > self.config.world.eval_deadline:
                     raise RendezvousFailed("the lighthouse has not taken the model")
-                self.line.wait(_ASK)
+                self.line.rest(_ASK)
             self.line.look()
             if self.line.ended is not None:
                 self.line.reported(_LAST if isinstance(self.line.ended, Over) else 0.0)

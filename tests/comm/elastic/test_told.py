@@ -21,7 +21,7 @@ from isles.comm.elastic.lighthouse import Lighthouse
 from isles.comm.elastic.messages import Accusation, Done, Entry, Hello, Silent, decode, encode
 from isles.comm.elastic.orders import Rules
 from isles.comm.elastic.session import Session, open_session
-from isles.comm.elastic.told import PlaceLine, ends_waits
+from isles.comm.elastic.told import EndsWaits, PlaceLine
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.transfers import PostedWork
@@ -90,13 +90,13 @@ def islands(folder: Path) -> Iterator[Islands]:
             hello = encode(Hello("1.0", "abc", first.name()))
             entry = decode(first.answer(HELLO, hello, seconds=5.0)[0] or b"")
             assert isinstance(entry, Entry) and entry.seat == seat
-            company, line = Company(first, entry), PlaceLine(second, entry, 1)
+            waits = EndsWaits(), EndsWaits()
+            company, line = Company(first, entry, waits[0]), PlaceLine(second, entry, 1, waits[1])
             stack.callback(company.close)
             own = ElasticTransport(first, seat, 3), ElasticTransport(second, seat, 3, doubt=line.doubt, place=1)
             for transport in own:
                 stack.callback(transport.close)
-            ends_waits(company, own[0])
-            ends_waits(line, own[1])
+            waits[0].transport, waits[1].transport = own
             world.leaders.append(company)
             world.second.append(own[1])
             world.entries.append(entry)
@@ -159,7 +159,7 @@ def test_what_is_overheard_proves_no_other_word(tmp_path: Path) -> None:
 def test_an_order_that_was_overheard_is_obeyed_once(tmp_path: Path) -> None:
     """Else whoever has the token could keep two members apart for ever with one word on one of them."""
     with islands(tmp_path) as world:
-        firsts, heard = [company._session for company in world.leaders], dict[str, tuple[bytes, bytes]]()
+        firsts, heard = [company.session for company in world.leaders], dict[str, tuple[bytes, bytes]]()
         for place in (0, 1):
             where = told_at(0, place)
             world.sessions[1].serve(

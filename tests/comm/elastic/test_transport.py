@@ -20,7 +20,8 @@ import isles
 from isles.comm import credentials
 from isles.comm.collectives.basic import all_done
 from isles.comm.elastic.chunks.incoming import CHUNK, EARLY
-from isles.comm.elastic.session import IncomingQuery, open_session
+from isles.comm.elastic.control import Query
+from isles.comm.elastic.session import open_session
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import DeadlinePassed, PeerLost, PeerSilent, RoundPassed
 from isles.comm.tags import Tag
@@ -71,7 +72,7 @@ def test_pairs_of_all_sizes_at_once(tmp_path: Path, direct: bool) -> None:
 
 def test_an_answer_that_does_not_come_is_no_refusal(tmp_path: Path) -> None:
     with router(tmp_path) as (mine, address, light):
-        held: list[IncomingQuery] = []
+        held: list[Query] = []
         light.serve("silent", held.append)
         light.serve("refuses", lambda asked: asked.refuse(b"later"))
         session = open_session("client", mine, connect=address)
@@ -93,7 +94,7 @@ def test_a_line_that_is_slower_than_the_first_patience(tmp_path: Path, monkeypat
     """Receipts take 5 s: a chunk is sent again later each time, until one is waited for long enough."""
     take = ElasticTransport._take
 
-    def slowly(self: ElasticTransport, asked: IncomingQuery) -> None:
+    def slowly(self: ElasticTransport, asked: Query) -> None:
         threading.Timer(5.0, take, (self, asked)).start()
 
     monkeypatch.setattr(ElasticTransport, "_take", slowly)
@@ -279,7 +280,7 @@ STANDING = """
 import sys, time
 from pathlib import Path
 from isles.comm import credentials
-from isles.comm.elastic.session import IncomingQuery, open_session
+from isles.comm.elastic.session import open_session
 from isles.comm.elastic.transport import ElasticTransport
 session = open_session("client", credentials.read(Path(sys.argv[1])), connect=sys.argv[2], lease=3.0)
 transport = ElasticTransport(session, 1, 2)

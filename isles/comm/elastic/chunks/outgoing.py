@@ -14,6 +14,7 @@ import numpy as np
 
 from isles.comm.elastic.chunks.incoming import CHUNK, offsets
 from isles.comm.elastic.chunks.patience import Patience, UnderWay
+from isles.comm.elastic.control import Answered
 from isles.comm.elastic.keys import sealed
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.transfers import PostedWork
@@ -26,7 +27,6 @@ HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q")
 OVER = -1
 """In place of a chunk's offset: its round, and those before, are over at the sender."""
 _AGAIN, _SELDOM = 0.1, 3.0  # seconds until the next try where nobody took it or there was no room: twice as many each
-Answered = Callable[[bytes | None, bytes | None], None]
 
 
 class Carrier(Protocol):

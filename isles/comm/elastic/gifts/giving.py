@@ -13,15 +13,17 @@ import json
 import threading
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from isles.comm.elastic.control import Query
 from isles.comm.elastic.gifts.taking import MOST_FACTS, PIECE, SEALED, GiftRequest, seat_in, take
 from isles.comm.elastic.keys import LIGHTHOUSE, gift_at, sealed
 from isles.comm.elastic.links.guide import Guide, Trusting
-from isles.comm.elastic.session import IncomingQuery, Session
+from isles.comm.elastic.session import Session
 from isles.fields import integer, table, text
 from isles.parsing import parse_json
 
@@ -89,7 +91,7 @@ class Giver:
     _open: dict[str, int] = field(default_factory=dict)  # what a new taker gets
     _made: int = 0
     _coming: dict[int, tuple[str, threading.Thread]] = field(default_factory=dict)  # by number: being written
-    _waiting: list[tuple[str, int, int, IncomingQuery]] = field(default_factory=list)  # for what is not there yet
+    _waiting: list[tuple[str, int, int, Query]] = field(default_factory=list)  # for what is not there yet
 
     def __post_init__(self) -> None:
         self.session.serve(gift_at(self.name), self._asked)
@@ -173,7 +175,7 @@ class Giver:
                 old.path.unlink(missing_ok=True)
         self._answer()
 
-    def _asked(self, query: IncomingQuery) -> None:
+    def _asked(self, query: Query) -> None:
         try:
             asked = table(parse_json(query.payload[:MOST_FACTS]), "a request")
             what, offset = text(asked, "what"), integer(asked, "offset", 0, 1 << 62)
@@ -190,13 +192,22 @@ class Giver:
         if offer is None or offer.what != what or offset > offer.size:
             query.refuse(b"never")
         else:
-            with offer.path.open("rb") as file:
-                file.seek(offset)
-                self._give(query, taker, file.read(PIECE))
+            query.reply(partial(self._piece, query.payload, taker, offer.path, offset))
 
-    def _give(self, query: IncomingQuery, taker: int, data: bytes) -> None:
+    def _piece(self, asked: bytes, taker: int, path: Path, offset: int) -> bytes:
+        data = b""  # of a file that was removed meanwhile: then the taker asks elsewhere
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(PIECE)
+        return self._sealed(asked, taker, data)
+
+    def _give(self, query: Query, taker: int, data: bytes) -> None:
+        query.reply(self._sealed(query.payload, taker, data))
+
+    def _sealed(self, asked: bytes, taker: int, data: bytes) -> bytes:
+        """`data` as this giver's answer to what `taker` has asked."""
         by_seat = self.name != LIGHTHOUSE
-        query.reply(sealed(self.guide.expected(taker), SEALED + query.payload, data) + data if by_seat else data)
+        return sealed(self.guide.expected(taker), SEALED + asked, data) + data if by_seat else data
 
     def _answer(self) -> None:
         """Tell those who wait for what is there now. In the session's thread."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+
+from isles.comm.elastic.control import ControlSession
 
 _KEPT = 4096  # lines, while nobody takes them
 _AGAIN = 0.2  # seconds
@@ -15,21 +16,20 @@ _ENDING = 5.0
 
 
 class Reports:
-    """take: hands one over, and says whether it was taken; it may wait, and has a thread of its own."""
+    """take: hands one over, and calls back with whether it was taken; one at a time."""
 
-    def __init__(self, take: Callable[[bytes], bool]) -> None:
-        self._take = take
+    def __init__(self, session: ControlSession, take: Callable[[bytes, Callable[[bool], None]], None]) -> None:
+        self._session, self._take = session, take
         self._lines: deque[bytes] = deque(maxlen=_KEPT)
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._work, name="isles-reports", daemon=True)
-        self._thread.start()
+        self._changed = session.condition()
+        self._is_busy = self._closed = False
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Queue one more event, JSON-able."""
         with self._changed:
             self._lines.append(json.dumps(event).encode("utf-8"))
-            self._changed.notify_all()
+            if not self._is_busy:
+                self._hand_over()
 
     def settle(self, seconds: float) -> None:
         """Wait until all have been taken, `seconds` at most."""
@@ -40,22 +40,18 @@ class Reports:
         """What nobody takes at once is lost. Safe to call twice."""
         with self._changed:
             self._closed = True
-            self._changed.notify_all()
-        self._thread.join(_ENDING)
+            self._changed.wait_for(lambda: not self._is_busy, _ENDING)
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._lines or self._closed)
-                if not self._lines:
-                    return
-                line = self._lines[0]
-            taken = self._take(line)
-            with self._changed:
-                if taken and self._lines and self._lines[0] is line:
-                    self._lines.popleft()
-                    self._changed.notify_all()
-                elif self._closed:
-                    return
-            if not taken:
-                time.sleep(_AGAIN)
+    def _hand_over(self) -> None:
+        with self._changed:
+            self._is_busy = True
+            self._take(self._lines[0], partial(self._taken, self._lines[0]))
+
+    def _taken(self, line: bytes, taken: bool) -> None:
+        with self._changed:
+            if taken and self._lines[0] is line:  # else newer ones have taken its place meanwhile
+                self._lines.popleft()
+            self._is_busy = bool(self._lines) and (taken or not self._closed)
+            if self._is_busy:
+                self._session.later(self._hand_over, 0.0 if taken else _AGAIN)
+            self._changed.notify_all()

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from isles.comm.elastic.ballot import NOTHING, Part, Word
-from isles.comm.elastic.line import LighthouseLine
 from isles.comm.elastic.messages import Delivered, Done
 from isles.comm.elastic.ruling import accuse, stray
 from isles.comm.errors import CommError
 from isles.comm.group import Group
+
+if TYPE_CHECKING:
+    from isles.comm.elastic.company import Company
 
 KEEPERS = 2  # of those who landed a mean so many, the first, keep it for who was late
 _SOON = 0.3  # seconds until something is told again
@@ -46,7 +48,7 @@ class Delivery:
     unknown. word: the newest on it. It is told first by asking, so that who is late knows at once.
     """
 
-    def __init__(self, line: LighthouseLine, round: int, steps: int, seconds: float, now: float) -> None:
+    def __init__(self, line: Company, round: int, steps: int, seconds: float, now: float) -> None:
         self.round, self.steps = round, steps
         self.word: Word | None = None
         self._line, self._told = line, now
@@ -110,7 +112,7 @@ class Deliveries:
     landed: called after each landing with its round.
     """
 
-    def __init__(self, line: LighthouseLine, alone: Group) -> None:
+    def __init__(self, line: Company, alone: Group) -> None:
         self.line, self._alone = line, alone
         self.fetch: Callable[[Word], Missed | None] = lambda word: None
         self.landed: Callable[[int], None] = lambda round: None

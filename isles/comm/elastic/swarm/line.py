@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
-from typing_extensions import override
-
-from isles.comm.elastic.company import SeatLine
+from isles.comm.elastic.control import ControlSession
+from isles.comm.elastic.line import BEAT, SeatLine
 from isles.comm.elastic.messages import Entry, Find, Over, Refusal
-from isles.comm.elastic.session import Session
 from isles.comm.elastic.swarm.words import Apart, Begin, Enter, Seek, StatesKept, SwarmBeat, Wait
 
-_BEAT = 1.0  # seconds
 _AGAIN = 0.1  # seconds between looks while something is waited for
 SwarmPart = Begin | Enter | Wait | Over | Apart | Refusal
 
@@ -24,13 +20,13 @@ class SwarmLine(SeatLine):
     lately.
     """
 
-    def __init__(self, session: Session, entry: Entry) -> None:
+    def __init__(self, session: ControlSession, entry: Entry) -> None:
         super().__init__(session, entry)
         self.seat = entry.seat
         self.ended: Over | Apart | Refusal | None = None
         self.kept, self.is_away = 0, False
         self._beat: Callable[[], SwarmBeat | None] = lambda: None
-        self._thread.start()
+        session.later(self._beat_on, BEAT)
 
     def part(self, stage: int, run: int) -> SwarmPart | None:
         """What this peer is to do, which wishes to serve `stage`; None where the lighthouse does not answer."""
@@ -40,54 +36,47 @@ class SwarmLine(SeatLine):
 
     def at_work(self, beat: Callable[[], SwarmBeat | None]) -> None:
         """Say from now on, each second, what `beat` is then."""
-        with self._changed:
-            self._beat = beat
-            self._changed.notify_all()
+        self._beat = beat
 
-    def wait(self, seconds: float) -> None:
+    def rest(self, seconds: float) -> None:
         """Wait until this peer has no further part in the run, or `seconds` have passed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.ended is not None, seconds)
+        self.wait(lambda: self.ended is not None, seconds)
 
     def await_kept(self, step: int, seconds: float, *, though_away: bool = False) -> bool:
         """Wait until the lighthouse keeps the states of after `step` or of a later one; whether it does. `seconds` at
         most, and unless `though_away` no longer than it answers.
         """
-        until = time.monotonic() + seconds
+        until = self.session.now() + seconds
         while self.kept < step and self.ended is None and (though_away or not self.is_away):
-            if time.monotonic() >= until:
+            if self.session.now() >= until:
                 break
             self.look()
             if self.kept < step:
-                self.wait(_AGAIN)
+                self.rest(_AGAIN)
         return self.kept >= step
-
-    def _hear(self, answer: Any) -> None:
-        self.is_away = answer is None
-        if isinstance(answer, StatesKept):
-            self.kept = max(self.kept, answer.step)
-        if isinstance(answer, Over | Apart | Refusal):
-            with self._changed:
-                self.ended = self.ended or answer
-                self._changed.notify_all()
 
     def look(self) -> None:
         """Ask now whether this peer has a part in the run."""
-        with self._changed:
-            beat = self._beat()
+        beat = self._beat()
         if beat is not None:
             self._hear(self.ask(beat))
 
-    @override
+    def _hear(self, answer: Any) -> None:
+        with self.changed:
+            self.is_away = answer is None
+            if isinstance(answer, StatesKept):
+                self.kept = max(self.kept, answer.step)
+            if isinstance(answer, Over | Apart | Refusal):
+                self.ended = self.ended or answer
+            self.changed.notify_all()
+
     def _beat_on(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed, _BEAT)
-                if self._closed:
-                    return
-            with self._changed:
-                is_at_work = self._beat() is not None
-            if is_at_work:
-                self.look()
-            else:  # a model that is being made, or a state that is on its way, takes its time
-                self.ask(Find(self.seat))
+        beat = self._beat()
+
+        def answered(answer: Any) -> None:
+            if beat is not None:
+                self._hear(answer)
+            self.session.later(self._beat_on, BEAT)
+
+        if not self._closed:  # a model that is being made, or a state that is on its way, takes its time
+            self.send(Find(self.seat) if beat is None else beat, answered)

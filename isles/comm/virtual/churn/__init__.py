@@ -1,5 +1,5 @@
-"""Workers that come and go on the virtual clock: the same `Membership` and `Member` as between real processes.
+"""Workers that come and go on the virtual clock: the same `Lighthouse` and `Company` as between real processes.
 
-`meeting`      the lighthouse, and what becomes of a trace's joins, deaths, pauses and outages
-`company`      a worker's line to it; `gifts`: states on their way between workers
+`session`      their sessions; `meeting`: what becomes of a trace's joins, deaths, pauses and outages
+`gifts`        states on their way between workers
 """

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts.giving import is_written
 from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, NotOffered
 from isles.comm.errors import CommError
 from isles.comm.tags import Tag
 from isles.comm.transport import Steps
-from isles.comm.virtual.churn.company import VirtualCompany
+from isles.comm.virtual.churn.session import VirtualSession
 from isles.comm.virtual.transport import VirtualTransport
 
 _GIFTS = 1 << 30  # numbers of their messages, apart from those of control
@@ -27,9 +28,11 @@ class VirtualGifts:
     taken: the bytes of each gift that has come here.
     """
 
-    def __init__(self, transport: VirtualTransport, company: VirtualCompany, others: dict[str, VirtualGifts]) -> None:
+    def __init__(
+        self, transport: VirtualTransport, session: VirtualSession, company: Company, others: dict[str, VirtualGifts]
+    ) -> None:
         self.taken: list[int] = []
-        self._transport, self._company, self._others = transport, company, others
+        self._transport, self._session, self._company, self._others = transport, session, company, others
         self._offers: dict[str, tuple[Path, dict[str, Any]]] = {}
         self._waiting: dict[int, tuple[str, int]] = {}  # what each seat waits for, and behind which round
         self._sent: dict[int, tuple[int, int, bytes, dict[str, Any]]] = {}  # to each seat: number, size, content, facts
@@ -44,7 +47,7 @@ class VirtualGifts:
         """See `Giver.offer`; here it is there at once."""
         write(path)
         self._offers[what] = path, dict(facts)
-        with self._company.turn:
+        with self._company.changed:
             for seat, wanted in list(self._waiting.items()):
                 if wanted[0] == what and self._is_newer(*wanted):
                     self._send(seat, what)
@@ -56,13 +59,13 @@ class VirtualGifts:
     def withdraw(self, what: str) -> None:
         """See `Giver.withdraw`."""
         self.shut(what)
-        with self._company.turn:
+        with self._company.changed:
             self._refuse(lambda wanted: wanted == what)
 
     def expect(self, comes: Callable[[str], bool]) -> None:
         """See `Giver.expect`."""
         self._comes = comes
-        with self._company.turn:
+        with self._company.changed:
             self._refuse(lambda wanted: not comes(wanted))
 
     def shut(self, what: str) -> None:
@@ -76,7 +79,7 @@ class VirtualGifts:
         other, own = self._others.get(asked.giver), self._company
         if other is None:
             raise NotOffered("there is none")
-        with own.turn:
+        with own.changed:
             other._sent.pop(own.seat, None)
             other._refused.discard(own.seat)
             other._ask(own.seat, asked.what, asked.after)
@@ -105,7 +108,7 @@ class VirtualGifts:
 
     def _ask(self, seat: int, what: str, after: int) -> None:
         self._waiting[seat] = what, after
-        if self._is_newer(what, after) and not self._company.is_away:
+        if self._is_newer(what, after) and not self._session.is_away:
             self._send(seat, what)
         elif not self._comes(what):
             self._refuse(lambda wanted: wanted == what)
@@ -115,7 +118,7 @@ class VirtualGifts:
         for seat in [seat for seat, (wanted, _) in self._waiting.items() if is_refused(wanted)]:
             del self._waiting[seat]
             self._refused.add(seat)
-            self._others[str(seat)]._company.changed()
+            self._others[str(seat)]._company.changed.notify_all()
 
     def _send(self, seat: int, what: str) -> None:
         """In a turn: the file goes on the line."""
@@ -127,4 +130,4 @@ class VirtualGifts:
         self._transport.push(
             seat, torch.empty(len(content), dtype=torch.uint8, device="cpu"), Tag("control", _GIFTS + self._number)
         )
-        self._others[str(seat)]._company.changed()
+        self._others[str(seat)]._company.changed.notify_all()

@@ -57,7 +57,7 @@ class ChurnedRun:
         self.churn = ChurnedWorkers(config, churn_name)
         self.config = self.churn.config
         governed = replace(rules(config), founders=self.churn.founders, most=1 << 20)
-        self.meeting = VirtualMeeting(governed, self.churn.trace, config.world.elastic.lease)
+        self.meeting = VirtualMeeting(governed, self.churn.trace, config.world.elastic.lease, self._heard)
         self.results: dict[int, dict[str, Any]] = {}
         self.summary: SummaryTable = {}
         self.judged: list[float | None] = []
@@ -84,24 +84,22 @@ class ChurnedRun:
 
     def _train(self, corpus: Corpus, folder: Path) -> None:
         def work(transport: VirtualTransport) -> None:
-            company = self.meeting.companies[transport.rank]
-            company.heard = self._heard
-            with company.turn:
-                if self.meeting.is_over:
-                    return
+            company = self.meeting.seated(transport.rank)
+            if company is None:
+                return
             own = folder / str(transport.rank)
             own.mkdir()
-            gifts = VirtualGifts(transport, company, self._gifts)
-            worker = Participant(
-                self.config, company, transport, gifts, corpus, own, self._notice, leaving=company.leaving
-            )
+            gifts = VirtualGifts(transport, self.meeting.sessions[transport.rank], company, self._gifts)
+            leaving = self.meeting.leaving[transport.rank]
+            worker = Participant(self.config, company, transport, gifts, corpus, own, self._notice, leaving=leaving)
             self._made(worker)
             try:
                 worker.run()
-                with company.turn:
+                company.close()
+                with company.changed:
                     self.meeting.gone(company.seat)
             except Exception:
-                with company.turn:
+                with company.changed:
                     self.meeting.end()  # else the others wait for this one for ever
                 raise
             finally:

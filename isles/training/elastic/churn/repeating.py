@@ -24,8 +24,9 @@ from isles.comm.elastic.leader import RoundLeader
 from isles.comm.elastic.record import ALONE, WHOLE, RoundLine
 from isles.comm.errors import CommError
 from isles.comm.group import Group
+from isles.comm.virtual.churn.session import VirtualCondition
 from isles.comm.virtual.cluster import VirtualCluster
-from isles.comm.virtual.scheduler import Scheduler, VirtualWorker
+from isles.comm.virtual.scheduler import Scheduler
 from isles.comm.virtual.transport import VirtualTransport
 from isles.data import load_corpus
 from isles.modes import torch_threads
@@ -59,7 +60,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
     corpus, shelf, ended = load_corpus(config.data), Shelf(made), list[int]()
 
     def open_all(scheduler: Scheduler, wire: Any, transports: Sequence[VirtualTransport]) -> None:
-        shelf.workers = scheduler.workers
+        shelf.changed = [VirtualCondition(scheduler, worker) for worker in scheduler.workers]
 
     with held(run), tempfile.TemporaryDirectory(prefix="isles-") as folder:
 
@@ -204,44 +205,27 @@ class RecordedLeader(RoundLeader):
         return Decision(kind="land", round=round)
 
 
-class _Sleep:
-    """What a worker that waits for a state is blocked on."""
-
-    error: BaseException | None = None
-
-    def fail(self, error: Exception) -> None:
-        """Nobody is left who could wake it."""
-        self.error = error
-
-
 class Shelf:
-    """States and means of all workers, by giver, name and round, for those who used them."""
+    """States and means of all workers, by giver, name and round, for those who used them. changed: by seat."""
 
-    workers: Sequence[VirtualWorker]
+    changed: Sequence[VirtualCondition]
 
     def __init__(self, made: Script) -> None:
-        lives = [life.start for each in made.lives.values() for life in each]
-        self.used = {(start.donor, start.copied) for start in lives}
+        self.used = {(life.start.donor, life.start.copied) for each in made.lives.values() for life in each}
         self._kept: dict[tuple[str, str, int], tuple[bytes, dict[str, Any]]] = {}
-        self._waiting: dict[int, _Sleep] = {}
 
     def put(self, seat: int, key: tuple[str, str, int], content: bytes, facts: dict[str, Any]) -> None:
-        """Keep it, and wake who waits. seat: whose turn it is."""
+        """Keep it, in the turn of `seat`."""
         self._kept[key] = content, facts
-        with self.workers[seat] as worker:
-            for other, sleep in self._waiting.items():
-                if self.workers[other].awaits is sleep:
-                    worker.scheduler.wake(self.workers[other])
-            self._waiting = {}
+        with self.changed[seat]:
+            for other in self.changed:
+                other.notify_all()
 
-    def take(self, seat: int, key: tuple[str, str, int]) -> tuple[bytes, dict[str, Any]]:
-        """Wait for it. NotOffered where nobody is left who could give it."""
-        while key not in self._kept:
-            with self.workers[seat] as worker:
-                sleep = self._waiting[seat] = _Sleep()
-                worker.scheduler.block(worker, sleep)
-            if sleep.error is not None:
-                raise NotOffered("it is not on record") from sleep.error
+    def take(self, seat: int, key: tuple[str, str, int], seconds: float) -> tuple[bytes, dict[str, Any]]:
+        """Wait for it. NotOffered where nobody gives it."""
+        with self.changed[seat]:
+            if not self.changed[seat].wait_for(lambda: key in self._kept, seconds):
+                raise NotOffered("it is not on record")
         return self._kept[key]
 
 
@@ -273,6 +257,6 @@ class RecordedGifts:
     def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
         is_state = asked.what in (STATE, ANCHORS)
         round = self.life.start.copied if is_state else int(asked.what.rpartition("-")[2])
-        content, facts = self._shelf.take(self._seat, (asked.giver, asked.what, round))
+        content, facts = self._shelf.take(self._seat, (asked.giver, asked.what, round), asked.seconds)
         path.write_bytes(content)
         return facts

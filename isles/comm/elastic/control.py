@@ -1,0 +1,120 @@
+"""What the control plane of a run needs of whatever carries it: all of its messages, all of its time, all of its waits.
+
+`session.Session` is one between processes, `comm.virtual.churn.session.VirtualSession` one on the virtual clock.
+
+    callbacks   one at a time, in the order of what came; no callback waits
+    condition   guards what callbacks and a worker's own thread share; its `wait_for` is the only place where one waits
+    later       in the place of threads of one's own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from isles.comm.elastic.guards.refusals import Refusals
+
+Answered = Callable[[bytes | None, bytes | None], None]
+"""Called with a reply, or with why there is none."""
+
+
+class Query(Protocol):
+    """A question that came in; answer it once, now or later."""
+
+    @property
+    def payload(self) -> bytes:
+        """What is asked."""
+        ...
+
+    @property
+    def attachment(self) -> bytes:
+        """What is said beside."""
+        ...
+
+    def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
+        """Answer with `data`, or with what `data()` is once it can leave: long answers are not kept in memory."""
+        ...
+
+    def refuse(self, why: bytes) -> None:
+        """Answer with a refusal, which the asker gets apart from replies."""
+        ...
+
+
+class Condition(Protocol):
+    """As `threading.Condition` of a lock that its holder may take again."""
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, kind: Any, error: Any, at: Any, /) -> Any: ...
+    def notify_all(self) -> None: ...
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool: ...
+
+
+class Timer(Protocol):
+    """What `later` has begun."""
+
+    def cancel(self) -> None:
+        """Have it not called, if it was not yet. Safe to call twice."""
+        ...
+
+
+class ControlSession(Protocol):
+    """Of one member, or of the lighthouse. refused: counts what is not taken. taken: bytes that were said to it.
+
+    beats: whether who is there must say so each second; else members speak where they have something to say, and the
+    lighthouse acts when it is told to.
+    """
+
+    refused: Refusals
+    taken: int
+    beats: bool
+
+    def now(self) -> float:
+        """Seconds of the clock that `later` counts by."""
+        ...
+
+    def wall(self) -> float:
+        """Seconds of the clock that journals are written by."""
+        ...
+
+    def condition(self) -> Condition:
+        """A new one."""
+        ...
+
+    def later(self, call: Callable[[], None], seconds: float = 0.0) -> Timer:
+        """Have `call` called in a callback after `seconds`; 0: behind what has come by now."""
+        ...
+
+    def serve(self, key: str, answer: Callable[[Any], None]) -> None:
+        """Have `answer` called with every `Query` to `key`."""
+        ...
+
+    def ask(
+        self,
+        key: str,
+        payload: bytes,
+        answered: Answered,
+        *,
+        attachment: bytes | None = None,
+        seconds: float,
+        urgent: bool = False,
+    ) -> None:
+        """Ask whoever serves `key`; `answered` is called once, in a callback, with (None, None) where no answer has
+        come within `seconds`. What is `urgent` goes before bulk, and returns at once. OSError once it is closed.
+        """
+        ...
+
+    def present(self, key: str) -> None:
+        """Be seen under `key` by those who `watch` it."""
+        ...
+
+    def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
+        """Have `changed(key, whether it is present)` called for those that match `keys`, now and at each change."""
+        ...
+
+    def lines(self, changed: Callable[[str, str, bool], None]) -> None:
+        """Have `changed(here, there, whether it begins)` called for every connection."""
+        ...
+
+    def seen(self, name: str) -> str:
+        """The address from which the session of that name comes; "" where it does not."""
+        ...

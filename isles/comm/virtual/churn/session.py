@@ -1,0 +1,239 @@
+"""Sessions of a run on the virtual clock, as `isles.comm.elastic.session.Session` is one between processes.
+
+    ask          takes `WAY` there and `WAY` back; none after `BACK` where nobody serves, or the asker is cut off
+    later        an event of the timeline
+    condition    the turn of a worker, whose `wait_for` blocks in virtual time
+
+What is for a paused worker comes when it is back, what is for a dead one never.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from isles.comm.elastic.control import Answered, Query
+from isles.comm.elastic.guards.refusals import Refusals
+from isles.comm.virtual.scheduler import Scheduler, VirtualWorker
+from isles.network.engine import ARRIVED, LAST, Event, EventQueue
+
+WAY = 0.02
+"""Seconds that a word takes."""
+BACK = 0.5
+"""Seconds until a worker finds the lighthouse again."""
+
+
+class VirtualNetwork:
+    """Where all sessions of a run meet. cut: seats that reach nobody now. asked: called when a question has been dealt
+    with.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.timeline = scheduler, scheduler.timeline
+        self.cut: set[int] = set()
+        self.asked: Callable[[], None] = lambda: None
+        self.serving: dict[str, tuple[VirtualSession, Callable[[Query], None]]] = {}
+        self.watching: list[tuple[VirtualSession, str, Callable[[str, bool], None]]] = []
+
+    def served(self, key: str) -> tuple[VirtualSession, Callable[[Query], None]] | None:
+        """By whom `key` is served now, and how."""
+        found = self.serving.get(key)
+        return found if found is not None and found[0].is_open else None
+
+    def seen(self, key: str, there: bool) -> None:
+        """What is present under `key` comes or goes, now."""
+        for session, keys, changed in [*self.watching]:
+            if session.is_open and fnmatchcase(key, keys):
+                changed(key, there)
+
+
+class VirtualQuery:
+    """See `isles.comm.elastic.control.Query`."""
+
+    def __init__(self, payload: bytes, attachment: bytes, answer: Answered) -> None:
+        self.payload, self.attachment, self._answer = payload, attachment, answer
+
+    def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
+        """Answer with `data`."""
+        self._answer(data if isinstance(data, bytes) else data(), None)
+
+    def refuse(self, why: bytes) -> None:
+        """Answer with a refusal."""
+        self._answer(None, why)
+
+
+class VirtualTimer:
+    """See `isles.comm.elastic.control.Timer`."""
+
+    def __init__(self, timeline: EventQueue, event: Event) -> None:
+        self._timeline = timeline
+        self._event: Event | None = event
+
+    def cancel(self) -> None:
+        """Have it not called, if it was not yet. Safe to call twice."""
+        event, self._event = self._event, None
+        if event is not None:
+            self._timeline.cancel(event)
+
+
+class _Sleep:
+    """What a worker that waits is blocked on."""
+
+    error: BaseException | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Nobody is left who could wake it."""
+        self.error = error
+
+
+class VirtualCondition:
+    """See `isles.comm.elastic.control.Condition`. worker: who may wait on it; None: nobody."""
+
+    def __init__(self, scheduler: Scheduler, worker: VirtualWorker | None) -> None:
+        self._scheduler, self._worker = scheduler, worker
+        self._sleep: _Sleep | None = None
+
+    def __enter__(self) -> None:
+        if self._worker is not None:
+            self._worker.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, at: Any, /) -> None:
+        if self._worker is not None:
+            self._worker.__exit__(kind, error, at)
+
+    def notify_all(self) -> None:
+        """In a turn, or an event: whoever waits looks again."""
+        if self._sleep is not None:
+            self._wake(self._sleep)
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """In the worker's own turn, which others have meanwhile."""
+        worker, scheduler = self._worker, self._scheduler
+        assert worker is not None and not scheduler.depth, "a worker's own thread waits, and holds nothing else"
+        until = math.inf if timeout is None else worker.clock + timeout
+        while not (is_over := predicate()) and worker.clock < until:
+            sleep = self._sleep = _Sleep()
+            end = [scheduler.timeline.at(worker.back(until), LAST, worker.rank, self._wake, sleep)] * (until < math.inf)
+            scheduler.block(worker, sleep)
+            for event in end:
+                scheduler.timeline.cancel(event)
+            if sleep.error is not None:
+                raise sleep.error
+            scheduler.turn_anew(worker)
+        return is_over
+
+    def _wake(self, sleep: _Sleep) -> None:
+        worker, timeline = self._worker, self._scheduler.timeline
+        if worker is None or worker.awaits is not sleep:
+            return
+        back = worker.back(timeline.now)
+        if back > timeline.now:  # a paused worker hears of it when it is back
+            timeline.at(back, ARRIVED, worker.rank, self._wake, sleep)
+            return
+        self._sleep = None
+        self._scheduler.wake(worker)
+
+
+class VirtualSession:
+    """See `isles.comm.elastic.control.ControlSession`. worker: whose it is; None: the lighthouse's, which is never
+    paused and waits for nothing.
+    """
+
+    beats = False
+
+    def __init__(self, network: VirtualNetwork, worker: VirtualWorker | None = None) -> None:
+        self.refused, self.taken, self.is_open, self.is_dead = Refusals(), 0, True, False
+        self._network, self._worker, self._timeline = network, worker, network.timeline
+        self._rank = -1 if worker is None else worker.rank
+
+    def now(self) -> float:
+        """Seconds of virtual time."""
+        worker = self._worker
+        return self._timeline.now if worker is None or self._network.scheduler.is_held else worker.clock
+
+    wall = now
+
+    def condition(self) -> VirtualCondition:
+        """A new one."""
+        return VirtualCondition(self._network.scheduler, self._worker)
+
+    def later(self, call: Callable[[], None], seconds: float = 0.0) -> VirtualTimer:
+        """Have `call` called after `seconds`."""
+        with self.condition():
+            return VirtualTimer(self._timeline, self._at(self._timeline.now + seconds, self._rank, call))
+
+    def serve(self, key: str, answer: Callable[[Query], None]) -> None:
+        """Have `answer` called with every question to `key`."""
+        self._network.serving[key] = self, answer
+
+    def ask(
+        self,
+        key: str,
+        payload: bytes,
+        answered: Answered,
+        *,
+        attachment: bytes | None = None,
+        seconds: float,
+        urgent: bool = False,
+    ) -> None:
+        """Ask whoever serves `key`."""
+        network, timeline = self._network, self._timeline
+
+        def arrive() -> None:
+            found = None if self._rank in network.cut else network.served(key)
+            if found is None:
+                self._at(timeline.now + BACK, self._rank, partial(answered, None, None))
+                return
+            other, answer = found
+
+            def settle(after: float, reply: bytes | None, refusal: bytes | None) -> None:
+                if once:
+                    self._at(timeline.now + after, max(self._rank, other._rank), partial(once.pop(), reply, refusal))
+
+            once = [answered]
+            answer(VirtualQuery(payload, attachment or b"", partial(settle, WAY)))
+            if once:
+                self._at(timeline.now + seconds, self._rank, partial(settle, 0.0, None, None))
+            network.asked()
+
+        with self.condition():
+            found = network.served(key)
+            to = self if found is None else found[0]
+            timeline.at(to.back(timeline.now + WAY), ARRIVED, max(self._rank, to._rank), arrive)
+
+    def present(self, key: str) -> None:
+        """Whoever has events happen says who is there, see `VirtualNetwork.seen`."""
+
+    def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
+        """Have `changed(key, whether it is present)` called at each change."""
+        self._network.watching.append((self, keys, changed))
+
+    def lines(self, changed: Callable[[str, str, bool], None]) -> None:
+        """There are none."""
+
+    def seen(self, name: str) -> str:
+        """All are here."""
+        return name
+
+    def back(self, time: float) -> float:
+        """`time` if its worker is not paused then, else when it is back."""
+        return time if self._worker is None else self._worker.back(time)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its worker is paused or dead now."""
+        return self.is_dead or self.back(self._timeline.now) > self._timeline.now
+
+    def close(self) -> None:
+        """Be gone: nothing comes any more."""
+        self.is_open = False
+
+    def _at(self, time: float, rank: int, call: Callable[[], None]) -> Event:
+        def act() -> None:
+            if self.is_open:
+                call()
+
+        return self._timeline.at(self.back(time), ARRIVED, rank, act)
