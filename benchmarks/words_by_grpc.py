@@ -1,4 +1,4 @@
-"""What could carry the control plane of an elastic world: `grpc.aio`, or asyncio's TLS with frames of a length and bytes.
+"""What could carry the words of an elastic world: `grpc.aio`, or asyncio's TLS with frames of a length and bytes.
 
     python -m benchmarks.words_by_grpc times [--members 64,256] [--turns 5] [--seconds 12]     needs: pip install grpcio
     python -m benchmarks.words_by_grpc questions
@@ -15,287 +15,37 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
+import multiprocessing
 import os
 import random
+import signal
+import socket
 import ssl
-import struct
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, NamedTuple
-
-BEAT, LONGEST, VIEWS = 200, 1 << 20, 5  # bytes of a beat, bytes of a frame at most, view changes a turn
-HELLO = 5.0  # seconds that a stranger has until its stream must be there
-ENGINES = ("grpc", "tls")
-_LENGTH, _TIME = struct.Struct(">I"), struct.Struct(">d")
-
-
-class Stream(NamedTuple):
-    """One end, of either engine. `receive` has None at the end; `send` waits while the other side does not read."""
-
-    receive: Callable[[], Awaitable[bytes | None]]
-    send: Callable[[bytes], Awaitable[None]]
-
-
-class Lighthouse:
-    """What both lighthouses do, whatever carries it."""
-
-    def __init__(self) -> None:
-        self.streams: set[Stream] = set()
-        self.changes = 0
-
-    async def attend(self, stream: Stream) -> None:
-        """Echo each beat of one member, from its first word, which has to come soon, to its end."""
-        async with asyncio.timeout(HELLO):
-            beat = await stream.receive()
-        self.streams.add(stream)
-        try:
-            while beat is not None:
-                await stream.send(beat)
-                beat = await stream.receive()
-        finally:
-            self.streams.discard(stream)
-
-    async def change(self) -> None:
-        """Tell all a new view. Encoded once."""
-        self.changes += 1
-        entries = [{"member": n, "key": f"{n:064x}", "at": f"203.0.113.7:{n}"} for n in range(len(self.streams))]
-        body = b"v" + json.dumps({"view": self.changes, "began": time.monotonic(), "members": entries}).encode()
-        await asyncio.gather(*(stream.send(body) for stream in self.streams), return_exceptions=True)
-
-    async def flood(self) -> int:
-        """Send to all until nobody takes anything more for 2 s. Bytes that those who read least have taken."""
-
-        async def fill(stream: Stream) -> int:
-            taken, piece = 0, b"f" + bytes(32 << 10)
-            with suppress(Exception):  # TimeoutError: it takes no more; or its stream has come to an end
-                while taken < 64 << 20:
-                    async with asyncio.timeout(2.0):
-                        await stream.send(piece)
-                    taken += len(piece)
-            return taken
-
-        return min(await asyncio.gather(*map(fill, list(self.streams))))
-
-
-def contexts(folder: Path, server: bool, who: str = "member") -> ssl.SSLContext:
-    """Mutual TLS 1.3 for asyncio's end: each side trusts the other's certificate and no other."""
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-    tls.minimum_version, tls.check_hostname, tls.verify_mode = ssl.TLSVersion.TLSv1_3, False, ssl.CERT_REQUIRED
-    mine, theirs = ("house", "member") if server else (who, "house")
-    tls.load_cert_chain(folder / mine / "certificate.pem", folder / mine / "key.pem")
-    tls.load_verify_locations(folder / theirs / "certificate.pem")
-    return tls
-
-
-def framed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Stream:
-    """A stream of frames on a connection."""
-
-    async def receive() -> bytes | None:
-        try:
-            (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-            return await reader.readexactly(length) if length <= LONGEST else None
-        except (OSError, EOFError):
-            return None
-
-    async def send(data: bytes) -> None:
-        writer.write(_LENGTH.pack(len(data)) + data)
-        await writer.drain()
-
-    return Stream(receive, send)
-
-
-async def serve_tls(house: Lighthouse, folder: Path, host: str) -> int:
-    """Listen. The port."""
-
-    async def met(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):  # TimeoutError is one
-            await house.attend(framed(reader, writer))
-        writer.transport.abort()
-
-    server = await asyncio.start_server(
-        met, host, 0, ssl=contexts(folder, True), ssl_handshake_timeout=HELLO, backlog=1024
-    )
-    house.server = server  # type: ignore[attr-defined]  # or it is collected
-    return int(server.sockets[0].getsockname()[1])
-
-
-async def open_tls(folder: Path, host: str, port: int, who: str = "member") -> Stream:
-    """A member's end."""
-    return framed(*await asyncio.open_connection(host, port, ssl=contexts(folder, False, who)))
-
-
-async def serve_grpc(house: Lighthouse, folder: Path, host: str) -> int:
-    """Listen. The port."""
-    import grpc.aio
-
-    async def met(_: Any, context: Any) -> None:
-        one_at_a_time = asyncio.Lock()  # a second write while one is under way is an error of gRPC
-
-        async def receive() -> bytes | None:
-            word = await context.read()
-            return None if word is grpc.aio.EOF else word
-
-        async def send(data: bytes) -> None:
-            async with one_at_a_time:
-                await context.write(data)
-
-        await house.attend(Stream(receive, send))
-
-    class Handler(grpc.GenericRpcHandler):
-        def service(self, _: Any) -> Any:
-            return grpc.stream_stream_rpc_method_handler(met)
-
-    pair, theirs = _pems(folder, "house"), _pems(folder, "member")[1]
-    server = grpc.aio.server(options=[("grpc.server_handshake_timeout_ms", int(HELLO * 1000))])
-    server.add_generic_rpc_handlers((Handler(),))
-    port = server.add_secure_port(
-        f"[{host}]:0" if ":" in host else f"{host}:0", grpc.ssl_server_credentials([pair], theirs, True)
-    )
-    await server.start()
-    house.server = server  # type: ignore[attr-defined]
-    return int(port)
-
-
-async def open_grpc(folder: Path, host: str, port: int, who: str = "member") -> Stream:
-    """A member's end."""
-    import grpc.aio
-
-    credentials = grpc.ssl_channel_credentials(_pems(folder, "house")[1], *_pems(folder, who))
-    options = [("grpc.ssl_target_name_override", "isles"), ("grpc.use_local_subchannel_pool", 1)]  # own connection
-    channel = grpc.aio.secure_channel(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", credentials, options)
-    call = channel.stream_stream("/isles/words")()
-
-    async def receive() -> bytes | None:
-        word = await call.read()
-        return None if word is grpc.aio.EOF else word
-
-    async def send(data: bytes, _: Any = channel) -> None:  # the channel lives as long as its stream
-        await call.write(data)
-
-    return Stream(receive, send)
-
-
-SERVE = {"grpc": serve_grpc, "tls": serve_tls}
-OPEN = {"grpc": open_grpc, "tls": open_tls}
-
-
-def _pems(folder: Path, who: str) -> tuple[bytes, bytes]:
-    return (folder / who / "key.pem").read_bytes(), (folder / who / "certificate.pem").read_bytes()
-
-
-def usage() -> dict[str, Any]:
-    """CPU seconds of this process and MB that it has in memory."""
-    status = Path("/proc/self/status").read_text()
-    return {"cpu": time.process_time(), "rss": int(status.partition("VmRSS:")[2].split()[0]) / 1024}
-
-
-async def orders(obey: Callable[[str], Awaitable[dict[str, Any]]]) -> None:
-    """Answer each line of the standard input with one of JSON, until it ends."""
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        print(json.dumps({**await obey(line.strip()), **usage()}), flush=True)
-
-
-async def run_lighthouse(engine: str, folder: Path, host: str) -> None:
-    """A process of its own: the port, then orders."""
-    os.sched_setaffinity(0, {0})
-    house = Lighthouse()
-    print(json.dumps({"port": await SERVE[engine](house, folder, host), **usage()}), flush=True)
-
-    async def obey(order: str) -> dict[str, Any]:
-        if order == "change":
-            await house.change()
-        return {"members": len(house.streams), "taken": await house.flood() if order == "flood" else 0}
-
-    await orders(obey)
-
-
-async def run_members(engine: str, folder: Path, port: int, count: int) -> None:
-    """A process of many light members."""
-    os.sched_setaffinity(0, {1})
-    joined, trips, views = [], [], {}
-
-    async def live(draw: random.Random) -> None:
-        stream = await OPEN[engine](folder, "127.0.0.1", port)
-        beating = None
-        await stream.send(_beat())
-        while (word := await stream.receive()) is not None:
-            now = time.monotonic()
-            if word[:1] == b"v":
-                view = json.loads(word[1:])
-                views.setdefault(view["view"], []).append(now - view["began"])
-            elif beating is None:
-                joined.append(now)
-                beating = asyncio.create_task(_beats(stream, draw.random()))
-            else:
-                trips.append(now - _TIME.unpack_from(word, 1)[0])
-
-    lives = [asyncio.create_task(live(random.Random(n))) for n in range(count)]
-
-    async def obey(order: str) -> dict[str, Any]:
-        beats, trips[:] = trips[:], []
-        return {"joined": len(joined), "last": max(joined, default=0), "trips": beats, "views": views}
-
-    await orders(obey)
-    for one in lives:
-        one.cancel()
-    os._exit(0)
-
-
-def _beat() -> bytes:
-    return (b"b" + _TIME.pack(time.monotonic())).ljust(BEAT, b".")
-
-
-async def _beats(stream: Stream, phase: float) -> None:
-    await asyncio.sleep(phase)
-    while True:
-        await stream.send(_beat())
-        await asyncio.sleep(1.0)
-
-
-class Child:
-    """A process of this program that takes orders."""
-
-    def __init__(self, *words: object) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.words_by_grpc", *map(str, words)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def hear(self) -> dict[str, Any]:
-        """Its next answer."""
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())  # type: ignore[no-any-return]
-
-    def ask(self, order: str = "report") -> dict[str, Any]:
-        """Order, and its answer."""
-        assert self._process.stdin is not None
-        print(order, file=self._process.stdin, flush=True)
-        return self.hear()
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
-@contextmanager
-def certificates() -> Iterator[Path]:
-    """A folder with keys and certificates of the lighthouse, a member and a stranger."""
-    from isles.comm.credentials import own  # cryptography stays out of the processes that are measured
-
-    with tempfile.TemporaryDirectory() as folder:
-        for who in ("house", "member", "stranger"):
-            own("0" * 32, Path(folder) / who)
-        yield Path(folder)
+from typing import Any
+
+from benchmarks._lighthouses import (
+    ENGINES,
+    HELLO,
+    OPEN,
+    Child,
+    Lighthouse,
+    Stream,
+    beat,
+    certificates,
+    contexts,
+    framed,
+    pems,
+)
+
+VIEWS = 5  # changes a turn
 
 
 def turn(engine: str, folder: Path, members: int, seconds: float) -> dict[str, float]:
@@ -358,21 +108,264 @@ def times(members: list[int], turns: int, seconds: float) -> None:
                 print(f"{count} members, {name}: {'; '.join(words)}", flush=True)
 
 
+async def joins(engine: str, folder: Path, port: int, host: str = "127.0.0.1", who: str = "member") -> str:
+    """Seconds until the lighthouse has answered a first beat, or why it has not."""
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(3 * HELLO):
+            stream = await OPEN[engine](folder, host, port, who)
+            await stream.send(beat())
+            word = await stream.receive()
+            assert stream.close is not None
+            await stream.close()
+            return "closed without a word" if word is None else f"{time.monotonic() - began:.2f} s"
+    except Exception as error:  # the words are what is asked for
+        details = getattr(error, "details", None)
+        return f"{type(error).__name__}: {details() if details else error}"
+
+
+def asked(question: str, engine: str, answer: object) -> None:
+    """Print a line."""
+    print(f"{question} | {engine}: {answer}", flush=True)
+
+
+def ask_addresses(engine: str, folder: Path) -> None:
+    """IPv6 numbers, and what strangers read."""
+    with Child("lighthouse", engine, folder, "::1") as house:
+        asked("IPv6 numbers", engine, asyncio.run(joins(engine, folder, house.hear()["port"], "::1")))
+    with Child("lighthouse", engine, folder, "127.0.0.1") as house:
+        port = house.hear()["port"]
+        words = asyncio.run(joins(engine, folder, port, who="stranger"))
+        asked("a certificate that the lighthouse does not know", engine, words)
+        with socket.create_connection(("127.0.0.1", port), 2 * HELLO) as plain, suppress(OSError):
+            plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            asked("no TLS", engine, plain.recv(1000))
+
+
+def ask_forks(engine: str, folder: Path) -> None:
+    """Children of a member with an open stream, and of a lighthouse."""
+    with Child("lighthouse", engine, folder, "127.0.0.1") as house:
+        port = house.hear()["port"]
+        for how in ("idle child", "child that opens a stream", "forkserver child that opens a stream"):
+            command = [sys.executable, "-m", "benchmarks.words_by_grpc", "fork", engine, str(folder), str(port), how]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+            asked(f"fork, {how}", engine, done.stdout.strip() or f"exit code {done.returncode}: {done.stderr[-300:]}")
+            if told := [line for line in done.stderr.splitlines() if "fork" in line]:
+                asked(f"fork, {how}, says", engine, f"{len(told)} lines such as {told[0][:200]!r}")
+        house.ask("fork")
+        asked("a lighthouse that has forked; a member joins", engine, asyncio.run(joins(engine, folder, port)))
+
+
+async def fork(engine: str, folder: Path, port: int, how: str) -> None:
+    """In a process of its own: a stream, then a child, then the stream again."""
+    stream = await OPEN[engine](folder, "127.0.0.1", port)
+    await stream.send(beat())
+    await stream.receive()
+    if how.startswith("forkserver"):
+        spawn = multiprocessing.get_context("forkserver")
+        spawn.set_forkserver_preload(["grpc.aio", "benchmarks.words_by_grpc"])
+        child = spawn.Process(target=_joins_or_fails, args=(engine, folder, port))
+        child.start()
+        await asyncio.to_thread(child.join)
+        code = child.exitcode or 0
+    else:
+        pid = os.fork()
+        if pid == 0:
+            if how.startswith("child"):
+                _joins_or_fails(engine, folder, port)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode((await asyncio.to_thread(os.waitpid, pid, 0))[1])
+    again = "goes on"
+    try:
+        async with asyncio.timeout(HELLO):
+            await stream.send(beat())
+            await stream.receive()
+    except Exception as error:  # the words are what is asked for
+        again = f"breaks ({type(error).__name__})"
+    print(f"the child {'is well' if code == 0 else f'ends with {code}'}; its parent's stream {again}", flush=True)
+    os._exit(0)
+
+
+def _joins_or_fails(engine: str, folder: Path, port: int) -> None:
+    signal.alarm(10)  # its end is signal 14 where it hangs
+    os._exit(0 if asyncio.run(joins(engine, folder, port)).endswith(" s") else 1)
+
+
+def ask_sieges(engine: str, folder: Path) -> None:
+    """Strangers, by hundreds. What they cost, how long a member then takes to join, when they are cut off."""
+    tls = contexts(folder, False)
+    tls.set_alpn_protocols(["h2"])
+
+    def connected(port: int, inside: bytes | None = None) -> socket.socket:
+        plain = socket.create_connection(("127.0.0.1", port), 2 * HELLO)
+        if inside is None:
+            return plain
+        line = tls.wrap_socket(plain)
+        with suppress(OSError):
+            line.sendall(inside)
+        return line
+
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    for kind, count, inside in (
+        ("half-open", 500, None),
+        ("slow hellos", 200, None),
+        ("silent inside TLS", 200, b""),
+        ("garbage inside TLS", 200, random.Random(0).randbytes(64 << 10)),
+        ("garbage behind a good beginning inside TLS", 200, preface + random.Random(0).randbytes(64 << 10)),
+    ):
+        with Child("lighthouse", engine, folder, "127.0.0.1") as house:
+            port = house.hear()["port"]
+            asyncio.run(joins(engine, folder, port))
+            before = house.ask()
+            strangers = [connected(port, inside) for _ in range(count)]
+            joined, during = asyncio.run(joins(engine, folder, port)), house.ask()
+            for n in range(int(2 * HELLO + 4)):
+                for one in strangers if kind == "slow hellos" else ():
+                    with suppress(OSError):
+                        one.send(b"\x16\x03\x01\x02\x00"[n : n + 1] or b"\x01")
+                time.sleep(0.5)
+            left, after = sum(map(_is_open, strangers)), house.ask()
+            asked(
+                f"{count} x {kind}", engine,
+                f"a member joins in {joined}; +{during['rss'] - before['rss']:.1f} MB, CPU "
+                f"{after['cpu'] - before['cpu']:.2f} s; {left} open after {HELLO + 2:g} s; "
+                f"{house.complaints()} lines on its standard error",
+            )  # fmt: skip
+            for one in strangers:
+                one.close()
+
+
+def _is_open(connection: socket.socket) -> bool:
+    connection.settimeout(0.01)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def ask_memory(engine: str, folder: Path) -> None:
+    """Members that do not read, and strangers to whom the lighthouse does not listen."""
+
+    async def unread(port: int) -> tuple[dict[str, Any], list[Stream]]:
+        streams = [await OPEN[engine](folder, "127.0.0.1", port) for _ in range(20)]
+        for one in streams:
+            await one.send(beat())
+            await one.receive()
+        return await asyncio.to_thread(house.ask, "flood"), streams
+
+    async def unheard(port: int, **own: bool) -> int:
+        async def push(stream: Stream) -> int:
+            sent = 0
+            with suppress(Exception):  # TimeoutError: it takes no more
+                while sent < 64 << 20:
+                    async with asyncio.timeout(2.0):
+                        await stream.send(bytes(64 << 10))
+                    sent += 64 << 10
+            return sent
+
+        streams = [await OPEN[engine](folder, "127.0.0.1", port, "member", **own) for _ in range(50)]
+        sent = await asyncio.gather(*map(push, streams))
+        during.append(await asyncio.to_thread(house.ask))
+        return int(median(sent))
+
+    with Child("lighthouse", engine, folder, "127.0.0.1") as house:
+        port, before = house.hear()["port"], house.ask()
+        told, _ = asyncio.run(unread(port))
+        grown = (told["rss"] - before["rss"]) / 20
+        asked("20 members never read", engine, f"took {told['taken'] >> 10} kB each; +{grown:.2f} MB each here")
+        asked("... a member joins then", engine, asyncio.run(joins(engine, folder, port)))
+    for own in ({}, {"own": False}) if engine == "grpc" else ({},):
+        with Child("lighthouse", engine, folder, "127.0.0.1") as house:
+            port, during = house.hear()["port"], [house.ask("deaf")]
+            sent = asyncio.run(unheard(port, **own))
+            grown = (during[1]["rss"] - during[0]["rss"]) / 50
+            which = "50 streams of one connection" if own else "50 connections"
+            asked(f"nobody listens to {which}", engine, f"{sent >> 10} kB each left; +{grown:.2f} MB each here")
+
+
+async def ask_sockets(folder: Path) -> None:
+    """Whether the one who has dialled can be the one who serves."""
+    import grpc.aio
+
+    takes = [name for name in dir(grpc.aio.Server) if not name.startswith("_")]
+    asked("a socket that is there already", "grpc", f"none of its server's methods takes one: {', '.join(takes)}")
+    listening = socket.create_server(("127.0.0.1", 0))
+    dialled, (accepted, _) = socket.create_connection(listening.getsockname()), listening.accept()
+    house, loop, reader = Lighthouse(), asyncio.get_running_loop(), asyncio.StreamReader()
+    serving = asyncio.StreamReaderProtocol(reader, lambda *ends: house.attend(framed(*ends)))
+    ready = loop.connect_accepted_socket(lambda: serving, dialled, ssl=contexts(folder, True))
+    opened = asyncio.open_connection(sock=accepted, ssl=contexts(folder, False), server_hostname="isles")
+    stream = framed(*(await asyncio.gather(ready, opened))[1])
+    await stream.send(beat())
+    asked("a socket that is there already", "tls", f"the dialler serves: {len(await stream.receive() or b'')} bytes")
+    await stream.close()  # type: ignore[misc]
+    await asyncio.sleep(0.1)
+
+
+async def ask_keys(folder: Path) -> None:
+    """What a server learns of a client's certificate that no authority knows."""
+    import grpc.aio
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, _: Any) -> Any:
+            async def met(_: Any, context: Any) -> bytes:
+                return json.dumps(sorted(context.auth_context())).encode()
+
+            return grpc.unary_unary_rpc_method_handler(met)
+
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Handler(),))
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pems(folder, "house")]))
+    await server.start()
+    credentials = grpc.ssl_channel_credentials(pems(folder, "house")[1], *pems(folder, "stranger"))
+    options = [("grpc.ssl_target_name_override", "isles")]
+    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options) as channel:
+        known = await channel.unary_unary("/isles/who")(b"")
+    asked("a client's key that no authority knows", "grpc", f"the server is told {known.decode()}")
+    await server.stop(None)
+    tls = contexts(folder, True)
+    tls.verify_mode, got = ssl.CERT_OPTIONAL, asyncio.get_running_loop().create_future()
+    tls_server = await asyncio.start_server(
+        lambda _, writer: got.set_result(writer.get_extra_info("peercert")), "127.0.0.1", 0, ssl=tls
+    )
+    port = tls_server.sockets[0].getsockname()[1]
+    reader, _ = await asyncio.open_connection("127.0.0.1", port, ssl=contexts(folder, False, "stranger"))
+    answer = (await asyncio.gather(reader.read(1), return_exceptions=True))[0]
+    asked("a client's key that no authority knows", "tls", f"{answer!r}; the server has met it: {got.done()}")
+
+
+def questions() -> None:
+    """Each with a small experiment."""
+    with certificates() as folder:
+        for question in (ask_addresses, ask_forks, ask_sieges, ask_memory):
+            for engine in ENGINES:
+                question(engine, folder)
+        asyncio.run(ask_keys(folder))
+        asyncio.run(ask_sockets(folder))
+
+
 def main() -> None:
     """The words of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=["times", "questions", "lighthouse", "members"])
-    parser.add_argument("words", nargs="*")
+    parser.add_argument("what", choices=["times", "questions", "fork"])
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--members", default="64,256")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of beats, each turn")
     given = parser.parse_args()
-    if given.what == "lighthouse":
-        asyncio.run(run_lighthouse(given.words[0], Path(given.words[1]), given.words[2]))
-    elif given.what == "members":
-        asyncio.run(run_members(given.words[0], Path(given.words[1]), int(given.words[2]), int(given.words[3])))
-    elif given.what == "times":
+    if importlib.util.find_spec("grpc") is None:
+        sys.exit("words_by_grpc: skipped, grpcio is absent; pip install grpcio")
+    if given.what == "times":
         times([int(one) for one in given.members.split(",")], given.turns, given.seconds)
+    elif given.what == "questions":
+        questions()
+    else:
+        engine, folder, port, how = given.words
+        asyncio.run(fork(engine, Path(folder), int(port), how))
 
 
 if __name__ == "__main__":
