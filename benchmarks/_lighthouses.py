@@ -146,8 +146,14 @@ async def serve_grpc(house: Lighthouse, folder: Path, host: str) -> int:
         def service(self, _: Any) -> Any:
             return grpc.stream_stream_rpc_method_handler(met)
 
+    bounds = [  # without them each of the streams that a stranger opens at will holds 4 MB that nobody has read
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", 1 << 16),
+        ("grpc.max_receive_message_length", LONGEST),
+        ("grpc.max_concurrent_streams", 1),
+    ]
     pair, theirs = pems(folder, "house"), pems(folder, "member")[1]
-    server = grpc.aio.server(options=[("grpc.server_handshake_timeout_ms", int(HELLO * 1000))])
+    server = grpc.aio.server(options=[*bounds, ("grpc.server_handshake_timeout_ms", int(HELLO * 1000))])
     server.add_generic_rpc_handlers((Handler(),))
     port = server.add_secure_port(
         f"[{host}]:0" if ":" in host else f"{host}:0", grpc.ssl_server_credentials([pair], theirs, True)
@@ -157,13 +163,19 @@ async def serve_grpc(house: Lighthouse, folder: Path, host: str) -> int:
     return int(port)
 
 
-async def open_grpc(folder: Path, host: str, port: int, who: str = "member", own: bool = True) -> Stream:
-    """A member's end. own: a connection that it shares with no other stream of this process."""
+def channel_of(folder: Path, host: str, port: int, who: str = "member") -> Any:
+    """A connection of gRPC's."""
     import grpc.aio
 
     credentials = grpc.ssl_channel_credentials(pems(folder, "house")[1], *pems(folder, who))
-    options = [("grpc.ssl_target_name_override", "isles"), ("grpc.use_local_subchannel_pool", int(own))]
-    channel = grpc.aio.secure_channel(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", credentials, options)
+    options = [("grpc.ssl_target_name_override", "isles"), ("grpc.use_local_subchannel_pool", 1)]  # shared with nobody
+    return grpc.aio.secure_channel(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", credentials, options)
+
+
+def on_channel(channel: Any) -> Stream:
+    """A new stream on a connection."""
+    import grpc.aio
+
     call = channel.stream_stream("/isles/words")()
 
     async def receive() -> bytes | None:
@@ -174,6 +186,11 @@ async def open_grpc(folder: Path, host: str, port: int, who: str = "member", own
         await call.write(data)
 
     return Stream(receive, send, channel.close)
+
+
+async def open_grpc(folder: Path, host: str, port: int, who: str = "member") -> Stream:
+    """A member's end."""
+    return on_channel(channel_of(folder, host, port, who))
 
 
 SERVE = {"grpc": serve_grpc, "tls": serve_tls}
@@ -263,7 +280,7 @@ class Child:
     """A process of this program that takes orders."""
 
     def __init__(self, *words: object) -> None:
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks._lighthouses", *map(str, words)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,

@@ -40,8 +40,10 @@ from benchmarks._lighthouses import (
     Stream,
     beat,
     certificates,
+    channel_of,
     contexts,
     framed,
+    on_channel,
     pems,
 )
 
@@ -257,34 +259,37 @@ def ask_memory(engine: str, folder: Path) -> None:
             await one.receive()
         return await asyncio.to_thread(house.ask, "flood"), streams
 
-    async def unheard(port: int, **own: bool) -> int:
+    async def unheard(port: int, shared: bool) -> str:
         async def push(stream: Stream) -> int:
             sent = 0
             with suppress(Exception):  # TimeoutError: it takes no more
                 while sent < 64 << 20:
                     async with asyncio.timeout(2.0):
-                        await stream.send(bytes(64 << 10))
-                    sent += 64 << 10
+                        await stream.send(bytes(32 << 10))
+                    sent += 32 << 10
             return sent
 
-        streams = [await OPEN[engine](folder, "127.0.0.1", port, "member", **own) for _ in range(50)]
+        before = await asyncio.to_thread(house.ask, "deaf")
+        if shared:
+            channel = channel_of(folder, "127.0.0.1", port)
+            streams = [on_channel(channel) for _ in range(50)]
+        else:
+            streams = [await OPEN[engine](folder, "127.0.0.1", port) for _ in range(50)]
         sent = await asyncio.gather(*map(push, streams))
-        during.append(await asyncio.to_thread(house.ask))
-        return int(median(sent))
+        after = await asyncio.to_thread(house.ask)
+        return f"{sum(sent) >> 10} kB left; +{after['rss'] - before['rss']:.1f} MB here"
 
     with Child("lighthouse", engine, folder, "127.0.0.1") as house:
         port, before = house.hear()["port"], house.ask()
         told, _ = asyncio.run(unread(port))
-        grown = (told["rss"] - before["rss"]) / 20
-        asked("20 members never read", engine, f"took {told['taken'] >> 10} kB each; +{grown:.2f} MB each here")
+        took = f"each took {told['taken'] >> 10} kB; +{told['rss'] - before['rss']:.1f} MB here"
+        asked("20 members never read", engine, took)
         asked("... a member joins then", engine, asyncio.run(joins(engine, folder, port)))
-    for own in ({}, {"own": False}) if engine == "grpc" else ({},):
+    for shared in (False, True) if engine == "grpc" else (False,):
         with Child("lighthouse", engine, folder, "127.0.0.1") as house:
-            port, during = house.hear()["port"], [house.ask("deaf")]
-            sent = asyncio.run(unheard(port, **own))
-            grown = (during[1]["rss"] - during[0]["rss"]) / 50
-            which = "50 streams of one connection" if own else "50 connections"
-            asked(f"nobody listens to {which}", engine, f"{sent >> 10} kB each left; +{grown:.2f} MB each here")
+            which = "50 streams of one connection" if shared else "50 connections"
+            port = house.hear()["port"]
+            asked(f"nobody listens to {which}", engine, asyncio.run(unheard(port, shared)))
 
 
 async def ask_sockets(folder: Path) -> None:
