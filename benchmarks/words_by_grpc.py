@@ -75,7 +75,7 @@ def turn(engine: str, folder: Path, members: int, seconds: float) -> dict[str, f
             found["beat p50 ms"], found["beat p99 ms"] = cuts[49] * 1e3, cuts[98] * 1e3
             for _ in range(VIEWS):
                 house.ask("change")
-                time.sleep(1.0)
+                time.sleep(max(1.0, members / 200))
             lasting = house.ask()
             seen = [one.ask()["views"] for one in crowd]
             last = [max(max(one[n]) for one in seen) for n in seen[0]]
