@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from isles.comm.elastic.cells import Batch
+from isles.fields import read_json
 
 DecisionKind = Literal[
     # between rounds
@@ -82,8 +83,4 @@ def to_bytes(decision: Decision) -> bytes:
 
 def from_bytes(text: bytes) -> Decision:
     """The decision. ValueError, in one line, for what is none."""
-    try:
-        return _DECISION.validate_json(text, strict=True)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}") from None
+    return read_json(Decision, text)
