@@ -16,7 +16,7 @@ State machines, in the order in which they are best read:
 What runs them, and carries data:
 
 `messages`    what lighthouse and workers say to each other, and its form as JSON; `keys`: addresses and signatures
-`session`     the encrypted overlay network (zenoh) behind a few verbs; `links`: who is reached directly, who relayed
+`session`     what processes say to each other, behind a few verbs, and `net` under it; `links`: who is reached directly, who relayed
 `lighthouse`  the lighthouse's process; `guards`: what it and the workers do not take from others
 `company`     a worker's line to the lighthouse; `line`: what its training thread asks of it; `ruling`: about a round
 `transport`   tensors between workers over sessions, in `chunks`

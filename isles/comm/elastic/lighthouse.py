@@ -33,7 +33,7 @@ from isles.comm.elastic.keys import (
     signature,
     told_at,
 )
-from isles.comm.elastic.links.relayed import RelayCounter
+from isles.comm.elastic.links.relayed import RelayCount
 from isles.comm.elastic.links.whereabouts import Whereabouts
 from isles.comm.elastic.messages import (
     About,
@@ -72,7 +72,7 @@ class Lighthouse:
     started again on that journal contradicts nothing that it said before.
 
     assembly: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
-    have. port: that the session listens at. heard(seat, event): called with what a worker reports, parsed from JSON but
+    have. heard(seat, event): called with what a worker reports, parsed from JSON but
     unchecked; its ValueError refuses the report. places: workers in each seat, which all hear its orders.
 
     finished: seats that have done the last round. refused: what was not taken, by (seat or -1, reason). corpus:
@@ -88,14 +88,13 @@ class Lighthouse:
         *,
         config: str,
         version: str,
-        port: int,
         heard: Callable[[int, Any], None],
         places: int = 1,
     ) -> None:
         self.refused = session.refused
         self.finished = assembly.finished
         self._failed: OSError | None = None
-        self._relay = RelayCounter(port, lambda: session.taken, entries=journal.entries)
+        self._relay = RelayCount(lambda: session.relayed, journal.entries)
         self.corpus: str | None = None
         self._session, self._journal, self._keys = session, journal, keys
         self._config, self._version, self._heard = config.encode("utf-8"), version, heard
@@ -111,7 +110,6 @@ class Lighthouse:
         self._admissions, self._present = Admissions(JOINS, 60.0), Presence()
         self._closed = threading.Event()
         self._lock = threading.Condition()
-        session.lines(self._line)  # first: nobody has a seat, and sends to others, before its connection is looked at
         session.serve(CONFIG, lambda query: query.reply(self._config))
         session.serve(HELLO, self._hello)
         session.serve(ABOUT, lambda query: query.reply(encode(self._about())))
@@ -155,10 +153,9 @@ class Lighthouse:
         return self._relay.relayed()
 
     def close(self) -> None:
-        """End the thread, and hold no connection of the session's. That one is whoever's who opened it."""
+        """End the thread. The session is whoever's who opened it."""
         self._closed.set()
         self._ticker.join(5.0)
-        self._relay.close()
 
     # In the session's thread
 
@@ -293,10 +290,6 @@ class Lighthouse:
         if whole is not None:
             self._present.changed(seat, whole)
             self._carry_out(self._call(lambda m, now: m.back(now, seat) if whole else m.gone(now, seat)))
-
-    def _line(self, here: str, there: str, begins: bool) -> None:
-        """A connection has begun, or was closed by the engine: it is looked at, or held no more."""
-        self._relay.relayed()
 
     def _tick(self) -> None:
         self._carry_out(self._call(lambda m, now: m.tick(now)))

@@ -17,7 +17,6 @@ from isles.training.elastic.joining import Participant
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import events, small
 
-pytest.importorskip("zenoh")
 INT8 = ("replicas.method=diloco", "replicas.codec=int8", "replicas.error_feedback=local")
 ADAM = ("replicas.method=fedadam",)  # whose landing uses up the mean
 Digests = Mapping[int, Mapping[int, int]]

@@ -22,7 +22,6 @@ from isles.training.elastic.terms import elastic
 from tests.training.elastic.runs import Run
 from tests.training.runs import TINY, metrics, run, write_text
 
-pytest.importorskip("zenoh")
 EVERY = 5
 
 
