@@ -316,9 +316,7 @@ def row_of(out: Path) -> Row:
         last += lines[-1:] if worker >= 0 and summary["backend"] == "virtual" else []
     model = load_file(out / MODEL)
     shards = [load_file(shard) for shard in out.glob(SHARDS)]
-    states = [
-        tensor for shard in shards for name, tensor in shard.items() if name != "__structure__"
-    ]  # and times
+    states = [tensor for shard in shards for name, tensor in shard.items() if name != "__structure__"]  # and times
     seconds = [*(line["clock_seconds"] for line in last), summary["virtual_seconds"]]
     return {
         "weights": digest(content(model[name]) for name in sorted(model)),

@@ -14,12 +14,13 @@ from typing import Any
 from isles.comm import credentials
 from isles.comm.credentials import Credentials
 from isles.comm.errors import RendezvousFailed, to_plain
+from isles.comm.sockets.frames import STRANGERS
+from isles.comm.sockets.listener import Listener, Throttle
+from isles.comm.sockets.lost import SILENCE, LinkLost
+from isles.comm.sockets.proof import prove_as_host
 from isles.errors import printable
 from isles.fields import Unfit, integer, port, table, text
-from isles.launch.frames import STRANGERS
-from isles.launch.link import SILENCE, Link, LinkLost, heard
-from isles.launch.listener import Listener, Throttle
-from isles.launch.proof import prove_as_host
+from isles.launch.link import Link, heard
 from isles.version import __version__
 
 _GLANCE = 0.2  # seconds between looks at who has gone

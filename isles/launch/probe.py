@@ -22,10 +22,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from isles.comm.sockets.frames import STRANGERS
+from isles.comm.sockets.listener import Listener, Throttle
+from isles.comm.sockets.lost import LinkLost
 from isles.fields import Unfit, number, port, table, text
-from isles.launch.frames import STRANGERS
-from isles.launch.link import Link, LinkLost, connect, heard
-from isles.launch.listener import Listener, Throttle
+from isles.launch.link import Link, connect, heard
 from isles.launch.reachable import PATIENCE, EchoServer, echo_failure, port_range
 from isles.version import __version__
 

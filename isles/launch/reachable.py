@@ -14,11 +14,12 @@ import contextlib
 import secrets
 from pathlib import Path
 
+from isles.comm.sockets.addresses import listen
+from isles.comm.sockets.frames import packed
+from isles.comm.sockets.listener import Listener
+from isles.comm.sockets.lost import LinkLost, close
 from isles.fields import table, text
-from isles.launch.addresses import listen
-from isles.launch.frames import packed
-from isles.launch.link import LinkLost, close, connect, heard
-from isles.launch.listener import Listener
+from isles.launch.link import connect, heard
 
 PATIENCE = 5.0  # seconds for an echo
 _LONGEST = 256  # bytes of a question

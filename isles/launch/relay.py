@@ -19,9 +19,10 @@ from typing import Any, cast
 from typing_extensions import override
 
 from isles.comm.errors import NodeLost, WorkerFailed, from_plain, to_plain
+from isles.comm.sockets.lost import LinkLost
 from isles.errors import printable
 from isles.fields import Unfit, integer
-from isles.launch.link import Link, LinkLost
+from isles.launch.link import Link
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import WorkerMessage, WorkerProcesses
 from isles.launch.worker import WorkerSpec

@@ -24,12 +24,12 @@ from typing import Any
 
 from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import RendezvousFailed, from_plain
+from isles.comm.sockets.addresses import listen, own_address, parse_address
+from isles.comm.sockets.lost import SILENCE, LinkLost
 from isles.fields import Unfit, integer, port, table, text
-from isles.launch.addresses import listen, own_address, parse_address
 from isles.launch.admission import Admission
-from isles.launch.link import SILENCE, Link, LinkLost
+from isles.launch.link import Link, connect_as_node
 from isles.launch.nodes import NodeGroup, NodeSpec
-from isles.launch.proof import connect_as_node
 from isles.launch.reachable import PATIENCE, EchoServer, echo_failure, port_range
 from isles.version import __version__
 

@@ -68,6 +68,11 @@ class ControlSession(Protocol):
     taken: int
     beats: bool
 
+    @property
+    def relayed(self) -> int:
+        """Bytes that others have said to each other over this one."""
+        ...
+
     def now(self) -> float:
         """Seconds of the clock that `later` counts by."""
         ...
@@ -109,10 +114,6 @@ class ControlSession(Protocol):
 
     def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
         """Have `changed(key, whether it is present)` called for those that match `keys`, now and at each change."""
-        ...
-
-    def lines(self, changed: Callable[[str, str, bool], None]) -> None:
-        """Have `changed(here, there, whether it begins)` called for every connection."""
         ...
 
     def seen(self, name: str) -> str:

@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable
 
 from isles.comm.elastic.company import Company
-from isles.comm.elastic.decision import Decision
 from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven, NotOffered
 from isles.comm.elastic.messages import Load
 from isles.comm.elastic.record import StartLine, as_line
-from isles.comm.elastic.ruling import stray
+from isles.comm.elastic.rounds.decision import Decision
+from isles.comm.elastic.rounds.ruling import stray
 from isles.comm.errors import RendezvousFailed
 from isles.comm.transport import Transport
 from isles.training.elastic.states import FRESH, States

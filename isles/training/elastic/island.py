@@ -11,11 +11,11 @@ import torch
 
 from isles.comm.call import Ledger
 from isles.comm.credentials import Token
-from isles.comm.elastic.decision import Decision
 from isles.comm.elastic.gifts.giving import Giver
-from isles.comm.elastic.island import IslandGroup
 from isles.comm.elastic.line import SeatLine
 from isles.comm.elastic.messages import Entry
+from isles.comm.elastic.rounds.decision import Decision
+from isles.comm.elastic.rounds.island import IslandGroup
 from isles.comm.elastic.told import EndsWaits, PlaceLine, tells_failures
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import Malformed

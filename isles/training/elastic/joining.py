@@ -21,15 +21,15 @@ from isles.comm.call import Ledger
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.cells import batches
 from isles.comm.elastic.company import Company
-from isles.comm.elastic.decision import Decision
 from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven
-from isles.comm.elastic.island import IslandGroup
 from isles.comm.elastic.keys import LIGHTHOUSE
-from isles.comm.elastic.leader import RoundLeader
 from isles.comm.elastic.messages import Examine, Finished, Over
 from isles.comm.elastic.quorum.delivery import Missed
 from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, as_line
+from isles.comm.elastic.rounds.decision import Decision
+from isles.comm.elastic.rounds.island import IslandGroup
+from isles.comm.elastic.rounds.leader import RoundLeader
 from isles.comm.errors import RendezvousFailed
 from isles.comm.group import Group
 from isles.comm.transport import Transport

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from isles.comm.elastic.cells import Batch
-from isles.comm.elastic.decision import Decision, DecisionKind
 from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven
 from isles.comm.elastic.guards.refusals import Refusals, together, told_rows
-from isles.comm.elastic.island import IslandGroup
-from isles.comm.elastic.leader import RoundLeader
 from isles.comm.elastic.links.relayed import WAYS
-from isles.comm.elastic.roster import ElasticRoster
+from isles.comm.elastic.rounds.decision import Decision, DecisionKind
+from isles.comm.elastic.rounds.island import IslandGroup
+from isles.comm.elastic.rounds.leader import RoundLeader
+from isles.comm.elastic.rounds.roster import ElasticRoster
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import Malformed
 from isles.comm.group import Group

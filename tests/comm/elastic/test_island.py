@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from isles.comm.elastic.cells import Batch
-from isles.comm.elastic.decision import Decision, from_bytes, to_bytes
 from isles.comm.elastic.guards.refusals import OTHERS, Refusals, together, told_rows
-from isles.comm.elastic.island import IslandGroup
+from isles.comm.elastic.rounds.decision import Decision, from_bytes, to_bytes
+from isles.comm.elastic.rounds.island import IslandGroup
 from isles.comm.errors import DeadlinePassed, Malformed, Refused
 from isles.comm.mesh import Mesh
 from isles.comm.virtual.run import run_virtual

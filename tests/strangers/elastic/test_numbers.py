@@ -118,7 +118,6 @@ class Lying(Giver):
 
 def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> None:
     """Six members say that theirs is of a text, of a path, of 2^61, of 2^61 + 1; the seventh's is kept."""
-    pytest.importorskip("zenoh")
     keys, folder = SeatKeys(tmp_path), tmp_path / "states"
     rounds = [HUGE, HUGE + 1, "../../5", 9, True, "5", 5]
     with router(tmp_path) as (mine, address, host):

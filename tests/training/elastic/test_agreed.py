@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.decision import Decision
 from isles.comm.elastic.lighthouse import Lighthouse
+from isles.comm.elastic.rounds.decision import Decision
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.worker import Decisions, ElasticWorker
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import events, small
 
-pytest.importorskip("zenoh")
 INT8 = ("replicas.method=diloco", "replicas.codec=int8", "replicas.error_feedback=local")
 ADAM = ("replicas.method=fedadam",)  # whose landing uses up the mean
 Digests = Mapping[int, Mapping[int, int]]

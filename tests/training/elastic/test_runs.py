@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isles.comm.elastic.decision import Decision
+from isles.comm.elastic.rounds.decision import Decision
 from isles.training.config.reading import gather
 from isles.training.config.sections import Config
 from isles.training.elastic.joining import Participant
@@ -22,7 +22,6 @@ from isles.training.elastic.worker import Decisions, ElasticWorker
 from tests.training.elastic.runs import Run
 from tests.training.runs import TINY, metrics, run, write_text
 
-pytest.importorskip("zenoh")
 EVERY = 5
 
 

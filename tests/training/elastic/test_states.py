@@ -30,8 +30,6 @@ from isles.training.elastic.states import FRESH, States
 from isles.training.records.checkpoint import Checkpoints
 from tests.comm.elastic.sessions import router
 
-pytest.importorskip("zenoh")
-
 
 def trained(world: Mesh, width: int, steps: int, **options: Any) -> OuterSync:
     """A worker after so many inner steps; its state is of five vectors of the model's size."""

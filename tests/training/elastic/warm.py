@@ -145,7 +145,7 @@ def _work(words: list[str], folder: str, log: str, pause: float) -> None:
     for stream in (1, 2):
         os.dup2(out, stream)
     from isles.comm.elastic.company import Company
-    from isles.comm.elastic.decision import Decision
+    from isles.comm.elastic.rounds.decision import Decision
     from isles.data.lots import rows
     from isles.training.elastic.joining import Participant
     from isles.training.elastic.worker import Decisions, ElasticWorker

@@ -222,7 +222,6 @@ class VirtualMeeting:
             self._keys,
             config="",
             version="",
-            port=None,
             heard=self._heard,
         )
         return self._lighthouse

@@ -144,6 +144,8 @@ class VirtualSession:
 
     beats = False
 
+    relayed = 0
+
     def __init__(self, network: VirtualNetwork, worker: VirtualWorker | None = None) -> None:
         self.refused, self.taken, self.is_open, self.is_dead = Refusals(), 0, True, False
         self._network, self._worker, self._timeline = network, worker, network.timeline
@@ -210,9 +212,6 @@ class VirtualSession:
     def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
         """Have `changed(key, whether it is present)` called at each change."""
         self._network.watching.append((self, keys, changed))
-
-    def lines(self, changed: Callable[[str, str, bool], None]) -> None:
-        """There are none."""
 
     def seen(self, name: str) -> str:
         """All are here."""

@@ -1,6 +1,6 @@
 """A run whose workers came and went, done again from its record, on the virtual clock: the same weights, bit for bit.
 
-The record is another source of decisions (`isles.comm.elastic.decision`): whose state each worker began with, which
+The record is another source of decisions (`isles.comm.elastic.rounds.decision`): whose state each worker began with, which
 view it read by, with whom each exchange was whole, and which were not, are as `RUN/members.jsonl` and
 `RUN/exchanges.jsonl` say. What obeys them is the worker of a run (`worker.ElasticWorker`). Between workers there is no
 time: each waits for what it used.
@@ -16,12 +16,12 @@ from typing import Any, cast
 
 from isles.comm.call import Ledger
 from isles.comm.elastic.cells import batches
-from isles.comm.elastic.decision import Decision
 from isles.comm.elastic.gifts.giving import is_written
 from isles.comm.elastic.gifts.taking import GiftRequest, NotOffered
-from isles.comm.elastic.island import IslandGroup
-from isles.comm.elastic.leader import RoundLeader
 from isles.comm.elastic.record import ALONE, WHOLE, RoundLine
+from isles.comm.elastic.rounds.decision import Decision
+from isles.comm.elastic.rounds.island import IslandGroup
+from isles.comm.elastic.rounds.leader import RoundLeader
 from isles.comm.errors import CommError
 from isles.comm.group import Group
 from isles.comm.virtual.churn.session import VirtualCondition

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from isles.comm.elastic.decision import Decision, from_bytes, to_bytes
+from isles.comm.elastic.rounds.decision import Decision, from_bytes, to_bytes
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, PeerSilent, Refused
 from isles.comm.mesh import Mesh
 

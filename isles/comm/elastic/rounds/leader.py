@@ -8,10 +8,10 @@ from statistics import median
 
 from isles.comm.elastic.ballot import Part
 from isles.comm.elastic.company import Company
-from isles.comm.elastic.decision import Decision
 from isles.comm.elastic.quorum.delivery import Deliveries
 from isles.comm.elastic.record import ALONE, WHOLE
-from isles.comm.elastic.ruling import accuse, decided, ruled
+from isles.comm.elastic.rounds.decision import Decision
+from isles.comm.elastic.rounds.ruling import accuse, decided, ruled
 from isles.comm.errors import CommError, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from isles.comm.elastic.decision import Decision
-from isles.comm.elastic.island import IslandGroup
-from isles.comm.elastic.leader import KEPT, RoundLeader
+from isles.comm.elastic.rounds.decision import Decision
+from isles.comm.elastic.rounds.island import IslandGroup
+from isles.comm.elastic.rounds.leader import KEPT, RoundLeader
 from isles.comm.errors import CommError, Malformed
 from isles.comm.group import Group
 from isles.comm.roster import Ruling
