@@ -1,6 +1,6 @@
 """A run whose workers came and went, done again from its record, on the virtual clock: the same weights, bit for bit.
 
-The record is another source of decisions (`isles.comm.elastic.rounds.decision`): whose state each worker began with, which
+The record is another source of decisions (`rounds.decision`): whose state each worker began with, which
 view it read by, with whom each exchange was whole, and which were not, are as `RUN/members.jsonl` and
 `RUN/exchanges.jsonl` say. What obeys them is the worker of a run (`worker.ElasticWorker`). Between workers there is no
 time: each waits for what it used.
