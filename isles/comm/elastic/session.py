@@ -258,6 +258,10 @@ class Session:
         """See `isles.comm.elastic.control.Condition`."""
         return threading.Condition(threading.RLock())
 
+    def aside(self, work: Callable[[], None]) -> threading.Thread:
+        """What does `work`, which may take a while, beside all callbacks, once it is started."""
+        return threading.Thread(target=work, name="isles-aside", daemon=True)
+
     def name(self) -> str:
         """The engine's name of this session, which others see."""
         return str(self._session.info.zid())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,14 @@ from isles.modes import own_modes
 from isles.network.engine import ARRIVED, LAST, Event
 
 
+class Waiter(Protocol):
+    """Who waits for a work."""
+
+    def one_done(self, work: VirtualWork) -> None:
+        """It has ended, now."""
+        ...
+
+
 class VirtualWork:
     """One message on its way. See `isles.comm.transport.Work`."""
 
@@ -37,7 +45,7 @@ class VirtualWork:
         self.finished = False
         self.at = math.inf
         self.error: Exception | None = None
-        self.waiter: VirtualTransfer | None = None  # whose yield waits for this
+        self.waiter: Waiter | None = None  # whose yield waits for this
         self._owner = owner
         self._transfer = transfer  # in whose protocol it was made
 

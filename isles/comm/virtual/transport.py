@@ -65,10 +65,6 @@ class VirtualTransport:
             self._wire.send(self.rank, peer, data, tag, work)
         return work
 
-    def push(self, peer: int, data: Tensor, tag: Tag) -> None:
-        """Send in somebody else's turn, or in an event; nobody hears when it is gone."""
-        self._wire.send(self.rank, peer, data, tag, VirtualWork(self._worker, peer, None, None))
-
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> VirtualWork:
         """Done at arrival; from anyone: the earliest arrival, ties by rank.
 

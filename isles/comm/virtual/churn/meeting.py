@@ -23,8 +23,9 @@ from typing_extensions import override
 
 from isles.comm.elastic.calls import RoundsAssembly
 from isles.comm.elastic.company import Company
+from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.keys import SeatKeys
+from isles.comm.elastic.keys import LIGHTHOUSE, SeatKeys
 from isles.comm.elastic.lighthouse import GRACE, Lighthouse
 from isles.comm.elastic.messages import Entry, Over
 from isles.comm.elastic.orders import Rules
@@ -84,7 +85,7 @@ class VirtualMeeting:
     def open(self, scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport]) -> None:
         """Before the workers' threads begin: have everything happen at its time."""
         self.scheduler, self.wire, self.transports = scheduler, wire, transports
-        self.timeline, self.network = scheduler.timeline, VirtualNetwork(scheduler)
+        self.timeline, self.network = scheduler.timeline, VirtualNetwork(scheduler, wire)
         self.network.asked = self._asked
         self._cut, self._keys = self.network.cut, _Keys()
         self.sessions = [VirtualSession(self.network, worker) for worker in scheduler.workers]
@@ -162,7 +163,6 @@ class VirtualMeeting:
     def _kill(self, seat: int) -> None:
         self.counts["deaths"] += 1
         self.lives[seat] = self.lives[seat][0], self.timeline.now
-        self.sessions[seat].is_dead = True
         self.sessions[seat].close()
         self.wire.dead(seat)
         self.transports[seat].died(self.timeline.now, PeerLost(seat, "it died"))
@@ -225,6 +225,7 @@ class VirtualMeeting:
             port=None,
             heard=self._heard,
         )
+        Giver(self._session, LIGHTHOUSE, lambda line: None, comes=lambda what: False)  # it keeps no states
         return self._lighthouse
 
     def _restart(self) -> None:

@@ -25,6 +25,7 @@ from isles.comm.virtual.churn.session import VirtualNetwork, VirtualSession
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.comm.virtual.scheduler import Scheduler
 from isles.comm.virtual.transport import VirtualTransport
+from isles.comm.virtual.wire import VirtualWire
 from isles.data import load_corpus
 from isles.modes import torch_threads
 from isles.replicas.parts.interfaces import Mixing
@@ -57,8 +58,8 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
     results: dict[int, Any] = {}
     last = last_round(config, made.views[max(made.views)])
 
-    def open_all(scheduler: Scheduler, wire: Any, transports: Sequence[VirtualTransport]) -> None:
-        network = VirtualNetwork(scheduler)
+    def open_all(scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport]) -> None:
+        network = VirtualNetwork(scheduler, wire)
         for transport in transports:
             session = VirtualSession(network, scheduler.workers[transport.rank])
             companies[transport.rank] = RepeatedCompany(made, session, transport.rank, last, results.__setitem__)
