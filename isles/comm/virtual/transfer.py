@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Steps, awaited
+from isles.comm.transport import DOUBT_AFTER, DOUBT_EVERY, Steps, awaited
 from isles.comm.virtual.fates import Fates
 from isles.comm.virtual.scheduler import Awaited, Scheduler, VirtualWorker
 from isles.modes import own_modes
@@ -125,6 +125,8 @@ class VirtualTransfer:
         self._needed = 0  # of them, before the protocol goes on
         self._deadline: Event | None = None
         self._result: Any = None
+        self.doubt: Callable[[int], None] | None = None
+        """See `VirtualTransport.doubt`."""
 
     @property
     def listens(self) -> bool:
@@ -144,11 +146,26 @@ class VirtualTransfer:
         with self._owner:
             if not self.finished:
                 start = self._owner.clock
+                if self.doubt is not None:
+                    self._scheduler.timeline.at(start + DOUBT_AFTER, LAST, self._owner.rank, self._doubt)
                 self._scheduler.block(self._owner, self)
                 self._traffic.waited(self._channel, start, self._owner.clock)
         if self.error is not None:
             raise self.error
         return self._result
+
+    def _doubt(self) -> None:
+        """Its owner stands still: is anybody there whom it waits for?"""
+        if self.finished or self._owner.awaits is not self or self.doubt is None:
+            return
+        timeline = self._scheduler.timeline
+        if (back := self._owner.back(timeline.now)) > timeline.now:
+            timeline.at(back, LAST, self._owner.rank, self._doubt)
+            return
+        for peer in dict.fromkeys(work.peer for work in self._pending):
+            if peer is not None:
+                self.doubt(peer)
+        timeline.at(timeline.now + DOUBT_EVERY, LAST, self._owner.rank, self._doubt)
 
     def done(self) -> bool:
         with self._owner:

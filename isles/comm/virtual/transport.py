@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class VirtualTransport:
         self._computed = 0  # calls of `compute` so far: the jitter's counter
         self._traffic = Traffic()
         self._transfers: list[VirtualTransfer] = []  # under way
+        self.doubt: Callable[[int], None] | None = None
+        """Called, in an event, with each peer that this worker stands still for, now and again."""
 
     @property
     def traffic(self) -> Traffic:
@@ -83,6 +86,7 @@ class VirtualTransport:
             transfer = VirtualTransfer(
                 self._scheduler, self._worker, protocol, channel, deadline, self._traffic, self._wire.fates
             )
+            transfer.doubt = self.doubt
             transfer.start()
             self._transfers = [other for other in (*self._transfers, transfer) if not other.finished]
         return transfer
@@ -155,6 +159,11 @@ class VirtualTransport:
                 place = int(target), channel
                 latest[place] = max(float(time), latest.get(place, 0.0))
         self._scheduler.advance(self._worker, clock)
+
+    def over(self, channel: Channel, round: int) -> None:
+        """See `VirtualWire.over`."""
+        with self._worker:
+            self._wire.over(self.rank, channel, round)
 
     def close(self) -> None:
         """Nothing to give back: threads and messages are the cluster's."""

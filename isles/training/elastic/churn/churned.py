@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,17 @@ class ChurnedRun:
 
             gifts = Giver(company.session, giver_of(company.seat, 0), self._notice, lost=lost)
             leaving = self.meeting.leaving[transport.rank]
-            worker = Participant(self.config, company, transport, gifts, corpus, own, self._notice, leaving=leaving)
+            worker = Participant(
+                self.config,
+                company,
+                transport,
+                gifts,
+                corpus,
+                own,
+                self._notice,
+                over=partial(transport.over, "outer"),
+                leaving=leaving,
+            )
             self._made(worker)
             try:
                 worker.run()
