@@ -28,6 +28,11 @@ from isles.comm.traffic import Traffic
 
 T = TypeVar("T", covariant=True)
 
+DOUBT_AFTER = 1.0
+"""Seconds for which one is waited for without a doubt."""
+DOUBT_EVERY = 0.25
+"""Seconds from one doubt about it to the next."""
+
 
 class Work(Protocol):
     """One message on its way. It keeps its buffer alive until the message is gone or has arrived."""

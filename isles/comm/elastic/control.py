@@ -57,6 +57,18 @@ class Timer(Protocol):
         ...
 
 
+class SideWork(Protocol):
+    """What `aside` has made."""
+
+    def start(self) -> None:
+        """Begin it. Once."""
+        ...
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, so many seconds at most."""
+        ...
+
+
 class ControlSession(Protocol):
     """Of one member, or of the lighthouse. refused: counts what is not taken. taken: bytes that were said to it.
 
@@ -87,6 +99,10 @@ class ControlSession(Protocol):
 
     def later(self, call: Callable[[], None], seconds: float = 0.0) -> Timer:
         """Have `call` called in a callback after `seconds`; 0: behind what has come by now."""
+        ...
+
+    def aside(self, work: Callable[[], None]) -> SideWork:
+        """What does `work`, which may take a while, beside all callbacks, once it is started."""
         ...
 
     def serve(self, key: str, answer: Callable[[Any], None]) -> None:

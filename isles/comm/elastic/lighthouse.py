@@ -72,7 +72,8 @@ class Lighthouse:
 
     assembly: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
     have. heard(seat, event): called with what a worker reports, parsed from JSON but unchecked; its ValueError refuses
-    the report. places: workers in each seat, which all hear its orders.
+    the report. places: workers in each seat, which all hear its orders. presence: what it knows of who is there, if not
+    by what they say.
 
     finished: seats that have done the last round. refused: what was not taken, by (seat or -1, reason). corpus:
     SHA-256 of the text of the first worker; None until it came.
@@ -89,6 +90,7 @@ class Lighthouse:
         version: str,
         heard: Callable[[int, Any], None],
         places: int = 1,
+        presence: Presence | None = None,
     ) -> None:
         self.refused = session.refused
         self.finished = assembly.finished
@@ -106,7 +108,7 @@ class Lighthouse:
         lit = sum(entry.get("event") == "lit" for entry in journal.entries) + bool(journal.entries)
         self._orders = count(lit * _ORDERS)
         self._whereabouts = Whereabouts(keys, session.seen)
-        self._admissions, self._present = Admissions(JOINS, 60.0), Presence()
+        self._admissions, self._present = Admissions(JOINS, 60.0), presence or Presence()
         self._lock = session.condition()
         session.serve(CONFIG, lambda query: query.reply(self._config))
         session.serve(HELLO, self._hello)

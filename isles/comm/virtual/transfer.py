@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,11 +19,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Steps, awaited
+from isles.comm.transport import DOUBT_AFTER, DOUBT_EVERY, Steps, awaited
 from isles.comm.virtual.fates import Fates
 from isles.comm.virtual.scheduler import Awaited, Scheduler, VirtualWorker
 from isles.modes import own_modes
 from isles.network.engine import ARRIVED, LAST, Event
+
+
+class Waiter(Protocol):
+    """Who waits for a work."""
+
+    def one_done(self, work: VirtualWork) -> None:
+        """It has ended, now."""
+        ...
 
 
 class VirtualWork:
@@ -37,7 +45,7 @@ class VirtualWork:
         self.finished = False
         self.at = math.inf
         self.error: Exception | None = None
-        self.waiter: VirtualTransfer | None = None  # whose yield waits for this
+        self.waiter: Waiter | None = None  # whose yield waits for this
         self._owner = owner
         self._transfer = transfer  # in whose protocol it was made
 
@@ -117,6 +125,8 @@ class VirtualTransfer:
         self._needed = 0  # of them, before the protocol goes on
         self._deadline: Event | None = None
         self._result: Any = None
+        self.doubt: Callable[[int], None] | None = None
+        """See `VirtualTransport.doubt`."""
 
     @property
     def listens(self) -> bool:
@@ -136,11 +146,26 @@ class VirtualTransfer:
         with self._owner:
             if not self.finished:
                 start = self._owner.clock
+                if self.doubt is not None:
+                    self._scheduler.timeline.at(start + DOUBT_AFTER, LAST, self._owner.rank, self._doubt)
                 self._scheduler.block(self._owner, self)
                 self._traffic.waited(self._channel, start, self._owner.clock)
         if self.error is not None:
             raise self.error
         return self._result
+
+    def _doubt(self) -> None:
+        """Its owner stands still: is anybody there whom it waits for?"""
+        if self.finished or self._owner.awaits is not self or self.doubt is None:
+            return
+        timeline = self._scheduler.timeline
+        if (back := self._owner.back(timeline.now)) > timeline.now:
+            timeline.at(back, LAST, self._owner.rank, self._doubt)
+            return
+        for peer in dict.fromkeys(work.peer for work in self._pending):
+            if peer is not None:
+                self.doubt(peer)
+        timeline.at(timeline.now + DOUBT_EVERY, LAST, self._owner.rank, self._doubt)
 
     def done(self) -> bool:
         with self._owner:

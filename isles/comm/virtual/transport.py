@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class VirtualTransport:
         self._computed = 0  # calls of `compute` so far: the jitter's counter
         self._traffic = Traffic()
         self._transfers: list[VirtualTransfer] = []  # under way
+        self.doubt: Callable[[int], None] | None = None
+        """Called, in an event, with each peer that this worker stands still for, now and again."""
 
     @property
     def traffic(self) -> Traffic:
@@ -64,10 +67,6 @@ class VirtualTransport:
             work = VirtualWork(self._worker, peer, None, self._transfer(tag))
             self._wire.send(self.rank, peer, data, tag, work)
         return work
-
-    def push(self, peer: int, data: Tensor, tag: Tag) -> None:
-        """Send in somebody else's turn, or in an event; nobody hears when it is gone."""
-        self._wire.send(self.rank, peer, data, tag, VirtualWork(self._worker, peer, None, None))
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> VirtualWork:
         """Done at arrival; from anyone: the earliest arrival, ties by rank.
@@ -87,6 +86,7 @@ class VirtualTransport:
             transfer = VirtualTransfer(
                 self._scheduler, self._worker, protocol, channel, deadline, self._traffic, self._wire.fates
             )
+            transfer.doubt = self.doubt
             transfer.start()
             self._transfers = [other for other in (*self._transfers, transfer) if not other.finished]
         return transfer
@@ -159,6 +159,11 @@ class VirtualTransport:
                 place = int(target), channel
                 latest[place] = max(float(time), latest.get(place, 0.0))
         self._scheduler.advance(self._worker, clock)
+
+    def over(self, channel: Channel, round: int) -> None:
+        """See `VirtualWire.over`."""
+        with self._worker:
+            self._wire.over(self.rank, channel, round)
 
     def close(self) -> None:
         """Nothing to give back: threads and messages are the cluster's."""

@@ -11,16 +11,17 @@ anyone.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from isles.comm.errors import Malformed, PeerLost
-from isles.comm.tags import Tag
+from isles.comm.errors import Malformed, PeerLost, RoundPassed
+from isles.comm.tags import Channel, Tag
 from isles.comm.virtual.fates import Fates
 from isles.comm.virtual.transfer import VirtualWork
-from isles.network.engine import EventQueue, Wire, WireMessage
+from isles.network.engine import ARRIVED, EventQueue, Wire, WireMessage
 from isles.network.topology import Topology
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -51,6 +52,8 @@ class VirtualWire(Wire[VirtualMessage]):
         self._arrived: dict[tuple[int, Tag], dict[int, deque[VirtualMessage]]] = {}  # (target, tag) -> source
         self._coming: Counter[tuple[int, int, Tag]] = Counter()  # (target, source, tag): sent, and no receive bound yet
         self.fates = Fates()
+        self._over: dict[tuple[int, Channel], int] = {}  # the newest round that is over there
+        self._again: dict[tuple[int, Channel], tuple[int, int]] = {}  # the newest round of several attempts; its newest
         self._lost: dict[int, str] = {}
         self._dead: set[int] = set()  # of the lost ones those whose lines broke in the middle
 
@@ -78,6 +81,9 @@ class VirtualWire(Wire[VirtualMessage]):
                 if not waiting:
                     del self._arrived[target, tag]
             self._deliver(message, work)
+            return
+        if source is not None and self._has_passed(target, tag):
+            work.finish(RoundPassed(source, "another attempt of that round has begun"))
             return
         key = (target, source, tag)
         queue = self._posted.get(key)
@@ -110,6 +116,53 @@ class VirtualWire(Wire[VirtualMessage]):
         self.lost(rank, why)
         for peer, work in works:
             work.finish(PeerLost(rank if peer is None else peer, why))
+
+    def end(self, target: int, is_vain: Callable[[int, Tag], bool], why: Callable[[int], Exception]) -> None:
+        """Of what `target` waits for from (source, tag) it waits no longer for what is in vain."""
+        keys = [key for key in self._posted if key[0] == target]
+        for source, key in sorted((key[1], key) for key in keys if key[1] is not None):
+            for work in self._posted.pop(key, []) if is_vain(source, key[2]) else []:
+                work.finish(why(source))
+
+    def over(self, rank: int, channel: Channel, round: int) -> None:
+        """Rounds of `channel` up to `round` are over at `rank`, and no later ones: whoever sends to one of them, or has
+        sent, is told so, and waits no longer for the part of `rank` in it.
+        """
+        self._over[rank, channel] = round
+        self.end(rank, lambda _, tag: self._is_over(rank, tag), lambda peer: PeerLost(peer, "that round is over here"))
+        for key in [key for key in self._arrived if key[0] == rank and self._is_over(*key)]:
+            for message in (message for queue in self._arrived.pop(key).values() for message in queue):
+                self._came_late(message)
+
+    def again(self, rank: int, tag: Tag) -> None:
+        """The attempt of `tag` has begun at `rank`: nobody waits there any more in those of its round before it."""
+        known = self._again.get((rank, tag.channel), (-1, 0))
+        self._again[rank, tag.channel] = max(known, (tag.round, tag.attempt))
+        why = "another attempt of that round has begun"
+        self.end(rank, lambda _, old: self._has_passed(rank, old), lambda peer: RoundPassed(peer, why))
+
+    def _is_over(self, rank: int, tag: Tag) -> bool:
+        over = self._over.get((rank, tag.channel))
+        return over is not None and tag.round <= over
+
+    def _has_passed(self, rank: int, tag: Tag) -> bool:
+        round, attempt = self._again.get((rank, tag.channel), (-1, 0))
+        return tag.round == round and tag.attempt < attempt
+
+    def _came_late(self, message: VirtualMessage) -> None:
+        """Its round is over at its target: its sender is told, a latency later."""
+        source, target, tag = message.source, message.target, message.tag
+        self.fates.ended(message.nbytes, RoundPassed(target))
+        latency = (self._ways[target].get(source) or self._way(target, source))[2]
+
+        def told() -> None:
+            self.end(
+                source,
+                lambda peer, old: peer == target and old.channel == tag.channel and old.round <= tag.round,
+                RoundPassed,
+            )
+
+        self.timeline.at(self.timeline.now + latency, ARRIVED, source, told)
 
     def mend(self, rank: int) -> None:
         """`rank` is back; messages of before are not."""
@@ -166,6 +219,8 @@ class VirtualWire(Wire[VirtualMessage]):
         receive = self._take((target, source, tag)) or self._take((target, None, tag))
         if receive is not None:
             self._deliver(message, receive)
+        elif self._is_over(target, tag):
+            self._came_late(message)
         else:
             self._arrived.setdefault((target, tag), {}).setdefault(source, deque()).append(message)
 

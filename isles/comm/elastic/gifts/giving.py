@@ -10,7 +10,6 @@ The giver goes on training meanwhile: pieces are read from the disk as they are 
 from __future__ import annotations
 
 import json
-import threading
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,11 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from isles.comm.elastic.control import Query
+from isles.comm.elastic.control import ControlSession, Query, SideWork
 from isles.comm.elastic.gifts.taking import MOST_FACTS, PIECE, SEALED, GiftRequest, seat_in, take
 from isles.comm.elastic.keys import LIGHTHOUSE, gift_at, sealed
 from isles.comm.elastic.links.guide import Guide, Trusting
-from isles.comm.elastic.session import Session
 from isles.fields import integer, table, text
 from isles.parsing import parse_json
 
@@ -81,7 +79,7 @@ class Giver:
     `expect`.
     """
 
-    session: Session
+    session: ControlSession
     name: str
     notice: Callable[[str], None]
     comes: Callable[[str], bool] = lambda what: True
@@ -90,7 +88,7 @@ class Giver:
     _offers: dict[int, _Offer] = field(default_factory=dict)  # by number, the newest last
     _open: dict[str, int] = field(default_factory=dict)  # what a new taker gets
     _made: int = 0
-    _coming: dict[int, tuple[str, threading.Thread]] = field(default_factory=dict)  # by number: being written
+    _coming: dict[int, tuple[str, SideWork]] = field(default_factory=dict)  # by number: being written
     _waiting: list[tuple[str, int, int, Query]] = field(default_factory=list)  # for what is not there yet
 
     def __post_init__(self) -> None:
@@ -99,22 +97,20 @@ class Giver:
     def offer(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = is_written) -> None:
         """Give the file at `path` to whoever asks for `what` from now on; it is this giver's, which removes it once
         newer ones have taken its place and that of `_KEPT` before it. Returns at once. facts: JSON-able, told beside.
-        write: puts the file there, in a thread of its own.
+        write: puts the file there, beside all else.
         """
         self._made += 1
         number = self._made
-        thread = threading.Thread(
-            target=self._make, args=(number, what, path, facts, write), name="isles-gift", daemon=True
-        )
-        self._coming[number] = what, thread
-        thread.start()
+        work = self.session.aside(partial(self._make, number, what, path, facts, write))
+        self._coming[number] = what, work
+        work.start()
 
     def is_wanted(self, what: str) -> bool:
         """Whether somebody has asked for what is neither there nor on its way."""
         return any(asked == what for asked, *_ in [*self._waiting]) and not self._is_coming(what)
 
     def expect(self, comes: Callable[[str], bool]) -> None:
-        """comes: whether what is not there may still come, by its name; called in the session's thread. Who asks for
+        """comes: whether what is not there may still come, by its name; called in a callback. Who asks for
         something else is told so at once, and asks elsewhere.
         """
         self.comes = comes
@@ -140,11 +136,11 @@ class Giver:
 
     def close(self) -> None:
         """Wait until files that are being written are whole."""
-        for _, thread in [*self._coming.values()]:
-            thread.join(_CLOSING)
+        for _, work in [*self._coming.values()]:
+            work.join(_CLOSING)
 
     def _make(self, number: int, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
-        """Write the file, and find its length and checksum; in a thread of its own."""
+        """Write the file, and find its length and checksum; beside all else."""
         made: _Offer | OSError
         try:
             write(path)
@@ -158,7 +154,7 @@ class Giver:
         self.session.later(lambda: self._take_in(number, what, made))
 
     def _take_in(self, number: int, what: str, made: _Offer | OSError) -> None:
-        """Offer a file that was written, or refuse whoever waits for one that could not be. In the session's thread."""
+        """Offer a file that was written, or refuse whoever waits for one that could not be. In a callback."""
         is_needed = self._coming.pop(number, None) is not None
         if isinstance(made, OSError):
             self.notice(f"what another worker asked for could not be written: {made}; it will ask a third one")
@@ -210,7 +206,7 @@ class Giver:
         return sealed(self.guide.expected(taker), SEALED + asked, data) + data if by_seat else data
 
     def _answer(self) -> None:
-        """Tell those who wait for what is there now. In the session's thread."""
+        """Tell those who wait for what is there now. In a callback."""
         waiting, self._waiting = self._waiting, []
         for what, after, taker, query in waiting:
             number = self._open.get(what)

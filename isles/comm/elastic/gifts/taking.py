@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import hmac
 import json
-import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isles.comm.elastic.control import ControlSession
 from isles.comm.elastic.keys import LIGHTHOUSE, PROOF, gift_at, sealed
 from isles.comm.elastic.links.guide import Trusting
-from isles.comm.elastic.session import Session
 from isles.fields import Unfit, integer, table
 from isles.parsing import parse_json
 
@@ -77,7 +75,7 @@ def seat_in(name: str) -> int:
 
 
 def take(
-    session: Session,
+    session: ControlSession,
     asked: GiftRequest,
     path: Path,
     taker: int = -1,
@@ -88,7 +86,7 @@ def take(
     """Fetch a gift into the file `path`; what is said beside it. taker: the seat that asks; -1: the lighthouse.
     introduction: of the taker to a seat, see `Guide`. lost: whether the giver is gone.
 
-    NotGiven where it does not come, is too long, or is not what was offered. Not to be called in the session's thread.
+    NotGiven where it does not come, is too long, or is not what was offered. Not for callbacks.
     """
     taking = _Taking(session, asked, taker, introduction, lost)
     facts = taking.open(asked.patience)
@@ -106,11 +104,11 @@ def take(
 
 
 class _Taking:
-    """One fetch. Answers come in the session's thread; the taker waits for them in its own."""
+    """One fetch. Answers come in callbacks; the taker waits for them in its own thread."""
 
     def __init__(
         self,
-        session: Session,
+        session: ControlSession,
         asked: GiftRequest,
         taker: int,
         introduction: Callable[[int], bytes | None],
@@ -120,12 +118,12 @@ class _Taking:
         self._what, self._after, self._newest = asked.what, asked.after, asked.newest
         self._giver, self._introduction, self._word = seat_in(asked.giver), introduction, b""
         self._answers: dict[int, _Answer] = {}
-        self._changed = threading.Condition()
+        self._changed = session.condition()
 
     def open(self, seconds: float) -> dict[str, Any]:
         """Length, number and facts, once it is offered."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        until = self._session.now() + seconds
+        while self._session.now() < until:
             reply = refusal = None
             if self._is_introduced():
                 self._post(-1, 0, min(seconds, 5.0))
@@ -136,7 +134,8 @@ class _Taking:
                 raise NotOffered("there is none")
             if self._lost():
                 raise NotGiven("it is gone")
-            time.sleep(_AGAIN)
+            with self._changed:
+                self._changed.wait_for(lambda: False, _AGAIN)
         raise NotGiven(f"nothing came within {seconds:g} s")
 
     def _is_introduced(self) -> bool:
@@ -185,9 +184,9 @@ class _Taking:
         return None
 
     def _wait(self, offset: int, seconds: float) -> _Answer:
-        until = time.monotonic() + seconds + 1.0
+        until = self._session.now() + seconds + 1.0
         with self._changed:
-            while offset not in self._answers and time.monotonic() < until:
+            while offset not in self._answers and self._session.now() < until:
                 if self._lost():
                     raise NotGiven("it is gone")
                 self._changed.wait_for(lambda: offset in self._answers, min(_AGAIN, seconds + 1.0))

@@ -12,9 +12,7 @@ from collections.abc import Callable, Collection
 from typing_extensions import override
 
 from isles.comm.gloo.life import Life
-
-_PATIENT = 1.0  # seconds without a doubt
-_AGAIN = 0.25  # seconds until the next question about the same one
+from isles.comm.transport import DOUBT_AFTER, DOUBT_EVERY
 
 
 class Doubts(Life):
@@ -27,10 +25,10 @@ class Doubts(Life):
 
     @override
     def awaited(self, peers: Collection[int | None], seconds: float) -> None:
-        if seconds < _PATIENT:
+        if seconds < DOUBT_AFTER:
             return
         now = time.monotonic()
-        self._asked = {seat: at for seat, at in self._asked.items() if now - at < _AGAIN}
+        self._asked = {seat: at for seat, at in self._asked.items() if now - at < DOUBT_EVERY}
         for seat in peers:
             if seat is not None and seat not in self._asked:
                 self._asked[seat] = now

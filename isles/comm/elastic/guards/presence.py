@@ -90,11 +90,14 @@ class Presence:
         self._quiet = {s: at for s, at in self._quiet.items() if self._now - at < _QUIET} | {seat: self._now}
         return [other for other in self._heard if other != seat]
 
-    def silent(self, at: float) -> list[int]:
-        """Look, at a moment of any clock. Who is gone now, for it has said nothing; each is named once."""
+    def _pass(self, at: float) -> None:
         if self._looked_at is not None:
             self._now += min(at - self._looked_at, _LOOK)
         self._looked_at = at
+
+    def silent(self, at: float) -> list[int]:
+        """Look, at a moment of any clock. Who is gone now, for it has said nothing; each is named once."""
+        self._pass(at)
         found = [s for s, heard in self._heard.items() if self._now - heard > SILENT and s not in self._mute]
         self._mute |= {*found}
         return found

@@ -23,12 +23,15 @@ from typing_extensions import override
 
 from isles.comm.elastic.calls import RoundsAssembly
 from isles.comm.elastic.company import Company
+from isles.comm.elastic.gifts.giving import Giver
+from isles.comm.elastic.guards.presence import SILENT
 from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.keys import SeatKeys
+from isles.comm.elastic.keys import LIGHTHOUSE, SeatKeys
 from isles.comm.elastic.lighthouse import GRACE, Lighthouse
 from isles.comm.elastic.messages import Entry, Over
 from isles.comm.elastic.orders import Rules
 from isles.comm.errors import PeerLost
+from isles.comm.virtual.churn.presence import KnownPresence, VirtualListener
 from isles.comm.virtual.churn.session import BACK, VirtualNetwork, VirtualSession
 from isles.comm.virtual.scheduler import Scheduler
 from isles.comm.virtual.transport import VirtualTransport
@@ -78,13 +81,14 @@ class VirtualMeeting:
         self.companies: dict[int, Company] = {}
         self.finished: set[int] = set()
         self.is_over = False
+        self._paused_at: dict[int, float] = {}
         self._lighthouse: Lighthouse | None = None
         self._ticks_at = -1.0
 
     def open(self, scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport]) -> None:
         """Before the workers' threads begin: have everything happen at its time."""
         self.scheduler, self.wire, self.transports = scheduler, wire, transports
-        self.timeline, self.network = scheduler.timeline, VirtualNetwork(scheduler)
+        self.timeline, self.network = scheduler.timeline, VirtualNetwork(scheduler, wire)
         self.network.asked = self._asked
         self._cut, self._keys = self.network.cut, _Keys()
         self.sessions = [VirtualSession(self.network, worker) for worker in scheduler.workers]
@@ -153,7 +157,9 @@ class VirtualMeeting:
             return
         self.lives[seat] = self.timeline.now, None
         self._lighthouse.act(lambda now: self._assembly.join(now, "virtual"))
-        company = self.companies[seat] = Company(self.sessions[seat], Entry(seat, self._keys.of(seat)))
+        entry = Entry(seat, self._keys.of(seat))
+        company = self.companies[seat] = Company(self.sessions[seat], entry, VirtualListener(self.wire, seat))
+        self.transports[seat].doubt = partial(self._doubt, company)
         for other in self.lives:
             if self.lives[other][1] is not None or other in self._cut:
                 company.connection(other, broken=True)
@@ -162,7 +168,6 @@ class VirtualMeeting:
     def _kill(self, seat: int) -> None:
         self.counts["deaths"] += 1
         self.lives[seat] = self.lives[seat][0], self.timeline.now
-        self.sessions[seat].is_dead = True
         self.sessions[seat].close()
         self.wire.dead(seat)
         self.transports[seat].died(self.timeline.now, PeerLost(seat, "it died"))
@@ -189,19 +194,32 @@ class VirtualMeeting:
 
     def _pause(self, seat: int) -> None:
         self.counts["pauses"] += 1
-        if self.scheduler.workers[seat].back(self.timeline.now) > self.timeline.now + self.lease:
-            self._at(self.timeline.now + self.lease, partial(self._once_there, seat, self._break))
+        now = self._paused_at[seat] = self.timeline.now
+        back = self.scheduler.workers[seat].back(now)
+        if back > now + self.lease:
+            self._at(now + self.lease, partial(self._once_there, seat, self._break))
+        if back > now + SILENT:
+            self._at(now + SILENT, partial(self._once_there, seat, lambda _: self._tick()))
 
     def _resume(self, seat: int) -> None:
-        if seat not in self._cut:
-            return
-        self._cut.discard(seat)
-        self.wire.mend(seat)
-        for other in self.alive():
-            if other not in self._cut:
-                self.companies[other].connection(seat, broken=False)
-        self._seen(seat, there=True)
+        if seat in self._cut:
+            self._cut.discard(seat)
+            self.wire.mend(seat)
+            for other in self.alive():
+                if other not in self._cut:
+                    self.companies[other].connection(seat, broken=False)
+            self._seen(seat, there=True)
         self._poke(seat)
+
+    def _doubt(self, company: Company, seat: int) -> None:
+        """`company` waits for `seat`: that one has just spoken, if it is there, so nobody need be asked."""
+        if self.scheduler.workers[seat].back(self.timeline.now) > self.timeline.now:
+            company.doubt(seat)
+
+    def _tick(self) -> None:
+        if self._lighthouse is not None:
+            self._lighthouse.tick()
+            self._mind_graces()
 
     def _outage(self, seconds: float) -> None:
         if self.is_over or self._lighthouse is None:
@@ -223,16 +241,18 @@ class VirtualMeeting:
             config="",
             version="",
             heard=self._heard,
+            presence=KnownPresence(self.scheduler, self._paused_at),
         )
+        Giver(self._session, LIGHTHOUSE, lambda line: None, comes=lambda what: False)  # it keeps no states
         return self._lighthouse
 
     def _restart(self) -> None:
         now = self.timeline.now
-        lit = self._light(RoundsAssembly(self.rules, self.journal, until=now + GRACE))
+        self._light(RoundsAssembly(self.rules, self.journal, until=now + GRACE))
         for seat in self.alive():
             if seat not in self._cut:
                 self._at(now + BACK, partial(self._return, seat))
-        self._session.later(lit.tick, GRACE)
+        self._session.later(self._tick, GRACE)
 
     def _return(self, seat: int) -> None:
         if self._lighthouse is not None and self.lives[seat][1] is None and seat not in self._cut:
@@ -264,7 +284,7 @@ class VirtualMeeting:
         end = self._assembly.ballots.graces.next
         if self._lighthouse is not None and end is not None and end > self.timeline.now and end != self._ticks_at:
             self._ticks_at = end
-            self._session.later(self._lighthouse.tick, end - self.timeline.now)
+            self._session.later(self._tick, end - self.timeline.now)
 
     def _look(self) -> None:
         """The run is over once all that are in it have done their last round."""

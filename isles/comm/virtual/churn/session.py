@@ -13,26 +13,35 @@ import math
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import count
 from typing import Any
+
+import torch
 
 from isles.comm.elastic.control import Answered, Query
 from isles.comm.elastic.guards.refusals import Refusals
+from isles.comm.tags import Tag
 from isles.comm.virtual.scheduler import Scheduler, VirtualWorker
+from isles.comm.virtual.transfer import VirtualWork
+from isles.comm.virtual.wire import VirtualWire
 from isles.network.engine import ARRIVED, LAST, Event, EventQueue
 
 WAY = 0.02
 """Seconds that a word takes."""
 BACK = 0.5
 """Seconds until a worker finds the lighthouse again."""
+_LONG = 1024  # bytes from which on an answer of one worker to another takes what the links say
+_NUMBERS = 1 << 30  # of such messages, apart from those of control
 
 
 class VirtualNetwork:
-    """Where all sessions of a run meet. cut: seats that reach nobody now. asked: called when a question has been dealt
-    with.
+    """Where all sessions of a run meet; long answers of one worker to another go over `wire`. cut: seats that reach
+    nobody now. asked: called when a question has been dealt with.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler, self.timeline = scheduler, scheduler.timeline
+    def __init__(self, scheduler: Scheduler, wire: VirtualWire) -> None:
+        self.scheduler, self.timeline, self._wire = scheduler, scheduler.timeline, wire
+        self._carried = count(_NUMBERS)
         self.cut: set[int] = set()
         self.asked: Callable[[], None] = lambda: None
         self.serving: dict[str, tuple[VirtualSession, Callable[[Query], None]]] = {}
@@ -43,11 +52,42 @@ class VirtualNetwork:
         found = self.serving.get(key)
         return found if found is not None and found[0].is_open else None
 
+    def carry(self, source: int, target: int, data: bytes, come: Callable[[bool], None]) -> None:
+        """Over the lines of both workers; `come` is told whether it has come."""
+        workers, tag = self.scheduler.workers, Tag("control", next(self._carried))
+        out = torch.empty(len(data), dtype=torch.uint8, device="cpu")
+        receive = VirtualWork(workers[target], source, out, None)
+        receive.waiter = _Carried(come)
+        self._wire.recv(target, source, tag, receive)
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._wire.send(source, target, sent, tag, VirtualWork(workers[source], target, None, None))
+
     def seen(self, key: str, there: bool) -> None:
         """What is present under `key` comes or goes, now."""
         for session, keys, changed in [*self.watching]:
             if session.is_open and fnmatchcase(key, keys):
                 changed(key, there)
+
+
+class _Carried:
+    """Waits for a message."""
+
+    def __init__(self, come: Callable[[bool], None]) -> None:
+        self._come = come
+
+    def one_done(self, work: VirtualWork) -> None:
+        """It has come, or never will."""
+        self._come(work.error is None)
+
+
+class _Aside:
+    """See `isles.comm.elastic.control.SideWork`; it takes no time."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.start = work
+
+    def join(self, timeout: float | None = None) -> None:
+        """It is done."""
 
 
 class VirtualQuery:
@@ -147,7 +187,7 @@ class VirtualSession:
     relayed = 0
 
     def __init__(self, network: VirtualNetwork, worker: VirtualWorker | None = None) -> None:
-        self.refused, self.taken, self.is_open, self.is_dead = Refusals(), 0, True, False
+        self.refused, self.taken, self.is_open = Refusals(), 0, True
         self._network, self._worker, self._timeline = network, worker, network.timeline
         self._rank = -1 if worker is None else worker.rank
 
@@ -167,6 +207,10 @@ class VirtualSession:
         with self.condition():
             return VirtualTimer(self._timeline, self._at(self._timeline.now + seconds, self._rank, call))
 
+    def aside(self, work: Callable[[], None]) -> _Aside:
+        """What does `work` once it is started: at once."""
+        return _Aside(work)
+
     def serve(self, key: str, answer: Callable[[Query], None]) -> None:
         """Have `answer` called with every question to `key`."""
         self._network.serving[key] = self, answer
@@ -182,23 +226,30 @@ class VirtualSession:
         urgent: bool = False,
     ) -> None:
         """Ask whoever serves `key`."""
-        network, timeline = self._network, self._timeline
+        network, timeline, once = self._network, self._timeline, [answered]
+
+        def settle(reply: bytes | None, refusal: bytes | None) -> None:
+            if once:
+                once.pop()(reply, refusal)
 
         def arrive() -> None:
             found = None if self._rank in network.cut else network.served(key)
             if found is None:
-                self._at(timeline.now + BACK, self._rank, partial(answered, None, None))
+                self._at(timeline.now + BACK, self._rank, partial(settle, None, None))
                 return
             other, answer = found
 
-            def settle(after: float, reply: bytes | None, refusal: bytes | None) -> None:
-                if once:
-                    self._at(timeline.now + after, max(self._rank, other._rank), partial(once.pop(), reply, refusal))
+            def answer_with(reply: bytes | None, refusal: bytes | None) -> None:
+                if reply is not None and len(reply) > _LONG and min(self._rank, other._rank) >= 0:
+                    network.carry(other._rank, self._rank, reply, lambda come: settle(reply if come else None, None))
+                else:
+                    self._at(timeline.now + WAY, max(self._rank, other._rank), partial(settle, reply, refusal))
+                answers.append(reply)
 
-            once = [answered]
-            answer(VirtualQuery(payload, attachment or b"", partial(settle, WAY)))
-            if once:
-                self._at(timeline.now + seconds, self._rank, partial(settle, 0.0, None, None))
+            answers: list[bytes | None] = []
+            answer(VirtualQuery(payload, attachment or b"", answer_with))
+            if not answers or len(answers[0] or b"") > _LONG:
+                self._at(timeline.now + seconds, self._rank, partial(settle, None, None))
             network.asked()
 
         with self.condition():
@@ -220,11 +271,6 @@ class VirtualSession:
     def back(self, time: float) -> float:
         """`time` if its worker is not paused then, else when it is back."""
         return time if self._worker is None else self._worker.back(time)
-
-    @property
-    def is_away(self) -> bool:
-        """Whether its worker is paused or dead now."""
-        return self.is_dead or self.back(self._timeline.now) > self._timeline.now
 
     def close(self) -> None:
         """Be gone: nothing comes any more."""

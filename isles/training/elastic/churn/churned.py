@@ -15,12 +15,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.journal import NAME
 from isles.comm.elastic.record import EXCHANGES, from_line
-from isles.comm.virtual.churn.gifts import VirtualGifts
 from isles.comm.virtual.churn.meeting import VirtualMeeting
 from isles.comm.virtual.transport import VirtualTransport
 from isles.data import Corpus, load_corpus
@@ -28,7 +29,7 @@ from isles.durable import write_text
 from isles.training.churn import ChurnedWorkers
 from isles.training.config.sections import Config
 from isles.training.elastic.figures import figures
-from isles.training.elastic.given import MODEL
+from isles.training.elastic.given import MODEL, giver_of
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.lighthouse.averaging import consolidate, spread
 from isles.training.elastic.lighthouse.keeper import MODEL_FILE
@@ -62,7 +63,6 @@ class ChurnedRun:
         self.summary: SummaryTable = {}
         self.judged: list[float | None] = []
         self.lines: list[dict[str, Any]] = []
-        self._gifts: dict[str, VirtualGifts] = {}
 
     def run(self) -> SummaryTable:
         """To its end. ValueError: `out` holds a run already, or cannot be made. A worker's failure is raised as it
@@ -89,9 +89,23 @@ class ChurnedRun:
                 return
             own = folder / str(transport.rank)
             own.mkdir()
-            gifts = VirtualGifts(transport, self.meeting.sessions[transport.rank], company, self._gifts)
+
+            def lost(giver: str) -> bool:
+                return giver.isdecimal() and company.lost(int(giver))
+
+            gifts = Giver(company.session, giver_of(company.seat, 0), self._notice, lost=lost)
             leaving = self.meeting.leaving[transport.rank]
-            worker = Participant(self.config, company, transport, gifts, corpus, own, self._notice, leaving=leaving)
+            worker = Participant(
+                self.config,
+                company,
+                transport,
+                gifts,
+                corpus,
+                own,
+                self._notice,
+                over=partial(transport.over, "outer"),
+                leaving=leaving,
+            )
             self._made(worker)
             try:
                 worker.run()
