@@ -4,12 +4,11 @@ as that alone. Unfit: it is not as it must be.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from isles.errors import printable
 
@@ -28,13 +27,23 @@ def _one_line(value: str) -> str:
     return value
 
 
+def _whole(value: Any) -> Any:
+    """A text without halves of surrogates, which JSON has and UTF-8 has not."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
 MANY = Field(max_length=1 << 16)
 """Of any list."""
 Int = Annotated[int, Field(strict=True, gt=-_LARGEST, lt=_LARGEST)]
 Ints = Annotated[tuple[Int, ...], MANY]
 Float = Annotated[float, Field(strict=True, gt=-1e300, lt=1e300, allow_inf_nan=False)]
 Bool = Annotated[bool, Field(strict=True)]
+Nonnegative = Annotated[Float, Field(ge=0)]
+Port = Annotated[int, Field(strict=True, ge=1, le=LAST_PORT)]
 Str = Annotated[str, Field(strict=True, max_length=4096), AfterValidator(_one_line)]
+UTF8 = BeforeValidator(_whole)
+OneLine = Annotated[str, UTF8, Field(strict=True, max_length=200), AfterValidator(printable)]
+"""Whatever it holds, it comes as a line that may be printed."""
 
 
 class Exact:
@@ -80,6 +89,11 @@ def _read(validate: Callable[[Any], Any], value: Any, *root: str) -> Any:
         raise Unfit(printable(f"{where}: {first['msg'].removeprefix('Value error, ')}", 150)) from None
 
 
+def value_of(message: Mapping[str, Any], key: str, kind: Any) -> Any:
+    """message[key], as a `kind`."""
+    return read(kind, message.get(key), key)
+
+
 def table(value: Any, what: str) -> dict[str, Any]:
     """A JSON object."""
     if not isinstance(value, dict):
@@ -93,30 +107,3 @@ def integer(message: Mapping[str, Any], key: str, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise Unfit(f"{key} is no whole number from {low} to {high}")
     return value
-
-
-def port(message: Mapping[str, Any], key: str) -> int:
-    """A TCP port."""
-    return integer(message, key, 1, LAST_PORT)
-
-
-def number(message: Mapping[str, Any], key: str, low: float = 0.0) -> float:
-    """A finite number that is not below `low`."""
-    value = message.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Unfit(f"{key} is no number")
-    try:
-        found = float(value)
-    except OverflowError:
-        found = math.inf
-    if not math.isfinite(found) or found < low:
-        raise Unfit(f"{key} is no number from {low:g} on")
-    return found
-
-
-def text(message: Mapping[str, Any], key: str, longest: int = 200) -> str:
-    """A text, as one line that may be printed."""
-    value = message.get(key)
-    if not isinstance(value, str) or len(value) > longest:
-        raise Unfit(f"{key} is no text of at most {longest} characters")
-    return printable(value)

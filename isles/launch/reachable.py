@@ -14,7 +14,7 @@ import contextlib
 import secrets
 from pathlib import Path
 
-from isles.fields import table, text
+from isles.fields import OneLine, table, value_of
 from isles.launch.addresses import listen
 from isles.launch.frames import packed
 from isles.launch.link import LinkLost, close, connect, heard
@@ -44,7 +44,7 @@ class EchoServer:
 
 async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     asked = table(await heard(reader, _LONGEST), "the question")
-    writer.write(packed({"echoed": text(asked, "echo", 64)}))
+    writer.write(packed({"echoed": value_of(asked, "echo", OneLine)}))
     await close(writer)
 
 

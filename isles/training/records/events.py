@@ -13,18 +13,22 @@ import math
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import AfterValidator, Field
 
 from isles.comm.errors import NodeLost
-from isles.fields import Unfit, integer, number, table, text
+from isles.errors import printable
+from isles.fields import UTF8, Float, Unfit, integer, table, value_of
 from isles.schema import TASK_KINDS, USAGE, Metrics
 from isles.training.config.sections import Config, RunConfig
 from isles.training.records.spread import WEIGHTS
 from isles.training.records.timeline import KEPT
 
 _COUNT = 1 << 63
+_Notice = Annotated[str, UTF8, Field(strict=True, max_length=4000), AfterValidator(printable)]
 _WORDS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_Digest = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
 _LINE = tuple(field.name for field in fields(Metrics))
 _OPTIONAL = ("val_loss", *USAGE)
 _KINDS = ("compute", "away", "blocked", "transfer", *TASK_KINDS.values())
@@ -62,13 +66,13 @@ class Schema:
         """One of those that `Records.take` knows; of these ranks."""
         keys = set(event)
         if keys == {"notice"}:
-            return {"notice": text(event, "notice", 4000)}
+            return {"notice": value_of(event, "notice", _Notice)}
         if keys == {"left", "notice"}:
-            return {"left": _rank(event, "left", ranks), "notice": text(event, "notice", 4000)}
+            return {"left": _rank(event, "left", ranks), "notice": value_of(event, "notice", _Notice)}
         if keys == {"checkpoint", "worker"}:
             return {"checkpoint": self._step(event, "checkpoint"), "worker": _rank(event, "worker", ranks)}
         if keys == {"corpus", "rank"}:
-            return {"corpus": _digest(event, "corpus"), "rank": _rank(event, "rank", ranks)}
+            return {"corpus": value_of(event, "corpus", _Digest), "rank": _rank(event, "rank", ranks)}
         if keys == {"sample", "weights", "step", "worker"}:
             weights = integer(event, "weights", 1, _COUNT)
             return {"sample": _sample(event), "weights": weights, **self._place(event, ranks)}
@@ -87,7 +91,7 @@ class Schema:
         for key in ("tokens", "bytes_sent", "bytes_received"):
             kept[key] = integer(event, key, 0, _COUNT)
         for key in ("blocked_seconds", "compute_seconds", "clock_seconds"):
-            kept[key] = number(event, key, -math.inf)
+            kept[key] = value_of(event, key, Float)
         for key in ("loss", "lr", *(key for key in _OPTIONAL if key in event), *gauges):
             kept[key] = _figure(event, key)
         return {key: kept[key] for key in event}
@@ -96,7 +100,7 @@ class Schema:
         kind, channel = span.get("kind"), span.get("channel")
         if kind not in _KINDS or channel not in _CHANNELS:
             raise Unfit("a span of no kind that isles has")
-        times = {key: number(span, key, -math.inf) for key in ("start", "end")}
+        times = {key: value_of(span, key, Float) for key in ("start", "end")}
         task = {"microbatch": integer(span, "microbatch", 0, _COUNT)} if kind in TASK_KINDS.values() else {}
         return {**self._place(span, ranks), "kind": kind, "channel": channel, **times, **task}
 
@@ -140,9 +144,9 @@ def _result(result: dict[str, Any]) -> dict[str, Any]:
         raise Unfit("a result with a figure missing, or one that cannot be")
     kept |= {key: _figure(result, key) for key in ("val_loss", "val_loss_replica")}
     digest, memory = result["corpus_sha256"], result["memory"]
-    kept["corpus_sha256"] = "" if digest == "" else _digest(result, "corpus_sha256")
+    kept["corpus_sha256"] = "" if digest == "" else value_of(result, "corpus_sha256", _Digest)
     kept["memory"] = None if memory is None else {
-        key: text(memory, key, 4000) if isinstance(memory[key], str) else _figure(memory, key)
+        key: value_of(memory, key, _Notice) if isinstance(memory[key], str) else _figure(memory, key)
         for key in table(memory, "memory") if _WORDS.fullmatch(key)
     }  # fmt: skip
     kept["channels"] = {
@@ -171,13 +175,6 @@ def _figure(event: Mapping[str, Any], key: str) -> float | None:
         or (isinstance(value, int) and abs(value) > _COUNT)
     ):
         raise Unfit(f"{key} is no number")
-    return value
-
-
-def _digest(event: Mapping[str, Any], key: str) -> str:
-    value = event.get(key)
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise Unfit(f"{key} is no SHA-256")
     return value
 
 

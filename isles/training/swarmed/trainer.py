@@ -19,7 +19,7 @@ from isles.comm.errors import Malformed
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster
 from isles.data import Corpus
-from isles.fields import integer, number
+from isles.fields import Nonnegative, integer, value_of
 from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.parsing import parse_json
@@ -265,7 +265,7 @@ def _read(given: Tensor, last: int) -> Any:
         tensors = load(given.numpy().tobytes())
         state = join_state(parse_json(tensors.pop(_STRUCTURE).numpy().tobytes()), tensors)
         integer(state, "steps", 0, last)
-        number(state, "norm")
+        value_of(state, "norm", Nonnegative)
         return state
     except (SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise Malformed(-1, f"a stage's state that is none: {str(error).splitlines()[0][:120]}") from error
