@@ -26,6 +26,7 @@ from isles.comm.tags import Tag
 from isles.replicas.loop.fragment import Flight
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
 from tests.training.elastic.processes import Processes
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
@@ -237,11 +238,11 @@ def test_they_come_and_go(tmp_path: Path, method: str) -> None:
         third.send_signal(signal.SIGINT)
         world.until(lambda: third.poll() is not None)
         assert third.returncode == 0, world.logs()
-        world.until(lambda: list((world.out / "states").glob("round-*-place-1*")))
+        world.until(lambda: list((world.out / "states").glob("step-*/manifest.json")))
         for pid in workers_of(founders[0].pid):
             os.kill(pid, signal.SIGKILL)
         world.until(lambda: founders[0].poll() is not None)
-        kept = max(int(path.name.split("-")[1]) for path in (world.out / "states").glob("round-*-place-1*"))
+        kept = max(Checkpoints(world.out, "states").steps())
         for _ in range(2):
             world.join()
         world.until(lambda: min(newest(3), newest(4)) >= kept + 10, 120.0)

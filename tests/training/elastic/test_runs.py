@@ -150,7 +150,7 @@ def test_the_lighthouse_is_put_out_and_lit_again(tmp_path: Path) -> None:
     """
     world = Run(small(tmp_path, 60_000, 2, "run.checkpoint_every=50"), tmp_path / "run")
     first, second = world.join(), world.join()
-    world.until(lambda: list((world.out / "states").glob("round-*")))
+    world.until(lambda: list((world.out / "states").glob("step-*/manifest.json")))
     world.stop()
     assert world.summary is None  # stopped, not over
     before = world.step(first)

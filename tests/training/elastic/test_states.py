@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import isles
@@ -26,9 +25,9 @@ from isles.replicas.loop.outer import OuterSync
 from isles.training.config.world import JoinState
 from isles.training.elastic.beginning import Beginning
 from isles.training.elastic.given import STATE
-from isles.training.elastic.lighthouse.kept import KeptStates
 from isles.training.elastic.means import Means
 from isles.training.elastic.states import FRESH, States
+from isles.training.records.checkpoint import Checkpoints
 from tests.comm.elastic.sessions import router
 
 pytest.importorskip("zenoh")
@@ -202,27 +201,30 @@ def test_a_donor_of_100_mb_goes_on(tmp_path: Path) -> None:
     isles.run_virtual(worker, 1)
 
 
-def kept_rounds(folder: Path, damaged: Sequence[int]) -> list[str]:
-    """Which are begun with of rounds 3 and 5, and what is told."""
+def kept_rounds(folder: Path, damaged: Sequence[int]) -> list[Any]:
+    """Which is begun with of rounds 3 and 5, and what is told."""
+    kept = Checkpoints(folder, "states")
     for round in (3, 5):
-        path = folder / f"round-{round}-place-0.safetensors"
-        save_file({"w": torch.zeros(100)}, path)
+        kept.write_shard(round, 0, {"w": torch.zeros(100)})
+        kept.commit(round, [0], {}, keep=0)
         if round in damaged:
-            os.truncate(path, 100)
+            with kept.shard(round, 0).open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"?")
     told: list[str] = []
-    return [path.name for path in KeptStates(folder, 1).looked_at(told.append)] + told
+    return [kept.newest_sound(told.append), *told]
 
 
 def test_a_damaged_state_is_not_begun_with(tmp_path: Path) -> None:
     """But the one before, which is said; where there is none the run does not begin anew in its stead."""
-    assert kept_rounds(tmp_path, []) == ["round-5-place-0.safetensors"]
-    assert kept_rounds(tmp_path, [3]) == ["round-5-place-0.safetensors"]
+    assert kept_rounds(tmp_path, []) == [5]
+    assert kept_rounds(tmp_path, [3]) == [5]
     before, told = kept_rounds(tmp_path, [5])
-    assert before == "round-3-place-0.safetensors"
-    assert "round-5-place-0.safetensors: is damaged, so the run goes on from round 3" in told
+    assert before == 3
+    assert "step-5/worker-0.safetensors: is damaged, so the run goes on from round 3" in told
     with pytest.raises(ValueError, match="no state there is whole: restore one, or start a new run"):
         kept_rounds(tmp_path, [3, 5])
-    assert KeptStates(tmp_path / "none", 1).looked_at(print) == []
+    assert Checkpoints(tmp_path / "none").newest_sound(print) is None
 
 
 class Told:
