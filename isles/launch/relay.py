@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Sequence
 from multiprocessing.connection import wait
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from typing_extensions import override
 
 from isles.comm.errors import NodeLost, WorkerFailed, from_plain, to_plain
 from isles.errors import printable
-from isles.fields import Int, Unfit, integer, read
+from isles.fields import MANY, Int, Unfit, integer, read
 from isles.launch.link import Link, LinkLost
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import WorkerMessage, WorkerProcesses
@@ -31,7 +31,8 @@ _WORKERS = ("joined", "beat", "event", "held", "done", "error")  # what a launch
 _LAUNCHERS = ("interrupt", "leaving")
 _SIGNS = ("joined", "beat")
 _COUNT = 1 << 63
-_Order = Literal["hold", "close"] | tuple[Literal["stop", "lost"], Int] | tuple[Literal["moved"], list[Int]]
+_Counts = Annotated[list[Int], MANY]
+_Order = Literal["hold", "close"] | tuple[Literal["stop", "lost"], Int] | tuple[Literal["moved"], _Counts]
 _ERRORS = ("error", "leaving")
 MessageCheck = Callable[[str, Any, Container[int]], Any]
 """(kind, value, ranks) of a message of another machine about its workers -> the value, fit for use. Raises

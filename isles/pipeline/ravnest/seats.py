@@ -6,15 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
-from isles.fields import Int, Ints, Unfit, read
+from isles.fields import MANY, Int, Ints, Unfit, read
 from isles.network.clusters.growing import ClusterGrowth, Cuts
 from isles.network.clusters.nodes import ClusterNode
 from isles.network.clusters.telling import heard, is_told
 
-_Set = frozenset[Int]
-_Plain = tuple[tuple[Ints, ...], tuple[Ints, ...], Ints, _Set, _Set, tuple[tuple[Int, Int], ...], _Set]
+_Rows = Annotated[tuple[Ints, ...], MANY]
+_Set = Annotated[frozenset[Int], MANY]
+_Plain = tuple[_Rows, _Rows, Ints, _Set, _Set, Annotated[tuple[tuple[Int, Int], ...], MANY], _Set]
 
 
 @dataclass(frozen=True, slots=True)

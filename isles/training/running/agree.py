@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from isles.comm.credentials import read
-from isles.fields import Unfit, value_of
+from isles.fields import MANY, Int, Unfit, value_of
 from isles.launch import rendezvous
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.parsing import parse_toml
@@ -27,7 +27,7 @@ from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.tokens import host_credentials, node_token
 
 _SHOWN = 3  # differing keys that are named
-_Steps = list[Annotated[int, Field(strict=True, ge=0, le=1 << 53)]] | None
+_Steps = Annotated[list[Annotated[Int, Field(ge=0)]], MANY] | None
 _OPEN = (
     "what the workers send each other is neither encrypted nor checked for its sender: stay in a network of your own, "
     "or in WireGuard (docs/two-machines.md)"

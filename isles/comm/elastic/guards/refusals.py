@@ -24,7 +24,7 @@ _Rows = Annotated[
             Annotated[int, Field(strict=True, gt=0, lt=1 << 53)],
         ]
     ],
-    Field(max_length=_MOST + 1),
+    Field(max_length=_MOST + 1, fail_fast=True),
 ]
 
 
