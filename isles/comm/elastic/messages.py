@@ -280,7 +280,8 @@ KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Messa
 
 def encode(message: Any) -> bytes:
     """One line of JSON, without the end of the line."""
-    return to_json({"kind": type(message).__name__.lower(), **_fields(message)})
+    values = {field.name: getattr(message, field.name) for field in fields(message)}
+    return to_json({"kind": type(message).__name__.lower(), **values})
 
 
 def decode(data: bytes, kinds: Mapping[str, type] = KINDS, *, limit: int = MAX_BYTES) -> Any:
@@ -307,7 +308,3 @@ def from_plain(value: Any, kinds: Mapping[str, type] = KINDS) -> Any:
     if kind is None:
         raise ValueError(f"a message of the unknown kind {ascii(value['kind'])[:60]}")
     return read(kind, {key: part for key, part in value.items() if key != "kind"})
-
-
-def _fields(message: Any) -> dict[str, Any]:
-    return {field.name: getattr(message, field.name) for field in fields(message)}

@@ -16,7 +16,7 @@ from isles.comm.errors import Malformed
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster
 from isles.data import Corpus
-from isles.fields import integer, number
+from isles.fields import Nonnegative, integer, value_of
 from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.scheme import Scheme
@@ -256,7 +256,7 @@ def _read(given: Tensor, last: int) -> Any:
     try:
         state = state_from_bytes(given.numpy().tobytes())
         integer(state, "steps", 0, last)
-        number(state, "norm")
+        value_of(state, "norm", Nonnegative)
         return state
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise Malformed(-1, f"a stage's state that is none: {str(error).splitlines()[0][:120]}") from error
