@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost
+from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost, PeerSilent, RoundPassed
 from isles.comm.tags import Tag
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.network.links import Links
@@ -305,3 +305,78 @@ def test_an_error_inside_the_machinery_ends_the_run(monkeypatch):
 
     with pytest.raises(ZeroDivisionError):
         VirtualCluster(3, links=KBIT).run(worker)
+
+
+FAR = Links(bandwidth=8000.0, latency=2.0)
+
+
+def ended_at(transfer, kind, transport):
+    """When a wait is told that it is in vain."""
+    with pytest.raises(kind):
+        transfer.wait()
+    return transport.now()
+
+
+def test_who_sends_to_a_round_that_is_over_is_told_a_latency_after_it_came():
+    """A message of 1 s on the line and 2 s of way, before the round is over or behind it, and 2 s back."""
+
+    def worker(transport):
+        old, new = Tag("outer", 3), Tag("outer", 4)
+        if transport.rank == 2:
+            transport.compute(10.0)
+            transport.over("outer", 3)
+            transport.compute(20.0)
+            send(transport, 0, new).wait()
+            return [recv(transport, 0, new).wait()]
+        transport.compute([0.0, 20.0][transport.rank])
+        send(transport, 2, old)
+        ends = [ended_at(recv(transport, 2, old), RoundPassed, transport)]
+        if transport.rank == 0:  # in the next round it is waited for
+            send(transport, 2, new)
+            ends.append(recv(transport, 2, new).wait())
+        return ends
+
+    # Worker 0's came at 3 s and waited; worker 1's comes at 23 s.
+    assert VirtualCluster(3, links=FAR).run(worker) == [[12.0, 1], [25.0], [1]]
+
+
+def test_nobody_waits_in_an_attempt_of_before():
+    """Neither where it waits already, nor where it begins to later; in the attempt that has begun it does."""
+
+    def worker(transport):
+        if transport.rank == 1:
+            send(transport, 0, Tag("outer", 1, attempt=1)).wait()
+            transport.compute(10.0)
+            return None
+        first, other = recv(transport, 1, Tag("outer", 1)), recv(transport, 1, Tag("outer", 2))
+        with transport._worker:
+            transport._wire.again(0, Tag("outer", 1, attempt=1))
+        assert ended_at(first, RoundPassed, transport) == 0.0
+        assert ended_at(recv(transport, 1, Tag("outer", 1)), RoundPassed, transport) == 0.0
+        assert recv(transport, 1, Tag("outer", 1, attempt=1)).wait() == 1 and not other.done()
+        return transport.now()
+
+    assert VirtualCluster(2, links=FAR).run(worker)[0] == 3.0
+
+
+def test_whoever_stands_still_for_somebody_doubts_and_may_give_up():
+    """After a second, and four times a second from then on; about those alone that it waits for."""
+    doubts = []
+
+    def worker(transport):
+        if transport.rank:
+            transport.compute(100.0)
+            return None
+
+        def doubt(peer):
+            doubts.append((peer, transport.now()))
+            if len(doubts) == 3:
+                transport._wire.end(0, lambda peer, _: peer == 1, PeerSilent)
+
+        transport.doubt = doubt
+        send(transport, 2)
+        transport.compute(0.5)
+        return ended_at(recv(transport, 1), PeerSilent, transport)
+
+    assert VirtualCluster(3, links=FAR).run(worker)[0] == 2.0
+    assert doubts == [(1, 1.5), (1, 1.75), (1, 2.0)]

@@ -161,6 +161,27 @@ def test_one_that_stands_still_is_gone_after_the_lease(tmp_path: Path, lease: fl
     assert len(without) == views
 
 
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_whoever_waits_for_one_that_stands_still_is_told(tmp_path: Path, method: str) -> None:
+    """Within two seconds, where it would wait for up to ten: the round of 4 s then goes on without it, or ends."""
+    config = small(tmp_path, 4, 24, method=method, virtual={"step_seconds": 2.0}, elastic={"lease": 60.0})
+    run = churned(config, [ChurnEvent(13.0, "pause", 1), ChurnEvent(21.0, "resume", 1)], tmp_path)
+    rounds = [line for line in recorded(run.out)[1] if isinstance(line, RoundLine) and line.seat != 1]
+    without = [line for line in rounds if line.outcome == "PeerSilent" or (line.round == 4 and len(line.seats) == 3)]
+    assert without
+    for line in without:
+        began = max(other.at for other in rounds if (other.seat, other.round) == (line.seat, line.round - 1))
+        assert line.at - began < 4.0 + 2.0
+
+
+def test_one_that_says_nothing_for_long_is_gone_whatever_the_lease(tmp_path: Path) -> None:
+    """25 s of a lease of 60: within 10 s it counts as gone, and as back once it goes on."""
+    config = small(tmp_path, 4, 24, virtual={"step_seconds": 2.0}, elastic={"lease": 60.0})
+    run = churned(config, [ChurnEvent(13.0, "pause", 1), ChurnEvent(38.0, "resume", 1)], tmp_path)
+    told = {entry["event"]: entry["at"] for entry in run.meeting.journal if entry.get("seat") == 1}
+    assert 22.0 <= told["gone"] <= 24.0 and 38.0 <= told["back"] <= 38.1
+
+
 def test_nothing_is_saved_and_that_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     config = small(tmp_path, 2, 4)
