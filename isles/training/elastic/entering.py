@@ -24,7 +24,7 @@ from isles.comm.elastic.line import SeatLine
 from isles.comm.elastic.links.direct import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, decode, encode
 from isles.comm.elastic.session import Session, open_session, refuse_number, zenoh
-from isles.comm.elastic.told import EndsWaits, tells_failures
+from isles.comm.elastic.told import tells_failures
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
 from isles.data import load_corpus
@@ -133,8 +133,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         corpus = load_corpus(config.data)
         entry = seat_of(session, corpus.sha256, tell)
         places.say("seat", seat=entry.seat, key=entry.key)
-        waits = EndsWaits()
-        company = Company(session, entry, waits)
+        company = Company(session, entry)
         stack.callback(company.close)
         links = listening(stack, entrance, entry, SeatLine(session, entry).ask, 0, tell=tell)
         transport = ElasticTransport(
@@ -148,7 +147,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
             beside=None if places.mesh is None else places.mesh.transport,
         )
         stack.callback(transport.close)
-        waits.transport = transport
+        company.waits = transport
         places.failed = tells_failures(company, 0, places.size)
         links.start(transport)
 

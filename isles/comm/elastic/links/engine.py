@@ -28,14 +28,12 @@ class IncomingQuery:
         return b"" if self._query.attachment is None else self._query.attachment.to_bytes()
 
     def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
-        """Answer with `data`, or with what `data()` is once it can leave: long answers are not kept in memory."""
         query, size = self._query, len(data) if isinstance(data, bytes) else 0
         self._post(
             lambda: query.reply(query.key_expr, data if isinstance(data, bytes) else data()), size_of(query) + size
         )
 
     def refuse(self, why: bytes) -> None:
-        """Answer with a refusal, which the asker gets apart from replies."""
         query = self._query
         self._post(lambda: query.reply_err(why), size_of(query))
 
@@ -47,11 +45,9 @@ class Alarm:
         self._call: Callable[[], None] | None = call
 
     def cancel(self) -> None:
-        """Have it not called, if it was not yet. Safe to call twice."""
         self._call = None
 
     def ring(self, _: Any = None) -> None:
-        """Call it."""
         call = self._call
         if call is not None:
             call()
