@@ -154,7 +154,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         def lost(giver: str) -> bool:
             return giver.isdecimal() and company.lost(int(giver))
 
-        gifts = Giver(session, giver_of(company.seat, 0), tell, lost=lost, guide=links)
+        gifts = Giver(session, giver_of(company.seat, 0), tell, lost=lost, changed=company.changed, guide=links)
         stack.callback(gifts.close)
 
         def tells() -> dict[str, Any]:
