@@ -315,7 +315,8 @@ def row_of(out: Path) -> Row:
         losses.append([line[key] for line in lines for key in LOSSES if key in line])
         last += lines[-1:] if worker >= 0 and summary["backend"] == "virtual" else []
     model = load_file(out / MODEL)
-    states = [tensor for shard in out.glob(SHARDS) for tensor in load_file(shard).values()]
+    shards = [load_file(shard) for shard in out.glob(SHARDS)]
+    states = [tensor for shard in shards for name, tensor in shard.items() if name != "__structure__"]  # and times
     seconds = [*(line["clock_seconds"] for line in last), summary["virtual_seconds"]]
     return {
         "weights": digest(content(model[name]) for name in sorted(model)),

@@ -67,8 +67,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Check this machine; with --listen on one and --peer on the other, both directions between two."""
-    from isles.launch.addresses import listen as open_port
-    from isles.launch.addresses import listening_place, parse_address
+    from isles.comm.sockets.addresses import listen as open_port
+    from isles.comm.sockets.addresses import listening_place, parse_address
 
     if join is not None:
         others = (peer, write_links, nodes, disk, write)
@@ -107,20 +107,18 @@ def doctor(
 def _walk(join: str, token: str | None, listen: str | None) -> None:
     from isles.cli.elastic.join import given_token, place, places
     from isles.cli.elastic.walk import walk
-    from isles.comm.elastic.session import zenoh
-    from isles.launch.addresses import parse_address
+    from isles.comm.sockets.addresses import parse_address
 
     target, parsed = parse_address(join, "--join"), given_token(token)
     (here,) = places(listen, 1)
     listening, announced = place(here, join)
-    zenoh()  # or what to install, before anything else
     _tell(machine(), walk(*target, parsed, listening, announced))
 
 
 def _describe(target: tuple[str, int] | None) -> None:
     """Print the table [[node]] of this machine. target: whose line to it is measured; None: nobody is asked."""
+    from isles.comm.sockets.lost import LinkLost
     from isles.launch import probe
-    from isles.launch.link import LinkLost
     from isles.models import ModelConfig, choose_device
     from isles.network.clusters.nodes import ClusterNode
     from isles.training.clustered.describing import forward_speed, memory
@@ -287,8 +285,8 @@ def _write(pair: MeasuredPair, found: Findings) -> Check:
 
 def call(host: str, port: int, pair: MeasuredPair | None = None) -> Iterator[Check]:
     """The checks with a doctor that listens at `host`:`port`. pair: where the line between the two is written."""
+    from isles.comm.sockets.lost import LinkLost
     from isles.launch import probe
-    from isles.launch.link import LinkLost
 
     try:
         findings = probe.call(host, port)
@@ -302,9 +300,9 @@ def call(host: str, port: int, pair: MeasuredPair | None = None) -> Iterator[Che
 
 def wait_for_call(listener: socket.socket) -> Iterator[Check]:
     """The checks with the first doctor that calls at the socket `listener`."""
+    from isles.comm.sockets.addresses import written
+    from isles.comm.sockets.lost import LinkLost
     from isles.launch import probe
-    from isles.launch.addresses import written
-    from isles.launch.link import LinkLost
 
     say_waiting(f"isles doctor --peer {written(*listener.getsockname()[:2])}")
     try:

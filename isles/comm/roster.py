@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from isles.comm.errors import CommError, Diverged, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 
-Ruling = Literal["land", "again", "wait"]
+Ruling = Literal["land", "retry", "postpone"]
 """What becomes of an attempt: its answer is everybody's; the round is tried again (`Roster.opening`); nobody can say
 now, or this worker has no part in it any more.
 """
@@ -71,7 +71,7 @@ class Roster(Protocol):
 
     def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
         """Whether an attempt of such a round lands. digest: hash of its answer; None where it has none, for `error`.
-        Blocks until that is known; "wait" where it cannot be.
+        Blocks until that is known; "postpone" where it cannot be.
         """
         ...
 

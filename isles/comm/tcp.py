@@ -94,28 +94,6 @@ def opened(fd: int) -> Iterator[socket.socket]:
                 yield end
 
 
-def sockets() -> dict[int, list[int]]:
-    """This process's sockets: by the kernel's number of each, its descriptors here. Empty where `seen` sees nothing."""
-    if sys.platform != "linux":
-        return {}
-    found: dict[int, list[int]] = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            told = os.fstat(int(name))
-            if stat.S_ISSOCK(told.st_mode):
-                found.setdefault(told.st_ino, []).append(int(name))
-    return found
-
-
-def came_to(connection: socket.socket, port: int) -> bool:
-    """Whether it is a TCP connection that somebody else has made, to `port` of this machine; over by now or not."""
-    with contextlib.suppress(OSError):
-        if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
-            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            return not listens and connection.getsockname()[1] == port
-    return False
-
-
 def room_for(descriptors: int) -> None:
     """Let this process have so many open files and connections, or as many as the system allows it."""
     if sys.platform != "win32":
@@ -145,17 +123,6 @@ def try_soon(connection: socket.socket, silence: float) -> bool:
     patience = int(min(1000 * max(_PATIENCE, _CUTS * silence), _LONGEST))
     connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, patience)
     return True
-
-
-def give_up_after(here: str, there: str, silence: float) -> None:
-    """End this process's connection between two ends, both as written by `endpoint`, once what it sent was not
-    acknowledged, or not taken, for `silence` seconds; Linux alone does.
-    """
-    name = f"{here} {there}"
-    for fd in [fd for fd, look in looks().items() if look.name == name]:
-        for connection in opened(fd):
-            with contextlib.suppress(OSError):
-                connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, int(min(1000 * silence, _LONGEST)))
 
 
 def keep_trying(connection: socket.socket, look: Seen, silence: float) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from isles.fields import MANY, Exact, Int, Ints
 
 
 class Lot(NamedTuple):
@@ -12,14 +14,14 @@ class Lot(NamedTuple):
     first: the first of them, counted over all inner steps of that place since the view began.
     """
 
-    view: int
-    place: int
-    first: int
-    steps: int
+    view: Int
+    place: Int
+    first: Int
+    steps: Int
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class View(Exact):
     """The workers of a run for the rounds that it covers.
 
     Round r belongs to the newest committed view with `since` <= r. A fixed world has one view, number 0.
@@ -30,12 +32,12 @@ class View:
     owed: what the first rounds of this view read before they go on in the order of the data.
     """
 
-    number: int
-    since: int
-    seats: tuple[int, ...]
-    steps: tuple[int, ...] = ()
-    start: int = 0
-    owed: tuple[Lot, ...] = ()
+    number: Int
+    since: Int
+    seats: Ints
+    steps: Ints = ()
+    start: Int = 0
+    owed: Annotated[tuple[Lot, ...], MANY] = ()
 
     def place(self, seat: int) -> int | None:
         """Where `seat` stands in this view; None where it is not in it."""

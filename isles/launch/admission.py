@@ -14,12 +14,13 @@ from typing import Any
 from isles.comm import credentials
 from isles.comm.credentials import Credentials
 from isles.comm.errors import RendezvousFailed, to_plain
+from isles.comm.sockets.frames import STRANGERS
+from isles.comm.sockets.listener import Listener, Throttle
+from isles.comm.sockets.lost import SILENCE, LinkLost
+from isles.comm.sockets.proof import prove_as_host
 from isles.errors import printable
-from isles.fields import Unfit, integer, port, table, text
-from isles.launch.frames import STRANGERS
-from isles.launch.link import SILENCE, Link, LinkLost, heard
-from isles.launch.listener import Listener, Throttle
-from isles.launch.proof import prove_as_host
+from isles.fields import OneLine, Port, Unfit, integer, table, value_of
+from isles.launch.link import Link, heard
 from isles.version import __version__
 
 _GLANCE = 0.2  # seconds between looks at who has gone
@@ -108,7 +109,7 @@ class Admission:
         link = self.links[node]
         try:
             said = table(table(link.receive(seconds), "the answer").get("reached"), "reached")
-            return {other: text(said, str(other)) for other in range(self.nodes) if other != node}
+            return {other: value_of(said, str(other), OneLine) for other in range(self.nodes) if other != node}
         except LinkLost as error:
             raise RendezvousFailed(f"node {node} ({link.there}) went away: {error}") from None
         except Unfit:
@@ -136,7 +137,7 @@ class Admission:
     def _admitted(self, hello: Any, link: Link) -> int:
         """The number of the node that says hello, whose description is kept. Unfit, in words, where it is refused."""
         hello = table(hello, "what it says")
-        theirs = text(hello, "isles")
+        theirs = value_of(hello, "isles", OneLine)
         if theirs != __version__:
             who = f"node {hello['node']}" if isinstance(hello.get("node"), int) else "it"
             raise Unfit(f"{who} runs isles {theirs}, node 0 runs isles {__version__}: install the same version on both")
@@ -155,7 +156,7 @@ class Admission:
         description = table(hello.get("description"), "description")
         if disagreement := self.agree(description, node):
             raise Unfit(disagreement)
-        echo_port, ports = port(hello, "echo_port"), text(hello, "ports")
+        echo_port, ports = value_of(hello, "echo_port", Port), value_of(hello, "ports", OneLine)
         self.descriptions[node], self._echo_ports[node], self.ports[node] = description, echo_port, ports
         return node
 

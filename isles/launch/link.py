@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import os
 import socket
 import ssl
 import threading
@@ -18,20 +16,18 @@ from collections import deque
 from multiprocessing.connection import wait
 from typing import Any
 
-from isles.comm.errors import CommError
+from isles.comm import credentials
+from isles.comm.credentials import Token
+from isles.comm.sockets import loop
+from isles.comm.sockets.frames import ALIVE, HEAD, LONGEST, STRANGERS, BadFrame, length_of, message_of, packed
+from isles.comm.sockets.lost import SILENCE, LinkLost, close, dial, ends, reason
+from isles.comm.sockets.proof import prove_as_node
+from isles.comm.sockets.silence import BEAT, Silence
 from isles.comm.tcp import keep_trying, seen, try_soon
-from isles.launch import loop
-from isles.launch.beats import BEAT, Silence
-from isles.launch.frames import ALIVE, HEAD, LONGEST, STRANGERS, BadFrame, length_of, message_of, packed
 
-SILENCE = 10.0  # seconds without a sign of life until the other side counts as lost, while the machines meet
 _BEAT = BEAT
 _HELD = 2 * LONGEST  # bytes that have come and wait to be taken; the other side waits meanwhile
 _FLUSH = 2.0  # seconds for what was sent to leave when a link is closed
-
-
-class LinkLost(CommError):
-    """The connection is of no use any more; the text says why, as in "it closed the connection"."""
 
 
 class Link:
@@ -214,18 +210,6 @@ async def heard(reader: asyncio.StreamReader, longest: int) -> Any:
     return message_of(await reader.readexactly(length))
 
 
-async def close(writer: asyncio.StreamWriter) -> None:
-    """Close a connection once what was sent has left, or it takes too long."""
-    try:
-        writer.close()
-        async with asyncio.timeout(_FLUSH):
-            await writer.wait_closed()
-    except (OSError, RuntimeError):
-        pass
-    finally:
-        writer.transport.abort()
-
-
 def connect(host: str, port: int, seconds: float) -> Link:
     """A link to whoever listens there. LinkLost with the reason: refused, no answer, no route, unknown name."""
 
@@ -236,47 +220,30 @@ def connect(host: str, port: int, seconds: float) -> Link:
     return loop.run(begin())
 
 
-def dial(host: str, port: int, seconds: float) -> socket.socket:
-    """A connection on which nothing was said yet. LinkLost as `connect`."""
+def connect_as_node(host: str, port: int, token: Token, seconds: float) -> Link:
+    """A link to node 0 at host:port, once both have proved that they know the token. TokenRefused, or LinkLost as
+    `connect`.
+    """
+
+    async def begin() -> Link:
+        async with asyncio.timeout(seconds):
+            tls = credentials.unverified_context()  # `prove_as_node` compares the certificate
+            reader, writer = await asyncio.open_connection(sock=connection, ssl=tls, server_hostname=credentials.NAME)
+            try:
+                await prove_as_node(reader, writer, token, f"{ends(writer)[1]}:{port}")
+            except BaseException:
+                writer.close()
+                raise
+            return Link(reader, writer)
+
+    connection = dial(host, port, seconds)
     try:
-        connection = socket.create_connection((host, port), timeout=seconds)
-    except OSError as error:
+        return loop.run(begin())
+    except (OSError, EOFError, ssl.SSLError) as error:
         raise LinkLost(reason(error, seconds)) from error
-    connection.setblocking(False)
-    return connection
-
-
-def ends(writer: asyncio.StreamWriter) -> tuple[str, str]:
-    """The addresses of this end and the other one; empty for a connection that is gone already."""
-    names = (writer.get_extra_info("sockname"), writer.get_extra_info("peername"))
-    here, there = (plain(name[0]) if name else "" for name in names)
-    return here, there
 
 
 def _socket(writer: asyncio.StreamWriter) -> socket.socket | None:
     """The connection itself; its descriptor is closed by asyncio."""
     own = writer.get_extra_info("socket")
     return None if own is None else own._sock
-
-
-def plain(address: str) -> str:
-    """An IPv4 address that an IPv6 socket saw, as people write it."""
-    return address.removeprefix("::ffff:")
-
-
-def reason(error: BaseException, seconds: float | None = None) -> str:
-    """Why a connection is of no use, in words. seconds: how long it was waited; None: SILENCE."""
-    if isinstance(error, BadFrame):
-        return str(error)
-    if isinstance(error, EOFError | ConnectionResetError | BrokenPipeError | RuntimeError):
-        return "it closed the connection"
-    if isinstance(error, TimeoutError) and error.errno == errno.ETIMEDOUT:
-        return "nothing reaches it any more (the kernel gave the connection up)"
-    if isinstance(error, TimeoutError):
-        return f"no answer within {SILENCE if seconds is None else seconds:g} s"
-    if isinstance(error, socket.gaierror):
-        return "no such host name"
-    if isinstance(error, ssl.SSLError):
-        return "it does not speak TLS as isles does"
-    number = error.errno if isinstance(error, OSError) else None
-    return (os.strerror(number) if number else str(error)).lower()

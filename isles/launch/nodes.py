@@ -12,8 +12,9 @@ from typing import Any
 from isles.comm.credentials import Token
 from isles.comm.errors import CommError, to_plain
 from isles.comm.interfaces import interface_of, loopback
-from isles.launch.addresses import parse_address
-from isles.launch.link import Link, LinkLost
+from isles.comm.sockets.addresses import parse_address
+from isles.comm.sockets.lost import LinkLost
+from isles.launch.link import Link
 
 
 @dataclass(frozen=True, kw_only=True)

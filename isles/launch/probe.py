@@ -17,19 +17,18 @@ import queue
 import socket
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from isles.fields import Unfit, number, port, table, text
-from isles.launch.frames import STRANGERS
-from isles.launch.link import Link, LinkLost, connect, heard
-from isles.launch.listener import Listener, Throttle
+from isles.comm.sockets.frames import STRANGERS
+from isles.comm.sockets.listener import Listener, Throttle
+from isles.comm.sockets.lost import LinkLost
+from isles.fields import Nonnegative, OneLine, Port, Unfit, table, value_of
+from isles.launch.link import Link, connect, heard
 from isles.launch.reachable import PATIENCE, EchoServer, echo_failure, port_range
 from isles.version import __version__
-
-T = TypeVar("T")
 
 _PINGS = 20
 _CHUNK = "x" * (1 << 15)  # 32 kB: a message of a stranger's may be twice as long
@@ -146,14 +145,14 @@ def probe(link: Link, hello: Any = None) -> Findings:
             link.send(mine)
         out = echo_failure(link.there, port_out, PATIENCE)
         link.send({"reached": out})
-        back = _checked(text, link.receive(2 * PATIENCE), "reached")
+        back = _checked(OneLine, link.receive(2 * PATIENCE), "reached")
     if calls:
         round_trip, rate_out = _ping(link), _burst(link, ends_at)
         link.send({"round_trip": round_trip, "rate": rate_out})
-        rate_back = _checked(number, _absorb(link, ends_at), "rate")
+        rate_back = _checked(Nonnegative, _absorb(link, ends_at), "rate")
     else:
         told = _absorb(link, ends_at)
-        round_trip, rate_back = (_checked(number, told, key) for key in ("round_trip", "rate"))
+        round_trip, rate_back = (_checked(Nonnegative, told, key) for key in ("round_trip", "rate"))
         rate_out = _burst(link, ends_at)
         link.send({"rate": rate_out})
     return Findings(
@@ -173,7 +172,7 @@ def probe(link: Link, hello: Any = None) -> Findings:
 
 def _said(hello: Any) -> tuple[str, int, str]:
     """Version, port of the echo server, and range of ports of the side that said it."""
-    return _checked(text, hello, "doctor"), _checked(port, hello, "port"), _checked(text, hello, "ports")
+    return _checked(OneLine, hello, "doctor"), _checked(Port, hello, "port"), _checked(OneLine, hello, "ports")
 
 
 def _ping(link: Link) -> float:
@@ -214,9 +213,9 @@ def _absorb(link: Link, ends_at: float) -> Any:
     raise LinkLost(f"it is not done after {_LASTING:g} s")
 
 
-def _checked(field: Callable[[Mapping[str, Any], str], T], message: Any, key: str) -> T:
+def _checked(kind: Any, message: Any, key: str) -> Any:
     """One field of a message. LinkLost where the other side says something else."""
     try:
-        return field(table(message, "what it says"), key)
+        return value_of(table(message, "what it says"), key, kind)
     except Unfit:
         raise LinkLost("what answers there is no `isles doctor`") from None

@@ -14,11 +14,12 @@ import contextlib
 import secrets
 from pathlib import Path
 
-from isles.fields import table, text
-from isles.launch.addresses import listen
-from isles.launch.frames import packed
-from isles.launch.link import LinkLost, close, connect, heard
-from isles.launch.listener import Listener
+from isles.comm.sockets.addresses import listen
+from isles.comm.sockets.frames import packed
+from isles.comm.sockets.listener import Listener
+from isles.comm.sockets.lost import LinkLost, close
+from isles.fields import OneLine, table, value_of
+from isles.launch.link import connect, heard
 
 PATIENCE = 5.0  # seconds for an echo
 _LONGEST = 256  # bytes of a question
@@ -44,7 +45,7 @@ class EchoServer:
 
 async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     asked = table(await heard(reader, _LONGEST), "the question")
-    writer.write(packed({"echoed": text(asked, "echo", 64)}))
+    writer.write(packed({"echoed": value_of(asked, "echo", OneLine)}))
     await close(writer)
 
 

@@ -14,14 +14,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Sequence
 from multiprocessing.connection import wait
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from typing_extensions import override
 
 from isles.comm.errors import NodeLost, WorkerFailed, from_plain, to_plain
+from isles.comm.sockets.lost import LinkLost
 from isles.errors import printable
-from isles.fields import Unfit, integer
-from isles.launch.link import Link, LinkLost
+from isles.fields import MANY, Int, Unfit, integer, read
+from isles.launch.link import Link
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import WorkerMessage, WorkerProcesses
 from isles.launch.worker import WorkerSpec
@@ -31,6 +32,8 @@ _WORKERS = ("joined", "beat", "event", "held", "done", "error")  # what a launch
 _LAUNCHERS = ("interrupt", "leaving")
 _SIGNS = ("joined", "beat")
 _COUNT = 1 << 63
+_Counts = Annotated[list[Int], MANY]
+_Order = Literal["hold", "close"] | tuple[Literal["stop", "lost"], Int] | tuple[Literal["moved"], _Counts]
 _ERRORS = ("error", "leaving")
 MessageCheck = Callable[[str, Any, Container[int]], Any]
 """(kind, value, ranks) of a message of another machine about its workers -> the value, fit for use. Raises
@@ -48,15 +51,10 @@ def order(command: Any) -> Any:
     """What node 0 says to every worker; None for a word to launchers. LinkLost for what is neither."""
     if isinstance(command, dict):
         return None
-    if command in ("hold", "close"):
-        return command
-    if isinstance(command, list) and len(command) == 2:
-        what, value = command
-        if what in ("stop", "lost") and type(value) is int:
-            return what, value
-        if what == "moved" and isinstance(value, list) and all(type(count) is int for count in value):
-            return what, value
-    raise LinkLost("what it sends is not what isles sends")
+    try:
+        return read(_Order, command, "an order")
+    except Unfit:
+        raise LinkLost("what it sends is not what isles sends") from None
 
 
 class NodeHandle:

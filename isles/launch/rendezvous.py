@@ -24,16 +24,17 @@ from typing import Any
 
 from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import RendezvousFailed, from_plain
-from isles.fields import Unfit, integer, port, table, text
-from isles.launch.addresses import listen, own_address, parse_address
+from isles.comm.sockets.addresses import listen, own_address, parse_address
+from isles.comm.sockets.lost import SILENCE, LinkLost
+from isles.fields import OneLine, Port, Unfit, integer, read, table
 from isles.launch.admission import Admission
-from isles.launch.link import SILENCE, Link, LinkLost
+from isles.launch.link import Link, connect_as_node
 from isles.launch.nodes import NodeGroup, NodeSpec
-from isles.launch.proof import connect_as_node
 from isles.launch.reachable import PATIENCE, EchoServer, echo_failure, port_range
 from isles.version import __version__
 
 _AGAIN = 1.0  # seconds between attempts to reach node 0
+_Address = tuple[OneLine, Port]
 _START = 120.0  # seconds in which node 0 starts after all have met
 
 
@@ -181,9 +182,8 @@ def _no_isles(where: str) -> RendezvousFailed:
 def _addresses(told: Mapping[str, Any], nodes: int, where: str) -> dict[int, tuple[str, int]]:
     """By node, where its echo server is."""
     try:
-        pairs = {node: dict(zip(("address", "port"), told[str(node)], strict=True)) for node in range(nodes)}
-        return {node: (text(pair, "address"), port(pair, "port")) for node, pair in pairs.items()}
-    except (KeyError, TypeError, ValueError):
+        return {node: read(_Address, told[str(node)], "an address") for node in range(nodes)}
+    except (KeyError, Unfit):
         raise _no_isles(where) from None
 
 

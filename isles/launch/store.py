@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from isles.launch.addresses import listen
+from isles.comm.sockets.addresses import listen
 
 _PATIENCE = timedelta(minutes=5)
 

@@ -56,9 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = (folder / "stopped" / shard).read_bytes()
     (folder / "truncated" / shard).write_bytes(whole[:-10])
     (folder / "corrupt" / shard).write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
-    (folder / "garbled" / shard.with_suffix(".json")).write_bytes(
-        b"?" * (folder / "stopped" / shard.with_suffix(".json")).stat().st_size
-    )
+    (folder / "garbled" / shard).write_bytes(b"?" * len(whole))
     text_of = (folder / "stopped" / "config.toml").read_text()
     (folder / "other_model" / "config.toml").write_text(text_of.replace("layers = 1", "layers = 2"))
     (folder / "other_method" / "config.toml").write_text(text_of.replace("outer_lr = 0.7", "outer_lr = 0.6"))
@@ -249,7 +247,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["resume", "nothing"], ["nothing: no whole checkpoint", "run.checkpoint_every"]),
     (["resume", "truncated"], ["truncated: no whole checkpoint"]),
     (["resume", "corrupt"], ["corrupt", "worker-1.safetensors", "damaged", "remove"]),
-    (["resume", "garbled"], ["garbled", "worker-1.json", "damaged", "remove"]),
+    (["resume", "garbled"], ["garbled", "worker-1.safetensors", "damaged", "remove"]),
     (["resume", "other_model"], ["another model", "[model]"]),
     (["resume", "other_method"], ["outer_lr = 0.6", "saved with 0.7", "set it back"]),
     (["resume", "bad_config"], ["config.toml: not valid TOML"]),

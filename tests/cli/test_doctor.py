@@ -41,7 +41,8 @@ TELLING = """
 import atexit
 import sys
 from isles import cli
-atexit.register(lambda: print("loaded", *[one for one in ("torch", "zenoh") if one in sys.modules]))
+heavy = "torch", "isles.comm.elastic.net.hub"
+atexit.register(lambda: print("loaded", *[one for one in heavy if one in sys.modules]))
 cli.main()
 """
 

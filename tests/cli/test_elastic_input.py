@@ -17,7 +17,7 @@ from isles import cli
 from isles.cli.elastic import join, lighthouse
 from isles.comm import interfaces
 from isles.comm.elastic.messages import Refusal
-from isles.launch.addresses import parse_address
+from isles.comm.sockets.addresses import parse_address
 from isles.training.config.reading import to_toml
 from isles.training.elastic import entering
 from isles.training.elastic.lighthouse.stand import read_stand
@@ -26,7 +26,6 @@ from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
 from tests.training.runs import TINY, write_text
 
-pytest.importorskip("zenoh")
 Answer = Callable[..., tuple[int, str]]
 NOLOCO = ("replicas.method=noloco", "replicas.sync_every=5")
 METHOD = [word for one in NOLOCO for word in ("--set", one)]
@@ -85,9 +84,7 @@ def joins(world: Run) -> tuple[str, ...]:
         (["join", "127.0.0.1:1", "--token", "0" * 64, "--workers", "9999"], ["--workers 9999: more than 8 a core"]),
         (["join", "127.0.0.1:1", "--token", "0" * 64, "--device", "gpu"], ["--device = 'gpu' is not known"]),
         (["swarm", "peer", "--join", "a:1", "--token", "0" * 64, "--device", "gpu"], ["--device = 'gpu' is not known"]),
-        (["join", "[::1]:29400", "--token", "0" * 64], ["[::1]:29400", "a name that stands for it"]),
         (["join", "nobody.invalid:29400", "--token", "0" * 64], ["nobody.invalid is no name", "its spelling"]),
-        (["lighthouse", "--host", "::1"], ["[::1]:29400", "a name that stands for it"]),
         (["lighthouse", "--port", "0"], ["--port 0: choose 1 to 65535"]),
         (["lighthouse", "--workers", "-1"], ["--workers -1: choose 0"]),
         (["lighthouse", "--workers", "9999"], ["--workers 9999: more than 8 a core"]),
@@ -105,20 +102,6 @@ def joins(world: Run) -> tuple[str, ...]:
 def test_what_can_be_seen_at_once(answer: Answer, tmp_path: Path, words: list[str], told: list[str]) -> None:
     one_line(answer(*words), *told)
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("command", ["lighthouse", "join", "doctor"])
-def test_the_extra_is_not_installed(
-    answer: Answer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "zenoh", None)
-    words = {
-        "lighthouse": [*settings(), *METHOD],
-        "join": ["127.0.0.1:29400", "--token", "0" * 64],
-        "doctor": ["--join", "127.0.0.1:29400", "--token", "0" * 64],
-    }
-    one_line(answer(command, *words[command]), "pip install '.[elastic]'")
-    assert not list(tmp_path.glob("runs/*/config.toml"))
 
 
 def test_the_token_of_another_run(answer: Answer, world: Run) -> None:

@@ -16,8 +16,6 @@ import pytest
 from isles.cli.elastic import join as command
 from isles.training.records.tokens import make_token
 
-pytest.importorskip("zenoh")
-
 LEAVES = """#!/bin/sh
 asked=0
 trap 'asked=$((asked + 1))' TERM INT

@@ -22,7 +22,6 @@ from tests.cli.test_doctor import TELLING
 from tests.comm.elastic.sessions import free_port
 from tests.comm.elastic.test_lighthouse import lit
 
-pytest.importorskip("zenoh")
 WAY = ["name", "route", "tls", "token", "session", "version", "clock", "run", "rate", "direct"]
 
 
@@ -31,8 +30,8 @@ def light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int
     """A lighthouse of this version: its port and token."""
     with lit(tmp_path) as (made, guest):
         monkeypatch.setattr(made, "_version", __version__)
-        address = str(guest._session.info.links()[0].dst).partition("/")[2]
-        yield int(address.rpartition(":")[2]), read(tmp_path / "0" / "credentials").token
+        assert guest.name()
+        yield made._session.port, read(tmp_path / "0" / "credentials").token
 
 
 def walked(

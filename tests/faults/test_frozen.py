@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from isles.comm.errors import CommError, WorkerFailed
+from isles.comm.sockets import silence as silences
 from isles.comm.transport import Deadlines
-from isles.launch import beats
 from isles.launch import workers as launching
 from isles.launch.workers import LocalWorkers
 from tests.faults import workers
@@ -113,8 +113,8 @@ def test_a_worker_lost_in_the_last_collective_takes_nobody_along(struck_by: sign
 def test_who_stood_still_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-Z, a closed lid, a busy machine: only the time counts in which one has looked."""
     clock = [0.0]
-    monkeypatch.setattr(beats.time, "monotonic", lambda: clock[0])
-    silence = beats.Silence(60.0, first=300.0)
+    monkeypatch.setattr(silences.time, "monotonic", lambda: clock[0])
+    silence = silences.Silence(60.0, first=300.0)
 
     def after(seconds: float, looks: int) -> bool:
         over = False
@@ -129,4 +129,4 @@ def test_who_stood_still_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -
     silence.heard()
     assert not after(100_000.0, 1), "this side stood still for a day"
     assert not after(55.0, 200) and after(5.0, 20)
-    assert not beats.Silence(60.0).over()
+    assert not silences.Silence(60.0).over()

@@ -122,7 +122,7 @@ def test_killed_between_a_shard_and_the_manifest(tmp_path: Path, monkeypatch: py
     command = Command("train", "none.toml", "--workers", "2", "--steps", "10", "--method", "stalls:Stalls",
                       "--set", "run.checkpoint_every=4", "--out", "run", folder=folder)  # fmt: skip
     whole, half = (folder / "run" / "checkpoints" / f"step-{step}" for step in (4, 8))
-    assert eventually(lambda: (half / "worker-0.json").exists() and (whole / "manifest.json").exists())
+    assert eventually(lambda: (half / "worker-0.safetensors").exists() and (whole / "manifest.json").exists())
     command.process.kill()
     command.end()
     assert gone(command.mark)

@@ -26,13 +26,14 @@ from isles.comm.errors import (
     to_plain,
 )
 from isles.comm.interfaces import interface_of
-from isles.launch import admission, link, loop, rendezvous
+from isles.comm.sockets import loop
+from isles.comm.sockets.addresses import listen, parse_address
+from isles.comm.sockets.listener import opened
+from isles.comm.sockets.lost import LinkLost
+from isles.launch import admission, link, rendezvous
 from isles.launch import workers as local
-from isles.launch.addresses import listen, parse_address
-from isles.launch.link import Link, LinkLost, connect
-from isles.launch.listener import opened
+from isles.launch.link import Link, connect, connect_as_node
 from isles.launch.nodes import NodeGroup, NodeSpec, split
-from isles.launch.proof import connect_as_node
 from isles.launch.reachable import EchoServer, echo_failure
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 
 import isles
 from isles.comm.errors import CommError, WorkerFailed
-from isles.launch import beats
+from isles.comm.sockets import silence as silences
 from isles.launch import workers as local
 from isles.launch.by_value import dumps
 from isles.launch.workers import LocalWorkers
@@ -318,9 +318,9 @@ def test_no_worker_outlives_its_launcher(tmp_path: Path, by: signal.Signals, how
 def test_own_waiting_counts_as_long_as_the_limit_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """60 s of silence: who waits for 40 s itself says so after 100, who has waited for a day after 120."""
     clock = [0.0]
-    monkeypatch.setattr(beats.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(silences.time, "monotonic", lambda: clock[0])
     for waited, most in ((0.0, 60.0), (40.0, 100.0), (86_400.0, 120.0)):
-        silence, began = beats.Silence(60.0), clock[0]
+        silence, began = silences.Silence(60.0), clock[0]
         while not silence.over(waited):
             clock[0] += 0.5
         assert clock[0] - began == most + 0.5

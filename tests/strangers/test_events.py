@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isles.comm.errors import NodeLost
+from isles.comm.sockets import loop
+from isles.comm.sockets.frames import packed
+from isles.comm.sockets.lost import LinkLost
 from isles.fields import Unfit
-from isles.launch import loop
-from isles.launch.frames import packed
-from isles.launch.link import Link, LinkLost
+from isles.launch.link import Link
 from isles.launch.nodes import NodeGroup
 from isles.launch.relay import NodeHandle, order
 from isles.training.records.events import Schema, begun, committed, host_heard

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isles.comm.errors import from_plain
+from isles.comm.sockets.addresses import listen
+from isles.comm.sockets.frames import HEAD, STRANGERS, BadFrame, length_of, message_of, packed
+from isles.comm.sockets.lost import LinkLost
 from isles.errors import printable
 from isles.launch import probe
-from isles.launch.addresses import listen
-from isles.launch.frames import HEAD, STRANGERS, BadFrame, length_of, message_of, packed
-from isles.launch.link import LinkLost
 from isles.launch.reachable import EchoServer, echo_failure
 from isles.version import __version__
 from tests.strangers.callers import ESCAPES, GARBAGE, call, framed, many, read, reset, say

@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import RendezvousFailed
+from isles.comm.sockets.addresses import listen
+from isles.comm.sockets.frames import packed
+from isles.comm.sockets.proof import TokenRefused
 from isles.launch import rendezvous
-from isles.launch.addresses import listen
-from isles.launch.frames import packed
 from isles.launch.nodes import NodeGroup, NodeSpec
-from isles.launch.proof import TokenRefused
 from isles.version import __version__
 from tests.strangers.callers import ESCAPES, GARBAGE, call, framed, many, prove, read, reset, say, tls
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from isles.training.records.checkpoint import Checkpoints, join_state, split_state
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.shard import join_state, split_state
 
 
 def state(seed: int = 0) -> dict[str, Any]:

@@ -67,7 +67,7 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
     "braces": lambda data: b"{}",
     "deep": lambda data: b"[" * 200_000,
 }
-FILES = [f"checkpoints/step-4/{name}" for name in ("manifest.json", "worker-0.json", "worker-1.safetensors")]
+FILES = [f"checkpoints/step-4/{name}" for name in ("manifest.json", "worker-0.safetensors", "worker-1.safetensors")]
 WHOLE = ("gone", "a folder", "of the other worker", "of another step", "of another run")
 DAMAGES = [(file, change) for file in FILES for change in (*CHANGES, *WHOLE)]
 DAMAGES.remove((FILES[0], "of the other worker"))  # a manifest is of all
@@ -80,17 +80,11 @@ def damage(folder: Path, other: Path, file: str, change: str) -> None:
     if change in CHANGES:
         path.write_bytes(CHANGES[change](path.read_bytes()))
     elif change == "of the other worker":
-        twin = path.name.replace("0", "x").replace("1", "0").replace("x", "1")
-        for suffix in (".json", ".safetensors"):  # both files, so that they fit each other
-            shutil.copy(path.with_name(twin).with_suffix(suffix), path.with_suffix(suffix))
+        shutil.copy(path.with_name(path.name.replace("0", "x").replace("1", "0").replace("x", "1")), path)
     elif change == "of another step":
-        for name in {path.name, path.with_suffix(".json").name, path.with_suffix(".safetensors").name}:
-            if (source := folder / "checkpoints" / "step-2" / name).exists():
-                shutil.copy(source, path.with_name(name))
+        shutil.copy(folder / "checkpoints" / "step-2" / path.name, path)
     elif change == "of another run":
-        for name in {path.name, path.with_suffix(".json").name, path.with_suffix(".safetensors").name}:
-            if (source := (other / file).with_name(name)).exists():
-                shutil.copy(source, path.with_name(name))
+        shutil.copy(other / file, path)
     else:
         path.unlink()
         if change == "a folder":

@@ -57,7 +57,7 @@ def test_one_goes_back_to_a_good_checkpoint(text: Path, tmp_path: Path) -> None:
         checkpoints.write_shard(step, 1, shard, checkpoints.manifest(step)["run"])
         manifest = out / "checkpoints" / f"step-{step}" / "manifest.json"
         held = json.loads(manifest.read_text())
-        del held["finite"], held["sums"]
+        del held["finite"]
         held["files"] = {name: (manifest.parent / name).stat().st_size for name in held["files"]}
         manifest.write_text(json.dumps(held))
     for asked in (None, 6):

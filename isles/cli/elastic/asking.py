@@ -11,13 +11,12 @@ from isles.comm.credentials import Token
 from isles.comm.elastic.keys import ABOUT, STATUS
 from isles.comm.elastic.links.echo import ask
 from isles.comm.elastic.messages import decode
-from isles.comm.elastic.session import Session, open_session, zenoh
+from isles.comm.elastic.session import Session, open_session
 from isles.comm.elastic.swarm.words import SwarmNow
-from isles.launch.addresses import parse_address
+from isles.comm.sockets.addresses import parse_address
 
 _PATIENCE = 5.0  # seconds
 _AGAIN = 0.5  # seconds between tries
-_LEASE = 3.0  # seconds
 _LONGEST = 4 << 20  # bytes
 
 
@@ -25,7 +24,6 @@ def swarm_now(address: str, token: Token) -> SwarmNow:
     """How the swarm at `address` stands. ValueError where that is none, or this is not its token; OSError where nobody
     answers.
     """
-    zenoh()
     host, port = parse_address(address, "HOST:PORT")
     mend = f"isles doctor --join {address} looks at it"
     with tempfile.TemporaryDirectory(prefix="isles-") as folder:
@@ -49,7 +47,7 @@ def _session(address: str, host: str, port: int, token: Token, folder: Path, men
     while True:
         try:
             mine = credentials.fetch(host, port, token, folder, seconds=_PATIENCE)
-            return open_session("client", mine, connect=address, lease=_LEASE, patience=_PATIENCE)
+            return open_session("client", mine, connect=address, patience=_PATIENCE)
         except OSError as error:
             if time.monotonic() + _AGAIN > until:
                 raise OSError(f"{address}: no lighthouse answers there ({error.strerror or error}): {mend}") from None

@@ -94,7 +94,7 @@ def place(listen: str | None, lighthouse: str) -> tuple[tuple[str, int] | None, 
     router in front of this machine. (None, "") where nothing is listened at.
     """
     from isles.comm.interfaces import outward_address
-    from isles.launch.addresses import is_own, parse_address
+    from isles.comm.sockets.addresses import is_own, parse_address
 
     if listen is None:
         return None, ""

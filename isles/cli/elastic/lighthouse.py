@@ -46,9 +46,8 @@ def lighthouse(
     with.
     """
     from isles.cli.train import new_directory
-    from isles.comm.elastic.session import refuse_number, zenoh
     from isles.comm.interfaces import outward_address
-    from isles.launch.addresses import refuse_unknown, written
+    from isles.comm.sockets.addresses import refuse_unknown
     from isles.launch.room import refuse_too_many
     from isles.training.elastic.lighthouse.stand import Stand
 
@@ -62,8 +61,6 @@ def lighthouse(
         host = host or outward_address()
     host = host or _ALONE
     refuse_unknown(host)
-    zenoh()  # or what to install, before anything else
-    refuse_number(written(host, port))
     ours = {"world.workers": founders, "world.elastic.max_members": max_members}
     charter, there = _drawn_up(config, ours, set_ or [], out)
     _keep(charter, there or new_directory(charter.method), Stand(host=host, port=port, workers=workers))
@@ -84,7 +81,7 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
     """Keep the run until it ends, or is stopped."""
     from isles.cli.progress import ComingAndGoing
     from isles.cli.train import print_summary
-    from isles.launch.addresses import written
+    from isles.comm.sockets.addresses import written
     from isles.training.running.interrupts import first_interrupt
 
     address = written(stand.host, stand.port)
@@ -99,7 +96,7 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
                 whom = "only this machine reaches it; for others name its address with --host"
             progress.notice(f"listens at {address}; {whom}")
             joins = f"{kind.joins_with} {address} --token {token}"
-            progress.notice(f"to join, on a machine that has isles (pip install '.[elastic]'): {joins}")
+            progress.notice(f"to join, on a machine that has isles (pip install .): {joins}")
             count = charter.rules.founders
             workers = "a worker is" if count == 1 else f"{count} workers are"
             progress.notice(f"it begins once {workers} there; what becomes of it: {run}")

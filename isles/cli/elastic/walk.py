@@ -43,10 +43,7 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
                 return
         try:
             mine = credentials.read(folder / "credentials")
-            session = open_session("client", mine, connect=address(host, port), lease=_LEASE, patience=_PATIENCE)
-        except ValueError as error:
-            yield Check("engine", False, str(error))
-            return
+            session = open_session("client", mine, connect=address(host, port), patience=_PATIENCE)
         except OSError:
             why = "the lighthouse does not take this token's secret; copy the whole token once more"
             yield Check("session", False, f"{why}, or it is busy with strangers: try again in a minute")

@@ -212,9 +212,9 @@ def _network(links: str) -> tuple[str, str]:
     if not links.startswith(_PROBE):
         return links, links
     from isles.cli.doctor import rates_in_words
+    from isles.comm.sockets.addresses import parse_address
+    from isles.comm.sockets.lost import LinkLost
     from isles.launch import probe
-    from isles.launch.addresses import parse_address
-    from isles.launch.link import LinkLost
     from isles.report.units import format_seconds
 
     host, port = parse_address(links.removeprefix(_PROBE), "--links probe:")

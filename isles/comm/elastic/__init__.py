@@ -16,11 +16,12 @@ State machines, in the order in which they are best read:
 What runs them, and carries data:
 
 `messages`    what lighthouse and workers say to each other, and its form as JSON; `keys`: addresses and signatures
-`session`     the encrypted overlay network (zenoh) behind a few verbs; `links`: who is reached directly, who relayed
+`control`     what the control plane needs of whatever carries it; `session`: that between processes, and `net` under it
+`links`       who is reached directly, who relayed
 `lighthouse`  the lighthouse's process; `guards`: what it and the workers do not take from others
-`company`     a worker's line to the lighthouse; `line`: what its training thread asks of it; `ruling`: about a round
+`company`     a worker's line to the lighthouse; `line`: what its training thread asks of it
 `transport`   tensors between workers over sessions, in `chunks`
-`roster`      who takes part in an exchange, for the outer loop; `island`: the same where a member is several workers
+`rounds`      what a member does in each round, and with whom
 `gifts`       files that one member hands to another
 `record`      what a run leaves on disk about its rounds
 

@@ -28,6 +28,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from isles.fields import Exact, Int, Ints
+
 NOTHING = -1
 """The digest of a member whose exchange failed: the round is to be tried again."""
 _TRIES = 3  # attempts among the same members with answers that differ
@@ -35,7 +37,7 @@ _WORDS = 2  # of a member on one attempt: an answer, and that it failed there
 
 
 @dataclass(frozen=True)
-class Word:
+class Word(Exact):
     """The lighthouse's word on a round, or that of a member which has landed.
 
     verdict: "land" the answer of `attempt`, which holds the work of `seats`; "again": exchange as `attempt` among them.
@@ -43,12 +45,12 @@ class Word:
     steps: where those are taken who have delivered, the inner steps in the work of each of `seats`.
     """
 
-    round: int
+    round: Int
     verdict: Literal["land", "again"]
-    attempt: int
-    seats: tuple[int, ...]
-    view: int = -1
-    steps: tuple[int, ...] = ()
+    attempt: Int
+    seats: Ints
+    view: Int = -1
+    steps: Ints = ()
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,25 @@ Answered = Callable[[bytes | None, bytes | None], None]
 
 
 class Query(Protocol):
-    """A question that came in; answer it once, now or later. A reply may be made only when it can leave, so that long
-    ones are not kept in memory; a refusal the asker gets apart from replies.
-    """
+    """A question that came in; answer it once, now or later."""
 
     @property
-    def payload(self) -> bytes: ...
+    def payload(self) -> bytes:
+        """What is asked."""
+        ...
+
     @property
-    def attachment(self) -> bytes: ...
-    def reply(self, data: bytes | Callable[[], bytes] = b"") -> None: ...
-    def refuse(self, why: bytes) -> None: ...
+    def attachment(self) -> bytes:
+        """What is said beside."""
+        ...
+
+    def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
+        """Answer with `data`, or with what `data()` is once it can leave: long answers are not kept in memory."""
+        ...
+
+    def refuse(self, why: bytes) -> None:
+        """Answer with a refusal, which the asker gets apart from replies."""
+        ...
 
 
 class Condition(Protocol):
@@ -41,35 +50,65 @@ class Condition(Protocol):
 
 
 class Timer(Protocol):
-    """What `later` has begun; cancelled, once or twice, it is not called if it was not yet."""
+    """What `later` has begun."""
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """Have it not called, if it was not yet. Safe to call twice."""
+        ...
 
 
 class SideWork(Protocol):
-    """What `aside` has made; `start` once."""
+    """What `aside` has made."""
 
-    def start(self) -> None: ...
-    def join(self, timeout: float | None = None) -> None: ...
+    def start(self) -> None:
+        """Begin it. Once."""
+        ...
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, so many seconds at most."""
+        ...
 
 
 class ControlSession(Protocol):
-    """Of one member, or of the lighthouse; its methods are documented at `isles.comm.elastic.session.Session`.
+    """Of one member, or of the lighthouse. refused: counts what is not taken. taken: bytes that were said to it.
 
-    refused: counts what is not taken. taken: bytes that were said to it. beats: whether who is there must say so each
-    second; else members speak where they have something to say, and the lighthouse acts when it is told to.
+    beats: whether who is there must say so each second; else members speak where they have something to say, and the
+    lighthouse acts when it is told to.
     """
 
     refused: Refusals
     taken: int
     beats: bool
 
-    def now(self) -> float: ...
-    def wall(self) -> float: ...
-    def condition(self) -> Condition: ...
-    def later(self, call: Callable[[], None], seconds: float = 0.0) -> Timer: ...
-    def aside(self, work: Callable[[], None]) -> SideWork: ...
-    def serve(self, key: str, answer: Callable[[Any], None]) -> None: ...
+    @property
+    def relayed(self) -> int:
+        """Bytes that others have said to each other over this one."""
+        ...
+
+    def now(self) -> float:
+        """Seconds of the clock that `later` counts by."""
+        ...
+
+    def wall(self) -> float:
+        """Seconds of the clock that journals are written by."""
+        ...
+
+    def condition(self) -> Condition:
+        """A new one."""
+        ...
+
+    def later(self, call: Callable[[], None], seconds: float = 0.0) -> Timer:
+        """Have `call` called in a callback after `seconds`; 0: behind what has come by now."""
+        ...
+
+    def aside(self, work: Callable[[], None]) -> SideWork:
+        """What does `work`, which may take a while, beside all callbacks, once it is started."""
+        ...
+
+    def serve(self, key: str, answer: Callable[[Any], None]) -> None:
+        """Have `answer` called with every `Query` to `key`."""
+        ...
+
     def ask(
         self,
         key: str,
@@ -79,8 +118,20 @@ class ControlSession(Protocol):
         attachment: bytes | None = None,
         seconds: float,
         urgent: bool = False,
-    ) -> None: ...
-    def present(self, key: str) -> None: ...
-    def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None: ...
-    def lines(self, changed: Callable[[str, str, bool], None]) -> None: ...
-    def seen(self, name: str) -> str: ...
+    ) -> None:
+        """Ask whoever serves `key`; `answered` is called once, in a callback, with (None, None) where no answer has
+        come within `seconds`. What is `urgent` goes before bulk, and returns at once. OSError once it is closed.
+        """
+        ...
+
+    def present(self, key: str) -> None:
+        """Be seen under `key` by those who `watch` it."""
+        ...
+
+    def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
+        """Have `changed(key, whether it is present)` called for those that match `keys`, now and at each change."""
+        ...
+
+    def seen(self, name: str) -> str:
+        """The address from which the session of that name comes; "" where it does not."""
+        ...

@@ -33,7 +33,7 @@ from isles.comm.elastic.keys import (
     signature,
     told_at,
 )
-from isles.comm.elastic.links.relayed import RelayCounter
+from isles.comm.elastic.links.relayed import RelayCount
 from isles.comm.elastic.links.whereabouts import Whereabouts
 from isles.comm.elastic.messages import (
     About,
@@ -71,9 +71,9 @@ class Lighthouse:
     started again on that journal contradicts nothing that it said before.
 
     assembly: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
-    have. port: that the session listens at; None: nobody's bytes go over it. heard(seat, event): called with what a
-    worker reports, parsed from JSON but unchecked; its ValueError refuses the report. places: workers in each seat,
-    which all hear its orders. presence: what it knows of who is there, if not by what they say.
+    have. heard(seat, event): called with what a worker reports, parsed from JSON but unchecked; its ValueError refuses
+    the report. places: workers in each seat, which all hear its orders. presence: what it knows of who is there, if not
+    by what they say.
 
     finished: seats that have done the last round. refused: what was not taken, by (seat or -1, reason). corpus:
     SHA-256 of the text of the first worker; None until it came.
@@ -88,7 +88,6 @@ class Lighthouse:
         *,
         config: str,
         version: str,
-        port: int | None,
         heard: Callable[[int, Any], None],
         places: int = 1,
         presence: Presence | None = None,
@@ -96,9 +95,7 @@ class Lighthouse:
         self.refused = session.refused
         self.finished = assembly.finished
         self._failed: OSError | None = None
-        self._relay = None
-        if port is not None:
-            self._relay = RelayCounter(port, lambda: session.taken, entries=journal.entries)
+        self._relay = RelayCount(lambda: session.relayed, journal.entries)
         self.corpus: str | None = None
         self._session, self._journal, self._keys = session, journal, keys
         self._config, self._version, self._heard = config.encode("utf-8"), version, heard
@@ -113,7 +110,6 @@ class Lighthouse:
         self._whereabouts = Whereabouts(keys, session.seen)
         self._admissions, self._present = Admissions(JOINS, 60.0), presence or Presence()
         self._lock = session.condition()
-        session.lines(self._line)  # first: nobody has a seat, and sends to others, before its connection is looked at
         session.serve(CONFIG, lambda query: query.reply(self._config))
         session.serve(HELLO, self._hello)
         session.serve(ABOUT, lambda query: query.reply(encode(self._about())))
@@ -153,15 +149,13 @@ class Lighthouse:
     @property
     def relayed(self) -> int:
         """Bytes that workers have sent to each other over this lighthouse."""
-        return 0 if self._relay is None else self._relay.relayed()
+        return self._relay.relayed()
 
     def close(self) -> None:
-        """Do no more by itself, and hold no connection of the session's. That one is whoever's who opened it."""
+        """Do no more by itself. The session is whoever's who opened it."""
         with self._lock:
             if self._ticks is not None:
                 self._ticks.cancel()
-        if self._relay is not None:
-            self._relay.close()
 
     # In callbacks
 
@@ -297,17 +291,12 @@ class Lighthouse:
             self._present.changed(seat, whole)
             self._carry_out(self._call(lambda m, now: m.back(now, seat) if whole else m.gone(now, seat)))
 
-    def _line(self, here: str, there: str, begins: bool) -> None:
-        """A connection has begun, or was closed by the engine: it is looked at, or held no more."""
-        if self._relay is not None:
-            self._relay.relayed()
-
     def tick(self) -> None:
         """Time has passed."""
         self._carry_out(self._call(lambda m, now: m.tick(now)))
         for seat in self._present.silent(self._session.now()):
             self._carry_out(self._call(lambda m, now, seat=seat: m.gone(now, seat)))
-        if self._relay is not None and (note := self._relay.note(self.relayed)) is not None:
+        if (note := self._relay.note(self.relayed)) is not None:
             self._carry_out([Record(note)])
 
     def _call(self, asked: Callable[[Assembly, float], T]) -> T:

@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from isles.comm.elastic.messages import typed
+from pydantic import Field
+
+from isles.fields import MANY, Exact, read
 
 EXCHANGES = "exchanges.jsonl"
 WHOLE, LATE, ALONE = "whole", "late", "alone"
+_Number = Annotated[int, Field(strict=True, ge=-1, le=1 << 40)]
+_Seconds = Annotated[float, Field(strict=True, ge=0, le=1 << 40)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundLine:
+class RoundLine(Exact):
     """A round of worker `seat` that is over.
 
     view: whose cell it read, -1 out of turn; spare: batches that it had read out of turn before. steps: inner steps,
@@ -27,30 +31,30 @@ class RoundLine:
     that worker's clock.
     """
 
-    seat: int
-    round: int
-    view: int
-    spare: int
-    steps: int
-    seconds: float
-    seats: tuple[int, ...]
-    outcome: str
-    at: float
+    seat: _Number
+    round: _Number
+    view: _Number
+    spare: _Number
+    steps: _Number
+    seconds: _Seconds
+    seats: Annotated[tuple[_Number, ...], MANY]
+    outcome: Annotated[str, Field(strict=True, max_length=40, pattern=r"^[A-Za-z_]\w*$")]
+    at: _Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartLine:
+class StartLine(Exact):
     """Worker `seat` began before round `first` with the state that `donor` (-1: nobody) had after round `copied`, and
     the means that landed there up to round `has`; the state came in `size` bytes.
     """
 
-    seat: int
-    first: int
-    donor: int
-    copied: int
-    has: int
-    size: int
-    at: float
+    seat: _Number
+    first: _Number
+    donor: _Number
+    copied: _Number
+    has: _Number
+    size: _Number
+    at: _Seconds
 
 
 def as_line(line: RoundLine | StartLine) -> dict[str, Any]:
@@ -60,13 +64,7 @@ def as_line(line: RoundLine | StartLine) -> dict[str, Any]:
 
 def from_line(value: Any) -> RoundLine | StartLine:
     """The line that `as_line` was given. ValueError where it is none."""
-    line = typed(value, RoundLine if isinstance(value, dict) and "outcome" in value else StartLine)
-    for key, told in asdict(line).items():
-        numbers, least = told if key == "seats" else (told,), 0 if key in ("seconds", "at") else -1
-        fits = key != "outcome" and all(least <= one <= 1 << 40 for one in numbers)
-        if not fits and not (key == "outcome" and told.isidentifier() and len(told) <= 40):
-            raise ValueError(f"{key} = {str(told)[:40]} is not what belongs there")
-    return line
+    return read(RoundLine if isinstance(value, dict) and "outcome" in value else StartLine, value)
 
 
 @dataclass(frozen=True, kw_only=True)

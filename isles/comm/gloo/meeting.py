@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from isles.comm.errors import RendezvousFailed
 
+_SOON, _LATE = 0.001, 0.05  # seconds between looks at who is there, first and at most
 _LATER = "raise the deadline if it starts later: isles.init(deadlines=isles.Deadlines(join=SECONDS))"
 
 
@@ -28,21 +29,20 @@ def store_of(variables: Mapping[str, str], seconds: float) -> dist.Store:
 
 def meet(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> None:
     """Wait until all of `ranks` have called this with a store of the same keys. RendezvousFailed after `seconds`."""
-    ends_at = time.monotonic() + seconds
-    store.set(f"here/{rank}", "")
-    for peer in ranks:
-        try:
-            store.wait([f"here/{peer}"], timedelta(seconds=max(ends_at - time.monotonic(), 0.01)))
-        except RuntimeError as error:  # each kind of store has its own
-            try:
-                missing = [str(one) for one in ranks if not store.check([f"here/{one}"])]
-            except RuntimeError:
-                raise RendezvousFailed(f"rank {rank}: the store where the workers meet is gone ({error})") from None
-            who = ", ".join(missing or [str(peer)])
-            raise RendezvousFailed(
-                f"worker {who} of {len(ranks)} did not come to isles.init() within {seconds:g} s: every process that "
-                f"is started must call it; {_LATER}"
-            ) from None
+    ends_at, pause = time.monotonic() + seconds, _SOON
+    try:
+        store.set(f"here/{rank}", "")
+        # Asked again and again: a wait of torch's that has timed out leaves a connection that may answer wrongly.
+        while missing := [str(one) for one in ranks if not store.check([f"here/{one}"])]:
+            if time.monotonic() > ends_at:
+                raise RendezvousFailed(
+                    f"worker {', '.join(missing)} of {len(ranks)} did not come to isles.init() within {seconds:g} s: "
+                    f"every process that is started must call it; {_LATER}"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LATE)
+    except dist.DistError as error:
+        raise RendezvousFailed(f"rank {rank}: the store where the workers meet is gone ({error})") from None
 
 
 @contextmanager

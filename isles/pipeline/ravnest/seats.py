@@ -6,11 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
+from isles.fields import MANY, Int, Ints, Unfit, read
 from isles.network.clusters.growing import ClusterGrowth, Cuts
 from isles.network.clusters.nodes import ClusterNode
 from isles.network.clusters.telling import heard, is_told
+
+_Rows = Annotated[tuple[Ints, ...], MANY]
+_Set = Annotated[frozenset[Int], MANY]
+_Plain = tuple[_Rows, _Rows, Ints, _Set, _Set, Annotated[tuple[tuple[Int, Int], ...], MANY], _Set]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +57,10 @@ class ClusterSeats:
     def of_plain(cls, plain: Any, size: int) -> ClusterSeats:
         """From `to_plain`. ValueError for what are no seats of a world of so many."""
         try:
-            clusters, cuts, waiting, lost, out, told, leaving = plain
-            made = cls(
-                tuple(tuple(map(_whole, cluster)) for cluster in clusters),
-                tuple(tuple(map(_whole, own)) for own in cuts),
-                tuple(map(_whole, waiting)),
-                frozenset(map(_whole, lost)),
-                frozenset(map(_whole, out)),
-                {_whole(position): _whole(number) for position, number in told},
-                frozenset(map(_whole, leaving)),
-            )
-        except (TypeError, ValueError):
+            clusters, cuts, waiting, lost, out, told, leaving = read(_Plain, plain, "seats")
+        except Unfit:
             raise ValueError("no seats of clusters") from None
+        made = cls(clusters, cuts, waiting, lost, out, dict(told), leaving)
         seated = [position for cluster in made.clusters for position in cluster]
         named = [*seated, *made.waiting, *made.lost, *made.told, *made.leaving]
         fits = (
@@ -265,9 +262,3 @@ class ClusterSeats:
         clusters[number] = tuple(own)
         waiting = tuple(position for position in self.waiting if position not in takers)
         return replace(self, clusters=tuple(clusters), waiting=waiting)
-
-
-def _whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError
-    return value

@@ -72,7 +72,7 @@ class SwarmRoster:
         said = self._swarm.agreement.agree([_FAILED if digest is None else _LANDS, digest or 0])
         self._swarm.place()
         if not all(word[0] == _LANDS for word in said.values()):
-            return "again"
+            return "retry"
         for peer in self._swarm.peers(self._stage):
             if said[peer][1] != digest:
                 rank = self._post.mail.group.ranks[peer]

@@ -19,15 +19,11 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from isles.comm.errors import CommError, DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
-from isles.comm.group import Group
 from isles.comm.roster import Roster
 from isles.network.planner.memory import Held
-from isles.replicas.loop.courier import Sending, ToldCourier
+from isles.replicas.loop.courier import ToldCourier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
-
-_POSITIVE = (1 << 61) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +83,8 @@ class AgreedCourier(ToldCourier):
         opening = self.roster.opening(fragment.rounds)
         while opening is not None:
             group, attempt = opening
-            answer = self._exchanged(flight, group, attempt)
-            error = self._failure(answer)
-            digest = None if error else fragment.flat.digest(answer.buffer) & _POSITIVE
+            answer = self.begin(flight, group, round=fragment.rounds, step=flight.lands, attempt=attempt)
+            digest, error = self.end(fragment, answer)
             verdict = self.roster.commit(fragment.rounds, attempt, digest, error)
             if verdict == "land":
                 self._land(flight, answer)
@@ -97,7 +92,7 @@ class AgreedCourier(ToldCourier):
             then = _Kept.of(fragment)
             kept.restore(fragment)
             opening = None
-            if verdict == "again":
+            if verdict == "retry":
                 opening = self.roster.opening(fragment.rounds)
             if opening is None:
                 live = None if error else fragment.flat.read(fragment.flat.new())
@@ -112,7 +107,7 @@ class AgreedCourier(ToldCourier):
         if waiting is None or waiting.round != fragment.rounds:
             return True
         verdict = self.roster.commit(waiting.round, waiting.attempt, waiting.digest)
-        if verdict == "again":
+        if verdict == "retry":
             return True
         if verdict == "land" and waiting.answer is not None and waiting.live is not None:
             waiting.then.restore(fragment)
@@ -123,28 +118,6 @@ class AgreedCourier(ToldCourier):
         self._waiting = waiting
         self._put_off(flight)
         return False
-
-    def _exchanged(self, flight: Flight, group: Group, attempt: int) -> Exchange:
-        """An attempt, begun."""
-        fragment, parts, usable = flight.fragment, self.parts, not flight.payload.is_own_broken
-        buffer = fragment.staging().copy_(flight.payload.buffer)
-        if parts.feedback is not None:
-            usable = fragment.compensate(buffer) and usable
-            if not usable:
-                buffer.zero_()
-        left = fragment.residual if parts.feedback is not None and parts.feedback.form == "local" else None
-        stamp = fragment.stamp(flight.lands, broken=not usable)
-        sending = Sending(fragment, fragment.rounds, buffer, fragment.averaging, stamp, residual=left)
-        answer = self._start(group, sending, attempt)
-        answer.spares, answer.is_own_broken = parts.on_broken == "leave out", not usable
-        return answer
-
-    def _failure(self, answer: Exchange) -> CommError | None:
-        try:
-            answer.wait()
-        except (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refused) as error:
-            return error
-        return None
 
     def _land(self, flight: Flight, answer: Exchange) -> None:
         """The copy that was not sent is spare; those of attempts that failed may still be on their way to somebody."""

@@ -17,7 +17,7 @@ from typing_extensions import override
 from isles.comm.collectives.averaging import Averaging
 from isles.comm.collectives.basic import exchange
 from isles.comm.collectives.headers import Stamp
-from isles.comm.errors import DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
+from isles.comm.errors import CommError, DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 from isles.comm.roster import Roster
 from isles.network.planner.memory import Held
@@ -26,6 +26,9 @@ from isles.replicas.parts.interfaces import Composition
 from isles.replicas.start import T, among_even
 
 _PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
+ROUND_FAILURES = (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refused)
+"""In which an exchange ends that others may have got."""
+_POSITIVE = (1 << 61) - 1
 MISSES = 8  # deadlines in succession after which a partner counts as lost
 _SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyond the deadline
 
@@ -173,7 +176,7 @@ class Courier:
         try:
             with among_even():
                 exchange.wait()
-        except (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refused) as error:
+        except ROUND_FAILURES as error:
             if self.parts.on_peer_failure != "solo":
                 raise
             if isinstance(error, (Diverged, Malformed, Refused)):
@@ -266,7 +269,9 @@ class Courier:
 
 
 class ToldCourier(Courier):
-    """Of rounds whose members others name: the snapshot stays as it is, and each attempt sends a copy."""
+    """Of rounds whose members others name, and which all of them land or none: the snapshot stays as it is, and each
+    attempt sends a copy.
+    """
 
     @override
     def is_alone(self, fragment: Fragment) -> bool:
@@ -275,3 +280,30 @@ class ToldCourier(Courier):
     @override
     def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int, usable: bool) -> Exchange:
         return Exchange(payload, None, round=fragment.rounds, is_own_broken=not usable)
+
+    def begin(
+        self, flight: Flight, group: Group, *, round: int, step: int, attempt: int, factor: float = 1.0
+    ) -> Exchange:
+        """An attempt at `round` in `group`, begun. step: the same at all. factor: of this worker's share."""
+        fragment, parts, usable = flight.fragment, self.parts, not flight.payload.is_own_broken
+        buffer = fragment.staging().copy_(flight.payload.buffer)
+        if factor != 1.0:
+            buffer.mul_(factor)
+        if parts.feedback is not None:
+            usable = fragment.compensate(buffer) and usable
+        if not usable:
+            buffer.zero_()
+        left = fragment.residual if parts.feedback is not None and parts.feedback.form == "local" else None
+        stamp = fragment.stamp(step, broken=not usable)
+        sending = Sending(fragment, round, buffer, fragment.averaging, stamp, residual=left)
+        answer = self._start(group, sending, attempt)
+        answer.spares, answer.is_own_broken = parts.on_broken == "leave out", not usable
+        return answer
+
+    def end(self, fragment: Fragment, answer: Exchange) -> tuple[int | None, CommError | None]:
+        """Wait for an attempt: the hash of its answer, or why there is none."""
+        try:
+            answer.wait()
+        except ROUND_FAILURES as error:
+            return None, error
+        return fragment.flat.digest(answer.buffer) & _POSITIVE, None

@@ -20,13 +20,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.elastic.quorum.delivery import Deliveries, Delivery
-from isles.comm.errors import DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.roster import Roster
 from isles.network.planner.memory import Held
 from isles.replicas.config import MethodConfig
 from isles.replicas.loop.agreed import AgreedCourier
 from isles.replicas.loop.config import WeightedConfig
-from isles.replicas.loop.courier import Courier, Sending, ToldCourier
+from isles.replicas.loop.courier import Courier, ToldCourier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
 from isles.replicas.parts.interfaces import Composition
 
@@ -96,8 +95,8 @@ class QuorumCourier(ToldCourier):
             match self._delivery.look(self.transport.now()):
                 case "exchanging" if self._answer is None or self._attempt != self._delivery.attempt:
                     self._exchange(self._delivery, self._flight)
-                case "exchanging" if blocks or self._is_here():
-                    self._answered(self._delivery)
+                case "exchanging" if self._answer is not None and (blocks or self._is_here()):
+                    self._answered(self._delivery, self._flight, self._answer)
                 case "landed":
                     self._landed(self._delivery, self._flight, self._live)
                 case "late" if blocks:
@@ -119,28 +118,18 @@ class QuorumCourier(ToldCourier):
 
     def _exchange(self, delivery: Delivery, flight: Flight) -> None:
         """An attempt, begun."""
-        fragment, word = flight.fragment, delivery.word
-        assert word is not None
-        buffer = fragment.flat.new().copy_(flight.payload.buffer).mul_(delivery.factor)
-        usable = not flight.payload.is_own_broken
-        if not usable:
-            buffer.zero_()
-        stamp = fragment.stamp(delivery.round, broken=not usable)
-        group = self._deliveries.group(word, _STEPS * self._pace)
-        self._attempt = delivery.attempt
-        sending = Sending(fragment, delivery.round, buffer, fragment.averaging, stamp)
-        self._answer = self._start(group, sending, self._attempt)
-        self._answer.spares, self._answer.is_own_broken = self.parts.on_broken == "leave out", not usable
+        assert delivery.word is not None
+        group, self._attempt = self._deliveries.group(delivery.word, _STEPS * self._pace), delivery.attempt
+        self._answer = self.begin(
+            flight, group, round=delivery.round, step=delivery.round, attempt=self._attempt, factor=delivery.factor
+        )
 
-    def _answered(self, delivery: Delivery) -> None:
-        assert self._answer is not None and self._flight is not None
-        try:
-            self._answer.wait()
-        except (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refused) as error:
+    def _answered(self, delivery: Delivery, flight: Flight, answer: Exchange) -> None:
+        digest, error = self.end(flight.fragment, answer)
+        if error is not None:
             self._deliveries.fail(delivery, error)
-            return
-        digest = self._flight.fragment.flat.digest(self._answer.buffer) & _POSITIVE
-        delivery.answered(digest, self.transport.now())
+        else:
+            delivery.answered(digest, self.transport.now())
 
     def _landed(self, delivery: Delivery, flight: Flight, live: Tensor) -> None:
         """It is everybody's: the anchor moves, and what was learned since the delivery is added again."""

@@ -31,8 +31,7 @@ class ClusterKeeper(SwarmKeeper):
 
     @override
     def parts(self, step: int) -> int:
-        kept = self._states / str(step)
-        there = len(list(kept.glob("stage-*.safetensors"))) if kept.exists() else 0
+        there = self._states.manifest(step)["workers"] if step in self._states.steps() else 0
         return self._parts.get(step, there)
 
     @override

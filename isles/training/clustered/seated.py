@@ -1,21 +1,20 @@
 """A node of clusters in a seat that a lighthouse gave. Ranks are seats, as in `isles.training.swarmed.seat`.
 
 At a checkpoint, and where somebody of the last whole cluster wants to leave whom nobody can follow, the nodes of the
-first whole cluster offer what they hold, each a part, by names in the whole model:
+first whole cluster offer what they hold, each a part:
 
-    weight.NAME, moment-0.NAME, moment-1.NAME       of the weights and the optimizer's state
-    facts                                           int64: step, sequences of the data's order that were read
+    parameters      by names in the whole model: a parameter, and its moments
+    step, read      inner steps, and sequences of the data's order, until then
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isles.comm.elastic.swarm.words import SwarmBeat
@@ -25,12 +24,12 @@ from isles.pipeline.ravnest.entering import ClusterEntrance
 from isles.training.clustered.node import ClusterWorker
 from isles.training.clustered.opening import enter, found, run_number
 from isles.training.draws import seed_draws
+from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left
 from isles.training.swarmed.given import state_of
 from isles.training.swarmed.seat import OwnSeat
 
 _LOOK = 2.0  # seconds between questions to the lighthouse
-_FACTS = "facts"
 
 
 class SeatedNode:
@@ -62,7 +61,7 @@ class SeatedNode:
         self._members_now, self._await_kept = members_now, await_kept
         self._asked_at = self._stepped_at = seat.transport.now()
         self._seen = 0  # steps, when they were last told of
-        self._kept: dict[str, Tensor] | None = None
+        self._kept: State | None = None
 
     @property
     def step(self) -> int:
@@ -81,9 +80,8 @@ class SeatedNode:
 
     def go_on_from(self, parts: Sequence[Path]) -> None:
         """Begin with what these files hold of the whole model. ValueError where it is none of this run's."""
-        self._kept = {name: tensor for path in parts for name, tensor in load_file(str(path)).items()}
-        if _FACTS not in self._kept:
-            raise ValueError("the lighthouse's state tells no step: it is damaged")
+        states = [read_state(path)[0] for path in parts]
+        self._kept = {**states[0], "parameters": {name: own for one in states for name, own in _held(one).items()}}
 
     def run(self, out: Path) -> dict[str, Any] | None:
         """To the end; None where this node has left, or has been told to stop."""
@@ -176,14 +174,14 @@ class SeatedNode:
         place = seats.place(self.world.rank)
         if serving is None or place is None or not worker.trains or place[0] != seats.whole[0]:
             return
-        tensors = {_FACTS: torch.tensor([step, worker.reading.after(step)], dtype=torch.int64, device="cpu")}
+        held: dict[str, list[Tensor]] = {}
         for name, parameter in serving.model.named_parameters():
             moments = [v for v in serving.optimizer.state.get(parameter, {}).values() if v.shape == parameter.shape]
-            tensors[f"weight.{name}"] = parameter.detach().cpu().clone()
-            tensors |= {f"moment-{n}.{name}": moment.cpu().clone() for n, moment in enumerate(moments)}
+            held[name] = [parameter, *moments]
+        copy = StateCopy({"step": step, "read": worker.reading.after(step), "parameters": held})
         part, name = place[1], state_of(place[1], step)
         facts = {"step": step, "parts": len(seats.clusters[place[0]])}
-        self._seat.offer(name, facts, partial(_write, tensors))
+        self._seat.offer(name, facts, copy.write)
         self.world.report({"offered": {"stage": part, **facts}})
 
 
@@ -195,24 +193,26 @@ def _seconds(worker: ClusterWorker) -> float:
     return sum(spent) / len({span.task.microbatch for span in played}) if played else 0.0
 
 
-def _write(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file(tensors, str(path))
+def _held(state: State) -> dict[str, list[Tensor]]:
+    """By name, a parameter and its moments. ValueError for a state that is none of clusters."""
+    held = state.get("parameters")
+    if not isinstance(held, dict) or not all(isinstance(one, list) for one in held.values()):
+        raise ValueError("the lighthouse's state is none of clusters: it is damaged")
+    return held
 
 
 @torch.no_grad()
-def _restore(worker: ClusterWorker, kept: dict[str, Tensor]) -> None:
+def _restore(worker: ClusterWorker, kept: State) -> None:
     """Copy this worker's stage out of `kept`. ValueError where that is of another model."""
-    facts = dict(zip(("step", "read"), kept[_FACTS].flatten().tolist(), strict=True))
-    step = integer(facts, "step", 0, worker.config.run.steps)
-    worker.begin_after(step, integer(facts, "read", 0, 1 << 53))
+    step, held = integer(kept, "step", 0, worker.config.run.steps), _held(kept)
+    worker.begin_after(step, integer(kept, "read", 0, 1 << 53))
     if worker.serving is None:
         return
     for name, parameter in worker.serving.model.named_parameters():
         state = worker.serving.optimizer.state.get(parameter, {})
         moments = [value for value in state.values() if value.shape == parameter.shape]
-        found = [kept.get(f"weight.{name}"), *(kept.get(f"moment-{n}.{name}") for n in range(len(moments)))]
-        for own, given in zip([parameter, *moments], found, strict=True):
-            if given is None or given.shape != own.shape:
+        for own, given in zip_longest([parameter, *moments], held.get(name, [])[: 1 + len(moments)]):
+            if not isinstance(given, Tensor) or given.shape != own.shape:
                 raise ValueError(f"the lighthouse's state does not fit this model: {name}")
             own.copy_(given)
         for value in state.values():

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven, NotOffered
-from isles.comm.elastic.island import IslandGroup
 from isles.comm.elastic.messages import Load
 from isles.comm.elastic.record import StartLine, as_line
-from isles.comm.elastic.ruling import stray
+from isles.comm.elastic.rounds.decision import Decision
+from isles.comm.elastic.rounds.ruling import stray
 from isles.comm.errors import RendezvousFailed
 from isles.comm.transport import Transport
 from isles.training.elastic.states import FRESH, States
+from isles.training.elastic.worker import Decisions
 
 SLOW = 60.0
 """Seconds without a piece of a state, beyond two rounds of its donor, until another one is asked for."""
@@ -31,49 +31,46 @@ _AHEAD = 2  # rounds before its first one in which a worker of pairs and groups 
 
 
 class Beginning:
-    """places: of this worker's island. act: has all of them do something together (`Acts`), by its name. states: what
-    was taken. leaving: set once this worker is to leave. agrees: whether all land one mean.
-    """
+    """states: what was taken. leaving: set once this worker is to leave. agrees: whether all land one mean."""
 
     def __init__(
         self,
         company: Company,
         transport: Transport,
-        places: IslandGroup,
-        act: Callable[..., Any],
         states: States,
         leaving: threading.Event,
         notice: Callable[[str], None],
         *,
         agrees: bool,
     ) -> None:
-        self._company, self._transport, self._places, self._act = company, transport, places, act
-        self._states, self._leaving, self._notice, self._agrees = states, leaving, notice, agrees
+        self._company, self._transport, self._states = company, transport, states
+        self._leaving, self._notice, self._agrees = leaving, notice, agrees
         self._has = 0  # the round of the state that was taken last
         self._tries = 0  # to have the one that the lighthouse keeps, in succession
 
-    def with_state(self, load: Load) -> int | None:
+    def with_state(self, load: Load) -> Decisions[int | None]:
         """Take the state that the lighthouse names. The first round with it; None where there is none now."""
-        if not self._take(load):
+        if not (yield from self._take(load)):
             return None
-        round = self._first(ahead=0 if self._agrees else _AHEAD)
+        round = yield from self._first(ahead=0 if self._agrees else _AHEAD)
         if round is not None and not self._agrees:
-            round = self._first() if self._freshens(load, round) else None
-        if round is None or not self._catches_up(load, round):
+            round = (yield from self._first()) if (yield from self._freshens(load, round)) else None
+        if round is None or not (yield from self._catches_up(load, round)):
             return None
         round = max(self._company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
         self._tell_start(load, round)
         return round
 
-    def _take(self, load: Load) -> bool:
+    def _take(self, load: Load) -> Decisions[bool]:
         """Begin with the state that the lighthouse names; False where it did not come."""
         try:
-            self._has, left_out = self._act("take", donor=load.donor, seconds=SLOW + 2 * load.seconds)
+            patience = SLOW + 2 * load.seconds
+            self._has, left_out = yield Decision(kind="load", donor=load.donor, seconds=patience)
         except NotGiven as why:
             if load.donor >= 0 or not isinstance(why, NotOffered):
                 self._ask_again(load.donor, why)
                 return False
-            self._act("begin_anew")
+            yield Decision(kind="draw")
             self._has, left_out = 0, {}
         self._tries = 0
         self._company.loaded(load, self._has, left_out)
@@ -93,15 +90,15 @@ class Beginning:
         self._notice(f"the state {whose} did not come ({why}): asking again")
         self._company.reload()
 
-    def _first(self, ahead: int = 0) -> int | None:
+    def _first(self, ahead: int = 0) -> Decisions[int | None]:
         """The first round of this worker, once others are in it, or `ahead` rounds before it. None: it has none now."""
         round, company = None, self._company
         while round is None and not company.is_called and company.ended is None and not self._leaving.is_set():
-            self._places.say("idle")
+            yield Decision(kind="idle")
             round = company.first(_WAIT, ahead)
         return round
 
-    def _freshens(self, load: Load, round: int) -> bool:
+    def _freshens(self, load: Load, round: int) -> Decisions[bool]:
         """The others went on while this worker waited for its first round: an old state would draw them back, so it
         takes the one that the donor has at the end of the round before. Not for long: in that first round others wait
         for this worker, and perhaps the donor does, who gives nothing meanwhile. False where it has no state any more.
@@ -110,7 +107,7 @@ class Beginning:
             return True
         slow, wait = SLOW + 2 * load.seconds, 3 * load.seconds + _MOMENT
         try:
-            self._has, _ = self._act("take", donor=load.donor, seconds=slow, after=round - 2, wait=wait)
+            self._has, _ = yield Decision(kind="load", donor=load.donor, seconds=slow, round=round - 2, wait=wait)
         except NotAdopted as why:
             self._notice(f"a newer state of worker {load.donor} is none ({why}): another state is asked for")
             stray(self._company)
@@ -119,13 +116,13 @@ class Beginning:
             self._notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
         return True
 
-    def _catches_up(self, load: Load, round: int) -> bool:
+    def _catches_up(self, load: Load, round: int) -> Decisions[bool]:
         """Where all land one mean this worker lands those of the rounds before its first, or is of no use."""
         if load.donor < 0 or not self._agrees:
             return True
         donor, patience = load.donor, SLOW + 2 * load.seconds
         try:
-            left_out = self._act("follow", donor=donor, first=self._has + 1, until=round, seconds=patience)
+            left_out = yield Decision(kind="catch up", donor=donor, round=self._has + 1, until=round, seconds=patience)
         except NotGiven as why:
             self._notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
             stray(self._company)

@@ -18,29 +18,29 @@ from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts.giving import Giver
-from isles.comm.elastic.island import IslandGroup
 from isles.comm.elastic.keys import CONFIG, HELLO, LIT
 from isles.comm.elastic.line import SeatLine
 from isles.comm.elastic.links.direct import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, decode, encode
-from isles.comm.elastic.session import Session, open_session, refuse_number, zenoh
+from isles.comm.elastic.rounds.decision import Decision
+from isles.comm.elastic.rounds.island import IslandGroup
+from isles.comm.elastic.session import Session, open_session
 from isles.comm.elastic.told import tells_failures
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
+from isles.comm.sockets.addresses import parse_address, written
 from isles.data import load_corpus
 from isles.errors import printable
-from isles.launch.addresses import parse_address, written
 from isles.parsing import parse_toml
 from isles.training.config.reading import Tables, resolve
 from isles.training.config.sections import Config
-from isles.training.config.world import LEASE
 from isles.training.elastic.given import giver_of
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.own import with_own
 from isles.training.elastic.terms import in_rounds
 from isles.version import __version__
 
-_PATIENCE = 60.0  # seconds to be let in: failed handshakes of strangers slow the engine down
+_PATIENCE = 60.0  # seconds to be let in: strangers may take all places at the door
 _MOMENT = 10.0  # seconds of them until a person is told
 _ANSWER = 10.0  # seconds
 _TRIES, _AGAIN = 6, 0.5  # for an answer, and the seconds between them
@@ -109,18 +109,12 @@ def admitted(
     """Come to the lighthouse, until `stack` ends. fit: the run's configuration as workers here take it; ValueError
     where they cannot. Errors as `in_run`.
     """
-    zenoh()  # or what to install, before anything else
     host, port = parse_address(address, "HOST:PORT")
     address = written(host, port)
-    refuse_number(address)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
     mine = _fetched(host, port, token, folder / "credentials", tell)
-    session = stack.enter_context(_opened(mine, address, LEASE, tell))
+    session = stack.enter_context(_opened(mine, address, tell))
     config = _configuration(_asked(session, CONFIG, b""), here, fit)
-    lease = config.world.elastic.lease
-    if lease != LEASE:
-        session.close()
-        session = stack.enter_context(_opened(mine, address, lease, tell))
     return Entrance(session=session, token=token, config=config, here=here, folder=folder)
 
 
@@ -132,7 +126,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         torch.set_num_threads(config.world.start_threads)
         corpus = load_corpus(config.data)
         entry = seat_of(session, corpus.sha256, tell)
-        places.say("seat", seat=entry.seat, key=entry.key)
+        places.decide(lambda: Decision(kind="seat", seat=entry.seat, key=entry.key))
         company = Company(session, entry)
         stack.callback(company.close)
         links = listening(stack, entrance, entry, SeatLine(session, entry).ask, 0, tell=tell)
@@ -157,9 +151,6 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         gifts = Giver(session, giver_of(company.seat, 0), tell, lost=lost, changed=company.changed, guide=links)
         stack.callback(gifts.close)
 
-        def tells() -> dict[str, Any]:
-            return {"carried": worker.carried(), "refused": worker.refused()}
-
         def over(round: int) -> None:
             transport.over("outer", round)
 
@@ -171,12 +162,12 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
             corpus,
             folder,
             tell,
-            tells=tells,
+            counts=True,
             places=places,
             over=over,
             shown=_Progress(config.run.steps, tell),
         )
-        worker.counts(session.refused)
+        worker.worker.refusals = session.refused
         session.watch(LIT, _LighthouseWatch(company, tell))
         stack.callback(worker.close)
         yield worker
@@ -212,15 +203,15 @@ def listening(
 
 
 @contextmanager
-def _opened(mine: Credentials, address: str, lease: float, tell: Callable[[str], None]) -> Iterator[Session]:
+def _opened(mine: Credentials, address: str, tell: Callable[[str], None]) -> Iterator[Session]:
     """A session with the lighthouse. OSError, in one line, where it does not let this machine in."""
     try:
-        session = open_session("client", mine, connect=address, lease=lease, patience=_MOMENT)
+        session = open_session("client", mine, connect=address, patience=_MOMENT)
     except OSError:
         why = f"the lighthouse at {address} does not let this machine in: its token has another second half, or it is "
         tell(f"{why}busy with strangers; trying for {_PATIENCE:g} s")
         try:
-            session = open_session("client", mine, connect=address, lease=lease, patience=_PATIENCE)
+            session = open_session("client", mine, connect=address, patience=_PATIENCE)
         except OSError:
             raise OSError(f"{why}still busy with strangers; copy the whole token once more, or try again") from None
     try:

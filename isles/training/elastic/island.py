@@ -12,19 +12,20 @@ import torch
 from isles.comm.call import Ledger
 from isles.comm.credentials import Token
 from isles.comm.elastic.gifts.giving import Giver
-from isles.comm.elastic.island import FollowingRoster, IslandGroup
 from isles.comm.elastic.line import SeatLine
 from isles.comm.elastic.messages import Entry
+from isles.comm.elastic.rounds.decision import Decision
+from isles.comm.elastic.rounds.island import IslandGroup
 from isles.comm.elastic.told import PlaceLine, tells_failures
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import Malformed
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.data import load_corpus
-from isles.training.elastic.acts import Acts, follow_leader
 from isles.training.elastic.entering import Here, admitted, listening, seated, train
 from isles.training.elastic.given import giver_of
 from isles.training.elastic.joining import Participant
+from isles.training.elastic.worker import ElasticWorker
 from isles.training.running.starting import deadlines
 
 _FAR = 1 << 40  # rounds: the leader knows the last one
@@ -56,10 +57,10 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         config, session = entrance.config, entrance.session
         torch.set_num_threads(config.world.start_threads)
         corpus = load_corpus(config.data)
-        said = places.hear()
-        if said["act"] != "seat":
+        said = places.decide(lambda: Decision(kind="end"))  # never asked: the leader decides
+        if said.kind != "seat":
             raise Malformed(0, "the leader of this island has no seat")
-        entry = Entry(int(said["seat"]), str(said["key"]))
+        entry = Entry(said.seat, said.key)
         asking = SeatLine(session, entry)
         links = listening(stack, entrance, entry, asking.ask, places.place, tell=partial(_tell_of, places.place))
         line = PlaceLine(session, entry, places.place)
@@ -79,10 +80,10 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         gifts = Giver(session, giver_of(entry.seat, places.place), _tell, guide=links)
         stack.callback(gifts.close)
         alone = Group(transport, (entry.seat,), "outer", deadlines(config), Ledger())
-        acts = Acts(
+        worker = ElasticWorker(
             config,
             alone,
-            FollowingRoster(alone, places),
+            None,
             places,
             gifts,
             corpus,
@@ -91,9 +92,9 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
             last=lambda: _FAR,
             over=lambda round: transport.over("outer", round),
         )
-        acts.refusals = session.refused
-        stack.callback(acts.close)
-        follow_leader(acts, places)
+        worker.refusals = session.refused
+        stack.callback(worker.close)
+        worker.obey()
 
 
 def _tell(line: str) -> None:

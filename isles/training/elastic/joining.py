@@ -12,33 +12,34 @@ A worker that is asked for its state copies it right after a landing, when nothi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from isles.comm.call import Ledger
 from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.cells import Batch, batches
+from isles.comm.elastic.cells import batches
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven
-from isles.comm.elastic.guards.refusals import RefusalRow, Refusals
-from isles.comm.elastic.island import IslandGroup, LeadingRoster
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.messages import Examine, Finished, Over
 from isles.comm.elastic.quorum.delivery import Missed
 from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, as_line
+from isles.comm.elastic.rounds.decision import Decision
+from isles.comm.elastic.rounds.island import IslandGroup
+from isles.comm.elastic.rounds.leader import RoundLeader
 from isles.comm.errors import RendezvousFailed
 from isles.comm.group import Group
 from isles.comm.transport import Transport
 from isles.data import Corpus
 from isles.training.config.sections import Config
-from isles.training.elastic.acts import Acts
 from isles.training.elastic.beginning import SLOW, Beginning
 from isles.training.elastic.given import MODEL
 from isles.training.elastic.means import missed
 from isles.training.elastic.terms import is_quorum, lands_together, last_round, sync_every
+from isles.training.elastic.worker import Decisions, ElasticWorker
 from isles.training.running.starting import deadlines
 
 _WAIT = 5.0  # seconds between looks at whether the run has ended
@@ -48,13 +49,14 @@ Ending = Literal["finished", "left", "over", "again"]
 
 
 class Participant:
-    """One worker, or the leader of an island, from its first state to the end of the run.
+    """One worker, or the leader of an island, from its first state to the end of the run: it decides what its member
+    does (`decisions`), and does its own part in that (`worker`).
 
     company: its line to the lighthouse. transport, gifts: between seats; the caller closes them. folder: for files on
-    their way. notice: called with a line for a person. tells: what is reported beside the metrics, by name. places: the
-    workers of the island that this worker leads; None: it is one by itself. over: where exchanges are of pairs or
-    groups, called with a round once that and all before are over here, so that nobody waits for this worker's part in
-    them. shown: called with each line of metrics.
+    their way. notice: called with a line for a person. counts: whether what the workers count is reported beside the
+    metrics (`ElasticWorker.counted`). places: the workers of the island that this worker leads; None: it is one by
+    itself. over: where exchanges are of pairs or groups, called with a round once that and all before are over here, so
+    that nobody waits for this worker's part in them. shown: called with each line of metrics.
 
     leaving: set it, and the worker leaves: after the round under way, at once where it waits for its first one.
     """
@@ -69,13 +71,13 @@ class Participant:
         folder: Path,
         notice: Callable[[str], None],
         *,
-        tells: Callable[[], Mapping[str, Any]] = dict,
+        counts: bool = False,
         places: IslandGroup | None = None,
         over: Callable[[int], None] = lambda round: None,
         shown: Callable[[Mapping[str, Any]], None] = lambda line: None,
         leaving: threading.Event | None = None,
     ) -> None:
-        self._tells, self._shown = tells, shown
+        self._counts, self._shown = counts, shown
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
         self.folder, self.leaving, self.notice = folder, leaving or threading.Event(), notice
         self._asked_to_leave = False
@@ -87,13 +89,13 @@ class Participant:
         self._landed_at = 0.0
         alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
         self._places = places or IslandGroup()
-        self.roster = LeadingRoster(company, alone, self._places)
+        self.leader = self._leads(alone)
         self._is_quorum = is_quorum(config)
-        self.roster.deliveries.landed, self.roster.deliveries.fetch = self._landed, self._missed
-        self._acts = Acts(
+        self.leader.deliveries.landed, self.leader.deliveries.fetch = self._landed, self._missed
+        self.worker = ElasticWorker(
             config,
             alone,
-            self.roster,
+            self.leader,
             self._places,
             gifts,
             corpus,
@@ -102,66 +104,56 @@ class Participant:
             last=lambda: self._last,
             over=over,
         )
-        self._acts.paced = company.pace
-        self._beginning = Beginning(
-            company, transport, self._places, self._do, self._acts.states, self.leaving, notice, agrees=self._agrees
-        )
-        self.trainer, self.optimizer = self._acts.trainer, self._acts.optimizer
+        self.worker.paced = company.pace
+        self._beginning = Beginning(company, transport, self.worker.states, self.leaving, notice, agrees=self._agrees)
+        self.trainer, self.optimizer = self.worker.trainer, self.worker.optimizer
+        self._ending: Ending = "again"
 
-    def _do(self, act: str, **facts: Any) -> Any:
-        """Have this worker, and the others of its island, do something together (`Acts`)."""
-        self._places.say(act, **facts)
-        return getattr(self._acts, act)(**facts)
+    def _leads(self, alone: Group) -> RoundLeader:
+        """What decides of each round."""
+        return RoundLeader(self.company, alone)
 
     def run(self) -> Ending:
         """Train until the run ends, or this worker has left it."""
-        company, ending = self.company, "again"
-        while ending == "again" and company.ended is None:
+        self.worker.obey(self.decisions())
+        return self._ending if self.company.ended is None or self._ending != "again" else "over"
+
+    def decisions(self) -> Decisions[None]:
+        """What this member does, until its end."""
+        company = self.company
+        while self._ending == "again" and company.ended is None:
             if self.leaving.is_set() and not self._asked_to_leave:
-                return "left"
-            self._places.say("idle")
+                self._ending = "left"
+                return
+            yield Decision(kind="idle")
             load = company.load(_WAIT)
-            round = None if load is None else self._beginning.with_state(load)
+            round = None if load is None else (yield from self._beginning.with_state(load))
             if round is not None:
-                ending = self._train(round)
-                if ending == "again":
-                    self._do("forget")
-        if ending == "finished":
-            self._conclude()
-        self._places.say("end")
-        return ending if company.ended is None or ending != "again" else "over"
-
-    def carried(self) -> dict[str, int]:
-        """See `Acts.carried`."""
-        return self._do("carried")
-
-    def refused(self) -> list[RefusalRow]:
-        """See `Acts.refused`."""
-        return self._do("refused")
-
-    def counts(self, refusals: Refusals) -> None:
-        """Have `Acts.refused` tell of what `refusals` counts, those of this worker's session."""
-        self._acts.refusals = refusals
+                self._ending = yield from self._train(round)
+                if self._ending == "again":
+                    yield Decision(kind="forget")
+        if self._ending == "finished":
+            yield from self._conclude()
 
     def close(self) -> None:
         """Give back threads of its own."""
-        self._acts.close()
+        self.worker.close()
 
     # Rounds
 
-    def _train(self, round: int) -> Ending:
+    def _train(self, round: int) -> Decisions[Ending]:
         every, company = sync_every(self.config), self.company
-        self._enter(round, (round - 1) * every)
+        yield from self._enter(round, (round - 1) * every)
         while not self._is_done(round):
             if company.is_called:
-                self._pass(company.member.earliest() - 1)
+                yield from self._pass(company.member.earliest() - 1)
                 return "again"
             if company.ended is not None:
                 return "left" if self.leaving.is_set() else "over"
             if self._leaves(round):
                 self.optimizer.courier.progress(blocks=True)
                 return "left"
-            round += self._round(round, every)
+            round += yield from self._round(round, every)
         self.optimizer.courier.progress(blocks=True)
         return "again" if company.is_called else "finished"
 
@@ -177,12 +169,13 @@ class Participant:
             self.company.wait(lambda: self.company.member.group(round).decided or self.company.is_over, _WAIT)
         return round > self._last
 
-    def _enter(self, round: int, steps: int) -> None:
-        self._pass(round - 1)
+    def _enter(self, round: int, steps: int) -> Decisions[None]:
+        yield from self._pass(round - 1)
         self._tried, self._put_off, self._landed_at = 0, 0, self.transport.now()
-        self._do("enter", round=round, steps=steps, began_at=steps if self._acts.states.lacks_moments else None)
+        began_at = steps if self.worker.states.lacks_moments else None
+        yield Decision(kind="enter", round=round, steps=steps, began_at=began_at)
 
-    def _round(self, round: int, every: int) -> int:
+    def _round(self, round: int, every: int) -> Decisions[int]:
         """One round: its steps, of which the last one exchanges. How many rounds are over then; 0 where it is put off:
         then more steps come.
         """
@@ -191,8 +184,10 @@ class Participant:
         steps = every if view is None or place is None or not view.steps else view.steps[place]
         cell, spare = None if round == self._tried else view, self._spare
         self._tried = round
-        read = [] if cell is None else batches(company.member.views, cell, round, cast(int, place))
-        seconds = self._train_cell(round * every - steps, read, spare)  # whoever takes fewer steps counts as the others
+        read = () if cell is None else tuple(batches(company.member.views, cell, round, cast(int, place)))
+        done, began = round * every - steps, self._computed()  # whoever takes fewer steps counts as the others
+        yield Decision(kind="train", round=round, steps=done, slices=read, spare=spare)
+        seconds = max(self._computed() - began, 0.0)
         if cell is None:
             self._spare += every
         if steps == 1:
@@ -213,39 +208,37 @@ class Participant:
         company.report({"round": as_line(line)})
         if is_put_off:
             return 0
-        self._report_metrics(round, is_first=place == 0)
+        yield from self._report_metrics(round, is_first=place == 0)
         if self._is_quorum:
             return self._skipped(round)
-        self._do("landed", round=round, left_out=company.left_out())
-        self._pass(round)
+        yield Decision(kind="keep", round=round, left_out=company.left_out())
+        yield from self._pass(round)
         return 1
-
-    def _train_cell(self, done: int, read: Sequence[Batch], spare: int) -> float:
-        """The inner steps of a round, see `Acts.train`; seconds of computing that they took."""
-        began = self._computed()
-        self._do("train", done=done, batches=read, spare=spare)
-        return max(self._computed() - began, 0.0)
 
     def _outcome(self, round: int, *, is_put_off: bool) -> tuple[tuple[int, ...], str]:
         """(who took part in the exchange of `round`, what became of it), as a `RoundLine` has them."""
         if is_put_off:
             return (self.company.seat,), ALONE
-        seats, outcome = self.roster.outcome(round)
+        seats, outcome = self.leader.outcome(round)
         if self._is_quorum:
-            late = self.roster.deliveries.late
+            late = self.leader.deliveries.late
             outcome, self._late = WHOLE if late == self._late else LATE, late
         return seats, outcome
 
-    def _report_metrics(self, round: int, *, is_first: bool) -> None:
-        """A line of metrics, where one is due. is_first: this worker is the first of its view, which validates."""
-        loss = self._validated(round) if is_first else None
+    def _report_metrics(self, round: int, *, is_first: bool) -> Decisions[None]:
+        """A line of metrics, where one is due. is_first: this worker is the first of its view, which validates where
+        that is due; the last round's is that of the whole run's model.
+        """
+        loss = None
+        if is_first and round < self._last and self._passes(round, self.config.run.validate_every):
+            loss = yield Decision(kind="validate")
         if loss is not None or round == self._last or self._passes(round, self.config.run.log_every):
             self.trainer.report(loss)
-            self._tell()
+            yield from self._report_counts()
 
-    def _pass(self, round: int) -> None:
+    def _pass(self, round: int) -> Decisions[None]:
         if not self._agrees:
-            self._do("over", round=round)
+            yield Decision(kind="over", round=round)
 
     def _skipped(self, round: int) -> int:
         """How many rounds are over. More than one where this worker was late: what it had was delivered into a later
@@ -258,10 +251,10 @@ class Participant:
 
     def _landed(self, round: int) -> None:
         """A mean for which a quorum was enough has landed, between two inner steps or at the end of a round."""
-        self._acts.means.landed(round, self.company.left_out())
-        shown = self.optimizer.evaluation_weights() if any(self._acts.states.wanted()) else nullcontext()
+        self.worker.means.landed(round, self.company.left_out())
+        shown = self.optimizer.evaluation_weights() if any(self.worker.states.wanted()) else nullcontext()
         with shown:  # the anchors, for what was learned since is this worker's own
-            self._acts.copy(round, self.company.left_out())
+            self.worker.copy(round, self.company.left_out())
 
     def _missed(self, word: Word) -> Missed | None:
         """Fetch the mean of a round for which this worker was late."""
@@ -289,14 +282,10 @@ class Participant:
         seconds = self.trainer.step_clock.reading()
         return seconds - self.transport.traffic.total("blocked_seconds", "outer") - self.company.waited
 
-    def _tell(self) -> None:
-        for name, told in self._tells().items():
-            self.company.report({name: told})
-
-    def _validated(self, round: int) -> float | None:
-        """The validation loss, where it is due after `round`; the last round's is that of the whole run's model."""
-        due = round < self._last and self._passes(round, self.config.run.validate_every)
-        return self._do("look") if due else None
+    def _report_counts(self) -> Decisions[None]:
+        if self._counts:
+            for name, told in (yield Decision(kind="report")).items():
+                self.company.report({name: told})
 
     def _passes(self, round: int, number: int) -> bool:
         """Whether one of the inner steps of `round` is a multiple of `number`; 0: never."""
@@ -323,11 +312,11 @@ class Participant:
 
     # The end
 
-    def _conclude(self) -> None:
+    def _conclude(self) -> Decisions[None]:
         """Offer this worker's model, and judge the run's where the lighthouse asks for it; until the run is over."""
-        result = self._do("conclude")
+        result = yield Decision(kind="conclude")
         self.gifts.offer(MODEL, self.folder / "model.safetensors", {})
-        self._tell()
+        yield from self._report_counts()
         self.company.report({"result": result})
         heard, patience = self.transport.now(), self.config.world.eval_deadline
         while not isinstance(self.company.ended, Over):
@@ -348,7 +337,7 @@ class Participant:
         except NotGiven as why:
             self.notice(f"the one model did not come ({why}): it is not judged")
             return
-        self.company.report({"judged": self._acts.judge(path)})
+        self.company.report({"judged": self.worker.judge(path)})
 
     def _report(self, event: Any) -> None:
         """What the trainer tells whoever started it: lines of metrics go to the lighthouse, words to the user."""

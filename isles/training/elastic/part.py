@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from isles.comm.credentials import Token
-from isles.comm.elastic.island import IslandGroup
+from isles.comm.elastic.rounds.island import IslandGroup
 from isles.comm.errors import CommError
 from isles.errors import printable
 from isles.launch.workers import LocalWorkers, raise_first

@@ -9,33 +9,25 @@ A donor copies its state once, right after a landing; the copy becomes a file, a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.fields import integer
-from isles.parsing import parse_json
 from isles.replicas.loop.joining import adopt, given
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.world import JoinState
 from isles.training.elastic.given import ANCHORS, BESIDE, COPIES, STATE, giver_of, kept_as
-from isles.training.records.checkpoint import join_state, split_state
 from isles.training.records.finite import first_nan
-from isles.training.records.tensors import copy_to_host, write_tensors
+from isles.training.records.shard import StateCopy, read_state
 
 FRESH = 2
 """Rounds for which a copied state is given to new takers."""
 WARM_UP = 2
 """Rounds in which the inner rate of a joiner rises that has no moments."""
-_STRUCTURE = "__structure__"
 
 
 class States:
@@ -87,12 +79,9 @@ class States:
         if what == ANCHORS:
             del state["inner"]
             weights = {name: weights[name] for name in self._beside_anchors()}
-        structure, tensors = split_state({"optimizer": state, "model": weights, "round": round})
-        text = torch.frombuffer(bytearray(json.dumps(structure).encode("ascii")), dtype=torch.uint8)
-        copies = copy_to_host({**tensors, _STRUCTURE: text})
+        copy = StateCopy({"optimizer": state, "model": weights, "round": round})
         facts = {"round": round, "left_out": dict(left_out)}
-        path = self._folder / f"{what}-{round}.safetensors"
-        self._gifts.offer(what, path, facts, lambda path: write_tensors(path, copies))
+        self._gifts.offer(what, self._folder / f"{what}-{round}.safetensors", facts, copy.write)
 
     def _beside_anchors(self) -> set[str]:
         """Names of the weights that are not trained."""
@@ -137,16 +126,14 @@ class States:
     def _adopt(self, path: Path) -> int:
         optimizer, self.are_drawn = self._optimizer, False
         try:
-            tensors = load_file(str(path))
-            structure = parse_json(tensors.pop(_STRUCTURE).numpy().tobytes())
-            state: Any = join_state(structure, tensors)
+            state: Any = read_state(path)[0]
             if first_nan(state) is not None:
                 raise NotGiven("it holds numbers that are none")
             round = integer(state, "round", 0, self._last())
             own = {} if "inner" in state["optimizer"] else {"inner": optimizer.inner_state()}
             optimizer.load_weights({**optimizer.weights(), **state["model"]})
             adopt(optimizer, {**own, **state["optimizer"]})
-        except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise NotGiven(f"it is not one of this run: {str(error).splitlines()[0][:120]}") from error
         self.lacks_moments = bool(own)
         for fragment in optimizer.fragments:

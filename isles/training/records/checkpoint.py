@@ -1,104 +1,66 @@
-"""Checkpoints on disk: one safetensors file and one JSON file a worker, then the manifest, whose presence is the
-commit.
+"""Checkpoints on disk: one file a worker (`shard`), then the manifest, whose presence is the commit. Loads no torch.
 
     checkpoints/step-400/
-        worker-0.safetensors    the tensors of that worker's state, by path
-        worker-0.json           everything else: run, worker, step, the places of the tensors, their file's checksum
-        manifest.json           written last: which files belong to it, how long they are, checksums of the JSON files
+        worker-0.safetensors    that worker's state; of which run, worker and step it is stands in its header
+        manifest.json           written last: which files belong to it, and how long they are
 
-JSON files begin with a checksum of the rest of themselves. A checkpoint without a manifest, or with a file of another
-length, does not exist for readers; what is damaged, or of another run, worker or step, is refused when it is read.
-Every file is written beside its place, flushed and renamed, so a power cut leaves the checkpoint before it intact. No
-pickle.
+Every file holds a checksum of the rest of itself. A checkpoint without a manifest, or with a file of another length,
+does not exist for readers; what is damaged, or of another run, worker or step, is refused when it is read. Every file
+is written beside its place, flushed and renamed, so a power cut leaves the checkpoint before it intact. What a
+lighthouse keeps lies in the same way in RUN/states: of each round, or step, a shard of each place, or stage.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
+from isles.durable import replacing, settle, sync_folder
+from isles.training.records.checked import is_whole, read_checked, write_checked
 
-from isles.durable import replacing, sync_folder, write_text
-from isles.parsing import parse_json
-from isles.training.records.finite import first_nan
-from isles.training.records.tensors import write_tensors
-
-State = dict[str, Any]
-
-_TENSOR, _PAIRS, _TUPLE = "__tensor__", "__pairs__", "__tuple__"
-
-
-def split_state(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A nested state of dicts, lists, tuples, tensors, numbers, strings and None as JSON-able structure and flat
-    tensors, the same ones.
-    """
-    tensors: dict[str, Tensor] = {}
-
-    def walk(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            tensors[path] = value.detach()
-            return {_TENSOR: path}
-        if isinstance(value, Mapping):
-            pairs = [(key, walk(entry, f"{path}.{key}")) for key, entry in value.items()]
-            if all(isinstance(key, str) for key, _ in pairs):
-                return dict(pairs)
-            return {_PAIRS: pairs}  # JSON would turn an optimizer's integer keys into strings
-        if isinstance(value, tuple):
-            return {_TUPLE: [walk(entry, f"{path}.{index}") for index, entry in enumerate(value)]}
-        if isinstance(value, list):
-            return [walk(entry, f"{path}.{index}") for index, entry in enumerate(value)]
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise TypeError(
-            f"state{path} is a {type(value).__name__}: a checkpoint holds tensors, numbers, strings and None"
-        )
-
-    return walk(state, ""), tensors
-
-
-def join_state(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `split_state`."""
-    if isinstance(structure, list):
-        return [join_state(entry, tensors) for entry in structure]
-    if not isinstance(structure, dict):
-        return structure
-    if _TENSOR in structure:
-        return tensors[structure[_TENSOR]]
-    if _PAIRS in structure:
-        return {key: join_state(entry, tensors) for key, entry in structure[_PAIRS]}
-    if _TUPLE in structure:
-        return tuple(join_state(entry, tensors) for entry in structure[_TUPLE])
-    return {key: join_state(entry, tensors) for key, entry in structure.items()}
+if TYPE_CHECKING:
+    from isles.training.records.shard import State
 
 
 class Checkpoints:
-    """The checkpoints of one run directory."""
+    """The checkpoints of one run directory, or the states that a lighthouse keeps there."""
 
-    def __init__(self, run: Path) -> None:
-        self.folder = run / "checkpoints"
+    def __init__(self, run: Path, name: str = "checkpoints") -> None:
+        self.folder = run / name
 
     def write_shard(self, step: int, worker: int, state: State, run: str = "") -> None:
         """Write one worker's state for `step`. Workers do this side by side; `commit` comes after the last. run: what
         tells this run from others, that of the manifest's facts.
         """
-        folder = self._at(step)
-        folder.mkdir(parents=True, exist_ok=True)
-        structure, tensors = split_state(state)
-        path = self._shard(step, worker)
+        from isles.training.records.shard import write_state
+
+        path = self.shard(step, worker)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as partial:
-            write_tensors(partial, tensors)
-            checksum = _checksum(partial)
-        facts = {"run": run, "worker": worker, "step": step, "crc32": checksum}
-        _write_checked(path.with_suffix(".json"), json.dumps({**facts, "state": structure}))
+            write_state(partial, state, {"run": run, "worker": str(worker), "step": str(step)})
+
+    def take_in(self, seats: Sequence[int], fetch: Callable[[int, Path], int]) -> int | None:
+        """Have `fetch` put the shard of each of `seats` at a path, and say of which step it is; commit them where that
+        is one step, which is returned. Errors of `fetch`: then nothing of them stays.
+        """
+        coming = {seat: self.folder / "coming" / f"worker-{seat}.safetensors" for seat in seats}
+        shutil.rmtree(self.folder / "coming", ignore_errors=True)  # of an attempt that was cut off
+        (self.folder / "coming").mkdir(parents=True)
+        try:
+            steps = {fetch(seat, path) for seat, path in coming.items()}
+            if len(steps) > 1:
+                return None
+            (step,) = steps
+            self._at(step).mkdir(exist_ok=True)
+            for seat, path in coming.items():
+                settle(path, self.shard(step, seat))
+            self.commit(step, seats, {}, keep=0)
+            return step
+        finally:
+            shutil.rmtree(self.folder / "coming", ignore_errors=True)
 
     def commit(
         self, step: int, seats: Sequence[int], facts: Mapping[str, Any], keep: int, own: Iterable[int] | None = None
@@ -108,15 +70,16 @@ class Checkpoints:
 
         own: the workers of this machine; None: all. The others' shards lie on other machines.
         """
-        folder = self._at(step)
         here = seats if own is None else [worker for worker in own if worker in seats]
-        names = [f"worker-{worker}{suffix}" for worker in here for suffix in (".safetensors", ".json")]
-        files = {name: (folder / name).stat().st_size for name in names}
+        files = {path.name: path.stat().st_size for path in (self.shard(step, worker) for worker in here)}
         looked = {"finite": True}  # by each worker, before it wrote
-        sums = {name: _checksum(folder / name) for name in names if name.endswith(".json")}
-        manifest = {"step": step, "workers": len(seats), "seats": list(seats), **looked, **facts}
-        _write_checked(folder / "manifest.json", json.dumps({**manifest, "files": files, "sums": sums}, indent=2))
+        manifest = {"step": step, "workers": len(seats), "seats": list(seats), **looked, **facts, "files": files}
+        write_checked(self._at(step) / "manifest.json", manifest, indent=2)
         sync_folder(self.folder)
+        self.thin(keep)
+
+    def thin(self, keep: int) -> None:
+        """Drop all but the newest `keep`; 0: none."""
         self._drop(self.steps()[:-keep] if keep else [])
 
     def go_back(self, step: int) -> None:
@@ -139,21 +102,22 @@ class Checkpoints:
 
     def manifest(self, step: int) -> dict[str, Any]:
         """What was committed for `step`."""
-        return _read_checked(self._at(step) / "manifest.json")
+        return read_checked(self._at(step) / "manifest.json")
 
     def seats(self, step: int) -> list[int]:
-        """The workers whose state the checkpoint of `step` is, ascending. Older manifests name none: all."""
-        manifest = self.manifest(step)
-        return manifest.get("seats", list(range(manifest["workers"])))
+        """The workers whose state the checkpoint of `step` is, ascending."""
+        return self.manifest(step)["seats"]
 
     def absent(self, step: int) -> list[int]:
         """Those of `seats` whose shards do not lie here, but on other machines."""
-        return [worker for worker in self.seats(step) if not self._shard(step, worker).exists()]
+        return [worker for worker in self.seats(step) if not self.shard(step, worker).exists()]
 
     def broken(self, step: int) -> str | None:
-        """What is wrong with the weights of `step`; None where they are all numbers. Those of earlier versions, which
-        did not look before they wrote, are read; shards on other machines are not.
+        """What is wrong with the weights of `step`; None where they are all numbers. They are read where the manifest
+        does not say that each worker has looked before it wrote; shards on other machines are not.
         """
+        from isles.training.records.finite import first_nan
+
         if self.manifest(step).get("finite"):
             return None
         for worker in sorted({*self.seats(step)} - {*self.absent(step)}):
@@ -163,28 +127,39 @@ class Checkpoints:
 
     def read_shard(self, step: int, worker: int) -> State:
         """One worker's state, exactly as written; tensors on the CPU. ValueError where a file is damaged."""
-        path, manifest = self._shard(step, worker), self._manifest_or_none(step)
-        text = path.with_suffix(".json")
-        if not (path.exists() and text.exists()):
-            raise ValueError(f"{text}: worker {worker}'s state is not there; copy it from the machine that wrote it")
-        try:
-            held = _read_checked(text)
-            checksum, structure = held["crc32"], held["state"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(self._damaged(text)) from error
-        _refuse_other(text, held, {"worker": worker, "step": step, "run": (manifest or {}).get("run", "")})
-        sums = (manifest or {}).get("sums", {})
-        if _checksum(path) != checksum:
-            raise ValueError(self._damaged(path))
-        if text.name in sums and _checksum(text) != sums[text.name]:
-            raise ValueError(self._damaged(text))
-        try:
-            return join_state(structure, load_file(str(path)))
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(self._damaged(text)) from error
+        from isles.training.records.shard import read_state
 
-    def _damaged(self, file: Path) -> str:
-        return f"{file}: damaged; remove {file.parent} to go on from the checkpoint before it, if there is one"
+        path = self.shard(step, worker)
+        if not path.exists():
+            raise ValueError(f"{path}: worker {worker}'s state is not there; copy it from the machine that wrote it")
+        try:
+            state, notes = read_state(path)
+        except ValueError as error:
+            raise ValueError(f"{error}; remove {path.parent} to go on from the checkpoint before it, if any") from None
+        manifest = self.manifest(step) if (path.parent / "manifest.json").exists() else {}
+        for key, value in {"worker": worker, "step": step, "run": manifest.get("run", "")}.items():
+            if notes.get(key) != str(value) and value != "":
+                raise ValueError(
+                    f"{path}: is of another {key} ({notes.get(key)} instead of {value}); put the right file there"
+                )
+        return state
+
+    def newest_sound(self, tell: Callable[[str], None]) -> int | None:
+        """The newest step of which no shard is damaged; None where there are none at all. tell: called with a line for
+        each that is newer. ValueError where all are: who begins anew in their stead loses what the run has learned.
+        """
+        steps, damaged = self.steps(), list[Path]()
+        while steps and (bad := [path for path in self.shards(steps[-1]) if not is_whole(path)]):
+            damaged, steps = [*damaged, bad[0]], steps[:-1]
+        if damaged and not steps:
+            raise ValueError(f"{self.folder}: no state there is whole: restore one, or start a new run")
+        for path in damaged:
+            tell(f"{path}: is damaged, so the run goes on from round {steps[-1]}")
+        return steps[-1] if steps else None
+
+    def shards(self, step: int) -> list[Path]:
+        """By worker, those of `step`."""
+        return [self.shard(step, worker) for worker in self.seats(step)]
 
     def replace(self, step: int, shards: Iterable[State], facts: Mapping[str, Any]) -> None:
         """Put other shards, made one at a time, in the place of those of `step`. What was there stays whole until all
@@ -208,59 +183,18 @@ class Checkpoints:
     def _at(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
-    def _shard(self, step: int, worker: int) -> Path:
+    def shard(self, step: int, worker: int) -> Path:
+        """Where the state of a worker lies, or will."""
         return self._at(step) / f"worker-{worker}.safetensors"
-
-    def _manifest_or_none(self, step: int) -> dict[str, Any] | None:
-        return self.manifest(step) if (self._at(step) / "manifest.json").exists() else None
 
     def _whole(self, manifest: Path) -> bool:
         try:
-            told = _read_checked(manifest)
+            told = read_checked(manifest)
             files = told["files"]
-            named = f"step-{told['step']}" == manifest.parent.name and 0 < told["workers"] == len(
-                told.get("seats", range(told["workers"]))
-            )
+            named = f"step-{told['step']}" == manifest.parent.name and 0 < told["workers"] == len(told["seats"])
             return named and all((manifest.parent / name).stat().st_size == size for name, size in files.items())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
-
-
-def _checksum(path: Path) -> int:
-    """CRC-32 of a file: it finds what a disk or a copy spoils, at the speed of memory."""
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 24):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
-
-
-_CHECK = re.compile(rb'\{"check": "([0-9a-f]{8})",\n')
-
-
-def _write_checked(path: Path, text: str) -> None:
-    """Write a JSON object of at least one entry, with a checksum of the rest of the file as its first."""
-    rest = text.removeprefix("{").encode()
-    write_text(path, f'{{"check": "{zlib.crc32(rest):08x}",\n{rest.decode()}')
-
-
-def _read_checked(path: Path) -> dict[str, Any]:
-    """What `_write_checked` wrote, or an earlier version without a checksum. ValueError where it is damaged."""
-    data = path.read_bytes()
-    check = _CHECK.match(data)
-    if check is not None and int(check[1], 16) != zlib.crc32(data[check.end() :]):
-        raise ValueError(f"{path}: damaged")
-    held = parse_json(data.decode("utf-8"))
-    if not isinstance(held, dict):
-        raise ValueError(f"{path}: damaged")
-    return held
-
-
-def _refuse_other(file: Path, held: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """ValueError for a shard of another worker, step or run. Earlier versions wrote none of these."""
-    for key, value in here.items():
-        if key in held and held[key] != value and value != "":
-            raise ValueError(f"{file}: is of another {key} ({held[key]} instead of {value}); put the right file there")
 
 
 def seat_of(checkpoints: Checkpoints, step: int, rank: int) -> int:

@@ -13,18 +13,40 @@ import math
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import AfterValidator, Field
 
 from isles.comm.errors import NodeLost
-from isles.fields import Unfit, integer, number, table, text
+from isles.errors import printable
+from isles.fields import UTF8, Float, Unfit, integer, table, value_of
 from isles.schema import TASK_KINDS, USAGE, Metrics
 from isles.training.config.sections import Config, RunConfig
 from isles.training.records.spread import WEIGHTS
 from isles.training.records.timeline import KEPT
 
 _COUNT = 1 << 63
+
+
+def _number(value: Any) -> Any:
+    """A number, finite or not, or None."""
+    if not (value is None or isinstance(value, float) or (type(value) is int and abs(value) <= _COUNT)):
+        raise ValueError("it is no number")
+    return value
+
+
+def _weights(text: str) -> str:
+    size = len(base64.b64decode(text, validate=True))
+    if size % 4 or size == 0:
+        raise ValueError("it is no weights")
+    return text
+
+
+_Figure = Annotated[Any, AfterValidator(_number)]
+_Sample = Annotated[str, Field(strict=True, max_length=6 * WEIGHTS), AfterValidator(_weights)]
+_Notice = Annotated[str, UTF8, Field(strict=True, max_length=4000), AfterValidator(printable)]
 _WORDS = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_Digest = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{64}$")]
 _LINE = tuple(field.name for field in fields(Metrics))
 _OPTIONAL = ("val_loss", *USAGE)
 _KINDS = ("compute", "away", "blocked", "transfer", *TASK_KINDS.values())
@@ -62,16 +84,16 @@ class Schema:
         """One of those that `Records.take` knows; of these ranks."""
         keys = set(event)
         if keys == {"notice"}:
-            return {"notice": text(event, "notice", 4000)}
+            return {"notice": value_of(event, "notice", _Notice)}
         if keys == {"left", "notice"}:
-            return {"left": _rank(event, "left", ranks), "notice": text(event, "notice", 4000)}
+            return {"left": _rank(event, "left", ranks), "notice": value_of(event, "notice", _Notice)}
         if keys == {"checkpoint", "worker"}:
             return {"checkpoint": self._step(event, "checkpoint"), "worker": _rank(event, "worker", ranks)}
         if keys == {"corpus", "rank"}:
-            return {"corpus": _digest(event, "corpus"), "rank": _rank(event, "rank", ranks)}
+            return {"corpus": value_of(event, "corpus", _Digest), "rank": _rank(event, "rank", ranks)}
         if keys == {"sample", "weights", "step", "worker"}:
             weights = integer(event, "weights", 1, _COUNT)
-            return {"sample": _sample(event), "weights": weights, **self._place(event, ranks)}
+            return {"sample": value_of(event, "sample", _Sample), "weights": weights, **self._place(event, ranks)}
         if keys == {"spans"}:
             spans = event["spans"]
             if not isinstance(spans, list) or len(spans) > 2 * KEPT:
@@ -87,16 +109,16 @@ class Schema:
         for key in ("tokens", "bytes_sent", "bytes_received"):
             kept[key] = integer(event, key, 0, _COUNT)
         for key in ("blocked_seconds", "compute_seconds", "clock_seconds"):
-            kept[key] = number(event, key, -math.inf)
+            kept[key] = value_of(event, key, Float)
         for key in ("loss", "lr", *(key for key in _OPTIONAL if key in event), *gauges):
-            kept[key] = _figure(event, key)
+            kept[key] = value_of(event, key, _Figure)
         return {key: kept[key] for key in event}
 
     def _span(self, span: Mapping[str, Any], ranks: Container[int]) -> dict[str, Any]:
         kind, channel = span.get("kind"), span.get("channel")
         if kind not in _KINDS or channel not in _CHANNELS:
             raise Unfit("a span of no kind that isles has")
-        times = {key: number(span, key, -math.inf) for key in ("start", "end")}
+        times = {key: value_of(span, key, Float) for key in ("start", "end")}
         task = {"microbatch": integer(span, "microbatch", 0, _COUNT)} if kind in TASK_KINDS.values() else {}
         return {**self._place(span, ranks), "kind": kind, "channel": channel, **times, **task}
 
@@ -135,18 +157,18 @@ def _result(result: dict[str, Any]) -> dict[str, Any]:
     known = {*_RESULTS, "val_loss", "val_loss_replica", "corpus_sha256", "memory", "channels"}
     if set(result) != known:
         raise Unfit("a result of another kind than isles'")
-    kept: dict[str, Any] = {key: _figure(result, key) for key in _RESULTS}
+    kept: dict[str, Any] = {key: value_of(result, key, _Figure) for key in _RESULTS}
     if not all(value is not None and 0 <= value < math.inf for value in kept.values()):
         raise Unfit("a result with a figure missing, or one that cannot be")
-    kept |= {key: _figure(result, key) for key in ("val_loss", "val_loss_replica")}
+    kept |= {key: value_of(result, key, _Figure) for key in ("val_loss", "val_loss_replica")}
     digest, memory = result["corpus_sha256"], result["memory"]
-    kept["corpus_sha256"] = "" if digest == "" else _digest(result, "corpus_sha256")
+    kept["corpus_sha256"] = "" if digest == "" else value_of(result, "corpus_sha256", _Digest)
     kept["memory"] = None if memory is None else {
-        key: text(memory, key, 4000) if isinstance(memory[key], str) else _figure(memory, key)
+        key: value_of(memory, key, _Notice) if isinstance(memory[key], str) else value_of(memory, key, _Figure)
         for key in table(memory, "memory") if _WORDS.fullmatch(key)
     }  # fmt: skip
     kept["channels"] = {
-        name: {key: _figure(table(counts, name), key) or 0.0 for key in _COUNTED}
+        name: {key: value_of(table(counts, name), key, _Figure) or 0.0 for key in _COUNTED}
         for name, counts in table(result["channels"], "channels").items()
         if name in _CHANNELS
     }
@@ -158,37 +180,3 @@ def _rank(event: Mapping[str, Any], key: str, ranks: Container[int]) -> int:
     if rank not in ranks:
         raise Unfit(f"{key} {rank} is no worker of its")
     return rank
-
-
-def _figure(event: Mapping[str, Any], key: str) -> float | None:
-    """A number, finite or not, or None."""
-    value = event.get(key)
-    if value is None:
-        return None
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or (isinstance(value, int) and abs(value) > _COUNT)
-    ):
-        raise Unfit(f"{key} is no number")
-    return value
-
-
-def _digest(event: Mapping[str, Any], key: str) -> str:
-    value = event.get(key)
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise Unfit(f"{key} is no SHA-256")
-    return value
-
-
-def _sample(event: Mapping[str, Any]) -> str:
-    value = event.get("sample")
-    if not isinstance(value, str) or len(value) > 6 * WEIGHTS:
-        raise Unfit("sample is no text of the length of one")
-    try:
-        size = len(base64.b64decode(value, validate=True))
-    except ValueError:
-        raise Unfit("sample is not in base64") from None
-    if size % 4 or size == 0:
-        raise Unfit("sample is no weights")
-    return value

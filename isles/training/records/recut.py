@@ -24,7 +24,7 @@ from isles.replicas import method
 from isles.tables import changed
 from isles.training.config.sections import Config
 from isles.training.inner_optimizer import inner_optimizer
-from isles.training.records.checkpoint import State
+from isles.training.records.shard import State
 from isles.training.staged import planned_cut, run_scheme
 
 Counted = dict[str, dict[str, Any]]

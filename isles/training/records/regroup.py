@@ -33,7 +33,7 @@ from isles.training.config.sections import Config
 from isles.training.config.tokens import ending_after
 from isles.training.draws import carried_draws, new_draws
 from isles.training.plan.run_plan import plan_run
-from isles.training.records.checkpoint import Checkpoints, State, join_state, newest_whole, split_state
+from isles.training.records.checkpoint import Checkpoints, newest_whole
 from isles.training.records.lock import locked
 from isles.training.records.recut import (
     cut_at,
@@ -48,6 +48,7 @@ from isles.training.records.recut import (
     with_stages,
 )
 from isles.training.records.regrown import POSITIONS, regrown
+from isles.training.records.shard import State, join_state, split_state
 from isles.version import __version__
 
 _SECTIONS = {"model", "data", "inner", "replicas", "world", "run"}  # of every run's config.toml

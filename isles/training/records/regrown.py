@@ -23,9 +23,10 @@ from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.tables import changed
 from isles.training.config.reading import run_name, to_toml
 from isles.training.config.sections import Config
-from isles.training.records.checkpoint import Checkpoints, State
+from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.lock import locked
 from isles.training.records.recut import cut_facts
+from isles.training.records.shard import State
 from isles.version import __version__
 
 POSITIONS = "positions"

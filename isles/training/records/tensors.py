@@ -7,11 +7,15 @@ of length, a JSON header of that length with each tensor's dtype, shape and plac
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
+
+from isles.training.records.checked import CHECK_AT
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -53,6 +57,16 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> None:
     """Write them, with notes for whoever reads the header. OSError where that fails: no part of the file stays then."""
+    try:
+        with path.open("wb") as file:
+            write_into(file, tensors, notes or {})
+    except OSError:
+        path.unlink(missing_ok=True)  # it would take room from what is written next
+        raise
+
+
+def write_into(file: BinaryIO, tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> None:
+    """Write them into `file`, which is empty. Where the first of `notes` is "check", it becomes the file's checksum."""
     order = _aligned(tensors)
     header, end = dict[str, object]({"__metadata__": dict(notes)} if notes else {}), 0
     for name in order:
@@ -63,14 +77,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNED)
-    try:
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in order:
-                file.write(_bytes(tensors[name]))  # and what it may have copied is gone
-    except OSError:
-        path.unlink(missing_ok=True)  # it would take room from what is written next
-        raise
+    text = len(text).to_bytes(8, "little") + text
+    file.write(text)
+    checksum = zlib.crc32(text)
+    for name in order:
+        piece = _bytes(tensors[name])
+        file.write(piece)
+        checksum = zlib.crc32(piece, checksum) if "check" in notes else 0
+        del piece  # and what it may have copied
+    if "check" in notes:
+        file.seek(CHECK_AT)
+        file.write(f"{checksum:08x}".encode())
 
 
 def _aligned(tensors: Mapping[str, Tensor]) -> list[str]:

@@ -11,10 +11,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from isles.comm.credentials import read
-from isles.fields import Unfit, integer
+from isles.fields import MANY, Int, Unfit, value_of
 from isles.launch import rendezvous
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.parsing import parse_toml
@@ -25,7 +27,7 @@ from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.tokens import host_credentials, node_token
 
 _SHOWN = 3  # differing keys that are named
-_LAST_STEP = 1 << 53
+_Steps = Annotated[list[Annotated[Int, Field(ge=0)]], MANY] | None
 _OPEN = (
     "what the workers send each other is neither encrypted nor checked for its sender: stay in a network of your own, "
     "or in WireGuard (docs/two-machines.md)"
@@ -112,7 +114,9 @@ def _nobody(text: str) -> None:
 
 def _disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any], node: int) -> str:
     """Why `node`, with its description, cannot take part in node 0's run; empty where it can."""
-    if not _is_steps(theirs.get("checkpoints")):
+    try:
+        value_of(theirs, "checkpoints", _Steps)
+    except Unfit:
         return "it does not describe its run as isles does"
     if (theirs.get("checkpoints") is None) != (mine["checkpoints"] is None):
         commands = [
@@ -129,16 +133,6 @@ def _disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any], node: int)
     if mine["out"] is not None and theirs.get("out") == mine["out"]:
         return f"node {node} writes into the same directory as node 0, {mine['out'][1]}: give each its own --out"
     return ""
-
-
-def _is_steps(value: Any) -> bool:
-    """Whether it is None, or a list of steps."""
-    if value is None:
-        return True
-    try:
-        return isinstance(value, list) and all(integer({"step": step}, "step", 0, _LAST_STEP) >= 0 for step in value)
-    except Unfit:
-        return False
 
 
 def _differences(mine: Mapping[str, Any], theirs: Any) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from isles.fields import port
+from isles.fields import Port, value_of
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.relay import RemoteWorkers
 from isles.launch.workers import worker_specs
@@ -82,7 +82,7 @@ def _work(config: Config, out: Path, on_line: Callable[[dict[str, Any]], None], 
     world = config.world
     start_server()
     with host_heard():
-        store, step = port(node_group.facts, "store"), begun(node_group.facts, config)
+        store, step = value_of(node_group.facts, "store", Port), begun(node_group.facts, config)
     if step is not None:
         Checkpoints(out).go_back(step)
     own = worker_specs(

@@ -26,8 +26,9 @@ from isles.comm import credentials, mesh
 from isles.comm.credentials import parse_token
 from isles.comm.errors import WorkerFailed, from_plain, to_plain
 from isles.comm.interfaces import interface_of, loopback
-from isles.launch.addresses import listen, own_address, written
-from isles.launch.link import Link, LinkLost
+from isles.comm.sockets.addresses import listen, own_address, written
+from isles.comm.sockets.lost import LinkLost
+from isles.launch.link import Link
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.processes import PipeHandle
 from isles.launch.relay import order

@@ -1,20 +1,20 @@
 """The lighthouse of a swarm, see `isles.training.elastic.lighthouse`. It votes on nothing: `isles.comm.elastic.swarm`.
 
-RUN/states/STEP/stage-N.safetensors   of every stage, twice in run.checkpoint_every steps; a step counts once the
-                                      journal says that all of its stages are here
-RUN/model.safetensors                 put together by the first peer of stage 0, at the end
+RUN/states/             of every stage, twice in run.checkpoint_every steps; a step counts once the journal says that
+                        all of its stages are here
+RUN/model.safetensors   put together by the first peer of stage 0, at the end
 """
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from typing_extensions import override
 
 from isles.comm.elastic.gifts.taking import NotGiven
@@ -23,12 +23,13 @@ from isles.comm.elastic.keys import STATUS
 from isles.comm.elastic.messages import encode
 from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.swarm.muster import Muster, MusterRules
-from isles.durable import settle, sync_folder, write_text
+from isles.durable import settle, write_text
 from isles.fields import integer, table
 from isles.training.config.swarmed import stages_of
 from isles.training.elastic.given import MODEL
 from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, RunKeeper
-from isles.training.elastic.lighthouse.kept import is_whole
+from isles.training.records.checked import is_whole
+from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
 from isles.training.swarmed.given import state_of
@@ -49,7 +50,7 @@ class SwarmKeeper(RunKeeper):
         self._journal = journal
         self._offers: dict[int, dict[int, list[int]]] = {}  # by step and stage: who has its state
         self._offering = threading.Lock()
-        self._states = self.out / "states"
+        self._states = Checkpoints(self.out, "states")
         for step in sorted({self.muster.kept} - {0}):
             self._offer_states(step)
         self.session.serve(STATUS, lambda query: query.reply(encode(self._now())))
@@ -117,8 +118,9 @@ class SwarmKeeper(RunKeeper):
         if seat is None:
             return None
         try:
-            self._fetch(seat, MODEL, partial)
-        except (NotGiven, ValueError) as why:
+            self.fetch(str(seat), MODEL, partial, _SLOW)
+            safe_open(str(partial), framework="np").keys()
+        except (NotGiven, SafetensorError) as why:
             self.on_notice(f"worker {seat}'s model did not come ({why}): the others put it together again")
             self.lighthouse.finished.discard(seat)
             return None
@@ -172,44 +174,35 @@ class SwarmKeeper(RunKeeper):
             stages = range(self.parts(step))
             offers = self._offers[step]
             self._offers = {other: each for other, each in self._offers.items() if other > step}
-        folder = self._states / str(step)
-        folder.mkdir(parents=True, exist_ok=True)
-        for stage in stages:
-            if not self._fetch_state(offers[stage], step, stage, folder):
-                shutil.rmtree(folder, ignore_errors=True)
-                return
-        sync_folder(folder)
-        sync_folder(self._states)
+        try:
+            self._states.take_in(stages, lambda stage, path: self._fetch_state(offers[stage], step, stage, path))
+        except NotGiven:
+            self.on_notice(f"a state after step {step} did not come: those of before are kept")
+            return
         self._offer_states(step)
         self.lighthouse.act(lambda now: self.muster.keep(step))
-        for old in sorted(int(path.name) for path in self._states.iterdir() if path.name.isdecimal())[:-_KEPT]:
-            for path in (self._states / str(old)).glob("stage-*.safetensors"):
-                self.giver.withdraw(state_of(int(path.stem.rpartition("-")[2]), old))
-            shutil.rmtree(self._states / str(old), ignore_errors=True)
+        for old in self._states.steps()[:-_KEPT]:
+            for stage in self._states.seats(old):
+                self.giver.withdraw(state_of(stage, old))
+        self._states.thin(_KEPT)
 
-    def _fetch_state(self, seats: list[int], step: int, stage: int, folder: Path) -> bool:
-        """Of one stage, from the first of `seats` that gives it."""
-        partial = folder / f"stage-{stage}.partial"
+    def _fetch_state(self, seats: list[int], step: int, stage: int, path: Path) -> int:
+        """Of one stage, from the first of `seats` that gives it; its step. NotGiven."""
         for seat in seats:
-            with contextlib.suppress(NotGiven, ValueError):
-                self._fetch(seat, state_of(stage, step), partial)
-                settle(partial, folder / f"stage-{stage}.safetensors")
-                return True
-        self.on_notice(f"the state of stage {stage} after step {step} did not come: the one of before is kept")
-        return False
-
-    def _fetch(self, seat: int, what: str, path: Path) -> None:
-        """NotGiven where it does not come; ValueError where it is no file of tensors."""
-        self.fetch(str(seat), what, path, _SLOW)
-        if not is_whole(path):
-            raise ValueError("no safetensors file")
+            with contextlib.suppress(NotGiven):
+                self.fetch(str(seat), state_of(stage, step), path, _SLOW)
+                if is_whole(path):
+                    return step
+        raise NotGiven(f"nobody gives the state of stage {stage}")
 
     def _offer_states(self, step: int) -> None:
-        """To those who begin with them. What is given lies in a folder of its own, for a giver removes its files."""
-        for stage in range(self.parts(step)):
-            path = self._states / str(step) / f"stage-{stage}.safetensors"
-            if not path.exists():
-                raise ValueError(f"{path}: is missing, and the run goes on from it: restore it, or start a new run")
+        """To those who begin with them. ValueError where they are missing, or damaged."""
+        if step not in self._states.steps():
+            raise ValueError(
+                f"{self._states.folder}: lacks the states after step {step}, from which the run goes on: restore them, "
+                "or start a new run"
+            )
+        for stage, path in enumerate(self._states.shards(step)):
             if not is_whole(path):
                 raise ValueError(f"{path}: is damaged, and the run goes on from it: restore it, or start a new run")
             self.giver.offer(state_of(stage, step), path, {"step": step, "parts": self.parts(step)})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -173,10 +172,5 @@ class SeatedTrainer(SwarmTrainer):
         if me not in swarm.peers(stage)[:HOLDERS]:
             return
         self._refuse_broken(step, {"model": self.optimizer.weights()})
-        name, state = state_of(stage, step), self._state()
-        self._seat.offer(name, {"step": step}, partial(_write, state))
+        self._seat.offer(state_of(stage, step), {"step": step}, self._state().write)
         self.world.report({"offered": {"step": step, "stage": stage}})
-
-
-def _write(state: bytes, path: Path) -> None:
-    path.write_bytes(state)

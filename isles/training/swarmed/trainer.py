@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,10 +16,9 @@ from isles.comm.errors import Malformed
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster
 from isles.data import Corpus
-from isles.fields import integer, number
+from isles.fields import Nonnegative, integer, value_of
 from isles.models import limits, sketch
 from isles.models.stages import Stage
-from isles.parsing import parse_json
 from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.pipeline import Cut
 from isles.pipeline.recovery import RATE, block_parameters, merged, sources
@@ -32,15 +28,13 @@ from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.inner_optimizer import rate_schedule
-from isles.training.records.checkpoint import join_state, split_state
-from isles.training.records.tensors import copy_to_host
+from isles.training.records.shard import StateCopy, state_from_bytes
 from isles.training.staged import build_stage, run_scheme, told_by_first
 from isles.training.step import Left, Step
 from isles.training.swarmed.step import NewStage, Swarmed, begin_alike
 from isles.training.text import Text
 from isles.training.trainer import Trainer
 
-_STRUCTURE = "__structure__"
 _FAREWELL = 2.0
 """Seconds in which what a peer has sent before it leaves must be gone. The others need none of it by then."""
 
@@ -142,7 +136,7 @@ class SwarmTrainer(Trainer):
             self.text,
             self.autocast,
             present=self._present,
-            state=self._state,
+            state=lambda: self._state().to_bytes(),
             become=partial(self._become, cut),
             revive=partial(self._revive, cut),
             met=self._met,
@@ -151,15 +145,13 @@ class SwarmTrainer(Trainer):
             self._peers.serve(step.swarm)
         return step
 
-    def _state(self) -> bytes:
-        """This peer's state between two steps, as the bytes of a safetensors file; what another one `_become`s from."""
+    def _state(self) -> StateCopy:
+        """This peer's state between two steps; what another one `_become`s from."""
         optimizer = self.optimizer
         held = {"model": optimizer.weights(), "inner": optimizer.inner_state(), "steps": optimizer.steps}
         held |= {"outer": optimizer.outer_state(), "norm": self.model_step.block_norm}
         held["late"] = self.model_step.swarm.late
-        structure, tensors = split_state({**held, "schedule": self.schedule.state_dict()})
-        text = torch.frombuffer(bytearray(json.dumps(structure).encode("ascii")), dtype=torch.uint8)
-        return save({**copy_to_host(tensors), _STRUCTURE: text})
+        return StateCopy({**held, "schedule": self.schedule.state_dict()})
 
     def _become(self, cut: Cut, stage: int, given: Tensor) -> NewStage:
         """Serve `stage` from now on, with the state that a peer of it gave."""
@@ -262,10 +254,9 @@ class SwarmTrainer(Trainer):
 def _read(given: Tensor, last: int) -> Any:
     """What `SwarmTrainer._state` made, in a run of `last` steps. Malformed where it is not."""
     try:
-        tensors = load(given.numpy().tobytes())
-        state = join_state(parse_json(tensors.pop(_STRUCTURE).numpy().tobytes()), tensors)
+        state = state_from_bytes(given.numpy().tobytes())
         integer(state, "steps", 0, last)
-        number(state, "norm")
+        value_of(state, "norm", Nonnegative)
         return state
-    except (SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise Malformed(-1, f"a stage's state that is none: {str(error).splitlines()[0][:120]}") from error

@@ -12,7 +12,7 @@ from isles.comm.elastic.calls import RoundsAssembly
 from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import Accusation, Beat, Done, Refusal
 from isles.comm.elastic.orders import Order, Rules
-from isles.comm.elastic.ruling import accuse
+from isles.comm.elastic.rounds.ruling import accuse
 from isles.comm.errors import Refused
 from tests.comm.elastic.test_membership import READY, founded, promise, told
 

@@ -14,8 +14,6 @@ from isles.comm.elastic.keys import SeatKeys, introduction, signature
 from isles.comm.elastic.session import open_session
 from tests.comm.elastic.sessions import router
 
-pytest.importorskip("zenoh")
-
 
 def test_a_file_comes_whole_or_not_at_all(tmp_path: Path) -> None:
     with router(tmp_path) as (mine, address, host):

@@ -116,7 +116,6 @@ def test_a_lighthouse_that_was_held_up_accuses_nobody() -> None:
 
 def test_questions_that_come_faster_than_they_are_answered_are_turned_away(tmp_path: Path) -> None:
     """Some megabytes wait for their turn; the rest is told to come later, and all is well again afterwards."""
-    pytest.importorskip("zenoh")
     with router(tmp_path) as (mine, address, session):
         go, came = threading.Event(), list[int]()
 

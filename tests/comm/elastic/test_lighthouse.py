@@ -21,7 +21,6 @@ from isles.comm.elastic.orders import Rules
 from isles.comm.elastic.session import Session, open_session
 from tests.comm.elastic.sessions import router
 
-pytest.importorskip("zenoh")
 Answer = tuple[bytes | None, bytes | None]
 
 
@@ -37,7 +36,7 @@ def lit(folder: Path, life: int = 0) -> Iterator[tuple[Lighthouse, Session]]:
         journal = Journal(folder)
         rounds = RoundsAssembly(Rules(founders=2, sync_every=5), journal.entries)
         keys = SeatKeys(folder)
-        lighthouse = Lighthouse(session, rounds, journal, keys, config="[run]\n", version="1.0", port=1, heard=heard)
+        lighthouse = Lighthouse(session, rounds, journal, keys, config="[run]\n", version="1.0", heard=heard)
         guest = open_session("client", mine, connect=address)
         try:
             yield lighthouse, guest

@@ -61,6 +61,7 @@ def beat(**values: object) -> dict[str, object]:
         beat(skipped=5),
         beat(skipped={"0": 1}),
         beat(skipped=[[1]]),
+        beat(skipped=["a"] * 10_000),
         beat(seen=[[1]]),
         beat(seen=[[1, 2, 3]]),
         beat(seconds=10**400),
@@ -97,6 +98,13 @@ def test_what_is_no_message_is_one_line(value: object) -> None:
 def test_bytes_that_are_no_message(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"^a message|^Beat"):
         messages.decode(data)
+
+
+def test_no_list_is_longer_than_any_that_is_said() -> None:
+    longest = [0] * (1 << 16)
+    assert len(messages.from_plain(beat(skipped=longest)).skipped) == 1 << 16
+    with pytest.raises(ValueError, match=r"^Beat\.skipped: "):
+        messages.from_plain(beat(skipped=[*longest, 0]))
 
 
 def test_a_worker_may_send_only_what_workers_send() -> None:

@@ -19,7 +19,6 @@ from benchmarks._machines import Machine, machines, unavailable
 from isles.comm import credentials
 from tests.comm.elastic.sessions import free_port
 
-pytest.importorskip("zenoh")
 LEASE = 2.0  # seconds
 SETTING = """
 import sys, threading, time

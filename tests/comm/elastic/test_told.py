@@ -28,7 +28,6 @@ from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import Tag
 from tests.comm.elastic.sessions import router, settled
 
-pytest.importorskip("zenoh")
 SEATS = range(3)
 
 
@@ -78,7 +77,6 @@ def islands(folder: Path) -> Iterator[Islands]:
             SeatKeys(folder),
             config="",
             version="1.0",
-            port=1,
             heard=lambda seat, event: None,
             places=2,
         )

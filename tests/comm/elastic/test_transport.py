@@ -29,8 +29,6 @@ from isles.comm.transport import Transport
 from tests.comm.elastic.sessions import router, run_elastic, settled, workers
 from tests.replicas.workers import RUNS, train_all
 
-pytest.importorskip("zenoh", reason="the extra 'elastic' is not installed")
-
 TAKEN = [name for name, (method, _) in RUNS.items() if method in ("localsgd", "diloco", "noloco", "fedavg", "slowmo")]
 
 

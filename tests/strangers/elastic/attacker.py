@@ -18,10 +18,12 @@ from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.keys import ASKED, HELLO, TOLD, gift_at, sealed, signature
 from isles.comm.elastic.messages import Entry, Find, Found, Hello, decode, encode
-from isles.comm.elastic.session import Session, open_session, zenoh
+from isles.comm.elastic.net.lanes import _PIECE as PIECE
+from isles.comm.elastic.net.lanes import Frame, FrameKind, packed
+from isles.comm.elastic.session import Session, open_session
 from isles.comm.tags import CHANNELS, Tag
 from tests.comm.elastic.sessions import free_port
-from tests.strangers.callers import call, read, say
+from tests.strangers.callers import call, prove, read, say
 
 Answer = tuple[bytes | None, bytes | None]
 NEVER: Answer = (None, b"never")
@@ -159,35 +161,21 @@ class Attacker:
         except (ssl.SSLError, ConnectionError, TimeoutError):
             return  # it was shown the door
 
-    def enters(self, **changed: Any) -> bool:
-        """Whether a session opens with settings that are not those of the token. secret: another one; the rest: keys of
-        the engine with / as __, None to leave one out.
+    def enters(self, *, secret: str | None = None, speaker: str = "node", tls: bool = True) -> bool:
+        """Whether a session opens. secret: that it proves to know; "": it says at once what it wants. speaker: in whose
+        name. tls: whether it speaks TLS.
         """
-        folder = self.folder / "guest"
-        credentials.trusting(ssl.PEM_cert_to_DER_cert(self.mine.certificate.read_text()), "0" * 32, folder)
-        engine = zenoh()
-        users = {"user": "isles", "password": changed.pop("secret", self.token.secret)}
-        settings: dict[str, Any] = {
-            "mode": "client",
-            "connect/endpoints": [f"tls/{self.address}"],
-            "connect/timeout_ms": 0,
-            "scouting/multicast/enabled": False,
-            "transport/link/tls": {
-                "root_ca_certificate": str(folder / credentials.CERTIFICATE),
-                "verify_name_on_connect": False,
-            },
-            "transport/auth/usrpwd": users,
-        }
-        settings |= {key.replace("__", "/"): value for key, value in changed.items()}
-        config = engine.Config()
-        for key, value in settings.items():
-            if value is not None:
-                config.insert_json5(key, json.dumps(value))
+        token = Token(self.token.fingerprint, self.token.secret if secret is None else secret)
         try:
-            engine.open(config).close()
-        except engine.ZError:
+            with socket.create_connection((self.host, self.port), 10.0) as line:
+                talk: socket.socket = credentials.unverified_context().wrap_socket(line) if tls else line
+                talk.settimeout(2.0)
+                if secret == "":
+                    say(talk, PIECE.pack(3, 19) + packed(Frame(FrameKind.WATCH, 1)))
+                    return read(talk, 64)[:1] == b"\3"
+                return prove(talk, token, speaker) and read(talk, 1) == b"\3"
+        except (ssl.SSLError, ConnectionError, TimeoutError):
             return False
-        return True
 
     def overheard(self) -> bytes:
         """What somebody who joins says on the line, encrypted, as one in between sees it."""

@@ -27,7 +27,6 @@ from tests.comm.elastic.test_lighthouse import ask
 from tests.strangers.elastic.attacker import Attacker
 from tests.strangers.elastic.cases import ANYBODY, CASES, Case
 
-pytest.importorskip("zenoh")
 VERSION, CORPUS = "1.0", "abc"
 
 
@@ -65,7 +64,6 @@ class World:
             SeatKeys(folder),
             config="[run]\n",
             version=VERSION,
-            port=1,
             heard=lambda seat, event: self.reported.append((seat, event)),
         )
         self.pair = [

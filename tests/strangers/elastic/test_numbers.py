@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import save
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.calls import RoundsAssembly
@@ -28,8 +28,9 @@ from isles.training.clustered.seated import _restore
 from isles.training.elastic.given import STATE
 from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
-from isles.training.elastic.lighthouse.kept import KeptStates
+from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.events import Schema
+from isles.training.records.shard import read_state, write_state
 from isles.training.swarmed.trainer import _read
 from tests.comm.elastic.sessions import router
 from tests.comm.elastic.test_gifts import Known
@@ -117,20 +118,19 @@ class Lying(Giver):
 
 def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> None:
     """Six members say that theirs is of a text, of a path, of 2^61, of 2^61 + 1; the seventh's is kept."""
-    pytest.importorskip("zenoh")
     keys, folder = SeatKeys(tmp_path), tmp_path / "states"
     rounds = [HUGE, HUGE + 1, "../../5", 9, True, "5", 5]
     with router(tmp_path) as (mine, address, host):
         end = open_session("client", mine, connect=address)
         try:
-            kept = KeptStates(folder, 1)
+            kept = Checkpoints(tmp_path, "states")
             for round in (3, 4):
 
                 def before(place: int, path: Path, round: int = round) -> int:
-                    save_file({"w": torch.zeros(2)}, path)
+                    write_state(path, {"w": torch.zeros(2)})
                     return round
 
-                assert kept.save(before)
+                assert kept.take_in([0], before) == round
             notices: list[str] = []
             made = Keeper(charter_of(config("run.steps=20")), tmp_path, address, print, print, notices.append)
             made.session, made.keys, made._states = host, keys, kept
@@ -140,15 +140,15 @@ def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> Non
             made.giver = Giver(host, LIGHTHOUSE, print)
             for seat, told in enumerate(rounds):
                 path = tmp_path / f"given-{seat}"
-                save_file({"w": torch.full((2,), float(seat))}, path)
+                write_state(path, {"w": torch.full((2,), float(seat))})
                 giver = Lying(end, str(seat), print, guide=Known(keys, seat))
                 giver.says = told
                 giver.offer(STATE, path, {"round": 5})
             assert made._save()
         finally:
             end.close()
-    assert sorted(path.name for path in folder.iterdir()) == [f"round-{r}-place-0.safetensors" for r in (4, 5)]
-    assert load_file(folder / "round-5-place-0.safetensors")["w"].tolist() == [6, 6]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-4", "step-5"]
+    assert read_state(folder / "step-5" / "worker-0.safetensors")[0]["w"].tolist() == [6, 6]
 
 
 def test_lines_of_rounds_that_this_run_has_not(tmp_path: Path) -> None:
@@ -200,10 +200,13 @@ def test_clusters_begin_at_a_step_of_the_run() -> None:
     worker: Any = SimpleNamespace(
         config=SimpleNamespace(run=run), begin_after=lambda *at: begun.append(at), serving=None
     )
-    for facts in ([HUGE, 5], [21, 5], [-1, 5], [3, -1], [3.5, 5.0], [3], [3, 5, 7]):
-        with pytest.raises(ValueError, match=r"whole number|zip"):
-            _restore(worker, {"facts": torch.tensor(facts)})
-    _restore(worker, {"facts": torch.tensor([3, 5])})
+    for step, read in ((HUGE, 5), (21, 5), (-1, 5), (3, -1), (3.5, 5.0), ("3", 5), (3, None), (True, 5)):
+        with pytest.raises(ValueError, match="whole number"):
+            _restore(worker, {"step": step, "read": read, "parameters": {}})
+    for held in (None, [], {"w": 3}):
+        with pytest.raises(ValueError, match="none of clusters"):
+            _restore(worker, {"step": 3, "read": 5, "parameters": held})
+    _restore(worker, {"step": 3, "read": 5, "parameters": {}})
     assert begun == [(3, 5)]
     good = {"step": 3, "since": 0, "before": 0, "most": 4, "judges": 1}
     for more in ({"step": HUGE}, {"since": 21}, {"step": True}, {"before": 1 << 60}):

@@ -21,7 +21,6 @@ from tests.training.elastic.processes import Processes
 from tests.training.elastic.test_runs import events
 from tests.training.elastic.warm import Worker
 
-pytest.importorskip("zenoh")
 MOST = 32 << 20  # bytes that a process may grow by
 
 

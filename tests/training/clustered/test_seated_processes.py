@@ -22,7 +22,6 @@ from tests.training.clustered.test_seated import SEATED
 from tests.training.swarmed.seats import seated
 from tests.training.swarmed.test_seated_processes import Commands
 
-pytest.importorskip("zenoh")
 pytestmark = pytest.mark.long
 EVERY = 20
 

@@ -24,7 +24,7 @@ FOUNDERS = 2
 TELLING = """
 import atexit, sys
 from isles import cli
-atexit.register(lambda: print("loaded:", *sorted({"torch", "zenoh"} & sys.modules.keys())))
+atexit.register(lambda: print("loaded:", *sorted({"torch"} & sys.modules.keys())))
 cli.main()
 """
 """`isles`, which says at its end what it has loaded."""

@@ -6,18 +6,17 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.lighthouse import Lighthouse
-from isles.training.elastic.acts import Acts
+from isles.comm.elastic.rounds.decision import Decision
 from isles.training.elastic.joining import Participant
+from isles.training.elastic.worker import Decisions, ElasticWorker
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import events, small
 
-pytest.importorskip("zenoh")
 INT8 = ("replicas.method=diloco", "replicas.codec=int8", "replicas.error_feedback=local")
 ADAM = ("replicas.method=fedadam",)  # whose landing uses up the mean
 Digests = Mapping[int, Mapping[int, int]]
@@ -27,17 +26,17 @@ Digests = Mapping[int, Mapping[int, int]]
 def digests(monkeypatch: pytest.MonkeyPatch) -> Digests:
     """By round and seat, of what was landed; rounds take 50 ms."""
     found: defaultdict[int, dict[int, int]] = defaultdict(dict)
-    one_round, landed = Participant._round, Acts.landed
+    one_round, keep = Participant._round, ElasticWorker.keep
 
-    def noted(acts: Acts, round: int, left_out: Mapping[Any, int]) -> None:
-        found[round][acts.seat] = acts.optimizer.fragments[0].digest
-        landed(acts, round, left_out)
+    def noted(worker: ElasticWorker, said: Decision) -> None:
+        found[said.round][worker.seat] = worker.optimizer.fragments[0].digest
+        keep(worker, said)
 
-    def slowly(worker: Participant, *place: int) -> bool:
+    def slowly(worker: Participant, *place: int) -> Decisions[int]:
         time.sleep(0.05)
         return one_round(worker, *place)
 
-    monkeypatch.setattr(Acts, "landed", noted)
+    monkeypatch.setattr(ElasticWorker, "keep", noted)
     monkeypatch.setattr(Participant, "_round", slowly)
     return found
 

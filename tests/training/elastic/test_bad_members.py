@@ -15,7 +15,6 @@ from isles.comm.tags import Tag
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import EVERY, events, leisurely, small
 
-pytest.importorskip("zenoh")
 __all__ = ["leisurely"]
 
 

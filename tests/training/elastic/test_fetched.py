@@ -20,8 +20,6 @@ from tests.comm.elastic.sessions import router
 from tests.comm.elastic.test_gifts import Known
 from tests.training.elastic.test_terms import config
 
-pytest.importorskip("zenoh")
-
 
 @pytest.fixture
 def met(tmp_path: Path) -> Iterator[tuple[Keeper, Session, SeatKeys]]:

@@ -20,7 +20,6 @@ from benchmarks._machines import Machine, machines, unavailable
 from tests.training.elastic.processes import Diary, Processes
 from tests.training.elastic.test_runs import events
 
-pytest.importorskip("zenoh")
 ROUND = ("replicas.sync_every=50", "run.log_every=50")  # some tenths of a second
 LEASE = 2.0  # seconds
 

@@ -12,7 +12,6 @@ from tests.training.elastic.processes import Processes
 from tests.training.elastic.test_runs import events
 from tests.training.elastic.warm import Worker
 
-pytest.importorskip("zenoh")
 AWAY = 8.0  # seconds
 
 

@@ -12,7 +12,6 @@ from tests.training.elastic.processes import Processes
 from tests.training.elastic.test_runs import events
 from tests.training.elastic.warm import Worker
 
-pytest.importorskip("zenoh")
 FAST, SLOW = 0.4, 1.4  # seconds that a round takes, at the least
 
 

@@ -114,7 +114,6 @@ def change(world: Processes, living: list[Worker], draw: random.Random) -> None:
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
 def test_processes_that_were_killed_and_joined(tmp_path: Path, method: str) -> None:
     """A real run with deaths, leaves and joins, and what `isles simulate RUN --replay` makes of its record."""
-    pytest.importorskip("zenoh")
     rounds = FIRST + EVENTS * APART + LAST
     world = Processes(tmp_path, f"replicas.method={method}", founders=3, steps=rounds * EVERY)
     draw = random.Random(5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from isles.comm.elastic.rounds.decision import Decision
 from isles.training.config.reading import gather
 from isles.training.config.sections import Config
-from isles.training.elastic.acts import Acts
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.terms import elastic
+from isles.training.elastic.worker import Decisions, ElasticWorker
 from tests.training.elastic.runs import Run
 from tests.training.runs import TINY, metrics, run, write_text
 
-pytest.importorskip("zenoh")
 EVERY = 5
 
 
@@ -107,7 +106,7 @@ def leisurely(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Rounds of 50 ms, or so many seconds, which leave the machine to the others."""
     one_round, seconds = Participant._round, getattr(request, "param", 0.05)
 
-    def slowly(worker: Participant, *place: int) -> bool:
+    def slowly(worker: Participant, *place: int) -> Decisions[int]:
         time.sleep(seconds)
         return one_round(worker, *place)
 
@@ -150,7 +149,7 @@ def test_the_lighthouse_is_put_out_and_lit_again(tmp_path: Path) -> None:
     """
     world = Run(small(tmp_path, 60_000, 2, "run.checkpoint_every=50"), tmp_path / "run")
     first, second = world.join(), world.join()
-    world.until(lambda: list((world.out / "states").glob("round-*")))
+    world.until(lambda: list((world.out / "states").glob("step-*/manifest.json")))
     world.stop()
     assert world.summary is None  # stopped, not over
     before = world.step(first)
@@ -201,12 +200,12 @@ def test_what_a_joiner_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """From its third round on its distance from the mean of the others is at most twice the largest of theirs."""
     anchors: dict[int, dict[int, Tensor]] = {}
 
-    def noted(acts: Acts, round: int, left_out: Mapping[Any, int]) -> None:
-        anchors.setdefault(round, {})[acts.seat] = acts.optimizer.fragments[0].anchor.clone()
-        landed(acts, round, left_out)
+    def noted(worker: ElasticWorker, said: Decision) -> None:
+        anchors.setdefault(said.round, {})[worker.seat] = worker.optimizer.fragments[0].anchor.clone()
+        keep(worker, said)
 
-    landed = Acts.landed
-    monkeypatch.setattr(Acts, "landed", noted)
+    keep = ElasticWorker.keep
+    monkeypatch.setattr(ElasticWorker, "keep", noted)
     world = Run(small(tmp_path, 6000, 3, "inner.lr=0.002"), tmp_path / "run")
     founders = [world.join() for _ in range(3)]
     world.until(lambda: min(map(world.step, founders)) >= 10 * EVERY)

@@ -15,7 +15,6 @@ import pytest
 from tests.training.elastic.processes import NearbyLighthouse, Processes, held
 from tests.training.elastic.soaking import CALM, Soak, longest_gaps
 
-pytest.importorskip("zenoh")
 EVENTS = int(os.environ.get("ISLES_SOAK", "20"))
 SETTLED = 50  # events after which what the lighthouse holds may grow by a fifth at most
 

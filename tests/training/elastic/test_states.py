@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import isles
@@ -26,12 +25,10 @@ from isles.replicas.loop.outer import OuterSync
 from isles.training.config.world import JoinState
 from isles.training.elastic.beginning import Beginning
 from isles.training.elastic.given import STATE
-from isles.training.elastic.lighthouse.kept import KeptStates
 from isles.training.elastic.means import Means
 from isles.training.elastic.states import FRESH, States
+from isles.training.records.checkpoint import Checkpoints
 from tests.comm.elastic.sessions import router
-
-pytest.importorskip("zenoh")
 
 
 def trained(world: Mesh, width: int, steps: int, **options: Any) -> OuterSync:
@@ -202,27 +199,30 @@ def test_a_donor_of_100_mb_goes_on(tmp_path: Path) -> None:
     isles.run_virtual(worker, 1)
 
 
-def kept_rounds(folder: Path, damaged: Sequence[int]) -> list[str]:
-    """Which are begun with of rounds 3 and 5, and what is told."""
+def kept_rounds(folder: Path, damaged: Sequence[int]) -> list[Any]:
+    """Which is begun with of rounds 3 and 5, and what is told."""
+    kept = Checkpoints(folder, "states")
     for round in (3, 5):
-        path = folder / f"round-{round}-place-0.safetensors"
-        save_file({"w": torch.zeros(100)}, path)
+        kept.write_shard(round, 0, {"w": torch.zeros(100)})
+        kept.commit(round, [0], {}, keep=0)
         if round in damaged:
-            os.truncate(path, 100)
+            with kept.shard(round, 0).open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"?")
     told: list[str] = []
-    return [path.name for path in KeptStates(folder, 1).looked_at(told.append)] + told
+    return [kept.newest_sound(told.append), *told]
 
 
 def test_a_damaged_state_is_not_begun_with(tmp_path: Path) -> None:
     """But the one before, which is said; where there is none the run does not begin anew in its stead."""
-    assert kept_rounds(tmp_path, []) == ["round-5-place-0.safetensors"]
-    assert kept_rounds(tmp_path, [3]) == ["round-5-place-0.safetensors"]
+    assert kept_rounds(tmp_path, []) == [5]
+    assert kept_rounds(tmp_path, [3]) == [5]
     before, told = kept_rounds(tmp_path, [5])
-    assert before == "round-3-place-0.safetensors"
-    assert "round-5-place-0.safetensors: is damaged, so the run goes on from round 3" in told
+    assert before == 3
+    assert "step-5/worker-0.safetensors: is damaged, so the run goes on from round 3" in told
     with pytest.raises(ValueError, match="no state there is whole: restore one, or start a new run"):
         kept_rounds(tmp_path, [3, 5])
-    assert KeptStates(tmp_path / "none", 1).looked_at(print) == []
+    assert Checkpoints(tmp_path / "none").newest_sound(print) is None
 
 
 class Told:
@@ -231,14 +231,18 @@ class Told:
     def __init__(self, why: NotGiven) -> None:
         self.why, self.acts, self.notices, self.reloads, self.has = why, list[str](), list[str](), 0, -1
         whole: Any = self
-        self.beginning = Beginning(
-            whole, whole, whole, self.act, whole, threading.Event(), self.notices.append, agrees=True
-        )
+        self.beginning = Beginning(whole, whole, whole, threading.Event(), self.notices.append, agrees=True)
 
-    def act(self, name: str, **facts: object) -> None:
-        self.acts.append(name)
-        if name == "take":
-            raise self.why
+    def take(self) -> bool:
+        """Whether it has a state then, of a worker to whom none comes."""
+        decisions, why = self.beginning._take(Load(1, -1)), None
+        while True:
+            try:
+                said = next(decisions) if why is None else decisions.throw(why)
+            except StopIteration as end:
+                return end.value
+            self.acts.append(said.kind)
+            why = self.why if said.kind == "load" else None
 
     def reload(self) -> None:
         self.reloads += 1
@@ -251,10 +255,10 @@ def test_nobody_begins_anew_where_a_state_is_kept() -> None:
     """It is asked for again; then the worker ends, and the state stays."""
     late = Told(NotGiven("nothing came within 60 s"))
     for _ in range(2):
-        assert not late.beginning._take(Load(1, -1))
-    assert late.acts == ["take"] * late.reloads and late.reloads == 2 and late.has == -1
+        assert not late.take()
+    assert late.acts == ["load"] * late.reloads and late.reloads == 2 and late.has == -1
     assert late.notices[-1].startswith("the state that the lighthouse keeps did not come (nothing came within 60 s)")
     with pytest.raises(RendezvousFailed, match="RUN/states"):
-        late.beginning._take(Load(1, -1))
+        late.take()
     first = Told(NotOffered("there is none"))
-    assert first.beginning._take(Load(1, -1)) and first.acts == ["take", "begin_anew"] and first.has == 0
+    assert first.take() and first.acts == ["load", "draw"] and first.has == 0

@@ -15,13 +15,13 @@ from isles.comm.elastic.cells import batches
 from isles.comm.view import View
 from isles.parsing import parse_toml
 from isles.training.config.reading import gather, resolve, words
-from isles.training.elastic.acts import positions
 from isles.training.elastic.entering import Here, _configuration
 from isles.training.elastic.lighthouse.averaging import write_mean
 from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
 from isles.training.elastic.own import as_words, with_own
 from isles.training.elastic.terms import elastic, in_rounds, last_round, rules
+from isles.training.elastic.worker import positions
 from isles.training.running.run import launch
 from tests.training.runs import TINY
 

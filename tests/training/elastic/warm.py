@@ -144,25 +144,25 @@ def _work(words: list[str], folder: str, log: str, pause: float) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(out, stream)
-    from isles.comm.elastic.cells import Batch
     from isles.comm.elastic.company import Company
+    from isles.comm.elastic.rounds.decision import Decision
     from isles.data.lots import rows
-    from isles.training.elastic.acts import Acts
     from isles.training.elastic.joining import Participant
+    from isles.training.elastic.worker import Decisions, ElasticWorker
     from isles.training.trainer import Trainer
 
     rounds, landings, starts = (_file(Path(folder, kind), name) for kind in (FOLDER, LANDINGS, STARTS))
     Path(folder, READS).mkdir(exist_ok=True)
     Book(Path(folder, MESSAGES, name)).attach()
     reads = np.memmap(Path(folder, READS, name), np.int64, "w+", shape=(1 + _MOST_READS,))
-    one_round, one_step, one_landing, train = Participant._round, Trainer.step, Participant._landed, Acts.train
+    one_round, one_step, one_landing, train = Participant._round, Trainer.step, Participant._landed, ElasticWorker.train
     report, now = Company.report, [0]  # the round under way
 
-    def reading(acts: Acts, done: int, batches: Sequence[Sequence[Any]], spare: int) -> None:
-        for batch in map(Batch._make, batches):
+    def reading(worker: ElasticWorker, said: Decision) -> None:
+        for batch in said.slices:
             reads[reads[0] + 1] = now[0] << 32 | int(rows(*batch, batch_size=1)[0])
             reads[0] += 1
-        train(acts, done, batches, spare)
+        train(worker, said)
 
     def slowly(trainer: Trainer) -> None:
         time.sleep(pause / trainer.config.replicas.sync_every)
@@ -173,10 +173,10 @@ def _work(words: list[str], folder: str, log: str, pause: float) -> None:
             starts.write(json.dumps(event["start"]) + "\n")
         report(company, event)
 
-    def noted(worker: Participant, round: int, every: int) -> int:
+    def noted(worker: Participant, round: int, every: int) -> Decisions[int]:
         now[0] = round
-        over = one_round(worker, round, every)
-        seats, outcome = worker.roster.outcome(round)
+        over = yield from one_round(worker, round, every)
+        seats, outcome = worker.leader.outcome(round)
         line = {"seat": worker.company.seat, "round": round, "seats": seats, "outcome": outcome, "landed": over > 0}
         line["digest"] = worker.optimizer.fragments[0].digest
         rounds.write(json.dumps({**line, "at": time.monotonic()}) + "\n")
@@ -188,7 +188,7 @@ def _work(words: list[str], folder: str, log: str, pause: float) -> None:
 
     Participant._round, Participant._landed = noted, landed  # type: ignore[method-assign]
     Company.report = reported  # type: ignore[method-assign]
-    Trainer.step, Acts.train = slowly, reading  # type: ignore[method-assign]
+    Trainer.step, ElasticWorker.train = slowly, reading  # type: ignore[method-assign]
     sys.argv = ["isles", *words]
     from isles.cli import main
 

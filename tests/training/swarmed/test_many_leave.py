@@ -14,7 +14,6 @@ from tests.training.swarmed.seats import SwarmRun, seated
 from tests.training.swarmed.test_seated import settings, weights
 from tests.training.swarmed.test_swarmed import config, furthest, train
 
-pytest.importorskip("zenoh")
 STEPS, ROUNDS, STAGES = 400, 25, (0, 0, 1, 1)
 PACE = 0.1  # seconds a step, so that a fast machine is not done before they have all left
 

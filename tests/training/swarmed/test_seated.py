@@ -25,8 +25,6 @@ from tests.training.elastic.test_runs import small
 from tests.training.swarmed.seats import SwarmRun, seated
 from tests.training.swarmed.test_swarmed import ONE, config, furthest, train
 
-pytest.importorskip("zenoh")
-
 
 def settings(peers: str, steps: int, *more: str) -> list[str]:
     own = [one for one in ONE if not one.startswith(("world.backend", "run."))]

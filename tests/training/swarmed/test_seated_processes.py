@@ -23,7 +23,6 @@ from tests.training.swarmed.seats import seated
 from tests.training.swarmed.test_seated import settings, undisturbed
 from tests.training.swarmed.test_swarmed import furthest
 
-pytest.importorskip("zenoh")
 STEPS, EVERY = 400, 20
 
 

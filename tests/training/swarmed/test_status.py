@@ -19,7 +19,6 @@ from tests.training.elastic.test_runs import small
 from tests.training.swarmed.seats import SwarmRun, seated
 from tests.training.swarmed.test_seated import settings
 
-pytest.importorskip("zenoh")
 Show = Callable[[SwarmRun], list[str]]
 
 

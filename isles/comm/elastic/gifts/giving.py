@@ -22,7 +22,7 @@ from isles.comm.elastic.control import Condition, ControlSession, Query, SideWor
 from isles.comm.elastic.gifts.taking import MOST_FACTS, PIECE, SEALED, GiftRequest, seat_in, take
 from isles.comm.elastic.keys import LIGHTHOUSE, gift_at, sealed
 from isles.comm.elastic.links.guide import Guide, Trusting
-from isles.fields import integer, table, text
+from isles.fields import OneLine, integer, table, value_of
 from isles.parsing import parse_json
 
 _MOST_WAITING = 64
@@ -176,7 +176,7 @@ class Giver:
     def _asked(self, query: Query) -> None:
         try:
             asked = table(parse_json(query.payload[:MOST_FACTS]), "a request")
-            what, offset = text(asked, "what"), integer(asked, "offset", 0, 1 << 62)
+            what, offset = value_of(asked, "what", OneLine), integer(asked, "offset", 0, 1 << 62)
             number, after, taker = (integer(asked, key, -1, 1 << 62) for key in ("number", "after", "taker"))
         except ValueError:
             self.session.refused.note(-1, "a request for a gift that makes no sense")

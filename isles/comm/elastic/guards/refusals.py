@@ -6,11 +6,26 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Annotated
+
+from pydantic import Field
+
+from isles.fields import Str, read
 
 _MOST = 256  # reasons that are told apart: what a stranger writes must not fill the memory
 _LONGEST = 100  # characters
 OTHERS = "other reasons"
 RefusalRow = tuple[int, str, int]
+_Rows = Annotated[
+    list[
+        tuple[
+            Annotated[int, Field(strict=True, ge=-1, lt=1 << 30)],
+            Annotated[Str, Field(max_length=_LONGEST)],
+            Annotated[int, Field(strict=True, gt=0, lt=1 << 53)],
+        ]
+    ],
+    Field(max_length=_MOST + 1, fail_fast=True),
+]
 
 
 class Refusals(Counter[tuple[int, str]]):
@@ -45,15 +60,4 @@ def together(told: Iterable[Sequence[RefusalRow]]) -> list[RefusalRow]:
 
 def told_rows(told: object) -> list[RefusalRow]:
     """`rows` as another machine tells them. ValueError where they are none."""
-    if isinstance(told, Sequence) and len(told) <= _MOST + 1:
-        found = [one for one in told if _is_row(one)]
-        if len(found) == len(told):
-            return [(seat, why, times) for seat, why, times in found]
-    raise ValueError("a list of refusals that is none")
-
-
-def _is_row(one: object) -> bool:
-    match one:
-        case [int(seat), str(why), int(times)]:
-            return -1 <= seat < 1 << 30 and len(why) <= _LONGEST and why.isprintable() and 0 < times < 1 << 53
-    return False
+    return read(_Rows, told, "a list of refusals that is none")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import ipaddress
-import socket
 import ssl
 import threading
 from collections.abc import Callable
@@ -47,8 +46,8 @@ class DirectListener:
         """ValueError where the address cannot be had."""
         mine = credentials.own(secret, folder)
         self.certificate = ssl.PEM_cert_to_DER_cert(mine.certificate.read_text(encoding="ascii"))
-        self.port = port or _free_port(host)
-        self.session = open_session("router", mine, listen=address(host, self.port), lease=lease, refused=refused)
+        self.session = open_session("router", mine, listen=address(host, port), lease=lease, refused=refused)
+        self.port = self.session.port
 
     def close(self) -> None:
         """Stop listening."""
@@ -235,14 +234,3 @@ class DirectLinks:
         if self._direct.get(seat) != direct:
             self._direct[seat] = direct
             self._notice(f"worker {seat}: {'direct' if direct else 'relayed'}")
-
-
-def _free_port(host: str) -> int:
-    """One that nobody has now. ValueError where the address is not this machine's."""
-    try:
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            return probe.getsockname()[1]
-    except OSError as error:
-        raise ValueError(
-            f"--listen {host}: no port can be had there ({error.strerror}); name another address"
-        ) from None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isles.comm.elastic.ballot import NOTHING, Part, Word
 from isles.comm.elastic.messages import Delivered, Done
-from isles.comm.elastic.ruling import accuse, stray
+from isles.comm.elastic.rounds.ruling import accuse, stray
 from isles.comm.errors import CommError
 from isles.comm.group import Group
 

@@ -240,7 +240,6 @@ class VirtualMeeting:
             self._keys,
             config="",
             version="",
-            port=None,
             heard=self._heard,
             presence=KnownPresence(self.scheduler, self._paused_at),
         )

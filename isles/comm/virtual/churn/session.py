@@ -181,6 +181,8 @@ class VirtualSession:
 
     beats = False
 
+    relayed = 0
+
     def __init__(self, network: VirtualNetwork, worker: VirtualWorker | None = None) -> None:
         self.refused, self.taken, self.is_open = Refusals(), 0, True
         self._network, self._worker, self._timeline = network, worker, network.timeline
@@ -251,9 +253,6 @@ class VirtualSession:
 
     def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
         self._network.watching.append((self, keys, changed))
-
-    def lines(self, changed: Callable[[str, str, bool], None]) -> None:
-        """There are none."""
 
     def seen(self, name: str) -> str:
         return name

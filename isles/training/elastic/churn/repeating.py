@@ -1,31 +1,33 @@
 """A run whose workers came and went, done again from its record, on the virtual clock: the same weights, bit for bit.
 
-What decides there is not decided again: whose state each worker began with, which view it read by, with whom each
-exchange was whole, and which were not, are as `RUN/members.jsonl` and `RUN/exchanges.jsonl` say. The rest is the code
-of a worker (`joining.Participant`). Between workers there is no time: each waits for what it used.
+The record is another source of decisions (`rounds.decision`): whose state each worker began with, which
+view it read by, with whom each exchange was whole, and which were not, are as `RUN/members.jsonl` and
+`RUN/exchanges.jsonl` say. What obeys them is the worker of a run (`worker.ElasticWorker`). Between workers there is no
+time: each waits for what it used.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.company import Company
+from isles.comm.call import Ledger
+from isles.comm.elastic.cells import batches
 from isles.comm.elastic.gifts.giving import is_written
 from isles.comm.elastic.gifts.taking import GiftRequest, NotOffered
-from isles.comm.elastic.member import Member, Standing
-from isles.comm.elastic.messages import Done, Entry, Finished, Over
 from isles.comm.elastic.record import ALONE, WHOLE, RoundLine
-from isles.comm.view import View
-from isles.comm.virtual.churn.session import VirtualNetwork, VirtualSession
+from isles.comm.elastic.rounds.decision import Decision
+from isles.comm.elastic.rounds.island import IslandGroup
+from isles.comm.elastic.rounds.leader import RoundLeader
+from isles.comm.errors import CommError
+from isles.comm.group import Group
+from isles.comm.virtual.churn.session import VirtualCondition
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.comm.virtual.scheduler import Scheduler
 from isles.comm.virtual.transport import VirtualTransport
-from isles.comm.virtual.wire import VirtualWire
 from isles.data import load_corpus
 from isles.modes import torch_threads
 from isles.replicas.parts.interfaces import Mixing
@@ -34,10 +36,11 @@ from isles.training.config.sections import Config
 from isles.training.elastic.churn.script import RecordedLife, Script, script
 from isles.training.elastic.figures import recorded
 from isles.training.elastic.given import ANCHORS, MODEL, STATE
-from isles.training.elastic.joining import Ending, Participant
 from isles.training.elastic.lighthouse.averaging import consolidate
-from isles.training.elastic.terms import in_rounds, lands_together, last_round
+from isles.training.elastic.terms import in_rounds, lands_together, last_round, sync_every
+from isles.training.elastic.worker import Decisions, ElasticWorker
 from isles.training.records.rundir import held
+from isles.training.running.starting import deadlines
 
 _FOREVER = 1e9  # seconds of the virtual clock: what is on record comes
 
@@ -54,224 +57,193 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
         raise ValueError("world.inner: runs of islands are not repeated")
     made = script(entries, lines, agrees=lands_together(config))
     config = in_rounds(changed(config, {"world.backend": "virtual", "world.virtual.links": "lan"}), simulated=True)
-    corpus, companies, store = load_corpus(config.data), dict[int, RepeatedCompany](), dict[Any, Any]()
-    results: dict[int, Any] = {}
-    last = last_round(config, made.views[max(made.views)])
+    corpus, shelf, ended = load_corpus(config.data), Shelf(made), list[int]()
 
-    def open_all(scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport]) -> None:
-        network = VirtualNetwork(scheduler, wire)
-        for transport in transports:
-            session = VirtualSession(network, scheduler.workers[transport.rank])
-            companies[transport.rank] = RepeatedCompany(made, session, transport.rank, last, results.__setitem__)
+    def open_all(scheduler: Scheduler, wire: Any, transports: Sequence[VirtualTransport]) -> None:
+        shelf.changed = [VirtualCondition(scheduler, worker) for worker in scheduler.workers]
 
     with held(run), tempfile.TemporaryDirectory(prefix="isles-") as folder:
 
         def work(transport: VirtualTransport) -> None:
-            company, own = companies[transport.rank], Path(folder) / str(transport.rank)
+            own = Path(folder) / str(transport.rank)
             own.mkdir()
-            gifts = _Gifts(company, companies, store, STATE if config.world.elastic.join_state == "full" else ANCHORS)
-            worker = Repeater(config, company, transport, gifts, corpus, own, on_notice)
-            company.mixing = worker.optimizer.parts.mixing
+            gifts = RecordedGifts(transport.rank, shelf)
+            waits = replace(deadlines(config), outer=_FOREVER)
+            leader = RecordedLeader(made, Group(transport, (transport.rank,), "outer", waits, Ledger()))
+            last = last_round(config, made.views[max(made.views)])
+            worker = ElasticWorker(
+                config,
+                leader.alone,
+                leader,
+                IslandGroup(),
+                gifts,
+                corpus,
+                own,
+                report=lambda event: on_notice(event["notice"]) if "notice" in event else None,
+                last=lambda: last,
+            )
+            leader.mixing = worker.optimizer.parts.mixing
             try:
-                worker.run()
+                worker.obey(_decisions(config, worker, leader, gifts, last))
             finally:
                 worker.close()
+            if (own / f"{MODEL}.safetensors").exists():
+                ended.append(transport.rank)
 
         with torch_threads(config.world.start_threads):
             VirtualCluster(max(made.lives) + 1, links="lan", step_seconds=0.0, seed=config.run.seed).run(
                 work, before=open_all
             )
-        seats = sorted(results)
-        models = {seat: Path(folder) / str(seat) / f"{MODEL}.safetensors" for seat in seats}
-        if not models:
+        if not ended:
             raise ValueError(f"{run}: nobody came to the run's last round: only runs that have ended are repeated")
+        models = {seat: Path(folder) / str(seat) / f"{MODEL}.safetensors" for seat in sorted(ended)}
         consolidate(models, out, alike=lands_together(config), ratio=config.world.trust_ratio)
-    return seats
+    return sorted(ended)
 
 
-class Repeater(Participant):
-    """A worker that does what it did."""
+def _decisions(
+    config: Config, worker: ElasticWorker, leader: RecordedLeader, gifts: RecordedGifts, last: int
+) -> Decisions[None]:
+    """Life after life, as they are on record. ValueError where a round comes to something else than it did."""
+    every, views, spare = sync_every(config), leader.script.views, 0
+    done: RoundLine | None = None
+    for life in leader.lives:
+        leader.life, gifts.life, start, expected = life, life, life.start, 0
+        if start.donor < 0:
+            yield Decision(kind="draw")
+        else:
+            yield Decision(kind="load", donor=start.donor, seconds=_FOREVER)
+            if lands_together(config):
+                yield Decision(
+                    kind="catch up", donor=start.donor, round=start.copied + 1, until=start.first, seconds=_FOREVER
+                )
+        for done in life.rounds:
+            round, view = done.round, views.get(done.view)
+            if round != expected:  # the first one, or it went over some
+                steps = (round - 1) * every
+                began_at = steps if worker.states.lacks_moments else None
+                yield Decision(kind="enter", round=round, steps=steps, began_at=began_at)
+            place = None if view is None else view.place(worker.seat)
+            read = () if view is None or place is None else tuple(batches(views, view, round, place))
+            gifts.round, expected = round, round + 1
+            yield Decision(
+                kind="train", round=round, steps=round * every - (len(read) or every), slices=read, spare=spare
+            )
+            spare += 0 if read else every
+            outcome = leader.outcome(round)[1]
+            if (outcome == WHOLE) != (done.outcome == WHOLE) or (len(read) or every) != done.steps:
+                raise ValueError(
+                    f"worker {worker.seat}, round {round}: {outcome} after {len(read) or every} steps, and on record "
+                    f"{done.outcome} after {done.steps}: the record is not of this run, or misses lines"
+                )
+            yield Decision(kind="keep", round=round)
+        worker.optimizer.courier.progress(blocks=True)
+    if done is not None and done.round >= last:
+        yield Decision(kind="conclude")
 
-    company: RepeatedCompany
 
-    def run(self) -> Ending:
-        """Life after life, as they are on record."""
-        waits = replace(self.roster.founders.deadlines, outer=_FOREVER)
-        self.roster.founders = replace(self.roster.founders, deadlines=waits)
-        self.roster.learns = False
-        ending: Ending = "over"
-        for life in self.company.own:
-            self.company.begin_life(life)
-            if life.start.donor < 0:
-                self._acts.begin_anew()
-            else:
-                self._acts.take(life.start.donor, _FOREVER)
-                if self._agrees:
-                    self._acts.follow(life.start.donor, life.start.copied + 1, life.start.first, _FOREVER)
-            ending = self._train(life.start.first)
-        if ending == "finished":
-            self.company.ended = Over()
-            self._conclude()
-        return ending
-
-    def _round(self, round: int, every: int) -> int:
-        """As it was done; then on to the next one that is on record, for it may have gone over some."""
-        over, following = super()._round(round, every), self.company.after(round)
-        if following is None or following <= round + over:
-            return over
-        self._enter(following, (following - 1) * every)
-        return following - round
-
-
-class RepeatedCompany(Company):
-    """A line to a lighthouse that says what it said. last: the run's last round. ended_with: gets the result of each
-    worker that was there at the end.
-    """
+class RecordedLeader(RoundLeader):
+    """Decides of each round as is on record of the life that it is in. alone: see `RoundLeader`."""
 
     mixing: Mixing
+    life: RecordedLife
 
-    def __init__(
-        self, made: Script, session: VirtualSession, seat: int, last: int, ended_with: Callable[[int, Any], None]
-    ) -> None:
-        super().__init__(session, Entry(seat, ""))
-        self.own = made.lives.get(self.seat, ())
-        self.current = 0
-        self._script, self._last, self._ended_with = made, last, ended_with
-        self._done = 0
-        self._life: RecordedLife | None = None
-        self.member = Member(self.seat, made.views.values())
+    def __init__(self, made: Script, alone: Group) -> None:
+        super().__init__(cast(Any, None), alone)  # nobody is asked
+        self.script, self.lives = made, made.lives.get(self.seat, ())
 
-    def begin_life(self, life: RecordedLife) -> None:
-        """Begin with `life`: what is asked from here on is answered as it was then."""
-        self._life, self._done, self.ended = life, 0, None
-        self._look()
+    def exchange(self, round: int) -> Decision:
+        """In the newest view in which those who exchanged met; this worker alone where the other one was not there."""
+        self.note_begun(round)
+        view, seats = self._met(round)
+        return Decision(kind="exchange", round=round, members=seats, view=max(view, 0), seconds=_FOREVER)
 
-    @property
-    def copied(self) -> int:
-        """The round of the state that this life began with."""
-        assert self._life is not None
-        return self._life.start.copied
-
-    def gives(self) -> bool:
-        """Whether somebody began with this worker's state after the round that it is in."""
-        starts = (life.start for lives in self._script.lives.values() for life in lives)
-        return any((start.donor, start.copied) == (self.seat, self.current) for start in starts)
-
-    def begin(self, round: int) -> View | None:
-        line = self._line_of(round)
-        assert line is not None
-        self.current = round
-        return self._script.views.get(line.view)
-
-    def standing(self, round: int) -> Standing:
-        """The newest view in which those who exchanged met; this worker alone where the other one was not there."""
-        line = self._line_of(round)
+    def _met(self, round: int) -> tuple[int, tuple[int, ...]]:
+        line, alone = self._told(round), (-1, (self.seat,))
         if line is None or line.outcome == ALONE or not all(self._sends(seat, line) for seat in line.seats):
-            return Standing(-1, (self.seat,))
+            return alone
         if self.mixing.agrees:
-            return Standing(line.view, line.seats)
-        for number in sorted(self._script.views, reverse=True):
-            view = self._script.views[number]
+            return line.view, line.seats
+        for number in sorted(self.script.views, reverse=True):
+            view = self.script.views[number]
             place = view.place(self.seat)
             if view.since <= round and place is not None:
                 members = self.mixing.members(round, len(view.seats), place)
                 if sorted(view.seats[one] for one in members) == sorted(line.seats):
-                    return Standing(number, view.seats)
-        return Standing(-1, (self.seat,))
+                    return number, view.seats
+        return alone
 
-    def after(self, round: int) -> int | None:
-        """The first round of this life behind that one."""
-        assert self._life is not None
-        return min((line.round for line in self._life.rounds if line.round > round), default=None)
-
-    def _line_of(self, round: int) -> RoundLine | None:
-        assert self._life is not None
-        return next((line for line in self._life.rounds if line.round == round), None)
+    def _told(self, round: int) -> RoundLine | None:
+        return next((line for line in self.life.rounds if line.round == round), None)
 
     def _sends(self, seat: int, line: RoundLine) -> bool:
         """Whether `seat` took part in the exchange of that line."""
-        other = self._script.line(seat, line.round)
+        other = self.script.line(seat, line.round)
         return other is not None and sorted(other.seats) == sorted(line.seats)
 
     def lost(self, seat: int) -> bool:
         return False
 
-    def accepts(self, round: int, seats: Sequence[int]) -> bool:
-        line = self._line_of(round)
+    def is_answer_used(self, round: int, seats: Sequence[int]) -> bool:
+        line = self._told(round)
         return len(seats) <= 1 or (line is not None and line.outcome == WHOLE)
 
-    def landed(self, word: Word) -> None:
+    def accuse(self, round: int, error: CommError) -> None:
         """Nothing follows from it."""
 
-    @property
-    def is_called(self) -> bool:
-        return self._is_through and self._life is not self.own[-1]
+    def opening(self, round: int) -> Decision:
+        view, seats = self._met(round)
+        if view < 0:
+            return Decision(kind="postpone", round=round)
+        return Decision(kind="exchange", round=round, members=seats, view=view, seconds=_FOREVER)
 
-    @property
-    def is_over(self) -> bool:
-        return False
-
-    @property
-    def _is_through(self) -> bool:
-        assert self._life is not None
-        return self._done >= len(self._life.rounds)
-
-    def _look(self) -> None:
-        """Where nothing more is on record it ended here, if that was not the run's end."""
-        assert self._life is not None
-        done = self._life.rounds
-        if self._is_through and self._life is self.own[-1] and (not done or done[-1].round < self._last):
-            self.ended = Over()
-
-    def report(self, event: Mapping[str, Any]) -> None:
-        if "round" in event:
-            line, told = event["round"], self._line_of(event["round"]["round"])
-            assert told is not None
-            if (line["outcome"] == WHOLE) != (told.outcome == WHOLE) or line["steps"] != told.steps:
-                raise ValueError(
-                    f"worker {self.seat}, round {told.round}: {line['outcome']} after {line['steps']} steps, and on "
-                    f"record {told.outcome} after {told.steps}: the record is not of this run, or misses lines"
-                )
-            self._done += 1
-            self._look()
-        elif "result" in event:
-            self._ended_with(self.seat, event["result"])
-
-    def ask(self, message: Any, seconds: float = 0.0, key: str = "") -> Any:
-        if isinstance(message, Done):
-            line = self._line_of(message.round)
-            assert line is not None
-            return Word(message.round, "land", message.attempt, line.seats)
-        return True if isinstance(message, Finished) else None
-
-    def left_out(self) -> dict[int, int]:
-        return {}
-
-    def pace(self, seconds: float) -> None:
-        """Of no use."""
-
-    def poke(self) -> None:
-        """Nobody is to know."""
+    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None) -> Decision:
+        line = self._told(round)
+        if digest is None or line is None:
+            return Decision(kind="postpone", round=round)
+        self.note(round, line.seats, WHOLE)
+        return Decision(kind="land", round=round)
 
 
-class _Gifts:
-    """States and means as those who used them got them. store: of all workers, by giver, name and round."""
+class Shelf:
+    """States and means of all workers, by giver, name and round, for those who used them. changed: by seat."""
 
-    def __init__(
-        self, company: RepeatedCompany, companies: Mapping[int, RepeatedCompany], store: dict[Any, Any], kind: str
-    ) -> None:
-        self._company, self._companies, self._store, self._kind = company, companies, store, kind
+    changed: Sequence[VirtualCondition]
+
+    def __init__(self, made: Script) -> None:
+        self.used = {(life.start.donor, life.start.copied) for each in made.lives.values() for life in each}
+        self._kept: dict[tuple[str, str, int], tuple[bytes, dict[str, Any]]] = {}
+
+    def put(self, seat: int, key: tuple[str, str, int], content: bytes, facts: dict[str, Any]) -> None:
+        """Keep it, in the turn of `seat`."""
+        self._kept[key] = content, facts
+        with self.changed[seat]:
+            for other in self.changed:
+                other.notify_all()
+
+    def take(self, seat: int, key: tuple[str, str, int], seconds: float) -> tuple[bytes, dict[str, Any]]:
+        """Wait for it. NotOffered where nobody gives it."""
+        with self.changed[seat]:
+            if not self.changed[seat].wait_for(lambda: key in self._kept, seconds):
+                raise NotOffered("it is not on record")
+        return self._kept[key]
+
+
+class RecordedGifts:
+    """What the worker in `seat` gives and takes: what those who used it got. round: that it is in."""
+
+    life: RecordedLife
+
+    def __init__(self, seat: int, shelf: Shelf) -> None:
+        self._seat, self._shelf, self.round = seat, shelf, 0
 
     def is_wanted(self, what: str) -> bool:
-        return what == self._kind and self._company.gives()
+        return what in (STATE, ANCHORS) and (self._seat, self.round) in self._shelf.used
 
     def offer(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = is_written) -> None:
         if "round" in facts:
             write(path)
-            self._store[str(self._company.seat), what, facts["round"]] = path.read_bytes(), facts
-            with self._company.changed:
-                for company in self._companies.values():
-                    company.changed.notify_all()
+            self._shelf.put(self._seat, (str(self._seat), what, facts["round"]), path.read_bytes(), facts)
 
     def shut(self, what: str) -> None:
         """Who used it may still come."""
@@ -283,10 +255,8 @@ class _Gifts:
         """Whatever was used comes."""
 
     def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
-        round = self._company.copied if asked.what == self._kind else int(asked.what.rpartition("-")[2])
-        key = asked.giver, asked.what, round
-        if not self._company.wait(lambda: key in self._store, asked.seconds):
-            raise NotOffered("it is not on record")
-        content, facts = self._store[key]
+        is_state = asked.what in (STATE, ANCHORS)
+        round = self.life.start.copied if is_state else int(asked.what.rpartition("-")[2])
+        content, facts = self._shelf.take(self._seat, (asked.giver, asked.what, round), asked.seconds)
         path.write_bytes(content)
         return facts

@@ -2,6 +2,6 @@
 
 `charter`     what a lighthouse knows of its run
 `keeper`      `Keeper`: a run from its start to its end; `keeping`: what it shares with the keepers of swarms
-`kept`        states on its disk; `averaging`: the mean of the models, without torch; `refused`: who refused whom
+`averaging`   the mean of the models, without torch; `refused`: who refused whom
 `stand`       where it stood, for `isles resume`
 """

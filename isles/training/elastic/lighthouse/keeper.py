@@ -30,9 +30,12 @@ from isles.training.elastic.figures import figures, recorded
 from isles.training.elastic.given import MODEL, STATE, giver_of, kept_as
 from isles.training.elastic.lighthouse.averaging import consolidate, spread
 from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, RunKeeper
-from isles.training.elastic.lighthouse.kept import KeptStates, is_whole
+from isles.training.records.checked import is_whole
+from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
+
+_KEPT = 2  # rounds whose states stay, for whoever is taking the older one
 
 
 class Keeper(RunKeeper):
@@ -49,8 +52,8 @@ class Keeper(RunKeeper):
     @override
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Assembly:
         self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
-        self._states = KeptStates(self.out / "states", self.charter.world.inner)
-        self._offer(self._states.looked_at(self.on_notice))
+        self._states = Checkpoints(self.out, "states")
+        self._offer(self._states.newest_sound(self.on_notice))
         self.membership = RoundsAssembly(self.charter.rules, journal.entries, until=until)
         return self.membership
 
@@ -104,8 +107,10 @@ class Keeper(RunKeeper):
         """Fetch a member's state, so that the run outlives its workers; whether that is over until the next one."""
         for seat in self.members():
             try:
-                if self._states.save(partial(self._fetch, seat)):
-                    self._offer(self._states.newest())
+                kept = self._states.take_in(range(self.charter.world.inner), partial(self._fetch, seat))
+                if kept is not None:
+                    self._offer(kept)
+                    self._states.thin(_KEPT)
                     return True
             except NotGiven:
                 continue
@@ -121,11 +126,11 @@ class Keeper(RunKeeper):
         newest = rounds[(len(rounds) - 1) // 2] + MARGIN  # so far half of them say that they are, or soon
         facts = self.fetch(giver_of(seat, place), STATE, path, self.charter.world.outer_deadline, newest=newest)
         if not is_whole(path) or "round" not in facts:
-            raise NotGiven("it is no file of tensors, or of no round")
+            raise NotGiven("it is no state, or of no round")
         return facts["round"]
 
-    def _offer(self, states: Sequence[Path]) -> None:
-        for place, path in enumerate(states):
+    def _offer(self, round: int | None) -> None:
+        for place, path in enumerate([] if round is None else self._states.shards(round)):
             self.giver.offer(kept_as(place), path, {})
 
     def _collect(self, seats: Sequence[int]) -> list[int]:

@@ -117,7 +117,6 @@ class RunKeeper(ABC):
                 self.keys,
                 config=self.charter.text,
                 version=__version__,
-                port=int(self.address.rpartition(":")[2]),
                 heard=self._heard,
                 places=self.charter.world.inner,
             )

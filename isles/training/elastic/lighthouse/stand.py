@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from isles.durable import write_text
+from isles.fields import Int, Port, Str, read
 from isles.parsing import parse_json
 from isles.training.records.rundir import as_json
 
@@ -16,9 +20,9 @@ NAME = "lighthouse.json"
 class Stand:
     """host, port: as workers reach it. workers: started on this machine too."""
 
-    host: str
-    port: int
-    workers: int
+    host: Str
+    port: Port
+    workers: Annotated[Int, Field(ge=0)]
 
     def write(self, out: Path) -> None:
         """Keep it in the run directory."""
@@ -29,12 +33,8 @@ def read_stand(out: Path) -> Stand:
     """Read the stand of the run in `out`. ValueError, in one line, where its file is missing or damaged."""
     mend = f"light it with: isles lighthouse {out} --host HOST --port PORT"
     try:
-        told = parse_json((out / NAME).read_bytes())
+        return read(Stand, parse_json((out / NAME).read_bytes()))
     except OSError:
         raise ValueError(f"{out / NAME}: is missing, so nobody knows where the lighthouse stood; {mend}") from None
     except ValueError:
-        told = None
-    match told:
-        case {"host": str(host), "port": int(port), "workers": int(workers)} if 0 < port < 65536 and workers >= 0:
-            return Stand(host=host, port=port, workers=workers)
-    raise ValueError(f"{out / NAME}: is damaged; {mend}")
+        raise ValueError(f"{out / NAME}: is damaged; {mend}") from None

@@ -21,9 +21,9 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from isles.launch import loop
-from isles.launch.frames import STRANGERS
-from isles.launch.link import LinkLost, plain, reason
+from isles.comm.sockets import loop
+from isles.comm.sockets.frames import STRANGERS
+from isles.comm.sockets.lost import LinkLost, plain, reason
 
 MOST = 64
 _AGAIN = 0.05  # seconds until the next try, where the system accepts nothing for a moment

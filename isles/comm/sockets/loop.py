@@ -1,4 +1,4 @@
-"""The thread in which this process's links are read and written: one asyncio loop, begun with the first of them.
+"""The thread in which this process's connections are read and written: one asyncio loop, begun with the first of them.
 
 What launchers do meanwhile, such as waiting for their workers, keeps no sign of life from being sent, and no stranger
 from being turned away in time.
@@ -7,7 +7,9 @@ from being turned away in time.
 from __future__ import annotations
 
 import asyncio
+import asyncio.sslproto
 import atexit
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -15,6 +17,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_READ = 1 << 15  # bytes that each connection with TLS has as a buffer all the time; asyncio takes 256 kB
 _FAREWELL = 1.0  # seconds for what is under way at the end of the process
 _starting = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -38,6 +41,7 @@ def _started() -> asyncio.AbstractEventLoop:
     global _loop
     with _starting:
         if _loop is None:
+            asyncio.sslproto.SSLProtocol.max_size = _READ
             _loop = asyncio.new_event_loop()
             thread = threading.Thread(target=_loop.run_forever, name="isles-links", daemon=True)
             thread.start()
@@ -45,8 +49,20 @@ def _started() -> asyncio.AbstractEventLoop:
         return _loop
 
 
+def _forked() -> None:
+    """A process that was forked has the loop's memory and not its thread: it begins one of its own."""
+    global _loop, _starting
+    _loop, _starting = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     """Quietly: asyncio would complain of tasks that are left."""
+    if loop is not _loop:
+        return
 
     async def cancel() -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

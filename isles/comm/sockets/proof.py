@@ -17,12 +17,10 @@ from __future__ import annotations
 import asyncio
 import datetime
 import hmac
-import ssl
 
 from isles.comm import credentials
 from isles.comm.credentials import Token
-from isles.launch import loop
-from isles.launch.link import Link, LinkLost, dial, ends, reason
+from isles.comm.sockets.lost import LinkLost
 
 _SIZE = 32  # bytes of a challenge, and of a proof
 _GOOD, _OTHER, _EXPIRED = b"y", b"o", b"e"
@@ -83,26 +81,3 @@ def _opinion(certificate: bytes | None, token: Token) -> bytes:
     if not certificate or not hmac.compare_digest(credentials.fingerprint(certificate), token.fingerprint):
         return _OTHER
     return _EXPIRED if credentials.expired(certificate, datetime.datetime.now(datetime.UTC)) else _GOOD
-
-
-def connect_as_node(host: str, port: int, token: Token, seconds: float) -> Link:
-    """A link to node 0 at host:port, once both have proved that they know the token. TokenRefused, or LinkLost as
-    `connect`.
-    """
-
-    async def begin() -> Link:
-        async with asyncio.timeout(seconds):
-            tls = credentials.unverified_context()  # `prove_as_node` compares the certificate
-            reader, writer = await asyncio.open_connection(sock=connection, ssl=tls, server_hostname=credentials.NAME)
-            try:
-                await prove_as_node(reader, writer, token, f"{ends(writer)[1]}:{port}")
-            except BaseException:
-                writer.close()
-                raise
-            return Link(reader, writer)
-
-    connection = dial(host, port, seconds)
-    try:
-        return loop.run(begin())
-    except (OSError, EOFError, ssl.SSLError) as error:
-        raise LinkLost(reason(error, seconds)) from error

@@ -1,18 +1,13 @@
-"""What the workers of a member do together: one worker by itself, or all those of an island.
-
-leader      decides, says what is next (`isles.comm.elastic.island`), and does it too
-follower    hears what is next, and does it
-"""
+"""A worker of a member, be that one worker by itself or an island: it obeys decision after decision."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,9 +15,12 @@ import torch
 from isles.comm.elastic.cells import Batch
 from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven
-from isles.comm.elastic.guards.refusals import RefusalRow, Refusals, together, told_rows
-from isles.comm.elastic.island import FollowingRoster, IslandGroup, LeadingRoster
+from isles.comm.elastic.guards.refusals import Refusals, together, told_rows
 from isles.comm.elastic.links.relayed import WAYS
+from isles.comm.elastic.rounds.decision import Decision, DecisionKind
+from isles.comm.elastic.rounds.island import IslandGroup
+from isles.comm.elastic.rounds.leader import RoundLeader
+from isles.comm.elastic.rounds.roster import ElasticRoster
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import Malformed
 from isles.comm.group import Group
@@ -45,25 +43,30 @@ from isles.training.records.saved import load_weights
 from isles.training.records.summary import by_channel
 from isles.training.trainer import Trainer
 
+T = TypeVar("T")
 _TRIES = 5
 _MEANS = ("bytes_sent", "bytes_received", "compute_seconds", "blocked_seconds")  # of what a worker has counted
-_TOGETHER = {"take", "begin_anew", "follow", "enter", "train", "look", "landed", "forget", "conclude", "carried"}
-_TOGETHER |= {"refused", "over"}
+Decisions = Generator[Decision, Any, T]
+"""Decisions one after another; each `yield` comes back with what came of it, or raises `NotGiven`."""
 
 
-class Acts:
-    """One worker's part in what its seat does.
+class ElasticWorker:
+    """One worker's part in what its member does.
 
-    alone: the group of this seat by itself, on the transport between seats. places: the workers of its island. folder:
-    for files on their way. report: called with the trainer's events. last: the run's last round, as far as it is known.
-    over: called with a round once that and all before are over here, where exchanges are of pairs or groups.
+    alone: the group of this member by itself, on the transport between members. places: the workers of its island.
+    leader: what decides of rounds; None at a follower. folder: for files on their way. report: called with the
+    trainer's events. last: the run's last round, as far as it is known. over: called with a round once that and all
+    before are over here, where exchanges are of pairs or groups.
+
+    paced: called with the seconds of an inner step, before the last one of a round exchanges, and after the very first:
+    who joins amid a long first round waits for its end. refusals: what this worker's session has not taken.
     """
 
     def __init__(
         self,
         config: Config,
         alone: Group,
-        roster: LeadingRoster | FollowingRoster,
+        leader: RoundLeader | None,
         places: IslandGroup,
         gifts: Gifts,
         corpus: Corpus,
@@ -73,7 +76,6 @@ class Acts:
         last: Callable[[], int],
         over: Callable[[int], None] = lambda round: None,
     ) -> None:
-        self._over = over
         self._config, self._alone, self._corpus, self.folder = config, alone, corpus, folder
         world = Mesh(world=alone, layout=grid_of(1), report=report)
         if places.mesh is not None:
@@ -82,32 +84,55 @@ class Acts:
         self.seat = alone.transport.rank
         place, workers = self.reader
         torch.manual_seed(draws_seed(config.run.seed, self.seat * workers + place))
-        self._world = world
-        self.trainer = Trainer(config, world, corpus, roster)
+        self._world, self._roster = world, ElasticRoster(alone, places, leader)
+        self.trainer = Trainer(config, world, corpus, self._roster)
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
-        self.optimizer, self._text, self._roster = self.trainer.optimizer, self.trainer.text, roster
+        self.optimizer, self._text = self.trainer.optimizer, self.trainer.text
         self.means = Means(self.optimizer, gifts, folder)
         self.states = States(self.optimizer, gifts, folder, config.world.elastic.join_state, last, place=place)
         self._gifts, self._places = gifts, places
         self.paced: Callable[[float], None] = lambda seconds: None
-        """Called with the seconds of an inner step, before the last one of `train` exchanges, and after the very first:
-        who joins amid a long first round waits for its end.
-        """
         self._paced = False
         self.refusals = Refusals()
-        """What this worker's session has not taken."""
         self._began_at: int | None = None  # inner steps, where this worker began without moments
+        self._does: dict[DecisionKind, Callable[[Decision], Any]] = {
+            "idle": lambda said: None,
+            "load": self.load,
+            "draw": self.draw,
+            "catch up": self.catch_up,
+            "enter": self.enter,
+            "forget": self.forget,
+            "train": self.train,
+            "keep": self.keep,
+            "over": lambda said: over(said.round),
+            "validate": lambda said: self.trainer.validate(),
+            "report": self.counted,
+            "conclude": self.conclude,
+        }
 
-    def take(
-        self, donor: int, seconds: float, after: int = -1, wait: float | None = None
-    ) -> tuple[int, dict[int, int]]:
+    def obey(self, decisions: Decisions[Any] | None = None) -> None:
+        """Do what the leader decides, until it decides that this is the end. decisions: the leader's own; None at a
+        follower. Malformed for what is not to be done between rounds.
+        """
+        came, why = None, None
+        while (said := self._places.decide(partial(_next, decisions, came, why))).kind != "end":
+            came, why = None, None
+            if said.kind not in self._does:
+                raise Malformed(-1, f"between rounds the leader of this island decides to {said.kind}")
+            try:
+                came = self._does[said.kind](said)
+            except NotGiven as reason:
+                why = reason  # the leader knows, and decides what then
+
+    def load(self, said: Decision) -> tuple[int, dict[int, int]]:
         """Take on the state of `donor`, see `States.fetch`: its round, and whom the donor knew by then to be left out.
         All of an island take states of one round. NotGiven for all where one has none: all are as before, but for
         NotAdopted.
         """
         apart = "the workers of this island got states of different rounds"
+        fetch = partial(self.states.fetch, said.donor, said.seconds, after=said.round, wait=said.wait)
         for _ in range(_TRIES):
-            if self._same(partial(self.states.fetch, donor, seconds, after=after, wait=wait)) is not None:
+            if self._same(fetch) is not None:
                 break
         else:
             raise NotGiven(apart)
@@ -133,7 +158,7 @@ class Acts:
             raise why if str(why) else NotGiven(f"worker {numbers.index(min(numbers))} of this island got none")
         return number if min(numbers) == max(numbers) else None
 
-    def begin_anew(self) -> None:
+    def draw(self, said: Decision) -> None:
         """Go back to the weights as drawn, the same everywhere, for nobody has a state of the run."""
         if not self.states.are_drawn:
             trainer = Trainer(self._config, self._world, self._corpus, self._roster)
@@ -141,33 +166,29 @@ class Acts:
             self.states.become(trainer.optimizer)
             trainer.memory.close()
 
-    def follow(self, donor: int, first: int, until: int, seconds: float) -> dict[int, int]:
-        """Land the means of rounds `first` to `until - 1` as `donor` has; whom the others have left out meanwhile (see
+    def catch_up(self, said: Decision) -> dict[int, int]:
+        """Land the means of rounds `round` to `until - 1` as `donor` has; whom the others have left out meanwhile (see
         `Missed`). NotGiven for all where one could not, or none came within `seconds`.
         """
-        giver = giver_of(donor, self.reader[0])
+        giver, rounds = giver_of(said.donor, self.reader[0]), range(said.round, said.until)
         path, why, left_out = self.folder / "taken.safetensors", "", dict[int, int]()
         try:
-            left_out = shadow(self.optimizer, self._gifts, giver, range(first, until), path, seconds)
+            left_out = shadow(self.optimizer, self._gifts, giver, rounds, path, said.seconds)
         except NotGiven as reason:
             why = str(reason)
         if not all(told[0] for told in self._places.gather(int(not why))):
             raise NotGiven(why or "another worker of this island could not land them")
         return left_out
 
-    def enter(self, round: int, steps: int, began_at: int | None) -> None:
-        """Begin with `round`, after so many inner steps. began_at: of inner steps, where this is without moments."""
-        self._began_at = began_at
+    def enter(self, said: Decision) -> None:
+        """Begin with `round`, after so many inner `steps`."""
+        self._began_at = said.began_at
         self._roster.begin_anew()
-        self.means.begins(round)
-        enter(self.optimizer, round, steps)
-        self.schedule_at(steps)
+        self.means.begins(said.round)
+        enter(self.optimizer, said.round, said.steps)
+        self.schedule_at(said.steps)
 
-    def over(self, round: int) -> None:
-        """Rounds up to `round` are over here: nobody is to wait for this worker's part in them."""
-        self._over(round)
-
-    def forget(self) -> None:
+    def forget(self, said: Decision) -> None:
         """What this worker has is nobody's any more: nobody begins with it."""
         self.states.forget()
         self.means.forget()
@@ -184,15 +205,13 @@ class Acts:
         ):
             group["lr"] = base * factor(steps) * warmth
 
-    def train(self, done: int, batches: Sequence[Sequence[Any]], spare: int) -> None:
-        """Inner steps after `done` of them, one a batch; the last one exchanges. batches: see `cells.Batch`; where
-        there are none, these are read out of turn, as `spare` have been before.
-        """
-        count = len(batches) or sync_every(self._config)
+    def train(self, said: Decision) -> None:
+        """Inner steps after so many `steps`, one a slice; the last one exchanges."""
+        count = len(said.slices) or sync_every(self._config)
         self.states.are_drawn = False
-        self._text.take_from(positions(self._config, self.seat, map(Batch._make, batches), spare, self.reader))
-        self.optimizer.steps = done
-        self.schedule_at(done)
+        self._text.take_from(positions(self._config, self.seat, said.slices, said.spare, self.reader))
+        self.optimizer.steps = said.steps
+        self.schedule_at(said.steps)
         clock, began = self.trainer.step_clock, self.trainer.step_clock.reading()
         for left in reversed(range(count)):
             self.trainer.step()
@@ -200,24 +219,20 @@ class Acts:
                 self._paced = True
                 self.paced((clock.reading() - began) / (count - left))
 
-    def look(self) -> float | None:
-        """Validation loss."""
-        return self.trainer.validate()
-
-    def landed(self, round: int, left_out: Mapping[Any, int]) -> None:
+    def keep(self, said: Decision) -> None:
         """Right after `round`: keep its mean, and copy the state for whoever has asked; see `Means` and `States`."""
         if lands_together(self._config):
-            self.means.landed(round, left_out)
-        self.copy(round, left_out)
+            self.means.landed(said.round, said.left_out)
+        self.copy(said.round, said.left_out)
 
-    def copy(self, round: int, left_out: Mapping[Any, int]) -> None:
+    def copy(self, round: int, left_out: Mapping[int, int]) -> None:
         """See `States.landed`."""
         told = self._places.gather(*map(int, self.states.wanted()))
         wanted = [any(each) for each in zip(*told, strict=True)]
-        if self.states.landed(round, {int(seat): number for seat, number in left_out.items()}, wanted):
+        if self.states.landed(round, dict(left_out), wanted):
             self.means.copied(round)
 
-    def conclude(self) -> dict[str, Any]:
+    def conclude(self, said: Decision) -> dict[str, Any]:
         """See `Trainer.conclude`; of an island all tokens, and the means of what its workers counted."""
         for fragment in self.optimizer.fragments:
             fragment.ahead = None  # there is no round that it was sent ahead for
@@ -229,17 +244,16 @@ class Acts:
         own |= {key: sum(one[key] for one in told) / len(told) for key in _MEANS}
         return own | {"tokens": sum(one["tokens"] for one in told), "channels": by_channel(told)}
 
-    def carried(self) -> dict[str, int]:
-        """Bytes that all of an island have sent to others, by the way that they went."""
+    def counted(self, said: Decision) -> dict[str, Any]:
+        """carried: bytes that all of an island have sent to others, by the way that they went. refused: what all of
+        them have refused.
+        """
         transport = self._alone.transport
         assert isinstance(transport, ElasticTransport)
         told = self._places.gather(*(transport.carried[way] for way in WAYS))
-        return {way: sum(numbers) for way, numbers in zip(WAYS, zip(*told, strict=True), strict=True)}
-
-    def refused(self) -> list[RefusalRow]:
-        """What all of an island have refused."""
-        told = self._places.gather_text(json.dumps(self.refusals.rows()).encode("ascii"))
-        return together(told_rows(parse_json(one)) for one in told)
+        carried = {way: sum(numbers) for way, numbers in zip(WAYS, zip(*told, strict=True), strict=True)}
+        refused = self._places.gather_text(json.dumps(self.refusals.rows()).encode("ascii"))
+        return {"carried": carried, "refused": together(told_rows(parse_json(one)) for one in refused)}
 
     def judge(self, file: Path) -> float | None:
         """Validation loss of the one model, which is in `file`. ValueError where it does not fit this run's."""
@@ -255,15 +269,13 @@ class Acts:
         self.trainer.memory.close()
 
 
-def follow_leader(acts: Acts, places: IslandGroup) -> None:
-    """Do what the leader says, until it says that this is the end."""
-    while (said := places.hear())["act"] != "end":
-        act = said.pop("act")
-        with suppress(NotGiven):  # the leader knows, and says what then
-            if act in _TOGETHER:
-                getattr(acts, act)(**said)
-            elif act != "idle":
-                raise Malformed(-1, f"the leader of this island says {act!r}")
+def _next(decisions: Decisions[Any] | None, came: Any, why: NotGiven | None) -> Decision:
+    """What comes of `came`, or of why the last decision could not be carried out."""
+    assert decisions is not None, "a follower is never asked"
+    try:
+        return decisions.send(came) if why is None else decisions.throw(why)
+    except StopIteration:
+        return Decision(kind="end")
 
 
 def positions(
