@@ -37,7 +37,7 @@ from isles.comm.elastic.messages import (
     Reload,
     Silent,
 )
-from isles.comm.elastic.told import MemberListener, Orders
+from isles.comm.elastic.told import LEFT_BEHIND, Orders, PeerWaits, end_waits
 from isles.comm.view import View
 
 _SOON = 0.2  # seconds until the next beat while it waits for its first round; for an answer before it begins one
@@ -46,13 +46,13 @@ _AGAIN = 0.01  # seconds, at least, from an answer to the next beat
 
 
 class Company(SeatLine):
-    """The line of the worker in the seat of `entry`. listener: told for whom it waits in vain.
+    """The line of the worker in the seat of `entry`. waits: its transport; it may be set later.
 
     ended: set once this worker has no further part in the run: `Over`, or `Examine` where it is to judge the model.
     words: the newest word on each round.
     """
 
-    def __init__(self, session: ControlSession, entry: Entry, listener: MemberListener | None = None) -> None:
+    def __init__(self, session: ControlSession, entry: Entry, waits: PeerWaits | None = None) -> None:
         super().__init__(session, entry)
         self.seat, self.member, self.words = entry.seat, Member(entry.seat), Words()
         self.ended: Over | Examine | None = None
@@ -61,7 +61,7 @@ class Company(SeatLine):
         self._answered_at = -math.inf
         self._is_asking = self._again = False
         self._next: Timer | None = None
-        self._listener = listener or MemberListener()
+        self.waits = waits
         self._given_up: frozenset[int] = frozenset()
         self._silent: dict[int, float] = {}  # until when
         self._orders = Orders(session, entry, 0)
@@ -263,35 +263,33 @@ class Company(SeatLine):
     # Orders
 
     def _give_up(self) -> None:
-        """Call `left_behind` for each seat that a view on its way goes on without."""
+        """Wait for nobody any more whom a view on its way goes on without, though it did not ask to leave."""
         with self.changed:
             before, self._given_up = self._given_up, self.member.given_up()
             new = self._given_up - before
-        for seat in new:
-            self._listener.left_behind(seat)
+        if self.waits is not None:
+            for seat in new:
+                self.waits.give_up(seat, LEFT_BEHIND)
 
     def _told(self, query: Query) -> None:
         """Take in an order of the lighthouse."""
         message = self._orders.take(query)
-        if message is None:
-            return
         if isinstance(message, Silent):
-            self._note_silent(message.seat)
-            return
-        if isinstance(message, Failed):
-            self._listener.failed(message.round, message.attempt)
-            return
-        with self.changed:
-            if message == self._load:  # said again: another beat would only have it said once more
-                return
-            ack = self._take_in(message)
-            if ack is not None:
-                self.say(ack)
-            self.poke()
-            self.changed.notify_all()
-        self._give_up()
-        if isinstance(message, Word):
-            self._listener.begun_again(message)
+            now = self.session.now()
+            self._silent = {seat: end for seat, end in self._silent.items() if end > now}
+            self._silent[message.seat] = now + _QUIET
+        elif message is not None and not isinstance(message, Failed):
+            with self.changed:
+                if message == self._load:  # said again: another beat would only have it said once more
+                    return
+                ack = self._take_in(message)
+                if ack is not None:
+                    self.say(ack)
+                self.poke()
+                self.changed.notify_all()
+            self._give_up()
+        if not isinstance(message, Proposal):
+            end_waits(self.waits, message)
 
     def _take_in(self, message: Any) -> Ack | None:
         """Note an order of the lighthouse; the answer where it is a proposal. `changed` is held."""
@@ -310,8 +308,3 @@ class Company(SeatLine):
             case Refusal(reason=reason):
                 self.ended = Over(reason)
         return None
-
-    def _note_silent(self, seat: int) -> None:
-        now = self.session.now()
-        self._silent = {other: end for other, end in self._silent.items() if end > now} | {seat: now + _QUIET}
-        self._listener.fell_silent(seat)

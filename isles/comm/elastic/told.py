@@ -8,61 +8,47 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import Callable
-from typing import Any
-
-from typing_extensions import override
+from typing import Any, Protocol
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.control import ControlSession, Query
 from isles.comm.elastic.keys import number_of, numbered, signature, told_at
 from isles.comm.elastic.line import LONGEST, SeatLine
 from isles.comm.elastic.messages import Entry, Failed, Proposal, Silent, decode, encode
-from isles.comm.elastic.transport import ElasticTransport
+from isles.comm.errors import PeerLost, PeerSilent
 from isles.comm.tags import Tag
 
 _LOG = logging.getLogger(__name__)
+LEFT_BEHIND = "a view without it is on its way"
+"""Why one is not waited for any more that did not ask to leave."""
 
 
-class MemberListener:
-    """Hears for whom a worker waits in vain, in callbacks. This one does nothing about it."""
+class PeerWaits(Protocol):
+    """What a worker waits for, of others: its transport."""
 
-    def left_behind(self, seat: int) -> None:
-        """A view without `seat` is on its way, though it did not ask to leave."""
+    def give_up(self, seat: int, why: str | PeerLost) -> None:
+        """End all that is under way with `seat`; later messages are tried again."""
+        ...
 
-    def fell_silent(self, seat: int) -> None:
-        """`seat` gives no sign of life."""
-
-    def begun_again(self, word: Word) -> None:
-        """Another attempt of a round has begun, without some of those of before."""
-
-    def failed(self, round: int, attempt: int) -> None:
-        """Another worker of this island has no answer of that attempt."""
+    def again(self, tag: Tag) -> None:
+        """The attempt of `tag` has begun: nobody waits any more in those of its round before it."""
+        ...
 
 
-class EndsWaits(MemberListener):
-    """Ends what is waited for in vain on `transport`, once there is one."""
-
-    transport: ElasticTransport | None = None
-
-    @override
-    def left_behind(self, seat: int) -> None:
-        if self.transport is not None:
-            self.transport.give_up(seat, "a view without it is on its way")
-
-    @override
-    def fell_silent(self, seat: int) -> None:
-        if self.transport is not None:
-            self.transport.fell_silent(seat)
-
-    @override
-    def begun_again(self, word: Word) -> None:
-        if self.transport is not None:
-            self.transport.again(Tag("outer", word.round, attempt=word.attempt))
-
-    @override
-    def failed(self, round: int, attempt: int) -> None:
-        if self.transport is not None:
-            self.transport.again(Tag("outer", round, attempt=attempt + 1))
+def end_waits(waits: PeerWaits | None, message: Any) -> None:
+    """Have what `message` says is waited for in vain be waited for no longer."""
+    if waits is None:
+        return
+    match message:
+        case Proposal(lost=lost):
+            for seat in lost:
+                waits.give_up(seat, LEFT_BEHIND)
+        case Silent(seat=seat):
+            waits.give_up(seat, PeerSilent(seat))
+        case Word(round=round, attempt=attempt):
+            waits.again(Tag("outer", round, attempt=attempt))
+        case Failed(round=round, attempt=attempt):
+            waits.again(Tag("outer", round, attempt=attempt + 1))
 
 
 def tells_failures(line: SeatLine, place: int, places: int) -> Callable[[int, int], None]:
@@ -114,9 +100,11 @@ class Orders:
 class PlaceLine(SeatLine):
     """Of the worker at `place` in the island of the seat of `entry`, whose leader decides: it hears the same orders."""
 
-    def __init__(self, session: ControlSession, entry: Entry, place: int, listener: MemberListener) -> None:
+    def __init__(self, session: ControlSession, entry: Entry, place: int) -> None:
         super().__init__(session, entry)
-        self._listener, self._orders = listener, Orders(session, entry, place)
+        self.waits: PeerWaits | None = None
+        """Its transport, once there is one."""
+        self._orders = Orders(session, entry, place)
         session.serve(told_at(entry.seat, place), self._told)
 
     def doubt(self, seat: int) -> None:
@@ -124,13 +112,4 @@ class PlaceLine(SeatLine):
         self.send(Silent(seat))
 
     def _told(self, query: Query) -> None:
-        match self._orders.take(query):
-            case Proposal(lost=lost):
-                for seat in lost:
-                    self._listener.left_behind(seat)
-            case Silent(seat=seat):
-                self._listener.fell_silent(seat)
-            case Word() as word:
-                self._listener.begun_again(word)
-            case Failed(round=round, attempt=attempt):
-                self._listener.failed(round, attempt)
+        end_waits(self.waits, self._orders.take(query))

@@ -33,7 +33,7 @@ from isles.comm.elastic.keys import PROOF, sealed
 from isles.comm.elastic.links.guide import Guide, Trusting
 from isles.comm.elastic.links.relayed import WAYS
 from isles.comm.elastic.session import Session
-from isles.comm.errors import PeerLost, PeerSilent, RoundPassed
+from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.host_clock import OnHostClock
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import CHANNELS, Channel, Tag
@@ -135,10 +135,6 @@ class ElasticTransport(OnHostClock):
             if peer in self._lost:  # it broke meanwhile
                 self._inbox.drop(peer, "its connection is gone")
         return work
-
-    def fell_silent(self, seat: int) -> None:
-        """End all that is under way with `seat`, which gives no sign of life."""
-        self.give_up(seat, PeerSilent(seat))
 
     def give_up(self, seat: int, why: str | PeerLost) -> None:
         """End all that is under way with `seat`; later messages are tried again."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isles.comm.errors import PeerLost
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
@@ -159,6 +160,15 @@ class VirtualTransport:
                 place = int(target), channel
                 latest[place] = max(float(time), latest.get(place, 0.0))
         self._scheduler.advance(self._worker, clock)
+
+    def give_up(self, seat: int, why: str | PeerLost) -> None:
+        """In an event: nothing is waited for from `seat`; later messages are tried again."""
+        error = PeerLost(seat, why) if isinstance(why, str) else why
+        self._wire.end(self.rank, lambda peer, _: peer == seat, lambda _: error)
+
+    def again(self, tag: Tag) -> None:
+        """See `VirtualWire.again`; in an event."""
+        self._wire.again(self.rank, tag)
 
     def over(self, channel: Channel, round: int) -> None:
         """See `VirtualWire.over`."""

@@ -25,7 +25,7 @@ from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, deco
 from isles.comm.elastic.rounds.decision import Decision
 from isles.comm.elastic.rounds.island import IslandGroup
 from isles.comm.elastic.session import Session, open_session
-from isles.comm.elastic.told import EndsWaits, tells_failures
+from isles.comm.elastic.told import tells_failures
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
 from isles.comm.sockets.addresses import parse_address, written
@@ -127,8 +127,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         corpus = load_corpus(config.data)
         entry = seat_of(session, corpus.sha256, tell)
         places.decide(lambda: Decision(kind="seat", seat=entry.seat, key=entry.key))
-        waits = EndsWaits()
-        company = Company(session, entry, waits)
+        company = Company(session, entry)
         stack.callback(company.close)
         links = listening(stack, entrance, entry, SeatLine(session, entry).ask, 0, tell=tell)
         transport = ElasticTransport(
@@ -142,14 +141,14 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
             beside=None if places.mesh is None else places.mesh.transport,
         )
         stack.callback(transport.close)
-        waits.transport = transport
+        company.waits = transport
         places.failed = tells_failures(company, 0, places.size)
         links.start(transport)
 
         def lost(giver: str) -> bool:
             return giver.isdecimal() and company.lost(int(giver))
 
-        gifts = Giver(session, giver_of(company.seat, 0), tell, lost=lost, guide=links)
+        gifts = Giver(session, giver_of(company.seat, 0), tell, lost=lost, changed=company.changed, guide=links)
         stack.callback(gifts.close)
 
         def over(round: int) -> None:

@@ -16,7 +16,7 @@ from isles.comm.elastic.line import SeatLine
 from isles.comm.elastic.messages import Entry
 from isles.comm.elastic.rounds.decision import Decision
 from isles.comm.elastic.rounds.island import IslandGroup
-from isles.comm.elastic.told import EndsWaits, PlaceLine, tells_failures
+from isles.comm.elastic.told import PlaceLine, tells_failures
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import Malformed
 from isles.comm.group import Group
@@ -63,8 +63,7 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         entry = Entry(said.seat, said.key)
         asking = SeatLine(session, entry)
         links = listening(stack, entrance, entry, asking.ask, places.place, tell=partial(_tell_of, places.place))
-        waits = EndsWaits()
-        line = PlaceLine(session, entry, places.place, waits)
+        line = PlaceLine(session, entry, places.place)
         transport = ElasticTransport(
             session,
             entry.seat,
@@ -75,7 +74,7 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
             beside=world.transport,
         )
         stack.callback(transport.close)
-        waits.transport = transport
+        line.waits = transport
         places.failed = tells_failures(line, places.place, places.size)
         links.start(transport)
         gifts = Giver(session, giver_of(entry.seat, places.place), _tell, guide=links)

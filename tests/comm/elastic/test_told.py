@@ -21,7 +21,7 @@ from isles.comm.elastic.lighthouse import Lighthouse
 from isles.comm.elastic.messages import Accusation, Done, Entry, Hello, Silent, decode, encode
 from isles.comm.elastic.orders import Rules
 from isles.comm.elastic.session import Session, open_session
-from isles.comm.elastic.told import EndsWaits, PlaceLine
+from isles.comm.elastic.told import PlaceLine
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.transfers import PostedWork
@@ -88,13 +88,12 @@ def islands(folder: Path) -> Iterator[Islands]:
             hello = encode(Hello("1.0", "abc", first.name()))
             entry = decode(first.answer(HELLO, hello, seconds=5.0)[0] or b"")
             assert isinstance(entry, Entry) and entry.seat == seat
-            waits = EndsWaits(), EndsWaits()
-            company, line = Company(first, entry, waits[0]), PlaceLine(second, entry, 1, waits[1])
+            company, line = Company(first, entry), PlaceLine(second, entry, 1)
             stack.callback(company.close)
             own = ElasticTransport(first, seat, 3), ElasticTransport(second, seat, 3, doubt=line.doubt, place=1)
             for transport in own:
                 stack.callback(transport.close)
-            waits[0].transport, waits[1].transport = own
+            company.waits, line.waits = own
             world.leaders.append(company)
             world.second.append(own[1])
             world.entries.append(entry)

@@ -328,7 +328,7 @@ def test_who_falls_silent_ends_what_waits_for_it_alone(tmp_path: Path) -> None:
         buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(3)]
         silent = trio[0].recv(1, buffers[0], Tag("outer", 1)), trio[0].send(2, random_bytes(8, 1), Tag("outer", 1))
         other = trio[0].recv(2, buffers[1], Tag("outer", 1))
-        trio[0].fell_silent(1)
+        trio[0].give_up(1, PeerSilent(1))
         assert silent[0].done() and isinstance(silent[0].error, PeerSilent) and silent[0].error.rank == 1
         later = trio[0].recv(1, buffers[2], Tag("outer", 2))
         sent = [

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from isles.comm.elastic.control import ControlSession, Query, SideWork
+from isles.comm.elastic.control import Condition, ControlSession, Query, SideWork
 from isles.comm.elastic.gifts.taking import MOST_FACTS, PIECE, SEALED, GiftRequest, seat_in, take
 from isles.comm.elastic.keys import LIGHTHOUSE, gift_at, sealed
 from isles.comm.elastic.links.guide import Guide, Trusting
@@ -75,8 +75,8 @@ class Giver:
     """What this process offers as `name` (a seat, or `LIGHTHOUSE`).
 
     notice: called with a line for a person where a file could not be written. lost: whether the giver of that name is
-    gone, so that nothing is asked of it any more. guide: by whose introductions what seats give is sealed. comes: see
-    `expect`.
+    gone, so that nothing is asked of it any more; changed: notified when that may be so. guide: by whose introductions
+    what seats give is sealed. comes: see `expect`.
     """
 
     session: ControlSession
@@ -85,6 +85,7 @@ class Giver:
     comes: Callable[[str], bool] = lambda what: True
     lost: Callable[[str], bool] = lambda name: False
     guide: Guide = field(default_factory=Trusting)
+    changed: Condition | None = None
     _offers: dict[int, _Offer] = field(default_factory=dict)  # by number, the newest last
     _open: dict[str, int] = field(default_factory=dict)  # what a new taker gets
     _made: int = 0
@@ -132,7 +133,8 @@ class Giver:
     def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
         """Fetch what another member offers; see `take`."""
         mine = seat_in(self.name)
-        return take(self.session, asked, path, mine, self.guide.introduction, lost=partial(self.lost, asked.giver))
+        lost = partial(self.lost, asked.giver)
+        return take(self.session, asked, path, mine, self.guide.introduction, lost=lost, changed=self.changed)
 
     def close(self) -> None:
         """Wait until files that are being written are whole."""

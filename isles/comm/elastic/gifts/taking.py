@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isles.comm.elastic.control import ControlSession
+from isles.comm.elastic.control import Condition, ControlSession
 from isles.comm.elastic.keys import LIGHTHOUSE, PROOF, gift_at, sealed
 from isles.comm.elastic.links.guide import Trusting
 from isles.fields import Unfit, integer, table
@@ -82,13 +83,15 @@ def take(
     introduction: Callable[[int], bytes | None] = _TRUSTING.introduction,
     *,
     lost: Callable[[], bool] = lambda: False,
+    changed: Condition | None = None,
 ) -> dict[str, Any]:
     """Fetch a gift into the file `path`; what is said beside it. taker: the seat that asks; -1: the lighthouse.
-    introduction: of the taker to a seat, see `Guide`. lost: whether the giver is gone.
+    introduction: of the taker to a seat, see `Guide`. lost: whether the giver is gone; looked at
+    when `changed` is notified, and without it several times a second.
 
     NotGiven where it does not come, is too long, or is not what was offered. Not for callbacks.
     """
-    taking = _Taking(session, asked, taker, introduction, lost)
+    taking = _Taking(session, asked, taker, introduction, lost, changed)
     facts = taking.open(asked.patience)
     size, number = facts["size"], facts["number"]
     if size > asked.most:
@@ -113,12 +116,13 @@ class _Taking:
         taker: int,
         introduction: Callable[[int], bytes | None],
         lost: Callable[[], bool],
+        changed: Condition | None,
     ) -> None:
         self._session, self._key, self._taker, self._lost = session, gift_at(asked.giver), taker, lost
         self._what, self._after, self._newest = asked.what, asked.after, asked.newest
         self._giver, self._introduction, self._word = seat_in(asked.giver), introduction, b""
         self._answers: dict[int, _Answer] = {}
-        self._changed = session.condition()
+        self._changed, self._look = changed or session.condition(), _AGAIN if changed is None else math.inf
 
     def open(self, seconds: float) -> dict[str, Any]:
         """Length, number and facts, once it is offered."""
@@ -186,10 +190,10 @@ class _Taking:
     def _wait(self, offset: int, seconds: float) -> _Answer:
         until = self._session.now() + seconds + 1.0
         with self._changed:
-            while offset not in self._answers and self._session.now() < until:
+            while offset not in self._answers and (left := until - self._session.now()) > 0:
                 if self._lost():
                     raise NotGiven("it is gone")
-                self._changed.wait_for(lambda: offset in self._answers, min(_AGAIN, seconds + 1.0))
+                self._changed.wait_for(lambda: offset in self._answers or self._lost(), min(self._look, left))
             return self._answers.pop(offset, (None, None))
 
 

@@ -31,7 +31,7 @@ from isles.comm.elastic.lighthouse import GRACE, Lighthouse
 from isles.comm.elastic.messages import Entry, Over
 from isles.comm.elastic.orders import Rules
 from isles.comm.errors import PeerLost
-from isles.comm.virtual.churn.presence import KnownPresence, VirtualListener
+from isles.comm.virtual.churn.presence import KnownPresence
 from isles.comm.virtual.churn.session import BACK, VirtualNetwork, VirtualSession
 from isles.comm.virtual.scheduler import Scheduler
 from isles.comm.virtual.transport import VirtualTransport
@@ -158,7 +158,7 @@ class VirtualMeeting:
         self.lives[seat] = self.timeline.now, None
         self._lighthouse.act(lambda now: self._assembly.join(now, "virtual"))
         entry = Entry(seat, self._keys.of(seat))
-        company = self.companies[seat] = Company(self.sessions[seat], entry, VirtualListener(self.wire, seat))
+        company = self.companies[seat] = Company(self.sessions[seat], entry, self.transports[seat])
         self.transports[seat].doubt = partial(self._doubt, company)
         for other in self.lives:
             if self.lives[other][1] is not None or other in self._cut:

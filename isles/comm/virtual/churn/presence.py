@@ -1,4 +1,4 @@
-"""Who speaks, and for whom one waits in vain, on the virtual clock: known, where between processes it is heard."""
+"""Who speaks, on the virtual clock: known, where between processes it is heard."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ from collections.abc import Mapping
 
 from typing_extensions import override
 
-from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.guards.presence import Presence
 from isles.comm.elastic.line import BEAT
-from isles.comm.elastic.told import MemberListener
-from isles.comm.errors import PeerLost, PeerSilent
-from isles.comm.tags import Tag
 from isles.comm.virtual.scheduler import Scheduler
-from isles.comm.virtual.wire import VirtualWire
 
 
 class KnownPresence(Presence):
@@ -34,25 +29,3 @@ class KnownPresence(Presence):
         for seat in self._heard:
             is_away = workers[seat].back(at) > at
             self._heard[seat] = self._paused_at.get(seat, at) - BEAT / 2 if is_away else at
-
-
-class VirtualListener(MemberListener):
-    """Ends what the worker in `seat` waits for in vain."""
-
-    def __init__(self, wire: VirtualWire, seat: int) -> None:
-        self._wire, self._seat = wire, seat
-
-    @override
-    def left_behind(self, seat: int) -> None:
-        self._give_up(seat, PeerLost(seat, "a view without it is on its way"))
-
-    @override
-    def fell_silent(self, seat: int) -> None:
-        self._give_up(seat, PeerSilent(seat))
-
-    @override
-    def begun_again(self, word: Word) -> None:
-        self._wire.again(self._seat, Tag("outer", word.round, attempt=word.attempt))
-
-    def _give_up(self, seat: int, why: PeerLost) -> None:
-        self._wire.end(self._seat, lambda peer, _: peer == seat, lambda _: why)

@@ -97,11 +97,9 @@ class VirtualQuery:
         self.payload, self.attachment, self._answer = payload, attachment, answer
 
     def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
-        """Answer with `data`."""
         self._answer(data if isinstance(data, bytes) else data(), None)
 
     def refuse(self, why: bytes) -> None:
-        """Answer with a refusal."""
         self._answer(None, why)
 
 
@@ -113,7 +111,6 @@ class VirtualTimer:
         self._event: Event | None = event
 
     def cancel(self) -> None:
-        """Have it not called, if it was not yet. Safe to call twice."""
         event, self._event = self._event, None
         if event is not None:
             self._timeline.cancel(event)
@@ -192,27 +189,22 @@ class VirtualSession:
         self._rank = -1 if worker is None else worker.rank
 
     def now(self) -> float:
-        """Seconds of virtual time."""
         worker = self._worker
         return self._timeline.now if worker is None or self._network.scheduler.is_held else worker.clock
 
     wall = now
 
     def condition(self) -> VirtualCondition:
-        """A new one."""
         return VirtualCondition(self._network.scheduler, self._worker)
 
     def later(self, call: Callable[[], None], seconds: float = 0.0) -> VirtualTimer:
-        """Have `call` called after `seconds`."""
         with self.condition():
             return VirtualTimer(self._timeline, self._at(self._timeline.now + seconds, self._rank, call))
 
     def aside(self, work: Callable[[], None]) -> _Aside:
-        """What does `work` once it is started: at once."""
         return _Aside(work)
 
     def serve(self, key: str, answer: Callable[[Query], None]) -> None:
-        """Have `answer` called with every question to `key`."""
         self._network.serving[key] = self, answer
 
     def ask(
@@ -225,7 +217,6 @@ class VirtualSession:
         seconds: float,
         urgent: bool = False,
     ) -> None:
-        """Ask whoever serves `key`."""
         network, timeline, once = self._network, self._timeline, [answered]
 
         def settle(reply: bytes | None, refusal: bytes | None) -> None:
@@ -261,11 +252,9 @@ class VirtualSession:
         """Whoever has events happen says who is there, see `VirtualNetwork.seen`."""
 
     def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
-        """Have `changed(key, whether it is present)` called at each change."""
         self._network.watching.append((self, keys, changed))
 
     def seen(self, name: str) -> str:
-        """All are here."""
         return name
 
     def back(self, time: float) -> float:

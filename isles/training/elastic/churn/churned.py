@@ -93,7 +93,7 @@ class ChurnedRun:
             def lost(giver: str) -> bool:
                 return giver.isdecimal() and company.lost(int(giver))
 
-            gifts = Giver(company.session, giver_of(company.seat, 0), self._notice, lost=lost)
+            gifts = Giver(company.session, giver_of(company.seat, 0), self._notice, lost=lost, changed=company.changed)
             leaving = self.meeting.leaving[transport.rank]
             worker = Participant(
                 self.config,
