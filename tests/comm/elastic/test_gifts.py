@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.comm.elastic.gifts.giving import Giver
+from isles.comm.elastic.gifts.giving import Giver, is_written
 from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, take
 from isles.comm.elastic.keys import SeatKeys, introduction, signature
 from isles.comm.elastic.session import open_session
@@ -67,6 +67,28 @@ def test_what_never_comes_is_said_at_once(tmp_path: Path) -> None:
                 take(guest, GiftRequest(giver="3", what="mean-5", most=1 << 30, seconds=0.5), tmp_path / "taken")
         finally:
             guest.close()
+
+
+def test_what_was_there_before_is_not_removed(tmp_path: Path) -> None:
+    """A giver removes what it wrote itself, the three newest apart; a state that a lighthouse keeps is the keeper's."""
+
+    def write(path: Path) -> None:
+        path.write_bytes(b"a state")
+
+    with router(tmp_path) as (_, _, host):
+        giver, dealt_with = Giver(host, "3", print), threading.Event()
+        there, written = ([tmp_path / f"{name}-{round}" for round in range(5)] for name in ("there", "written"))
+        for one, other in zip(there, written, strict=True):
+            write(one)
+            giver.offer("there", one, {}, is_written)
+            giver.offer("written", other, {}, write)
+            giver.close()  # one after the other
+        host.later(dealt_with.set)
+        assert dealt_with.wait(20.0)
+        assert [path.exists() for path in written] == [False, False, True, True, True]
+        giver.withdraw("written")
+        giver.withdraw("there")
+        assert not any(path.exists() for path in written) and all(path.exists() for path in there)
 
 
 class Known:

@@ -5,20 +5,35 @@ message, and that the same comes of it twice.
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from safetensors.numpy import load_file
 
+from isles.comm.virtual.wire import VirtualMessage, VirtualWire
 from isles.training.elastic.churn.churned import ChurnedRun
 from tests.training.elastic.test_churned import churned, small
 from tests.training.elastic.traces import random_trace
 
+REASONS = {"PeerLost", "DeadlinePassed", "Elsewhere", "RoundPassed"}
+
 
 def run_through(folder: Path, method: str, *, most: int, events: int, seed: int, name: str = "run") -> ChurnedRun:
+    """Of messages whose round was over where they came, one end at least must know what ended its part in it."""
+    late, come_late = list[VirtualMessage](), VirtualWire._came_late
+
+    def noted(wire: VirtualWire, message: VirtualMessage) -> None:
+        late.append(message)
+        come_late(wire, message)
+
     founders, spacing = most // 2, 60.0 / most
     trace = random_trace(founders=founders, most=most, events=events, spacing=spacing, seed=seed)
     steps = 2 * (int(trace[-1].at / 20.0) + 12)
-    return churned(small(folder, founders, steps, method=method), trace, folder, name)
+    with patch.object(VirtualWire, "_came_late", noted):
+        run = churned(small(folder, founders, steps, method=method), trace, folder, name)
+    why = {run.meeting.wire.fates.why(one.source, one.target, one.tag) for one in late}
+    assert why <= REASONS
+    return run
 
 
 def check(run: ChurnedRun) -> None:
@@ -28,9 +43,9 @@ def check(run: ChurnedRun) -> None:
     wire = run.meeting.wire
     fates = wire.fates
     assert wire.under_way() == 0
-    assert set(fates.missed) <= {"PeerLost", "DeadlinePassed", "Elsewhere"}
+    assert set(fates.missed) <= REASONS
     reasons = {fates.why(source, target, tag) for source, target, tag, _ in wire.unclaimed()}
-    assert reasons <= {"PeerLost", "DeadlinePassed", "Elsewhere"}
+    assert reasons <= REASONS
     assert fates.received > 0.5 * fates.sent
     assert run.meeting.counts["deaths"] and run.meeting.counts["outages"] and run.meeting.counts["pauses"]
 

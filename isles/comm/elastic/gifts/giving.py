@@ -68,6 +68,12 @@ class _Offer:
     path: Path
     size: int
     facts: dict[str, Any]
+    is_own: bool
+
+    def drop(self) -> None:
+        """Remove the file, unless it was there before: then it is somebody else's, who removes it."""
+        if self.is_own:
+            self.path.unlink(missing_ok=True)
 
 
 @dataclass
@@ -96,9 +102,9 @@ class Giver:
         self.session.serve(gift_at(self.name), self._asked)
 
     def offer(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = is_written) -> None:
-        """Give the file at `path` to whoever asks for `what` from now on; it is this giver's, which removes it once
-        newer ones have taken its place and that of `_KEPT` before it. Returns at once. facts: JSON-able, told beside.
-        write: puts the file there, beside all else.
+        """Give the file at `path` to whoever asks for `what` from now on. Returns at once. facts: JSON-able, told
+        beside. write: puts the file there, beside all else; what it wrote is this giver's, which removes it once newer
+        ones have taken its place and that of `_KEPT` before it.
         """
         self._made += 1
         number = self._made
@@ -123,7 +129,7 @@ class Giver:
         for number in [number for number, (coming, _) in [*self._coming.items()] if coming == what]:
             self._coming.pop(number, None)
         for number in [number for number, offer in [*self._offers.items()] if offer.what == what]:
-            self._offers.pop(number).path.unlink(missing_ok=True)
+            self._offers.pop(number).drop()
         self.session.later(lambda: self._refuse(what))
 
     def shut(self, what: str) -> None:
@@ -150,7 +156,7 @@ class Giver:
             with path.open("rb") as file:
                 while piece := file.read(PIECE):
                     checksum, size = zlib.crc32(piece, checksum), size + len(piece)
-            made = _Offer(what, path, size, {**facts, "crc32": checksum})
+            made = _Offer(what, path, size, {**facts, "crc32": checksum}, write is not is_written)
         except OSError as error:
             made = error
         self.session.later(lambda: self._take_in(number, what, made))
@@ -163,14 +169,14 @@ class Giver:
             self._refuse(what)
             return
         if not is_needed:
-            made.path.unlink(missing_ok=True)
+            made.drop()
             return
         self._offers[number] = made
         self._open[what] = number
         for older in [one for one, offer in self._offers.items() if offer.what == what][:-_KEPT]:
             old = self._offers.pop(older)
             if all(offer.path != old.path for offer in self._offers.values()):
-                old.path.unlink(missing_ok=True)
+                old.drop()
         self._answer()
 
     def _asked(self, query: Query) -> None:

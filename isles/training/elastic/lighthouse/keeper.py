@@ -7,7 +7,6 @@ RUN/model.safetensors   the mean over the members of the last view, at the end, 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -153,15 +152,12 @@ class Keeper(RunKeeper):
 
     def _judge(self, seats: Sequence[int]) -> None:
         """Have one of `seats` judge the one model."""
-        copy = self.out / "judged.partial"
-        os.link(self.out / MODEL_FILE, copy)
-        self.giver.offer(MODEL, copy, {})
+        self.giver.offer(MODEL, self.out / MODEL_FILE, {})
         for seat in seats:
             if not self.judged:
                 self.lighthouse.tell([seat], Examine())
                 patience = self.charter.world.eval_deadline
                 self.lighthouse.wait(lambda: bool(self.judged) or self.stopping.is_set(), patience)
-        copy.unlink(missing_ok=True)
 
     @override
     def hear(self, seat: int, kind: str, value: Any) -> bool:
