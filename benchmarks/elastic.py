@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -35,7 +35,12 @@ from benchmarks._machines import machines, unavailable
 from benchmarks._measure import Row, report
 from isles.comm import credentials
 from isles.comm.call import Ledger
-from isles.comm.elastic.session import Session, open_session
+from isles.comm.elastic.control import Query
+from isles.comm.elastic.keys import ASKED, SeatKeys
+from isles.comm.elastic.links.whereabouts import Whereabouts
+from isles.comm.elastic.messages import Entry, Find, Listening, decode, encode
+from isles.comm.elastic.p2p.pairs import Pairs
+from isles.comm.elastic.session import open_session
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.group import Group
@@ -53,40 +58,68 @@ Turn = Callable[[int], None]
 
 
 def router(folder: str, address: str) -> None:
-    """A lighthouse's session, until its input ends."""
+    """A lighthouse's session, which says where workers are, until its input ends."""
     session = open_session("router", credentials.read(Path(folder)), listen=address)
+    known = Whereabouts(SeatKeys(Path(folder)), session.seen)
+
+    def asked(query: Query) -> None:
+        seat, message = int(query.attachment), decode(query.payload)
+        if isinstance(message, Find):
+            query.reply(encode(known.find(seat, message)))
+        elif isinstance(message, Listening):
+            known.listening(seat, message, lambda answer: query.reply(encode(answer)))
+
+    session.serve(ASKED, asked)
     print("ready", flush=True)
     sys.stdin.read()
     session.close()
+    print(json.dumps({"cpu": _cpu()}), flush=True)
+
+
+def connected(stack: ExitStack, folder: str, address: str, seat: int, size: int, listen: str) -> ElasticTransport:
+    """The transport of a worker. listen: its address, "" for relayed."""
+    mine = credentials.read(Path(folder))
+    session = open_session("client", mine, connect=address)
+    stack.callback(session.close)
+
+    def ask(message: Any, seconds: float = 10.0) -> Any:
+        reply, _ = session.answer(ASKED, encode(message), attachment=b"%d" % seat, seconds=seconds, urgent=True)
+        return decode(reply or b"")
+
+    own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    entry = Entry(seat, SeatKeys(Path(folder)).of(seat))
+    pairs = Pairs(session, entry, ask, mine.token.secret, own, lease=3.0, notice=lambda line: None)
+    stack.callback(pairs.close)
+    transport = ElasticTransport(session, seat, size, guide=pairs)
+    stack.callback(transport.close)
+    if listen:
+        host, _, port = listen.rpartition(":")
+        pairs.listen(host, int(port))
+    pairs.start(transport)
+    return transport
 
 
 def elastic(folder: str, address: str, seat: str, own: str, size: str, turns: str) -> None:
-    """One of a pair. own: address of this machine to listen at (seat 0) or of the other to dial, "" for relayed."""
-    mine, me = credentials.read(Path(folder)), int(seat)
+    """One of a pair. own: address that seat 0 listens at, "" for relayed."""
+    me = int(seat)
     with ExitStack() as stack:
-        session = open_session("client", mine, connect=address)
-        stack.callback(session.close)
-        transport = ElasticTransport(session, me, 2)
-        stack.callback(transport.close)
-        if own:
-            door = credentials.read(Path(folder).parent / "own")
-            where: dict[str, Any] = {"listen" if me == 0 else "connect": own}
-            time.sleep(1.0 * me)
-            link = open_session("router" if me == 0 else "client", door, **where)
-            stack.callback(link.close)
-            transport.link(link, None if me == 0 else 0)
-        while (transport.way(1 - me) is session) == bool(own):
-            time.sleep(0.05)
-        _exchange(lambda turn: _both(transport, me, int(size), turn), int(turns))
-        time.sleep(2.0)  # the other one may still wait for the last receipt
+        transport = connected(stack, folder, address, me, 2, own if me == 0 else "")
+        _pair(transport, me, 1)(1 << 20)
+        assert transport.way(1 - me) == ("direct" if own else "relayed")
+        _exchange(_pair(transport, me, int(size)), int(turns))
+        time.sleep(2.0)  # the other one may still wait for the last word
 
 
-def _both(transport: ElasticTransport, me: int, size: int, turn: int) -> None:
-    sent, got = torch.zeros(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-    works = [transport.recv(1 - me, got, Tag("outer", turn)), transport.send(1 - me, sent, Tag("outer", turn))]
-    while not all(work.done() for work in works):
-        time.sleep(0.001)
-    assert not any(work.error for work in works)
+def _pair(transport: ElasticTransport, me: int, size: int) -> Turn:
+    sent, got = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+
+    def both(turn: int) -> None:
+        works = [transport.recv(1 - me, got, Tag("outer", turn)), transport.send(1 - me, sent, Tag("outer", turn))]
+        while not all(work.done() for work in works):
+            time.sleep(0.001)
+        assert not any(work.error for work in works)
+
+    return both
 
 
 def gloo(port: str, seat: str, size: str, turns: str) -> None:
@@ -95,7 +128,7 @@ def gloo(port: str, seat: str, size: str, turns: str) -> None:
 
     me = int(seat)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=me, world_size=2)
-    sent, got = torch.zeros(int(size), dtype=torch.uint8), torch.empty(int(size), dtype=torch.uint8)
+    sent, got = torch.zeros(int(size), dtype=torch.uint8), torch.zeros(int(size), dtype=torch.uint8)
 
     def both(turn: int) -> None:
         for work in (dist.irecv(got, 1 - me, tag=turn), dist.isend(sent, 1 - me, tag=turn)):
@@ -139,22 +172,10 @@ def tls(folder: str, port: str, seat: str, size: str, turns: str) -> None:
 
 def noloco_elastic(folder: str, address: str, seat: str, *doors: str) -> None:
     """One of four, each linked directly with each other one. doors: where they listen."""
-    mine, me = credentials.read(Path(folder)), int(seat)
-    own = credentials.read(Path(folder).parent / "own")
+    me = int(seat)
     with ExitStack() as stack:
-
-        def opened(mode: Literal["router", "client"], whose: credentials.Credentials, **where: str) -> Session:
-            session = open_session(mode, whose, **where)
-            stack.callback(session.close)
-            return session
-
-        session = opened("client", mine, connect=address)
-        transport = ElasticTransport(session, me, WORLD)
-        stack.callback(transport.close)
-        transport.link(opened("router", own, listen=doors[me]), None)
-        for peer in range(me):
-            transport.link(opened("client", own, connect=doors[peer], patience=30.0), peer)
-        while any(transport.way(peer) is session for peer in range(WORLD) if peer != me):
+        transport = connected(stack, folder, address, me, WORLD, doors[me])
+        while any(transport.way(peer) != "direct" for peer in range(WORLD) if peer != me):
             time.sleep(0.05)
         _rounds(transport)
         time.sleep(2.0)
@@ -243,8 +264,8 @@ def _free(host: str = "127.0.0.1") -> str:
 
 def _lit(stack: ExitStack, folder: Path, host: str = "127.0.0.1", on: Sequence[str] = ()) -> tuple[str, str]:
     """The folder of its credentials, and where it listens."""
-    mine = credentials.found(folder / "run")
-    credentials.own(mine.token.secret, folder / "own")
+    credentials.found(folder / "run")
+    SeatKeys(folder / "run")
     address = _free(host)
     light = _start(on, "router", folder / "run", address)
     assert light.stdout is not None and light.stdout.readline() == "ready\n"
@@ -271,7 +292,12 @@ def line(turns: int) -> list[Row]:
 
 
 def cpu(turns: int) -> list[Row]:
-    gigabytes, found = 2 * turns * FAST / 1e9, dict[str, float]()
+    gigabytes, used, wall = 2 * turns * FAST / 1e9, dict[str, float](), dict[str, float]()
+
+    def note(name: str, both: list[dict[str, Any]], more: float = 0.0) -> None:
+        used[name] = (sum(one["cpu"] for one in both) + more) / gigabytes
+        wall[name] = median(max(each) for each in zip(*(one["seconds"] for one in both), strict=True))
+
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         run = _lit(stack, folder)
@@ -282,10 +308,20 @@ def cpu(turns: int) -> list[Row]:
             "tls": lambda seat: (run[0], ports[2].rpartition(":")[2], seat, FAST, turns),
         }
         for name, words in parties.items():
-            both = [_start((), name, *words(seat)) for seat in range(2)]
-            found[name] = sum(one["cpu"] for one in _answers(*both)) / gigabytes
-    rows = [Row(f"cpu, {name}", seconds, "CPU s/GB") for name, seconds in found.items()]
-    rows += [Row(f"cpu, elastic / {name}", found["elastic"] / found[name], "times") for name in ("gloo", "tls")]
+            note(name, _answers(*(_start((), name, *words(seat)) for seat in range(2))))
+    with tempfile.TemporaryDirectory() as other, ExitStack() as stack:
+        folder = Path(other)
+        credentials.found(folder / "run")
+        SeatKeys(folder / "run")
+        address = _free()
+        light = _start((), "router", folder / "run", address)
+        assert light.stdout is not None and light.stdout.readline() == "ready\n"
+        both = _answers(*(_start((), "elastic", folder / "run", address, seat, "", FAST, turns) for seat in range(2)))
+        (carried,) = _answers(light)
+        note("elastic, relayed", both, carried["cpu"] * turns / (turns + 1))
+    rows = [Row(f"cpu, {name}", seconds, "CPU s/GB", note=f"{wall[name]:.3f} s") for name, seconds in used.items()]
+    rows += [Row(f"cpu, elastic / {name}", used["elastic"] / used[name], "times") for name in ("gloo", "tls")]
+    rows.append(Row("wall, elastic / gloo", wall["elastic"] / wall["gloo"], "times"))
     return rows
 
 

@@ -5,7 +5,6 @@ name -> route -> TLS -> token -> session -> version -> clock -> both rates -> wh
 
 from __future__ import annotations
 
-import base64
 import socket
 import ssl
 import tempfile
@@ -18,16 +17,17 @@ from isles.cli.checks import Check
 from isles.comm import credentials
 from isles.comm.credentials import Token
 from isles.comm.elastic.keys import ABOUT, PIECE, REACH
-from isles.comm.elastic.links.direct import DirectListener
 from isles.comm.elastic.links.echo import ask, echo_line
 from isles.comm.elastic.messages import About, Listening, Reached, decode, encode
-from isles.comm.elastic.session import Session, address, open_session
+from isles.comm.elastic.p2p.pairs import PairListener
+from isles.comm.elastic.p2p.stream import as_host
+from isles.comm.elastic.session import Session, open_session
+from isles.comm.sockets.addresses import written
 from isles.version import __version__
 
 _PATIENCE = 5.0  # seconds for a connection
 _TRIED = 20.0  # seconds that the lighthouse may try an address for
 _SKEW = 12 * 3600.0  # seconds that clocks may differ: certificates are valid from a day before they were made
-_LEASE = 3.0  # seconds
 
 
 def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, announced: str) -> Iterator[Check]:
@@ -43,7 +43,7 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
                 return
         try:
             mine = credentials.read(folder / "credentials")
-            session = open_session("client", mine, connect=address(host, port), patience=_PATIENCE)
+            session = open_session("client", mine, connect=written(host, port), patience=_PATIENCE)
         except OSError:
             why = "the lighthouse does not take this token's secret; copy the whole token once more"
             yield Check("session", False, f"{why}, or it is busy with strangers: try again in a minute")
@@ -74,13 +74,13 @@ def _to_the_lighthouse(host: str, port: int, token: Token, folder: Path) -> Iter
         socket.create_connection((host, port), _PATIENCE).close()
     except TimeoutError:
         mend = f"open or forward TCP port {port} there, and look at the firewalls in between"
-        yield Check("route", False, f"no answer from {address(host, port)} within {_PATIENCE:g} s: {mend}")
+        yield Check("route", False, f"no answer from {written(host, port)} within {_PATIENCE:g} s: {mend}")
         return
     except OSError as error:
         mend = "is the lighthouse running, with this --host and --port?"
-        yield Check("route", False, f"nobody listens at {address(host, port)} ({error.strerror}): {mend}")
+        yield Check("route", False, f"nobody listens at {written(host, port)} ({error.strerror}): {mend}")
         return
-    yield Check("route", True, f"{address(host, port)} answers within {1000 * (time.monotonic() - began):.0f} ms")
+    yield Check("route", True, f"{written(host, port)} answers within {1000 * (time.monotonic() - began):.0f} ms")
     try:
         credentials.fetch(host, port, token, folder / "credentials", seconds=_PATIENCE)
     except ValueError as error:
@@ -88,7 +88,7 @@ def _to_the_lighthouse(host: str, port: int, token: Token, folder: Path) -> Iter
         yield Check("token", False, str(error))
         return
     except (ssl.SSLError, OSError):
-        yield Check("tls", False, f"whoever answers at {address(host, port)} is no lighthouse: look at the port")
+        yield Check("tls", False, f"whoever answers at {written(host, port)} is no lighthouse: look at the port")
         return
     yield Check("tls", True, "1.3, with a certificate")
     yield Check("token", True, "the certificate is that of this token")
@@ -120,18 +120,18 @@ def _direct(session: Session, token: Token, listen: tuple[str, int] | None, anno
     if listen is None:
         return Check("direct", True, "not asked for: all goes over the lighthouse (--listen PORT tries the other way)")
     try:
-        listener = DirectListener(token.secret, folder / "own", *listen, lease=_LEASE, refused=session.refused)
+        mine = credentials.own(token.secret, folder / "own")
+        listener = PairListener(*listen, lambda connection: as_host(connection, mine, lambda hello: mine.token))
     except ValueError as error:
         return Check("direct", False, str(error))
     try:
-        certificate = base64.b64encode(listener.certificate).decode("ascii")
-        said = Listening(announced, listener.port, session.name(), certificate)
+        said = Listening(announced, listener.port, session.name(), mine.token.fingerprint)
         answer = decode(ask(session, REACH, encode(said), _TRIED) or b"")
     except ValueError:
         answer = None
     finally:
         listener.close()
     if isinstance(answer, Reached) and not answer.refusal:
-        return Check("direct", True, f"yes: others reach this machine at {address(answer.host, answer.port)}")
+        return Check("direct", True, f"yes: others reach this machine at {written(answer.host, answer.port)}")
     where = f" ({answer.host}, port {answer.port}: {answer.refusal})" if isinstance(answer, Reached) else ""
     return Check("direct", True, f"no, relayed: nobody is let in{where}; fine, and a forwarded port is faster")

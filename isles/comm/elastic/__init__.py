@@ -17,10 +17,10 @@ What runs them, and carries data:
 
 `messages`    what lighthouse and workers say to each other, and its form as JSON; `keys`: addresses and signatures
 `control`     what the control plane needs of whatever carries it; `session`: that between processes, and `net` under it
-`links`       who is reached directly, who relayed
+`p2p`         connections of a pair: who dials, what is sent and taken; `links`: who is reached, what is relayed
 `lighthouse`  the lighthouse's process; `guards`: what it and the workers do not take from others
 `company`     a worker's line to the lighthouse; `line`: what its training thread asks of it
-`transport`   tensors between workers over sessions, in `chunks`
+`transport`   tensors between workers, over `p2p`
 `rounds`      what a member does in each round, and with whom
 `gifts`       files that one member hands to another
 `record`      what a run leaves on disk about its rounds

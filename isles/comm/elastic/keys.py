@@ -6,6 +6,7 @@
     ASKED, REPORTED          from a seat: questions to `Membership`, lines of metrics
     TOLD / seat              to a seat: orders; TOLD / seat / place: the same, to the others of its island
     GIFT / seat / giver      of a worker: files; of the lighthouse: GIFT / `LIGHTHOUSE`
+    TIES                     anybody with the token: a ticket, with which two connections become one
     LIT                      there while the lighthouse is
 
 Everybody in the session knows the token, and may listen in where another seat is addressed. So no key is ever said but
@@ -27,9 +28,9 @@ from pathlib import Path
 
 from isles.comm.credentials import write_private
 
-CONFIG, HELLO, ABOUT, ECHO, REACH, STATUS, ASKED, REPORTED, TOLD, GIFT = (
+CONFIG, HELLO, ABOUT, ECHO, REACH, STATUS, ASKED, REPORTED, TOLD, GIFT, TIES = (
     f"isles/{name}"
-    for name in ("config", "hello", "about", "echo", "reach", "status", "asked", "reported", "told", "gift")
+    for name in ("config", "hello", "about", "echo", "reach", "status", "asked", "reported", "told", "gift", "ties")
 )
 SERVED_BY_SEATS = (f"{TOLD}/**", f"{GIFT}/seat/**", "isles/mail/*", "isles/place/*/mail/*")
 PRESENT_AS_SEATS = ("isles/seat/*", "isles/place/*/seat/*")

@@ -195,8 +195,9 @@ class Entry(Exact):
 
 @dataclass(frozen=True)
 class Listening(Exact):
-    """A worker can be reached directly, it thinks. host: "" where the lighthouse sees it; session: the engine's name of
-    the session that asks; certificate: its own (DER, base64); place: in its island.
+    """A worker can be reached directly, it thinks; or, at port 0 of "", it is there and not reached. host: "" where the
+    lighthouse sees it; session: the name of the session that asks; certificate: its own's fingerprint; place: in its
+    island.
     """
 
     host: Str

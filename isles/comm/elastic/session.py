@@ -14,7 +14,6 @@ process may fork, and end without closing its session.
 
 from __future__ import annotations
 
-import errno
 import logging
 import socket
 import threading
@@ -29,11 +28,13 @@ from typing import Literal
 
 from isles.comm.credentials import Credentials
 from isles.comm.elastic.guards.refusals import Refusals
+from isles.comm.elastic.keys import TIES
 from isles.comm.elastic.net.hub import Hub, Peer
 from isles.comm.elastic.net.lanes import MAX_MESSAGE, PIECE, Frame, FrameKind
 from isles.comm.elastic.net.uplink import Uplink
+from isles.comm.elastic.p2p.stream import TICKET
 from isles.comm.sockets import loop
-from isles.comm.sockets.addresses import parse_address
+from isles.comm.sockets.addresses import listening_at, parse_address
 from isles.comm.sockets.lost import LinkLost
 
 _LOG = logging.getLogger(__name__)
@@ -230,6 +231,7 @@ class Session:
         self.port = listening.getsockname()[1]
         self._hub = Hub(mine, listening, lease, self.refused)
         loop.call(self._hub.join, self._own)
+        self.serve(TIES, self._ticket)
         self._thread.start()
 
     def connect(self, mine: Credentials, host: str, port: int, lease: float, seconds: float) -> None:
@@ -237,6 +239,24 @@ class Session:
         self._uplink = Uplink(mine, host, port, self._came, self._lost)
         loop.run(self._uplink.start(lease, seconds))
         self._thread.start()
+
+    def tied(self, ticket: bytes, seconds: float) -> socket.socket:
+        """The connection to whoever comes to this client's hub with the same ticket. OSError where nobody does."""
+        assert self._uplink is not None
+        line = socket.create_connection(self._uplink.where, seconds)
+        try:
+            line.sendall(TICKET + ticket)
+            if line.recv(1) != TICKET[:1]:
+                raise ConnectionError("the other one did not come")
+        except OSError:
+            line.close()
+            raise
+        return line
+
+    def _ticket(self, query: IncomingQuery) -> None:
+        hub = self._hub
+        if hub is not None:
+            loop.call(lambda: query.reply(hub.ticket()))
 
     # In the loop's thread
 
@@ -357,7 +377,7 @@ def open_session(
         place = listen or ""
         if credentials.key is None:
             raise ValueError("to listen for others this machine needs the run's key: join first")
-        session.listen(credentials, _listening(place), lease)
+        session.listen(credentials, listening_at(place), lease)
         return session
     host, port = parse_address(connect or "", "--connect")
     try:
@@ -365,22 +385,3 @@ def open_session(
     except LinkLost as error:
         raise OSError(f"no session with {connect}: {error}") from None
     return session
-
-
-def address(host: str, port: int) -> str:
-    """HOST:PORT, with brackets where the host has colons."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _listening(place: str) -> socket.socket:
-    """A socket at HOST:PORT. ValueError where that cannot be had."""
-    host, _, port = place.rpartition(":")
-    try:
-        family, _, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        return socket.create_server(where, family=family)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ValueError(f"{place}: the port is taken; choose another one") from None
-        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-            raise ValueError(f"{place}: is no address of this machine; name one that is (--host, --listen)") from None
-        raise ValueError(f"{place}: cannot be listened at ({error.strerror}); choose another one") from None

@@ -1,57 +1,69 @@
-"""The transport of elastic worlds: messages between seats over a `Session`, direct or relayed, in chunks with receipts.
+"""The transport of elastic worlds: messages between seats over connections of their own (`p2p`), direct or relayed.
 
-A rank is a seat. A chunk is a question and its receipt the answer, so the sender knows what has arrived; a chunk
-without an answer is sent again, and the receiver recognizes one that it has. At most `WINDOW` chunks are under way to
-each peer, sent by that peer's own thread, so that a slow peer delays nobody else. A peer that ends, stands still or is
-cut off fails the works with it, and no others.
+A rank is a seat. Each peer has a thread that sends to it and one that takes what comes from it, so that a slow peer
+delays nobody else. A message counts as sent once the peer has it. A peer that ends, stands still or is cut off fails
+the works with it, and no others.
 
-A peer that is linked directly (`DirectLinks`) is reached over that link, and over the lighthouse where it breaks; it is
-gone once both are.
+A peer is there while the lighthouse sees it, or one of the pair's connections is alive: so those that are connected
+directly go on without the lighthouse. What goes over a connection that breaks goes over another one again.
 """
 
 from __future__ import annotations
 
-import hmac
-import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from functools import partial
+from contextlib import suppress
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from isles.comm.elastic.chunks.incoming import ANOTHER, Chunk, Inbox, before
-from isles.comm.elastic.chunks.outgoing import HEAD, OVER, Outgoing, OutgoingMessage, lost_peer
-from isles.comm.elastic.chunks.patience import UnderWay
-from isles.comm.elastic.control import Answered, Query
 from isles.comm.elastic.guards.doubts import Doubts
 from isles.comm.elastic.guards.refusals import Refusals
-from isles.comm.elastic.keys import PROOF, sealed
-from isles.comm.elastic.links.guide import Guide, Trusting
-from isles.comm.elastic.links.relayed import WAYS
+from isles.comm.elastic.p2p.inbox import ANOTHER, Inbox, before
+from isles.comm.elastic.p2p.sending import Outgoing, OutgoingMessage, lost_peer
+from isles.comm.elastic.p2p.stream import ALIVE, KEPT, OVER, PIECE, WAYS, Stream
 from isles.comm.elastic.session import Session
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.host_clock import OnHostClock
 from isles.comm.gloo.transfers import PostedWork
-from isles.comm.tags import CHANNELS, Channel, Tag
+from isles.comm.sockets.lost import LinkLost
+from isles.comm.tags import Channel, Tag
 from isles.comm.transport import Transport
 
-_SEATS = 1 << 20
-_MAIL, _SEAT = "mail", "seat"
+_SEAT = "seat"
+_ENDS = 5.0  # seconds for a connection that was broken off
+_FAREWELL = 0.5  # seconds for others to hear the last word
+
+
+class Connects(Protocol):
+    """What reaches peers: `Pairs`."""
+
+    def connect(self, peer: int, *, soon: bool) -> Stream | None:
+        """See `Pairs.connect`."""
+        ...
+
+
+class Nowhere:
+    """Where nobody is reached."""
+
+    def connect(self, peer: int, *, soon: bool) -> Stream | None:
+        raise LinkLost("nobody is reached from here")
 
 
 class ElasticTransport(OnHostClock):
     """One worker's end of the transport.
 
     session: to the lighthouse. seat: this worker's, its rank. size: number of workers of the world that it begins in.
-    gone, back: called with a seat, in a session's thread, when its last connection breaks and when it has one again.
-    doubt: called with a seat that is waited for in vain. place: this worker's in its island; it reaches the workers at
-    the same place of other islands. beside: the transport inside the island; both count together, by one clock.
+    gone, back: called with a seat, in some thread, when nothing connects this worker with it any more, and when
+    something does again. doubt: called with a seat that is waited for in vain. guide: what reaches others. place: this
+    worker's in its island; it reaches the workers at the same place of other islands. beside: the transport inside the
+    island; both count together, by one clock.
 
-    resent: chunks sent again. carried: bytes of the chunks that went out, by "direct" and "relayed".
+    resent: messages sent again. carried: bytes of the messages that went out, by "direct" and "relayed".
     """
 
     native = False
@@ -65,7 +77,7 @@ class ElasticTransport(OnHostClock):
         gone: Callable[[int], None] = lambda seat: None,
         back: Callable[[int], None] = lambda seat: None,
         doubt: Callable[[int], None] = lambda seat: None,
-        guide: Guide | None = None,
+        guide: Connects | None = None,
         place: int = 0,
         beside: Transport | None = None,
     ) -> None:
@@ -73,28 +85,32 @@ class ElasticTransport(OnHostClock):
         if beside is not None:
             self.traffic, self._start = beside.traffic, time.perf_counter() - beside.now()
         self._room = f"isles/place/{place}" if place else "isles"
-        self.rank, self.size, self.resent, self.under_way = seat, size, 0, UnderWay()
+        self.rank, self.size, self.resent = seat, size, 0
         self.carried: Counter[str] = Counter(dict.fromkeys(WAYS, 0))
-        self._relay, self._gone, self._back = session, gone, back
-        self._guide: Guide = guide or Trusting()
-        self._meeting = threading.Lock()  # sessions tell of their seats in threads of their own
-        self._ways: dict[int, tuple[Session, ...]] = {}  # by seat: where it is there now
+        self._session, self._gone, self._back = session, gone, back
+        self._guide: Connects = guide or Nowhere()
+        self._meeting = threading.Lock()
+        self._known: set[int] = set()
+        self._seen: set[int] = set()  # by the lighthouse
+        self._alive: dict[int, list[Stream]] = {}  # by seat: connections with it
+        self._takes: dict[int, tuple[Stream, threading.Thread]] = {}
         self._inbox = Inbox(session.refused)
         self._lock = threading.Lock()
         self._lost: frozenset[int] = frozenset()
         self._outgoing: dict[int, Outgoing] = {}
         self._numbers = count()
-        self.link(session, None)
+        self._closed = False
+        if guide is None:
+            self.open()
 
-    def link(self, session: Session, peer: int | None) -> None:
-        """Reach `peer`, or whoever is there, over `session` too."""
-        session.serve(f"{self._room}/{_MAIL}/{self.rank}", self._take)
-        session.watch(f"{self._room}/{_SEAT}/{'*' if peer is None else peer}", partial(self._changed, session))
-        session.present(f"{self._room}/{_SEAT}/{self.rank}")
+    def open(self) -> None:
+        """Be seen by others, and see them, now that they can reach this worker."""
+        self._session.watch(f"{self._room}/{_SEAT}/*", self._changed)
+        self._session.present(f"{self._room}/{_SEAT}/{self.rank}")
 
     @property
     def refused(self) -> Refusals:
-        """Chunks that were not taken, by (sender, reason)."""
+        """Messages that were not taken, by (sender, reason)."""
         return self._inbox.refused
 
     @property
@@ -102,14 +118,18 @@ class ElasticTransport(OnHostClock):
         """Seats whose connection is broken now."""
         return self._lost
 
+    def way(self, peer: int) -> str:
+        """How this worker sends to `peer` now; "" while it does not."""
+        return next((stream.way for stream in self._alive.get(peer, ()) if stream.sends), "")
+
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
         work = PostedWork(peer, data, self.now)
         with self._lock:
-            line = None if peer in self._lost else self._line(peer)
+            line = None if peer in self._lost or self._closed else self._line(peer)
         if line is None:
             work.finished(PeerLost(peer, "its connection is gone"))
         else:
-            line.add(OutgoingMessage(work, data.numpy(), tag, next(self._numbers)))
+            line.add(OutgoingMessage(work, data.numpy(), tag))
         return work
 
     def _line(self, peer: int) -> Outgoing:
@@ -156,9 +176,7 @@ class ElasticTransport(OnHostClock):
                 line = None if sender in self._lost else self._line(sender)
             if line is not None:
                 nothing = np.zeros(0, np.uint8)
-                line.add(
-                    OutgoingMessage(PostedWork(sender, nothing, self.now), nothing, tag, next(self._numbers)), OVER
-                )
+                line.add(OutgoingMessage(PostedWork(sender, nothing, self.now), nothing, tag, OVER))
 
     def again(self, tag: Tag) -> None:
         """The attempt of `tag` has begun, without some of those of before: who waits in earlier ones of its round, in a
@@ -170,93 +188,133 @@ class ElasticTransport(OnHostClock):
         for line in lines:
             line.drop(lambda sent: sent.channel == tag.channel and before(sent, tag.round, tag.attempt), ANOTHER)
 
+    def close(self) -> None:
+        """End the threads. The session is whoever's who opened it. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            lines, self._outgoing = list(self._outgoing.values()), {}
+        for line in lines:
+            line.end("this worker has ended")
+        until = time.monotonic() + _FAREWELL
+        takes = [*self._takes.values()]
+        for stream, _ in takes:
+            stream.finish()
+        for stream, thread in takes:
+            thread.join(max(until - time.monotonic(), 0.0))
+            stream.cut()
+        self._driver.close()
+
+    # What those who send ask (`Carrier`)
+
+    def numbered(self) -> int:
+        """A number, higher than those before."""
+        return next(self._numbers)
+
+    def connected(self, peer: int, *, soon: bool) -> Stream | None:
+        """A connection to send to `peer` on. See `Carrier`."""
+        stream = self._guide.connect(peer, soon=soon)
+        if stream is not None:
+            stream.sends = True
+            self._comes(peer, stream)
+        return stream
+
+    def disconnected(self, peer: int, stream: Stream) -> None:
+        """That connection is broken."""
+        self._goes(peer, stream)
+
+    def sent(self, way: str, size: int) -> None:
+        """So many bytes have left."""
+        with self._lock:
+            self.carried[way] += size
+
     def passed(self, peer: int, tag: Tag) -> None:
         """`peer` has said that the round of `tag` is over there, and all before: nothing is sent or asked of them."""
         with self._lock:
             line = self._outgoing.get(peer)
         if line is not None:
             line.drop(lambda sent: sent.channel == tag.channel and sent.round <= tag.round)
-        self._inbox.end(peer, tag.channel, tag.round, RoundPassed(peer))
+        self._inbox.passed(peer, tag.channel, tag.round, RoundPassed(peer))
 
-    def close(self) -> None:
-        """End the threads. The session is whoever's who opened it. Safe to call twice."""
-        with self._lock:
-            lines, self._outgoing = list(self._outgoing.values()), {}
-        for line in lines:
-            line.end("this worker has ended")
-        self._driver.close()
+    # What comes
 
-    def _take(self, asked: Query) -> None:
-        """A chunk has come."""
-        attached, data = asked.attachment, asked.payload
-        head, seal = attached[: HEAD.size], attached[HEAD.size :]
-        told = _told(head) if len(seal) == PROOF else None
-        if told is None:
-            self.refused.note(-1, "no message of this library")
-            asked.refuse(b"never")
+    def take(self, seat: int, stream: Stream) -> None:
+        """`seat` sends on `stream`, from now on."""
+        with self._meeting:
+            before_it = self._takes.get(seat)
+            thread = threading.Thread(
+                target=self._serve, args=(seat, stream, before_it), name=f"isles-from-{seat}", daemon=True
+            )
+            self._takes[seat] = stream, thread
+            thread.start()
+        if self._closed:
+            stream.cut()
+
+    def _serve(self, seat: int, stream: Stream, before_it: tuple[Stream, threading.Thread] | None) -> None:
+        if before_it is not None:
+            before_it[0].cut()
+            before_it[1].join(_ENDS)
+        self._comes(seat, stream)
+        try:
+            with suppress(LinkLost):
+                while True:
+                    self._take_one(seat, stream)
+        finally:
+            self._goes(seat, stream)
+            stream.close()
+
+    def _take_one(self, seat: int, stream: Stream) -> None:
+        head = stream.head()
+        if head.kind == OVER:
+            self.passed(seat, head.tag)
+        if head.kind != PIECE:
+            stream.say(KEPT if head.kind == OVER else ALIVE, head.number)
             return
-        sender, chunk = told
-        if not 0 <= sender < _SEATS or sender in self._lost:
-            self.refused.note(-1, "a message of nobody who is there")
-            asked.refuse(b"later")  # its sign of life may be on its way
-            return
-        if not hmac.compare_digest(seal, sealed(self._guide.expected(sender), head, data)):
-            self.refused.note(-1, "a message in another's name")
-            asked.refuse(b"never")
-            return
-        if (chunk.offset, chunk.total) == (OVER, 0):
-            asked.reply()
-            self.passed(sender, chunk.tag)
-            return
-        verdict = self._inbox.take(sender, chunk, data)
-        if verdict == "kept":
-            asked.reply()
-        else:
-            asked.refuse(verdict.encode("ascii"))
+        while (place := self._inbox.begin(seat, head, stream.cut)) is None:
+            stream.holds()
+            self._inbox.wait()
+        try:
+            stream.fill(place)
+        except LinkLost:
+            self._inbox.end(seat, head, whole=False)
+            raise
+        with stream.busy:
+            verdict = self._inbox.end(seat, head, whole=True)
+            if verdict is not None:
+                stream.say(verdict, head.number)
 
-    def way(self, peer: int) -> Session:
-        """The session over which `peer` is reached now."""
-        return next((way for way in self._ways.get(peer, ()) if way is not self._relay), self._relay)
+    # Who is there
 
-    def introduction(self, peer: int) -> bytes | None:
-        """By which a message to `peer` is sealed."""
-        return self._guide.introduction(peer)
+    def _comes(self, seat: int, stream: Stream) -> None:
+        with self._meeting:
+            self._alive.setdefault(seat, []).append(stream)
+            self._look(seat)
 
-    def ship(self, peer: int, chunk: bytes, head: bytes, answered: Answered, seconds: float) -> None:
-        """Send a chunk the way that `peer` is reached now. OSError once the session is closed."""
-        way, began = self.way(peer), time.monotonic()
+    def _goes(self, seat: int, stream: Stream) -> None:
+        with self._meeting:
+            self._alive[seat].remove(stream)
+            self._look(seat)
 
-        def settled(reply: bytes | None, refusal: bytes | None) -> None:
-            if reply is not None or refusal is not None or time.monotonic() - began >= seconds:
-                with self._lock:  # or nobody was known to take it, and it never left
-                    self.carried["relayed" if way is self._relay else "direct"] += len(chunk)
-            answered(reply, refusal)
-
-        way.ask(f"{self._room}/{_MAIL}/{peer}", chunk, settled, attachment=head, seconds=seconds)
-
-    def _changed(self, session: Session, key: str, there: bool) -> None:
-        """Somebody is there, or not any more, as far as `session` knows."""
+    def _changed(self, key: str, there: bool) -> None:
+        """Somebody is there, or not any more, as far as the lighthouse knows."""
         name = key.rpartition("/")[2]
         if not name.isdecimal() or len(name) > 9 or int(name) == self.rank:
             return
         seat = int(name)
         with self._meeting:
-            ways = tuple(way for way in self._ways.get(seat, ()) if way is not session) + (session,) * there
-            self._ways[seat] = ways
-            if there:
-                self._lost -= {seat}
-                self._back(seat)
-            elif not ways:
-                self._lost |= {seat}
-                self.give_up(seat, "its connection is gone")
-                self._gone(seat)
-        self._guide.met(seat, there=bool(ways), direct=self.way(seat) is not self._relay)
+            (self._seen.add if there else self._seen.discard)(seat)
+            self._look(seat)
+        if there:
+            with self._lock:
+                if not self._closed:
+                    self._line(seat)  # which dials, where that leads to it directly
 
-
-def _told(head: bytes) -> tuple[int, Chunk] | None:
-    """(sender, which piece) of a `HEAD`; None where it is none."""
-    try:
-        *fields, number, offset, total, sender = HEAD.unpack(head)
-        return sender, Chunk(Tag(CHANNELS[fields[0]], *fields[1:]), number, offset, total)
-    except (struct.error, IndexError):
-        return None
+    def _look(self, seat: int) -> None:
+        is_there = seat in self._seen or bool(self._alive.get(seat))
+        if is_there and (seat in self._lost or seat not in self._known):
+            self._known.add(seat)
+            self._lost -= {seat}
+            self._back(seat)
+        elif not is_there and seat not in self._lost and not self._closed:
+            self._lost |= {seat}
+            self.give_up(seat, "its connection is gone")
+            self._gone(seat)

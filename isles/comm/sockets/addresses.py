@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import socket
 
@@ -81,3 +82,17 @@ def parse_address(text: str, option: str) -> tuple[str, int]:
 def written(host: str, port: int) -> str:
     """HOST:PORT, as `parse_address` reads it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listening_at(place: str) -> socket.socket:
+    """A socket at HOST:PORT. ValueError where that cannot be had."""
+    host, _, port = place.rpartition(":")
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        return socket.create_server(where, family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"{place}: the port is taken; choose another one") from None
+        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            raise ValueError(f"{place}: is no address of this machine; name one that is (--host, --listen)") from None
+        raise ValueError(f"{place}: cannot be listened at ({error.strerror}); choose another one") from None

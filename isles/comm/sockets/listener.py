@@ -39,7 +39,8 @@ that connection alone: LinkLost with words for a person, or whatever a connectio
 class Listener:
     """Has every connection to `listening` heard, from the making of this until the end of its context.
 
-    refused: told, in the loop's thread, of each connection that came to nothing: its address and why.
+    refused: told, in the loop's thread, of each connection that came to nothing: its address and why. raw: looks at
+    each connection before TLS; True where it keeps it, which `hear` then does not see.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class Listener:
         tls: ssl.SSLContext | None = None,
         most: int = MOST,
         refused: Callable[[str, str], None] = lambda address, why: None,
+        raw: Callable[[socket.socket], Awaitable[bool]] | None = None,
     ) -> None:
         self._listening, self._hear, self._refused = listening, hear, refused
-        self._seconds, self._tls, self._most = seconds, tls, most
+        self._seconds, self._tls, self._most, self._raw = seconds, tls, most, raw
         self._heard: dict[asyncio.Task[None], str] = {}  # in the order in which they came
         self._gone = 0
         listening.setblocking(False)
@@ -107,15 +109,15 @@ class Listener:
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(self._seconds):
+                if self._raw is not None and await self._raw(connection):
+                    return
                 reader, writer = await opened(connection, self._tls)
                 await self._hear(reader, writer)
         except asyncio.CancelledError:
-            if writer is not None:
-                writer.transport.abort()
+            writer.transport.abort() if writer is not None else connection.close()
             raise
         except Exception as error:  # whatever a stranger brings about is the end of that stranger alone
-            if writer is not None:
-                writer.transport.abort()
+            writer.transport.abort() if writer is not None else connection.close()
             words = f"it is silent for {self._seconds:g} s" if isinstance(error, TimeoutError) else reason(error)
             self._refused(address, str(error) if isinstance(error, LinkLost) else words)
 
@@ -124,6 +126,27 @@ class Listener:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=1.0)
+
+
+async def peeked(connection: socket.socket, first: bytes) -> bool:
+    """Whether somebody begins with `first`, which is then taken. EOFError where nothing comes."""
+    own = asyncio.get_running_loop()
+    while True:
+        there: asyncio.Future[None] = own.create_future()
+        own.add_reader(connection, lambda there=there: there.done() or there.set_result(None))
+        try:
+            await there
+        finally:
+            own.remove_reader(connection)
+        begins = connection.recv(len(first), socket.MSG_PEEK)
+        if not begins:
+            raise EOFError
+        if begins != first[: len(begins)]:
+            return False
+        if len(begins) == len(first):
+            connection.recv(len(first))
+            return True
+        await asyncio.sleep(_AGAIN)
 
 
 async def opened(

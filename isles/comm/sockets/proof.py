@@ -15,8 +15,10 @@ parsed here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import hmac
+from collections.abc import Callable, Generator
 
 from isles.comm import credentials
 from isles.comm.credentials import Token
@@ -28,53 +30,87 @@ _GONE = {
     _OTHER: "it has the token of another run",
     _EXPIRED: "by its clock the certificate of the token has expired; look at both clocks, or make a new token",
 }
+ProofSteps = Generator[tuple[bytes, int], bytes, None]
+"""What is said, and how many bytes are then waited for."""
 
 
 class TokenRefused(ValueError):
     """The other side is not of this token, or does not take it."""
 
 
-async def prove_as_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: Token) -> None:
+def host_steps(token: Token) -> ProofSteps:
     """Node 0's side. LinkLost, with words for node 0's user, where the other one does not prove that it knows it."""
     own = credentials.challenge()
     try:
-        theirs = await reader.readexactly(_SIZE)
-        writer.write(own)
-        opinion = await reader.readexactly(1)
+        theirs = yield b"", _SIZE
+        opinion = yield own, 1
         if opinion != _GOOD:
             raise LinkLost(_GONE.get(opinion, "it does not speak as isles does"))
-        given = await reader.readexactly(_SIZE)
+        given = yield b"", _SIZE
     except EOFError:
         raise LinkLost("it left without a proof that it knows the token") from None
     if not credentials.proved(given, token, "node", theirs, own):
         raise LinkLost("it does not know the token of this run")
-    writer.write(credentials.proof(token, "node 0", own, theirs))
-    await writer.drain()
+    yield credentials.proof(token, "node 0", own, theirs), 0
 
 
-async def prove_as_node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: Token, where: str) -> None:
+def node_steps(token: Token, certificate: bytes | None, where: str) -> ProofSteps:
     """The other side, which looks at the certificate first. TokenRefused, with words for its user."""
     own = credentials.challenge()
-    certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     opinion = _opinion(certificate, token)
-    writer.write(own)
-    theirs = await reader.readexactly(_SIZE)
-    writer.write(opinion)
-    if opinion == _OTHER:
-        await writer.drain()
-        raise TokenRefused(f"what answers at {where} is not the machine of this token: look at address and token")
-    if opinion == _EXPIRED:
-        await writer.drain()
+    theirs = yield own, _SIZE
+    if opinion != _GOOD:
+        yield opinion, 0
+        if opinion == _OTHER:
+            raise TokenRefused(f"what answers at {where} is not the machine of this token: look at address and token")
         raise TokenRefused(
             f"by this machine's clock the certificate of {where} has expired; look at both clocks, or make a new token"
         )
-    writer.write(credentials.proof(token, "node", own, theirs))
     try:
-        given = await reader.readexactly(_SIZE)
+        given = yield opinion + credentials.proof(token, "node", own, theirs), _SIZE
     except (EOFError, OSError):
         raise TokenRefused(f"{where} does not take this token; copy the one that node 0 shows") from None
     if not credentials.proved(given, token, "node 0", theirs, own):
         raise TokenRefused(f"{where} does not know the token of this run")
+
+
+def drive(steps: ProofSteps, write: Callable[[bytes], object], read: Callable[[int], bytes]) -> None:
+    """Take the steps on a connection that blocks; read: exactly so many bytes, or EOFError."""
+    with contextlib.suppress(StopIteration):
+        said, size = next(steps)
+        while True:
+            write(said)
+            try:
+                came = read(size) if size else b""
+            except (EOFError, OSError) as error:
+                said, size = steps.throw(error)
+            else:
+                said, size = steps.send(came)
+
+
+async def prove_as_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: Token) -> None:
+    """`host_steps` in the loop's thread."""
+    await _drive(host_steps(token), reader, writer)
+
+
+async def prove_as_node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: Token, where: str) -> None:
+    """`node_steps` in the loop's thread."""
+    certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    await _drive(node_steps(token, certificate, where), reader, writer)
+
+
+async def _drive(steps: ProofSteps, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(StopIteration):
+        said, size = next(steps)
+        while True:
+            writer.write(said)
+            await writer.drain()
+            try:
+                came = await reader.readexactly(size) if size else b""
+            except (EOFError, OSError) as error:
+                said, size = steps.throw(error)
+            else:
+                said, size = steps.send(came)
 
 
 def _opinion(certificate: bytes | None, token: Token) -> bytes:

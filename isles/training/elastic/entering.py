@@ -20,8 +20,8 @@ from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.keys import CONFIG, HELLO, LIT
 from isles.comm.elastic.line import SeatLine
-from isles.comm.elastic.links.direct import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, decode, encode
+from isles.comm.elastic.p2p.pairs import Pairs
 from isles.comm.elastic.rounds.decision import Decision
 from isles.comm.elastic.rounds.island import IslandGroup
 from isles.comm.elastic.session import Session, open_session
@@ -181,11 +181,11 @@ def listening(
     place: int,
     *,
     tell: Callable[[str], None],
-) -> DirectLinks:
-    """The direct links of the worker at `place` in the island of a seat, until `stack` ends; not started yet. It
-    listens where this machine's user has said. ask: as for `DirectLinks`. ValueError where that address cannot be had.
+) -> Pairs:
+    """The pairs of the worker at `place` in the island of a seat, until `stack` ends; not started yet. It
+    listens where this machine's user has said. ask: as for `Pairs`. ValueError where that address cannot be had.
     """
-    links = DirectLinks(
+    links = Pairs(
         entrance.session,
         entry,
         ask,

@@ -16,7 +16,7 @@ from isles.comm.elastic.cells import Batch
 from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven
 from isles.comm.elastic.guards.refusals import Refusals, together, told_rows
-from isles.comm.elastic.links.relayed import WAYS
+from isles.comm.elastic.p2p.stream import WAYS
 from isles.comm.elastic.rounds.decision import Decision, DecisionKind
 from isles.comm.elastic.rounds.island import IslandGroup
 from isles.comm.elastic.rounds.leader import RoundLeader

@@ -7,13 +7,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from isles.comm import credentials, mesh
 from isles.comm.credentials import Credentials
-from isles.comm.elastic.session import Mode, Session, open_session
+from isles.comm.elastic.keys import SeatKeys
+from isles.comm.elastic.links.whereabouts import Whereabouts
+from isles.comm.elastic.messages import Entry, Find
+from isles.comm.elastic.p2p.pairs import Pairs
+from isles.comm.elastic.session import Session, open_session
 from isles.comm.elastic.transport import ElasticTransport
 
 
@@ -36,35 +41,77 @@ def router(folder: Path) -> Iterator[tuple[Credentials, str, Session]]:
 
 
 class Workers(list[ElasticTransport]):
-    """By seat, and the router that they meet at."""
+    """By seat, and the router that they meet at; what connects them, likewise by seat."""
 
     router: Session
+    sessions: list[Session]
+    pairs: list[Pairs]
     guest: Callable[[], AbstractContextManager[Session]]
     """Opens the session of another one that has the token."""
 
 
+class Known:
+    """What a lighthouse says of workers whom it knows."""
+
+    def __init__(self, folder: Path, router: Session) -> None:
+        self.keys = SeatKeys(folder)
+        self._whereabouts = Whereabouts(self.keys, router.seen)
+
+    def asker(self, seat: int) -> Callable[..., Any]:
+        """What that seat asks it with."""
+
+        def ask(message: Any, seconds: float = 5.0) -> Any:
+            if isinstance(message, Find):
+                return self._whereabouts.find(seat, message)
+            answers = SimpleQueue[Any]()
+            self._whereabouts.listening(seat, message, answers.put)
+            return answers.get(timeout=10.0)
+
+        return ask
+
+    def pairs(
+        self, session: Session, seat: int, secret: str, folder: Path, *, lease: float = 3.0, place: int = 0
+    ) -> Pairs:
+        """Of a worker in that seat."""
+        entry = Entry(seat, self.keys.of(seat))
+        return Pairs(
+            session, entry, self.asker(seat), secret, folder, lease=lease, notice=lambda line: None, place=place
+        )
+
+
 @contextmanager
 def workers(folder: Path, count: int, *, direct: bool = False, lease: float = 3.0) -> Iterator[Workers]:
-    """Transports of seats 0 .. count - 1 that see each other. direct: each dials all before it."""
+    """Transports of seats 0 .. count - 1 that see each other. direct: all but the last listen."""
     with router(folder) as (mine, address, session), ExitStack() as stack:
-
-        def opened(mode: Mode, mine: Credentials, **where: str) -> Session:
-            session = open_session(mode, mine, lease=lease, **where)  # type: ignore[arg-type]
-            stack.callback(session.close)
-            return session
-
-        ends = [opened("client", mine, connect=address) for _ in range(count)]
-        transports = Workers(ElasticTransport(end, seat, count) for seat, end in enumerate(ends))
-        transports.router = session
+        known = Known(folder, session)
+        ends = [open_session("client", mine, connect=address, lease=lease) for _ in range(count)]
+        for end in ends:
+            stack.callback(end.close)
+        pairs = [
+            known.pairs(end, seat, mine.token.secret, folder / f"pairs-{seat}", lease=lease)
+            for seat, end in enumerate(ends)
+        ]
+        transports = Workers(ElasticTransport(end, seat, count, guide=pairs[seat]) for seat, end in enumerate(ends))
+        transports.router, transports.sessions, transports.pairs = session, ends, pairs
         transports.guest = lambda: closing(open_session("client", mine, connect=address))
-        for transport in transports:
+        for seat, (one, transport) in enumerate(zip(pairs, transports, strict=True)):
+            stack.callback(one.close)
             stack.callback(transport.close)
-        for seat, transport in enumerate(transports[: -1 if direct else 0]):
-            own, there = credentials.own(mine.token.secret, folder / f"own-{seat}"), f"127.0.0.1:{free_port()}"
-            transport.link(opened("router", own, listen=there), None)
-            for other in transports[seat + 1 :]:
-                other.link(opened("client", own, connect=there), seat)
+            if direct and seat < count - 1:
+                one.listen("127.0.0.1", 0)
+            one.start(transport)
         yield transports
+
+
+def vanish(transport: ElasticTransport) -> None:
+    """Break all connections of a worker, as when its process is killed."""
+    guide = transport._guide
+    assert isinstance(guide, Pairs)
+    guide.close()
+    transport._session.close()
+    for streams in [*transport._alive.values()]:
+        for stream in [*streams]:
+            stream.cut()
 
 
 def run_elastic(folder: Path, worker: Callable[..., Any], count: int, *args: Any, direct: bool = False) -> list[Any]:

@@ -55,7 +55,7 @@ def test_a_worker_that_ends_has_relayed_what_it_has(tmp_path: Path) -> None:
         settled(one.recv(1, torch.empty_like(data), tag), two.send(0, data, tag))
         assert two.carried["relayed"] == MUCH
         two.close()
-        two.way(0).close()
+        pair.sessions[1].close()
         assert 1.0 <= pair.router.relayed / MUCH <= 1.02
 
 

@@ -105,7 +105,7 @@ def islands(folder: Path) -> Iterator[Islands]:
             company.loaded(load, 0, {})
         for company in world.leaders:
             assert company.first(20.0) == 1 and company.begin(1) is not None
-        until(lambda: all(len(transport._ways) == 2 for transport in world.second))
+        until(lambda: all(len(transport._seen) == 2 for transport in world.second))
         yield world
 
 

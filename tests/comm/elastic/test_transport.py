@@ -19,14 +19,16 @@ import torch
 import isles
 from isles.comm import credentials
 from isles.comm.collectives.basic import all_done
-from isles.comm.elastic.chunks.incoming import CHUNK, EARLY
 from isles.comm.elastic.control import Query
+from isles.comm.elastic.p2p.inbox import EARLY
+from isles.comm.elastic.p2p.stream import CHUNK
 from isles.comm.elastic.session import open_session
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import DeadlinePassed, PeerLost, PeerSilent, RoundPassed
+from isles.comm.sockets.lost import LinkLost
 from isles.comm.tags import Tag
 from isles.comm.transport import Transport
-from tests.comm.elastic.sessions import router, run_elastic, settled, workers
+from tests.comm.elastic.sessions import router, run_elastic, settled, vanish, workers
 from tests.replicas.workers import RUNS, train_all
 
 TAKEN = [name for name, (method, _) in RUNS.items() if method in ("localsgd", "diloco", "noloco", "fedavg", "slowmo")]
@@ -49,7 +51,7 @@ def test_pairs_of_all_sizes_at_once(tmp_path: Path, direct: bool) -> None:
     """Both ways at the same time, receives posted before and after; nothing is sent twice on a whole line."""
     sizes = [0, 1, CHUNK, 3 * CHUNK + 5]
     with workers(tmp_path, 2, direct=direct) as pair:
-        assert within(10.0, lambda: all(bool(one._ways.get(1 - one.rank, ())[1:]) == direct for one in pair))
+        assert within(10.0, lambda: all(len(one._seen) == 1 for one in pair))
         works, checks = [], []
         for number, size in enumerate(sizes):
             for me, other in ((0, 1), (1, 0)):
@@ -87,27 +89,30 @@ def test_an_answer_that_does_not_come_is_no_refusal(tmp_path: Path) -> None:
             session.close()
 
 
-@pytest.mark.long
-def test_a_line_that_is_slower_than_the_first_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Receipts take 5 s: a chunk is sent again later each time, until one is waited for long enough."""
-    take = ElasticTransport._take
-
-    def slowly(self: ElasticTransport, asked: Query) -> None:
-        threading.Timer(5.0, take, (self, asked)).start()
-
-    monkeypatch.setattr(ElasticTransport, "_take", slowly)
-    with workers(tmp_path, 2) as (one, two):
-        assert within(10.0, lambda: all(len(end._ways) == 1 for end in (one, two)))
-        got = torch.zeros(8, dtype=torch.uint8)
-        works = [two.recv(0, got, Tag("outer", 0)), one.send(1, torch.ones(8, dtype=torch.uint8), Tag("outer", 0))]
-        settled(*works, seconds=30.0)
-        assert not any(work.error for work in works) and one.resent == 2
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_connection_that_breaks_is_made_anew(tmp_path: Path, direct: bool) -> None:
+    """In the middle of a message, again and again: it is sent once more, and taken once."""
+    with workers(tmp_path, 2, direct=direct) as (one, two):
+        sent = [random_bytes(8 * CHUNK + seed, seed) for seed in range(8)]
+        got = [torch.zeros_like(data) for data in sent]
+        works = [one.send(1, data, Tag("outer", 1, number)) for number, data in enumerate(sent)]
+        for number, out in enumerate(got):
+            work = two.recv(0, out, Tag("outer", 1, number))
+            assert within(10.0, lambda: one._alive.get(1))
+            for stream in [*one._alive[1]] if number % 2 else ():
+                stream.cut()
+            settled(work, seconds=20.0)
+            assert work.error is None
+        settled(*works)
+        assert not any(work.error for work in works)
+        assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True)) and one.resent >= 1
+        assert not one.lost and not two.lost and two._inbox.held() == 0
 
 
 def test_who_waits_for_a_round_that_is_over_is_told(tmp_path: Path) -> None:
     """At once, whether it came before the round was over or comes after; later rounds and others' are untouched."""
     with workers(tmp_path, 3) as (one, two, three):
-        assert within(10.0, lambda: all(len(end._ways) == 2 for end in (one, two, three)))
+        assert within(10.0, lambda: all(len(end._seen) == 2 for end in (one, two, three)))
         buffers = [torch.zeros(8, dtype=torch.uint8) for _ in range(5)]
         waits = [two.recv(0, buffers[round], Tag("outer", round, 0, 1)) for round in range(4)]
         sends = [two.send(0, buffers[0], Tag("outer", round)) for round in range(4)]
@@ -163,24 +168,39 @@ def test_what_nobody_asked_for_waits_and_is_delivered_when_it_is(tmp_path: Path)
         assert set(two.refused) == {(0, "more than is kept of what nobody asked for")}
 
 
-def test_a_seal_that_was_overheard_fits_no_other_piece(tmp_path: Path) -> None:
-    """A member may listen in where another one gets its mail."""
+def test_a_call_that_was_overheard_brings_nobody_in(tmp_path: Path) -> None:
+    """A member may listen in where another one is asked to dial: what it hears opens nothing for itself."""
     with workers(tmp_path, 2) as pair, pair.guest() as thief:
         (one, two), heard, out = pair, list[tuple[bytes, bytes]](), torch.zeros(8, dtype=torch.uint8)
         thief.serve("isles/mail/1", lambda query: heard.append((query.payload, query.attachment)))
         work = two.recv(0, out, Tag("outer", 1))
-        for round in range(2, 100):  # until it is known that the thief is there
-            settled(one.send(1, random_bytes(8, round), Tag("outer", round)))
-            if heard:
-                break
-        data, beside = heard[0]
-        of_another_round = beside[:8] + bytes([beside[8] ^ 1]) + beside[9:]
-        another_seal = beside[:-1] + bytes([beside[-1] ^ 1])
-        for piece, head in ((bytes(8), beside), (data, of_another_round), (data, another_seal)):
-            assert thief.answer("isles/mail/1", piece, attachment=head, seconds=5.0) == (None, b"never")
-        assert two.refused[-1, "a message in another's name"] == 3 and not work.done()
+        settled(one.send(1, random_bytes(8, 1), Tag("outer", 2)), seconds=20.0)
+        assert within(5.0, lambda: heard)
+        said, proof = heard[0]
+        for what, beside in ((said[:-1] + bytes([said[-1] ^ 1]), proof), (said, proof[:-1] + bytes([proof[-1] ^ 1]))):
+            assert thief.answer("isles/mail/1", what, attachment=beside, seconds=5.0) == (None, b"never")
+        assert two.refused[-1, "a message in another's name"] == 2
+        thief.answer("isles/mail/1", said, attachment=proof, seconds=5.0)  # said again: its ticket is used up
+        time.sleep(0.5)
+        assert not work.done()
         settled(work, one.send(1, data := random_bytes(8, 1), Tag("outer", 1)))
         assert torch.equal(out, data)
+
+
+def test_who_has_another_certificate_or_introduction_is_not_let_in(tmp_path: Path) -> None:
+    """Swapped pairs: neither whom the lighthouse does not vouch for, nor who does not know the introduction."""
+    with workers(tmp_path, 3, direct=True) as trio:
+        assert within(10.0, lambda: trio[0].way(1) == "direct")
+        found = trio.pairs[2]._find(0)
+        assert found is not None
+        other = found.certificate[::-1]
+        line = trio.pairs[2]
+        forged = type(found)(found.seat, found.host, found.port, other, found.introduction)
+        unknown = type(found)(found.seat, found.host, found.port, found.certificate, "0" * 32)
+        for wrong, why in ((forged, "not the machine"), (unknown, "does not take this token")):
+            with pytest.raises(LinkLost, match=why):
+                line._dial(wrong, sends=True)
+        line._dial(found, sends=True).close()
 
 
 def test_another_length_is_refused_on_both_sides(tmp_path: Path) -> None:
@@ -204,7 +224,7 @@ def test_whoever_ends_fails_its_own_works_alone(tmp_path: Path) -> None:
         receive, other = one.recv(2, out, Tag("outer", 1)), one.recv(1, out, Tag("outer", 2))
         send = one.send(2, random_bytes(EARLY + CHUNK, 0), Tag("outer", 3))
         began = time.monotonic()
-        three._relay.close()
+        vanish(three)
         settled(receive, send)
         assert time.monotonic() - began < 2.0
         assert isinstance(receive.error, PeerLost) and receive.error.rank == 2 and isinstance(send.error, PeerLost)
@@ -218,7 +238,7 @@ def test_whoever_ends_fails_its_own_works_alone(tmp_path: Path) -> None:
 
 def test_direct_links_outlive_the_lighthouse(tmp_path: Path) -> None:
     with workers(tmp_path, 2, direct=True) as pair:
-        assert within(10.0, lambda: all(one.way(1 - one.rank) is not one._relay for one in pair))
+        assert within(10.0, lambda: all(one.way(1 - one.rank) == "direct" for one in pair))
         for round in range(1, 4):
             if round == 2:
                 pair.router.close()
@@ -227,15 +247,20 @@ def test_direct_links_outlive_the_lighthouse(tmp_path: Path) -> None:
             assert torch.equal(sent, got) and not pair[0].lost
 
 
-def test_a_broken_direct_link_gives_way_to_the_lighthouse(tmp_path: Path) -> None:
+def test_a_worker_that_is_not_reached_any_more_is_relayed(tmp_path: Path) -> None:
     """Nothing is lost in between, and nobody is; where the lighthouse is gone too, the other one is."""
     with workers(tmp_path, 2, direct=True) as pair:
         one, two = pair
-        assert within(10.0, lambda: all(end.way(1 - end.rank) is not end._relay for end in pair))
+        assert within(10.0, lambda: all(end.way(1 - end.rank) == "direct" for end in pair))
+        listener = pair.pairs[0]._listener
+        assert listener is not None
+        listener.close()
+        for end in pair:
+            for stream in [*end._alive[1 - end.rank]]:
+                stream.cut()
         sent, got = random_bytes(3 * CHUNK, 0), torch.zeros(3 * CHUNK, dtype=torch.uint8)
-        two.way(0).close()
-        settled(one.send(1, sent, Tag("outer", 1)), two.recv(0, got, Tag("outer", 1)))
-        assert torch.equal(sent, got) and not one.lost and one.carried["relayed"] >= len(sent)
+        settled(two.send(0, sent, Tag("outer", 1)), one.recv(1, got, Tag("outer", 1)), seconds=20.0)
+        assert torch.equal(sent, got) and not one.lost and two.carried["relayed"] >= len(sent)
         pair.router.close()
         assert within(10.0, lambda: 1 in one.lost)
 

@@ -16,20 +16,20 @@ from typing import Any
 
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
-from isles.comm.elastic.keys import ASKED, HELLO, TOLD, gift_at, sealed, signature
+from isles.comm.elastic.keys import ASKED, HELLO, TIES, TOLD, gift_at, sealed, signature
 from isles.comm.elastic.messages import Entry, Find, Found, Hello, decode, encode
 from isles.comm.elastic.net.lanes import _PIECE as PIECE
 from isles.comm.elastic.net.lanes import Frame, FrameKind, packed
+from isles.comm.elastic.p2p.stream import Head, PairHello, Stream, as_dialler
 from isles.comm.elastic.session import Session, open_session
-from isles.comm.tags import CHANNELS, Tag
+from isles.comm.tags import Tag
 from tests.comm.elastic.sessions import free_port
 from tests.strangers.callers import call, prove, read, say
 
 Answer = tuple[bytes | None, bytes | None]
 NEVER: Answer = (None, b"never")
-HEAD = struct.Struct(f"<{len(Tag._fields) + 4}q")
 Sign = Callable[[str, bytes], bytes]  # of an address and what is said there
-_UNASKED = Tag("outer", 1 << 50)
+UNASKED = Tag("outer", 1 << 50)
 
 
 class Attacker:
@@ -47,8 +47,7 @@ class Attacker:
         self.session.present(f"isles/seat/{self.entry.seat}")
         found = decode(self.ask(ASKED, encode(Find(victim)), self.word)[0] or b"")
         assert isinstance(found, Found)
-        self.introduction = bytes.fromhex(found.introduction)
-        self._numbers = 1 << 40
+        self.introduction, self.certificate = bytes.fromhex(found.introduction), found.certificate
 
     def hello(self) -> Any:
         """The answer to a greeting as it should be."""
@@ -96,41 +95,42 @@ class Attacker:
         """An order to the victim."""
         return self.ask(f"{TOLD}/{self.victim}", encode(message), word)
 
-    def mail(
-        self,
-        data: bytes,
-        *,
-        total: int | None = None,
-        offset: int = 0,
-        tag: Tag = _UNASKED,
-        sender: int | None = None,
-        word: bytes | None = None,
-        number: int | None = None,
-    ) -> Answer:
-        """A chunk for the victim."""
-        return self.ask(f"isles/mail/{self.victim}", data, self.head(data, total, offset, tag, sender, word, number))
+    def call(self, said: bytes, word: bytes | None) -> Answer:
+        """Ask the victim to dial somebody."""
+        return self.ask(f"isles/mail/{self.victim}", said, word)
 
-    def head(
-        self,
-        data: bytes,
-        total: int | None = None,
-        offset: int = 0,
-        tag: Tag = _UNASKED,
-        sender: int | None = None,
-        word: bytes | None = None,
-        number: int | None = None,
-    ) -> bytes:
-        """What goes beside a chunk."""
-        self._numbers += 1
-        head = HEAD.pack(
-            CHANNELS.index(tag.channel),
-            *tag[1:],
-            self._numbers if number is None else number,
-            offset,
-            len(data) if total is None else total,
-            self.entry.seat if sender is None else sender,
-        )
-        return head + (sealed(self.introduction, head, data) if word is None else word)
+    def called(self, seat: int, place: int = 0, ticket: bytes = bytes(16)) -> tuple[bytes, bytes]:
+        """What one says to be dialled, in the name of a seat, and the proof that this one can make."""
+        said = struct.pack("<qH16s", seat, place, ticket)
+        return said, sealed(self.introduction, b"isles dials\0", said)
+
+    @contextmanager
+    def paired(self, *, seat: int | None = None, word: bytes | None = None) -> Iterator[Stream]:
+        """A connection to the victim, over the lighthouse. seat: whose name it says; word: in place of the
+        introduction. LinkLost where it is not let in.
+        """
+        ticket = self.session.answer(TIES, b"", seconds=5.0)[0]
+        assert ticket is not None
+        said, proof = self.called(self.entry.seat, ticket=ticket)
+        assert self.call(said, proof) == (b"", None)
+        token = Token(self.certificate, (self.introduction if word is None else word).hex())
+        hello = PairHello(self.entry.seat if seat is None else seat, 0, True)
+        stream = Stream(as_dialler(self.session.tied(ticket, 5.0), token, hello), "relayed", 3.0)
+        try:
+            yield stream
+        finally:
+            stream.close()
+
+    def mail(self, *heads: Head, seconds: float = 2.0) -> list[tuple[int, int]]:
+        """Pieces for the victim, of zeros; what it says of them within `seconds`."""
+        with self.paired() as stream:
+            said = list[tuple[int, int]]()
+            for head in heads:
+                said += stream.send(head, bytes(head.size))
+            until = time.monotonic() + seconds
+            while len(said) < len(heads) and time.monotonic() < until:
+                said += stream.wait(0.1)
+            return said
 
     def gift(self, said: Any) -> Answer:
         """A request for a file of the victim's."""

@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 import pytest
 
 from isles.comm import credentials
-from isles.comm.elastic.chunks.incoming import CHUNK
 from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, LIGHTHOUSE, REPORTED, gift_at, signature
 from isles.comm.elastic.lighthouse import JOINS
 from isles.comm.elastic.messages import (
@@ -34,9 +33,11 @@ from isles.comm.elastic.messages import (
     decode,
     encode,
 )
+from isles.comm.elastic.p2p.stream import CHUNK, KEPT, PIECE, REFUSED, Head
+from isles.comm.sockets.lost import LinkLost
 from isles.comm.tags import Tag
 from tests.strangers.callers import GARBAGE
-from tests.strangers.elastic.attacker import NEVER, Attacker, other_run, session_of
+from tests.strangers.elastic.attacker import NEVER, UNASKED, Attacker, other_run
 
 By = Literal["engine", "joiner", "lighthouse", "victim"]
 ANYBODY, OWN = "anybody", "own"
@@ -186,20 +187,35 @@ def answers_in_place_of_the_lighthouse(one: Attacker) -> None:
 
 
 @case("victim", "a message in another's name")
-def mail_in_the_name_of_another(one: Attacker) -> None:
-    assert one.mail(b"x", sender=one.victim) == one.mail(b"x", sender=77) == one.mail(b"x", word=bytes(16)) == NEVER
+def a_call_in_the_name_of_another(one: Attacker) -> None:
+    said, proof = one.called(one.victim)
+    assert one.call(said, proof) == one.call(one.called(77)[0], proof) == one.call(said, bytes(16)) == NEVER
 
 
 @case("victim", "a message of nobody who is there")
-def mail_of_no_seat(one: Attacker) -> None:
-    for sender in (-1, 1 << 20, -(1 << 63), (1 << 63) - 1):
-        assert one.mail(b"x", sender=sender) == (None, b"later")
+def a_call_of_no_seat(one: Attacker) -> None:
+    for seat in (-1, 1 << 20, -(1 << 63), (1 << 63) - 1):
+        assert one.call(*one.called(seat)) == (None, b"later")
+    assert one.call(*one.called(one.entry.seat, place=1)) == (None, b"later")
 
 
 @case("victim", "no message of this library")
-def mail_of_another_library(one: Attacker) -> None:
-    key = f"isles/mail/{one.victim}"
-    assert all(one.ask(key, b"x", head) == NEVER for head in (None, b"", b"\xff" * 300, b"\x7f" * len(one.head(b""))))
+def a_call_of_another_library(one: Attacker) -> None:
+    assert all(one.call(said, b"x") == NEVER for said in (b"", b"x", b"\xff" * 300))
+
+
+@case("engine")
+def a_pair_in_the_name_of_another(one: Attacker) -> None:
+    """Neither with another's number, nor without what the lighthouse gives to who is to know it."""
+    for seat, word in ((one.victim, None), (77, None), (-1, None), (None, bytes(16))):
+        with pytest.raises(LinkLost), one.paired(seat=seat, word=word):
+            pass
+
+
+@case("engine")
+def a_ticket_of_nobody(one: Attacker) -> None:
+    with pytest.raises(OSError):
+        one.session.tied(bytes(16), 5.0)
 
 
 # A member.
@@ -256,38 +272,34 @@ def a_report_that_nests(one: Attacker) -> None:
 
 @case("victim", "pieces that do not fit together", OWN)
 def lies_about_sizes(one: Attacker) -> None:
-    for total, offset in ((6, 0), (5, 5), (5, -1), (-1, 0), (CHUNK + 5, 1), (1 << 62, 1 << 61), (-(1 << 63), 0)):
-        assert one.mail(b"12345", total=total, offset=offset) == NEVER
+    for total, offset in ((5, 5), (5, -1), (-1, 0), (CHUNK + 5, 1), (1 << 62, 1 << 61), (-(1 << 63), 0)):
+        assert one.mail(Head(PIECE, 1 << 40, offset, total, UNASKED)) == [(REFUSED, 1 << 40)]
 
 
 @case("victim", "pieces that do not fit together", OWN)
 def two_lengths_of_one_message(one: Attacker) -> None:
-    assert one.mail(bytes(CHUNK), total=2 * CHUNK, number=1 << 30)[1] is None
-    assert one.mail(bytes(CHUNK), total=3 * CHUNK, offset=CHUNK, number=1 << 30) == NEVER
+    pieces = [Head(PIECE, 1 << 40, CHUNK * number, CHUNK * (2 + number), UNASKED) for number in range(2)]
+    assert one.mail(*pieces) == [(REFUSED, 1 << 40)]
 
 
 @case("victim", "a message longer than any", OWN)
 def a_terabyte_announced(one: Attacker) -> None:
-    assert one.mail(bytes(CHUNK), total=1 << 40) == NEVER
+    assert one.mail(Head(PIECE, 1 << 40, 0, 1 << 40, UNASKED)) == [(REFUSED, 1 << 40)]
+
+
+@case("engine")
+def words_that_no_pair_says(one: Attacker) -> None:
+    with one.paired() as stream, pytest.raises(LinkLost):
+        stream.send(Head(200))
+        for _ in range(100):
+            stream.wait(0.1)
 
 
 @case("victim", "more than is kept of what nobody asked for", OWN)
 def sixty_four_megabytes_unasked(one: Attacker) -> None:
-    answers = [one.mail(bytes(CHUNK), tag=Tag("outer", 1 << 50, number)) for number in range(64)]
-    assert answers.count((b"", None)) <= 16 and answers.count((None, b"later")) >= 48
-
-
-@case("victim")
-def sixty_four_megabytes_at_once(one: Attacker) -> None:
-    other = session_of(one)
-    try:
-        for _ in range(64):
-            other.ask(
-                f"isles/mail/{one.victim}", bytes(CHUNK), lambda *_: None, attachment=one.head(bytes(CHUNK)), seconds=5
-            )
-        time.sleep(0.3)
-    finally:
-        other.close()
+    """It is held back after a quarter."""
+    heads = [Head(PIECE, (1 << 40) + number, 0, CHUNK, Tag("outer", 1 << 50, number)) for number in range(20)]
+    assert [kind for kind, _ in one.mail(*heads)].count(KEPT) <= 16
 
 
 @case("lighthouse")

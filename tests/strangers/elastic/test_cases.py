@@ -16,9 +16,9 @@ from isles.comm.elastic.company import Company
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.keys import HELLO, SeatKeys
 from isles.comm.elastic.lighthouse import Lighthouse
-from isles.comm.elastic.links.direct import DirectLinks
 from isles.comm.elastic.messages import Entry, Hello, decode, encode
 from isles.comm.elastic.orders import Rules
+from isles.comm.elastic.p2p.pairs import Pairs
 from isles.comm.elastic.session import Session, open_session
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.tags import Tag
@@ -38,9 +38,7 @@ class Worker:
         entry = decode(ask(session, HELLO, said)[0] or b"")
         assert isinstance(entry, Entry)
         self.session, self.company, self.notices = session, Company(session, entry), list[str]()
-        self.links = DirectLinks(
-            session, entry, self.company.ask, secret, folder, lease=3.0, notice=self.notices.append
-        )
+        self.links = Pairs(session, entry, self.company.ask, secret, folder, lease=3.0, notice=self.notices.append)
         self.transport = ElasticTransport(session, entry.seat, 2, guide=self.links)
         self.links.start(self.transport)
 

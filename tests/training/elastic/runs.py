@@ -20,7 +20,7 @@ from isles.training.elastic.island import follow, leading
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
-from tests.comm.elastic.sessions import workers
+from tests.comm.elastic.sessions import vanish, workers
 from tests.training.lit import LitRun
 
 
@@ -81,8 +81,7 @@ class Run(LitRun):
         """Its connection breaks, as when its process is killed; then it ends."""
         transport = self.workers[number].transport
         assert isinstance(transport, ElasticTransport)
-        for session in {transport._relay, *(way for ways in transport._ways.values() for way in ways)}:
-            session.close()
+        vanish(transport)
         self.workers[number].company.ended = Over()
 
     def step(self, number: int) -> int:

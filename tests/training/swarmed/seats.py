@@ -20,6 +20,7 @@ from isles.training.elastic.terms import among_peers, elastic
 from isles.training.swarmed.keeping import SwarmKeeper
 from isles.training.swarmed.peering import SeatedPeer
 from isles.training.swarmed.seated import ANYWHERE
+from tests.comm.elastic.sessions import vanish
 from tests.training.lit import LitRun
 
 
@@ -81,8 +82,7 @@ class SwarmRun(LitRun):
         transport = peer._transport
         peer.line.ended = Over("killed")
         self._killed.add(number)
-        for session in {transport._relay, *(way for ways in transport._ways.values() for way in ways)}:
-            session.close()
+        vanish(transport)
 
     def step(self, number: int) -> int:
         """Steps that a peer has done."""

@@ -1,4 +1,4 @@
-"""What a transport asks about its peers, and of whom it tells that they are there."""
+"""What givers and takers of files ask about each other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Guide(Protocol):
-    """What a transport asks about its peers: `DirectLinks`."""
+    """`Pairs`."""
 
     def introduction(self, peer: int) -> bytes | None:
         """By which a message to `peer` is sealed (16 bytes); None while that is not known. May wait."""
@@ -14,10 +14,6 @@ class Guide(Protocol):
 
     def expected(self, sender: int) -> bytes:
         """By which a message of `sender` must be sealed."""
-        ...
-
-    def met(self, seat: int, *, there: bool, direct: bool) -> None:
-        """Whether `seat` is there, and whether it is linked directly."""
         ...
 
 
@@ -29,6 +25,3 @@ class Trusting:
 
     def expected(self, sender: int) -> bytes:
         return bytes(16)
-
-    def met(self, seat: int, *, there: bool, direct: bool) -> None:
-        pass

@@ -7,8 +7,6 @@ from typing import Any
 
 from isles.comm.elastic.lasting.journalled import RELAYED
 
-WAYS = ("direct", "relayed")
-"""How what workers say to each other goes."""
 _SPARE = 1 << 20  # bytes
 
 

@@ -1,27 +1,26 @@
 """The lighthouse's knowledge of where workers can be reached directly: it tries each address itself, once it is told.
 
 An address that the lighthouse reaches may still be out of another worker's reach: then those two go over the
-lighthouse, as everybody does who does not listen.
+lighthouse, as everybody does who does not listen. For each worker's certificate the lighthouse vouches by its
+fingerprint.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import socket
 import ssl
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from isles.comm import credentials
 from isles.comm.elastic.keys import SeatKeys, introduction
 from isles.comm.elastic.messages import Find, Found, Listening, Reached
+from isles.comm.elastic.p2p.stream import PAIR
 
 _PATIENCE = 5.0  # seconds that an address is tried for
 _AT_ONCE = 8  # addresses that are tried at the same time
 _PLACES = 1024  # of an island
+_FINGERPRINT = 32  # hex digits
 
 SeatPlace = tuple[int, int]
 """A seat, and a worker's place in its island."""
@@ -50,20 +49,24 @@ class Whereabouts:
         """Try the address of `seat` (-1: of somebody without one); answer(what came of it), in another thread.
         ValueError for what is no address, and where one of this seat's is being tried.
         """
+        is_reached = bool(said.host or said.port)
         host, place = said.host or self._seen(said.session), (seat, said.place)
-        if not host or not 0 < said.port < 65536 or not 0 <= said.place < _PLACES:
+        if not 0 <= said.place < _PLACES or (is_reached and not (host and 0 < said.port < 65536)):
             raise ValueError("an address that is none")
-        try:
-            der = base64.b64decode(said.certificate, validate=True)
-        except binascii.Error:
-            raise ValueError("a certificate that is none") from None
+        if len(said.certificate) != _FINGERPRINT or not set(said.certificate) <= set("0123456789abcdef"):
+            raise ValueError("a certificate that is none")
         if place in self._busy:
             raise ValueError("an address while another one is being tried")
+        if seat >= 0:
+            self._known[place] = Listening("", 0, "", said.certificate)
+        if not is_reached:
+            answer(Reached(host, 0, ""))
+            return
         self._busy.add(place)
 
         def work() -> None:
             with self._trying:
-                why = unreachable(host, said.port, der)
+                why = unreachable(host, said.port, said.certificate)
             if not why and seat >= 0:
                 self._known[place] = Listening(host, said.port, "", said.certificate)
             self._busy.discard(place)
@@ -72,19 +75,17 @@ class Whereabouts:
         threading.Thread(target=work, name=f"isles-try-{seat}", daemon=True).start()
 
 
-def unreachable(host: str, port: int, der: bytes, seconds: float = _PATIENCE) -> str:
-    """Why nobody with the certificate `der` answers at host:port, in some words; "" where somebody does."""
+def unreachable(host: str, port: int, fingerprint: str, seconds: float = _PATIENCE) -> str:
+    """Why nobody with the certificate of `fingerprint` answers at host:port, in some words; "" where somebody does."""
     try:
-        with tempfile.TemporaryDirectory(prefix="isles-") as folder:
-            theirs = credentials.trusting(der, "0" * 32, Path(folder) / "credentials")
-            context = credentials.client_context(theirs)
         with socket.create_connection((host, port), timeout=seconds) as line:
-            line.settimeout(seconds)
-            context.wrap_socket(line, server_hostname=credentials.NAME).close()
-    except ssl.SSLError:
+            line.sendall(PAIR)
+            with credentials.unverified_context().wrap_socket(line, server_hostname=credentials.NAME) as talk:
+                der = talk.getpeercert(binary_form=True)
+        return "" if der and credentials.fingerprint(der) == fingerprint else "somebody else answers there"
+    except (ssl.SSLError, EOFError):
         return "somebody else answers there"
     except TimeoutError:
         return f"no answer within {seconds:g} s"
     except (OSError, ValueError) as error:
         return getattr(error, "strerror", None) or "it is no address"
-    return ""

@@ -24,7 +24,7 @@ class Uplink:
     """To the hub at host:port, for whoever has `mine`. heard: called with what the hub says. lost: called when the
     connection breaks, and what was asked has no answer.
 
-    name, lease: as the hub has said last. is_local: whether the hub is on this machine.
+    where: host and port. name: as the hub has said last. is_local: whether the hub is on this machine.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Uplink:
         heard: Callable[[Frame, bool], bool],
         lost: Callable[[], None],
     ) -> None:
-        self._mine, self._host, self._port, self._heard, self._lost = mine, host, port, heard, lost
+        self._mine, self.where, self._heard, self._lost = mine, (host, port), heard, lost
         self.name, self.is_local = "", False
         self._declared: list[Frame] = []
         self._lanes: LaneConnection | None = None
@@ -89,11 +89,9 @@ class Uplink:
 
     async def _connect(self, lease: float) -> LaneConnection:
         tls = credentials.unverified_context()  # `prove_as_node` compares the certificate
-        reader, writer = await asyncio.open_connection(
-            self._host, self._port, ssl=tls, server_hostname=credentials.NAME
-        )
+        reader, writer = await asyncio.open_connection(*self.where, ssl=tls, server_hostname=credentials.NAME)
         try:
-            await prove_as_node(reader, writer, self._mine.token, self._host)
+            await prove_as_node(reader, writer, self._mine.token, self.where[0])
         except BaseException:
             writer.transport.abort()
             raise

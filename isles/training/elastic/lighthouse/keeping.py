@@ -24,8 +24,8 @@ from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, take
 from isles.comm.elastic.journal import NAME, Journal
 from isles.comm.elastic.keys import LIGHTHOUSE, SeatKeys
 from isles.comm.elastic.lighthouse import GRACE, Lighthouse
-from isles.comm.elastic.links.relayed import WAYS
 from isles.comm.elastic.orders import Assembly
+from isles.comm.elastic.p2p.stream import WAYS
 from isles.comm.elastic.session import open_session
 from isles.comm.tcp import room_for
 from isles.durable import no_room

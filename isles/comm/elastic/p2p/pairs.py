@@ -1,0 +1,353 @@
+"""The connections of one worker to others: who dials whom, and who is who.
+
+    direct     the sender dials, where the lighthouse knows that the other one is reached; or is dialled by it, where it
+               is itself
+    relayed    both dial the lighthouse with one ticket, which makes the two connections one
+
+The lighthouse vouches for the certificate of each worker by its fingerprint, which the dialler compares, and gives it
+an introduction, the knowledge of which both prove inside TLS. What it has said is kept, so that two who have met go on
+without it. Which way it goes is told in a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from isles.comm import credentials
+from isles.comm.credentials import Token
+from isles.comm.elastic.control import Query
+from isles.comm.elastic.keys import LIT, TIES, introduction, sealed
+from isles.comm.elastic.messages import Entry, Find, Found, Listening, Reached
+from isles.comm.elastic.p2p.stream import PAIR, TICKET_SIZE, PairHello, Stream, as_dialler, as_host, tuned
+from isles.comm.elastic.session import Session
+from isles.comm.sockets.addresses import listening_at, written
+from isles.comm.sockets.listener import MOST, Listener, peeked
+from isles.comm.sockets.lost import SILENCE, LinkLost
+
+_TRIED = 20.0  # seconds for the lighthouse's answer, which tries the address meanwhile
+_DIAL = 3.0  # seconds that a worker is dialled for
+_CALL = 5.0  # seconds until one that was asked to dial has
+_TICKET = 8.0  # seconds until the other one has come to the lighthouse
+_LOOK = 30.0  # seconds until one that was not reached is dialled again
+_AT_ONCE = 16  # others that this worker dials because they have asked
+_SAID = struct.Struct(f"<qH{TICKET_SIZE}s")
+_ASKS = b"isles dials\0"
+_SEATS = 1 << 20
+
+
+class PairedTransport(Protocol):
+    """What sends and takes: `ElasticTransport`."""
+
+    def open(self) -> None:
+        """Be seen by others, and see them."""
+        ...
+
+    def take(self, seat: int, stream: Stream) -> None:
+        """`seat` sends on `stream`, from now on."""
+        ...
+
+
+class PairListener:
+    """Listens at host:port for other workers; port 0: any. welcome: called, in a thread of its own, with each that
+    begins as one does. ValueError where the address cannot be had.
+    """
+
+    def __init__(self, host: str, port: int, welcome: Callable[[socket.socket], object]) -> None:
+        self._welcome = welcome
+        self._threads = ThreadPoolExecutor(MOST, "isles-welcomes")
+        listening = listening_at(written(host, port))
+        self.port = listening.getsockname()[1]
+        self._listener = Listener(listening, _nobody, seconds=SILENCE, raw=self._attend)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._listener.__exit__()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _attend(self, connection: socket.socket) -> bool:
+        if not await peeked(connection, PAIR):
+            raise ConnectionError("it does not speak as isles does")
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._welcome, connection)
+        except BaseException:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # its thread waits for nothing any more
+            raise
+        return True
+
+
+async def _nobody(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    raise ConnectionError
+
+
+class Pairs:
+    """Of the worker in the seat of `entry`; the `Guide` of what it gives and takes.
+
+    ask: asks the lighthouse, as `Company.ask`. folder: for its certificate. lease: seconds of silence after which a
+    connection counts as broken. notice: called with a line for a person. place: this worker's in its island; it is
+    connected with the workers at the same place of other islands.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        entry: Entry,
+        ask: Callable[..., Any],
+        secret: str,
+        folder: Path,
+        *,
+        lease: float,
+        notice: Callable[[str], None],
+        place: int = 0,
+    ) -> None:
+        self._session, self._entry, self._ask, self._place = session, entry, ask, place
+        self._lease, self._notice = lease, notice
+        self._mine = credentials.own(secret, folder / "own")
+        self._transport: PairedTransport | None = None
+        self._listener: PairListener | None = None
+        self._listens, self._announced = False, ""
+        self._found: dict[int, Found] = {}
+        self._ways: dict[int, str] = {}  # what was said of each
+        self._unreached: dict[int, float] = {}  # since when
+        self._dialling = threading.Semaphore(_AT_ONCE)
+        self._came: dict[int, list[ssl.SSLSocket]] = {}  # on which this worker is to send
+        self._awaits: set[int] = set()
+        self._changed = threading.Condition()
+        self._lit: list[bool] = []  # how the lighthouse came and went, since it was last told where this worker is
+        self._closed = False
+
+    def listen(self, host: str, port: int, *, announced: str = "") -> None:
+        """Be reached at port `port` of this machine's address `host`; announced: the address for others, "" where the
+        lighthouse sees this machine. Says whether the lighthouse reaches it. ValueError where the address cannot be
+        had.
+        """
+        self._listener = PairListener(host, port, self._welcome)
+        self._announced = announced
+        self._announce()
+
+    def start(self, transport: PairedTransport) -> None:
+        """Bring others to `transport` from now on."""
+        self._transport = transport
+        self._session.serve(self._key(self._entry.seat), self._asked)
+        if self._listener is None:
+            self._announce()
+        self._session.watch(LIT, self._light)
+        transport.open()
+
+    def close(self) -> None:
+        """End what is under way. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._listener is not None:
+            self._listener.close()
+
+    # What gifts ask (`Guide`)
+
+    def introduction(self, peer: int) -> bytes | None:
+        """By which a message to `peer` is sealed; None while the lighthouse does not say. Waits for its answer."""
+        found = self._found.get(peer) or self._find(peer)
+        return None if found is None else bytes.fromhex(found.introduction)
+
+    def expected(self, sender: int) -> bytes:
+        """By which a message of `sender` must be sealed."""
+        return introduction(self._entry.key, sender)
+
+    # What the transport asks
+
+    def connect(self, peer: int, *, soon: bool) -> Stream | None:
+        """A connection to send to `peer` on; None where it would be relayed and nothing is to be sent `soon`. LinkLost
+        where it is not reached.
+        """
+        if self._closed:
+            raise LinkLost("this worker has ended")
+        found = self._find(peer)
+        if found is None or not found.certificate:
+            raise LinkLost("the lighthouse does not say where it is")
+        line = self._directly(peer, found)
+        if line is not None:
+            return self._stream(peer, line, "direct")
+        if not soon:
+            return None
+        try:
+            return self._stream(peer, self._relayed(peer, found), "relayed")
+        except OSError as error:
+            raise LinkLost(str(error)) from None
+
+    def _stream(self, peer: int, line: ssl.SSLSocket, way: str) -> Stream:
+        if self._ways.get(peer) != way:
+            self._ways[peer] = way
+            self._notice(f"worker {peer}: {way}")
+        return Stream(line, way, self._lease)
+
+    def _directly(self, peer: int, found: Found) -> ssl.SSLSocket | None:
+        if time.monotonic() - self._unreached.get(peer, -_LOOK) < _LOOK:
+            return None
+        try:
+            if found.host and self._is_near(found.host):
+                return self._dial(found, sends=True)
+        except (OSError, LinkLost):
+            self._unreached[peer] = time.monotonic()
+        try:
+            return self._dialled(peer, found) if self._listens else None
+        except LinkLost:
+            self._unreached[peer] = time.monotonic()
+        return None
+
+    def _dial(self, found: Found, *, sends: bool) -> ssl.SSLSocket:
+        line = tuned(socket.create_connection((found.host, found.port), _DIAL))
+        line.sendall(PAIR)
+        return as_dialler(line, _token(found), PairHello(self._entry.seat, self._place, sends))
+
+    def _dialled(self, peer: int, found: Found) -> ssl.SSLSocket:
+        """Dialled by `peer`, which is asked to."""
+        with self._changed:
+            self._awaits.add(peer)
+        try:
+            self._call(peer, found, bytes(TICKET_SIZE))
+            with self._changed:
+                self._changed.wait_for(lambda: self._came.get(peer) or self._closed, _CALL)
+                if came := self._came.pop(peer, []):
+                    return came[-1]
+            raise LinkLost("it did not come")
+        finally:
+            with self._changed:
+                self._awaits.discard(peer)
+
+    def _relayed(self, peer: int, found: Found) -> ssl.SSLSocket:
+        ticket, _ = self._session.answer(TIES, b"", seconds=_CALL, urgent=True)
+        if not ticket or len(ticket) != TICKET_SIZE:
+            raise LinkLost("the lighthouse does not answer")
+        self._call(peer, found, ticket)
+        line = tuned(self._session.tied(ticket, _TICKET))
+        return as_dialler(line, _token(found), PairHello(self._entry.seat, self._place, True))
+
+    def _call(self, peer: int, found: Found, ticket: bytes) -> None:
+        """Have `peer` dial this worker, or the lighthouse with a ticket. LinkLost where it does not answer."""
+        said = _SAID.pack(self._entry.seat, self._place, ticket)
+        proof = sealed(bytes.fromhex(found.introduction), _ASKS, said)
+        try:
+            reply, _ = self._session.answer(self._key(peer), said, attachment=proof, seconds=_CALL, urgent=True)
+        except OSError as error:
+            raise LinkLost(str(error)) from None
+        if reply is None:
+            raise LinkLost("it does not answer")
+
+    def _find(self, seat: int) -> Found | None:
+        answer = self._ask(Find(seat, self._place))
+        if isinstance(answer, Found) and answer.seat == seat and answer.certificate:
+            self._found[seat] = answer
+        return self._found.get(seat)
+
+    def _is_near(self, host: str) -> bool:
+        """Whether `host` is the same machine here as for the lighthouse: a loopback address is everybody's own."""
+        with suppress(ValueError):
+            return not ipaddress.ip_address(host).is_loopback or self._session.is_local()
+        return True
+
+    def _key(self, seat: int) -> str:
+        room = "isles" if not self._place else f"isles/place/{self._place}"
+        return f"{room}/mail/{seat}"
+
+    # What others ask
+
+    def _asked(self, query: Query) -> None:
+        """Somebody asks to be dialled. In the session's thread."""
+        note = self._session.refused.note
+        if len(query.payload) != _SAID.size:
+            note(-1, "no message of this library")
+            query.refuse(b"never")
+            return
+        seat, place, ticket = _SAID.unpack(query.payload)
+        if not 0 <= seat < _SEATS or place != self._place:
+            note(-1, "a message of nobody who is there")
+            query.refuse(b"later")
+        elif not hmac.compare_digest(query.attachment, sealed(self.expected(seat), _ASKS, query.payload)):
+            note(-1, "a message in another's name")
+            query.refuse(b"never")
+        elif not self._dialling.acquire(blocking=False):
+            query.refuse(b"later")
+        else:
+            query.reply()
+            threading.Thread(target=self._go, args=(seat, ticket), name=f"isles-dials-{seat}", daemon=True).start()
+
+    def _go(self, seat: int, ticket: bytes) -> None:
+        try:
+            with suppress(OSError, LinkLost):
+                if ticket != bytes(TICKET_SIZE):
+                    line = tuned(self._session.tied(ticket, _TICKET))
+                    talk, _ = as_host(line, self._mine, lambda hello: self._token_of(hello, seat))
+                    self._take(seat, talk, "relayed")
+                elif (found := self._find(seat)) is not None and found.host:
+                    self._take(seat, self._dial(found, sends=False), "direct")
+        finally:
+            self._dialling.release()
+
+    def _welcome(self, connection: socket.socket) -> None:
+        """Somebody has dialled this worker. LinkLost where it is not let in."""
+        talk, hello = as_host(tuned(connection), self._mine, self._token_of)
+        if hello.sends:
+            self._take(hello.seat, talk, "direct")
+            return
+        with self._changed:
+            if hello.seat in self._awaits:
+                self._came.setdefault(hello.seat, []).append(talk)
+                self._changed.notify_all()
+                return
+        talk.close()
+
+    def _token_of(self, hello: PairHello, seat: int | None = None) -> Token:
+        """What it must know who says that it is this seat."""
+        if hello.place != self._place or not 0 <= hello.seat < _SEATS or seat not in (None, hello.seat):
+            raise LinkLost("it is not who was asked")
+        return Token(self._mine.token.fingerprint, self.expected(hello.seat).hex())
+
+    def _take(self, seat: int, talk: ssl.SSLSocket, way: str) -> None:
+        if self._transport is None or self._closed:
+            talk.close()
+        else:
+            self._transport.take(seat, Stream(talk, way, self._lease))
+
+    # What the lighthouse is told
+
+    def _announce(self) -> None:
+        port = 0 if self._listener is None else self._listener.port
+        said = Listening(
+            self._announced if port else "", port, self._session.name(), self._mine.token.fingerprint, self._place
+        )
+        answer = self._ask(said, _TRIED)
+        if not port:
+            return
+        reached = isinstance(answer, Reached) and not answer.refusal
+        if isinstance(answer, Reached) and reached != self._listens:
+            self._notice(f"others reach this worker directly, at {written(answer.host, answer.port)}")
+        elif not reached and not self._listens:
+            where = f" of {answer.host} ({answer.refusal})" if isinstance(answer, Reached) else ""
+            self._notice(
+                f"warning: relayed: the lighthouse does not reach port {port}{where}; open or forward it, or leave "
+                "--listen out"
+            )
+        self._listens = self._listens or reached
+
+    def _light(self, _: str, there: bool) -> None:
+        """The lighthouse went out, or is lit again and has forgotten where this worker is."""
+        self._lit.append(there)
+        if self._lit[2:]:  # there, gone, there
+            del self._lit[1:]
+            self._session.aside(self._announce).start()
+
+
+def _token(found: Found) -> Token:
+    return Token(found.certificate, found.introduction)
