@@ -194,7 +194,7 @@ def test_no_step_is_further_than_the_interval_from_what_is_kept(tmp_path: Path) 
         time.sleep(0.001)
     summary = run.end()
     assert max(seen) == every and summary["begun"] == 1
-    assert len([*(run.out / "states").iterdir()]) == 2  # of seven
+    assert len([*(run.out / "states").iterdir()]) == 2  # of fourteen
     assert furthest(weights(run), undisturbed(tmp_path, "[1,2]", 30)) < 1e-12
 
 
