@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isles.comm.collectives.mail import MailNote
 from isles.comm.credentials import parse_token
+from isles.comm.elastic.gifts.taking import NotGiven
 from isles.comm.elastic.swarm.words import Seek
 from isles.pipeline.swarm.post import FORWARD, HOME
 from isles.training.elastic.entering import Here, in_run
@@ -56,7 +57,7 @@ def states(run: SwarmRun) -> dict[int, set[bytes]]:
     for trainer in trainers:
         assert isinstance(trainer, SeatedTrainer)
         swarm = trainer.model_step.swarm
-        found.setdefault(swarm.stages[swarm.me], set()).add(trainer._state())
+        found.setdefault(swarm.stages[swarm.me], set()).add(trainer._state().to_bytes())
     return found
 
 
@@ -179,7 +180,7 @@ def test_no_step_is_further_than_the_interval_from_what_is_kept(tmp_path: Path) 
     run = SwarmRun(seated(*settings("[1,2]", 30, f"run.checkpoint_every={every}")), tmp_path / "run")
     fetch = run.keeper._fetch_state
 
-    def slowly(*of: Any) -> bool:
+    def slowly(*of: Any) -> int:
         time.sleep(0.3)
         return fetch(*of)
 
@@ -193,6 +194,7 @@ def test_no_step_is_further_than_the_interval_from_what_is_kept(tmp_path: Path) 
         time.sleep(0.001)
     summary = run.end()
     assert max(seen) == every and summary["begun"] == 1
+    assert len([*(run.out / "states").iterdir()]) == 2  # of fourteen
     assert furthest(weights(run), undisturbed(tmp_path, "[1,2]", 30)) < 1e-12
 
 
@@ -201,7 +203,11 @@ def test_a_lighthouse_that_keeps_nothing_is_not_waited_for_long(tmp_path: Path) 
     """Half of world.pipeline_deadline, once in an interval, and that is said."""
     more = ("run.checkpoint_every=5", "world.pipeline_deadline=4")
     run = SwarmRun(seated(*settings("[1,1]", 12, *more)), tmp_path / "run")
-    run.keeper._fetch_state = lambda *of: False  # type: ignore[method-assign]
+
+    def nothing(*of: object) -> int:
+        raise NotGiven("it broke off")
+
+    run.keeper._fetch_state = nothing  # type: ignore[method-assign]
     began = time.monotonic()
     for stage in (0, 1):
         run.join(stage)
