@@ -35,9 +35,7 @@ def meet(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> 
             store.wait([f"here/{peer}"], timedelta(seconds=max(ends_at - time.monotonic(), 0.01)))
         except RuntimeError as error:  # each kind of store has its own
             try:
-                # A connection on which a wait has timed out may answer wrongly: another one is asked.
-                asked = store.clone() if hasattr(store, "clone") else store
-                missing = [str(one) for one in ranks if not asked.check([f"here/{one}"])]
+                missing = [str(one) for one in ranks if not store.check([f"here/{one}"])]
             except RuntimeError:
                 raise RendezvousFailed(f"rank {rank}: the store where the workers meet is gone ({error})") from None
             who = ", ".join(missing or [str(peer)])
