@@ -79,7 +79,7 @@ def speedup() -> Sheet:
         subtitle=f"107B, after the abstract of arXiv 2506.21263, which says {given} times for the whole",
         what="AllReduce: half-precision gradients every step. DiLoCoX: H steps, a round late, low rank and int4.",
         table=Table(heads=["what", "times AllReduce"], rows=rows),
-        data={"times": found},
+        data={"rows": [{"what": words, "times": times} for words, times in found.items()]},
         notes=[
             f"The {given} times are no prediction: they set a step's computing, for it hides its exchange. AllReduce "
             "sends all of it after each step. The parts are predicted from that, by a ring of two over the line.",
