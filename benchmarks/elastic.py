@@ -1,6 +1,6 @@
 """What the engine of elastic worlds costs: exchanges on slow lines, processor time, signs of life.
 
-    python -m benchmarks.elastic [line cpu round beats ...] [--turns 5] [--json]
+    python -m benchmarks.elastic [line cpu round diloco beats ...] [--turns 5] [--json]
 
 line    a pair exchanges 25 MB, both at once: over a direct link of 200 Mbit/s, and relayed where each end has 100
         Mbit/s; the share of the line's rate that payload gets. Three machines as network namespaces: Linux and root
@@ -8,6 +8,8 @@ cpu     a pair exchanges 64 MB on loopback: CPU seconds of both for each GB sent
         plain sockets with TLS (Python's ssl, two threads an end)
 round   four workers on loopback do rounds of NoLoCo without inner work, of a model of 4 MB (8 MB to the partner):
         seconds, and CPU seconds of all, over those on gloo, in turns; linked directly, as workers of one machine are
+diloco  two workers on loopback do rounds of DiLoCo of a model of 110 MB, without inner work: wall and CPU seconds, over
+        those of torchft's, which sends in the clear (its faster form, one bucket; needs: pip install '.[bench]')
 beats   a worker that only beats each second and is watched: its CPU seconds in a second, which is what an inner loop
         that keeps a core busy gives to them
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import socket
 import subprocess
@@ -25,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +37,7 @@ import torch
 
 from benchmarks._machines import machines, unavailable
 from benchmarks._measure import Row, report
+from benchmarks.torchft import under_torchft
 from isles.comm import credentials
 from isles.comm.call import Ledger
 from isles.comm.elastic.control import Query
@@ -46,10 +51,13 @@ from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.group import Group
 from isles.comm.tags import Tag
 from isles.comm.transport import Deadlines, Transport
+from isles.replicas.methods.diloco import DiLoCo
 from isles.replicas.methods.noloco import NoLoCo
 
 SLOW, FAST = 25 << 20, 64 << 20  # bytes of an exchange
 WORLD, PARAMETERS, ROUNDS = 4, 1 << 20, 20
+LARGE, TENSORS, FEW = 27_500_000, 22, 10  # parameters of DiLoCo's model, in so many tensors; rounds
+OUTER = 0.7, 0.9  # rate and momentum
 BEATS = 15.0  # seconds
 Turn = Callable[[int], None]
 
@@ -205,6 +213,37 @@ def _rounds(transport: Transport) -> None:
     optimizer.finish()
 
 
+def diloco_elastic(folder: str, address: str, seat: str, turns: str, *doors: str) -> None:
+    """One of two, linked directly."""
+    with ExitStack() as stack:
+        transport = connected(stack, folder, address, int(seat), 2, doors[int(seat)])
+        while transport.way(1 - int(seat)) != "direct":
+            time.sleep(0.05)
+        model, inner = _large()
+        group = Group(transport, (0, 1), "outer", Deadlines(), Ledger())
+        optimizer = DiLoCo(model, inner, group, sync_every=1, outer_lr=OUTER[0], outer_momentum=OUTER[1])
+        _exchange(lambda turn: optimizer.step(), int(turns))
+        optimizer.finish()
+        time.sleep(2.0)
+
+
+def diloco_torchft(lighthouse: str, _: str, seat: str, turns: str) -> None:
+    """One of two under torchft's."""
+    with ExitStack() as stack:
+        model, inner = _large()
+        stack.enter_context(under_torchft(model, inner, lighthouse, int(seat), workers=2, every=1, bucket=True))
+        _exchange(lambda turn: inner.step(), int(turns))
+
+
+def _large() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model with nothing to learn."""
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(LARGE // TENSORS, 1, bias=False) for _ in range(TENSORS)))
+    for own in model.parameters():
+        own.grad = torch.zeros_like(own)
+    return model, torch.optim.SGD(model.parameters(), lr=0.0)
+
+
 def _exchange(both: Turn, turns: int) -> None:
     """Some exchanges, after one to warm up; prints seconds of each, and CPU seconds of all."""
     both(0)
@@ -349,6 +388,37 @@ def round(turns: int) -> list[Row]:
     return rows
 
 
+def diloco(turns: int) -> list[Row]:
+    if not find_spec("torchft"):
+        print("diloco is skipped: torchft is not there; pip install '.[bench]'", file=sys.stderr)
+        return []
+    os.environ.setdefault("RUST_LOG", "warn")
+    from torchft.coordination import LighthouseServer
+
+    wall, used = {"elastic": list[float](), "torchft": list[float]()}, {"elastic": 0.0, "torchft": 0.0}
+    with ExitStack() as stack:
+        run = _lit(stack, Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, quorum_tick_ms=10)
+        stack.callback(server.shutdown)
+        theirs = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+        for turn in range(turns):
+            doors = [_free() for _ in range(2)]
+            parties: dict[str, tuple[object, ...]] = {"elastic": (*run, doors), "torchft": (theirs, "", [])}
+            for name, (one, other, more) in [*parties.items()][:: 1 if turn % 2 else -1]:
+                both = [_start((), f"diloco_{name}", one, other, seat, FEW, *more) for seat in range(2)]  # type: ignore
+                told = _answers(*both)
+                wall[name] += [max(each) for each in zip(*(one["seconds"] for one in told), strict=True)]
+                used[name] += sum(one["cpu"] for one in told)
+    rows = []
+    for what, (mine, other), unit in (
+        ("", (median(wall["elastic"]), median(wall["torchft"])), "s"),
+        (" CPU", (used["elastic"] / turns / FEW, used["torchft"] / turns / FEW), "CPU s"),
+    ):
+        note = f"elastic {mine:.3f} {unit}, torchft {other:.3f} {unit}"
+        rows.append(Row(f"round of DiLoCo, 110 MB,{what} elastic / torchft", mine / other, "times", ("<=", 1.0), note))
+    return rows
+
+
 def beats(_: int) -> list[Row]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -357,8 +427,11 @@ def beats(_: int) -> list[Row]:
     return [Row("beats, one a second", found["share"], "of a core", ("<=", 0.01))]
 
 
-PARTIES = {one.__name__: one for one in (router, elastic, gloo, tls, noloco_elastic, noloco_gloo, beating)}
-TABLES = {one.__name__: one for one in (line, cpu, round, beats)}
+PARTIES = {
+    one.__name__: one
+    for one in (router, elastic, gloo, tls, noloco_elastic, noloco_gloo, diloco_elastic, diloco_torchft, beating)
+}
+TABLES = {one.__name__: one for one in (line, cpu, round, diloco, beats)}
 
 
 def main() -> int:

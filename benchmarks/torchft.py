@@ -68,21 +68,23 @@ class Copy:
 
 
 @contextmanager
-def theirs(world: Mesh, copy: Copy, address: str, bucket: bool) -> Iterator[None]:
-    """`copy` under torchft's DiLoCo, this process being one replica group of one worker."""
+def under_torchft(
+    model: nn.Module, inner: torch.optim.Optimizer, address: str, rank: int, *, workers: int, every: int, bucket: bool
+) -> Iterator[None]:
+    """`model` under torchft's DiLoCo, this process being one replica group of one worker."""
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
 
     def load(state: dict[str, Any]) -> None:
-        copy.model.load_state_dict(state["model"])
-        copy.inner.load_state_dict(state["inner"])
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["inner"])
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=PATIENCE),
         load_state_dict=load,
-        state_dict=lambda: {"model": copy.model.state_dict(), "inner": copy.inner.state_dict()},
-        min_replica_size=world.size,
+        state_dict=lambda: {"model": model.state_dict(), "inner": inner.state_dict()},
+        min_replica_size=workers,
         use_async_quorum=False,
         timeout=PATIENCE,
         quorum_timeout=PATIENCE,
@@ -91,13 +93,13 @@ def theirs(world: Mesh, copy: Copy, address: str, bucket: bool) -> Iterator[None
         store_addr="127.0.0.1",
         store_port=store.port,
         lighthouse_addr=address,
-        replica_id=f"replica-{world.rank}",
+        replica_id=f"replica-{rank}",
         hostname="127.0.0.1",
         init_sync=False,  # the weights are equal
     )
-    outer = torch.optim.SGD(copy.model.parameters(), lr=LR, momentum=MOMENTUM, nesterov=True)
+    outer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, nesterov=True)
     try:
-        with DiLoCo(manager, [copy.model], copy.inner, outer, sync_every=H, use_bucketization=bucket):
+        with DiLoCo(manager, [model], inner, outer, sync_every=every, use_bucketization=bucket):
             yield
     finally:
         manager.shutdown(wait=False)
@@ -112,7 +114,7 @@ def worker(world: Mesh, address: str, bucket: bool) -> dict[str, Any]:
     parties = [("ours", mine), ("theirs", other)]
     generator = torch.Generator().manual_seed(world.rank)
     told: dict[str, Any] = {"ours": [], "theirs": [], "inner": []}
-    with theirs(world, other, address, bucket):
+    with under_torchft(other.model, other.inner, address, world.rank, workers=world.size, every=H, bucket=bucket):
         for turn in range(WARM_UP + TURNS):
             data = torch.randint(256, (H, 2, TOKENS), generator=generator)
             for name, copy in parties[:: 1 if turn % 2 else -1]:
