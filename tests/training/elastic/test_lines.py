@@ -17,6 +17,8 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks._machines import Machine, machines, unavailable
+from isles.models import build
+from isles.training.config.reading import read_config
 from tests.training.elastic.processes import Diary, Processes
 from tests.training.elastic.test_runs import events
 
@@ -142,3 +144,63 @@ def test_one_is_lost(
         assert told is not None
         print(f"{how.__name__} direct={direct}: told {told - began:.2f} s, gap {gap:.2f} s, median {usual:.2f} s")
         assert told - began <= longest and gap <= usual + 2.0
+
+
+def slow(rate: float) -> Callable[[subprocess.Popen[bytes], Machine], None]:
+    return lambda _, place: place.limit(rate)
+
+
+def cut_for_a_while(_: subprocess.Popen[bytes], place: Machine) -> None:
+    place.detach()
+    time.sleep(10.0)
+    place.attach()
+
+
+def stopped_for_a_while(worker: subprocess.Popen[bytes], _: Machine) -> None:
+    os.kill(worker.pid, signal.SIGSTOP)
+    time.sleep(10.0)
+    os.kill(worker.pid, signal.SIGCONT)
+
+
+TROUBLES = {f"{rate} Mbit/s": slow(1e6 * rate) for rate in (0.5, 1, 5)}
+TROUBLES |= {"cut": cut_for_a_while, "stopped": stopped_for_a_while}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_one_among_fast_ones(tmp_path: Path, trouble: str, direct: bool) -> None:
+    """On a slow line nobody is taken for lost, and nobody waits longer than for what it exchanges with that one itself.
+    Cut off or stopped, the others wait for it for a lease, once; and afterwards it is with them again.
+    """
+    if reason := unavailable():
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        light, *places = stack.enter_context(machines(5))
+        settings = [*ROUND, f"world.elastic.lease={LEASE}", "model.d_model=64"]
+        world = Processes(tmp_path, *settings, founders=4, host=light.address, on=light.enter)
+        stack.callback(world.end)
+        listen = [("--listen", f"{place.address}:29500") if direct else () for place in places]
+        workers = [world.join(*more, on=place.enter) for more, place in zip(listen, places, strict=True)]
+        world.until(lambda: (world.out / "metrics.jsonl").exists())
+        diary = Diary(world.out)
+        stack.callback(diary.close)
+        world.until(lambda: len(diary.rounds) == 4 and min(map(len, diary.rounds.values())) > 20)
+        began = time.monotonic()
+        TROUBLES[trouble](workers[3], places[3])
+        world.until(lambda: time.monotonic() > began + 25.0)
+        usual = statistics.median(diary.gaps(list(diary.rounds), 0.0, began))
+        gone = {event["seat"] for at, event in diary.events if at >= began and event["event"] == "gone"}
+        if trouble in ("cut", "stopped"):
+            (seat,) = gone
+            assert diary.when("back", seat, began) is not None, world.logs()
+            exchange = 0.0
+        else:
+            assert not gone, world.logs()
+            seat = min(diary.rounds, key=lambda one: len([at for at in diary.rounds[one] if at >= began]))
+            model = build(read_config(str(tmp_path / "config.toml"), {}, []).model, seed=0)
+            exchange = 2 * 4 * sum(own.numel() for own in model.parameters()) * 8 / (1e6 * float(trouble.split()[0]))
+        others = [other for other in diary.rounds if other != seat]
+        gaps = sorted(diary.gaps(others, began - 1.0, time.monotonic()))
+        print(f"{trouble} direct={direct}: gone {gone}, usual {usual:.2f} s, own {exchange:.2f} s, gaps {gaps[-6:]}")
+        assert gaps[-1] <= usual + max(LEASE, 1.5 * exchange) + 1.0
