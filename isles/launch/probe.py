@@ -22,11 +22,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
-from isles.comm.sockets.frames import STRANGERS
+from isles.comm.sockets.frames import STRANGERS, heard
 from isles.comm.sockets.listener import Listener, Throttle
 from isles.comm.sockets.lost import LinkLost
 from isles.fields import Nonnegative, OneLine, Port, Unfit, table, value_of
-from isles.launch.link import Link, connect, heard
+from isles.launch.link import Link, connect
 from isles.launch.reachable import PATIENCE, EchoServer, echo_failure, port_range
 from isles.version import __version__
 

@@ -15,11 +15,11 @@ import secrets
 from pathlib import Path
 
 from isles.comm.sockets.addresses import listen
-from isles.comm.sockets.frames import packed
+from isles.comm.sockets.frames import heard, packed
 from isles.comm.sockets.listener import Listener
 from isles.comm.sockets.lost import LinkLost, close
 from isles.fields import OneLine, table, value_of
-from isles.launch.link import connect, heard
+from isles.launch.link import connect
 
 PATIENCE = 5.0  # seconds for an echo
 _LONGEST = 256  # bytes of a question

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from isles.comm.errors import from_plain
 from isles.comm.sockets.addresses import listen
-from isles.comm.sockets.frames import HEAD, STRANGERS, BadFrame, length_of, message_of, packed
+from isles.comm.sockets.frames import HEAD, STRANGERS, BadFrame, head_of, message_of, packed
 from isles.comm.sockets.lost import LinkLost
 from isles.errors import printable
 from isles.launch import probe
@@ -67,10 +67,11 @@ def test_depth_is_measured_before_it_is_parsed(opening: bytes) -> None:
 
 
 def test_length_is_looked_at_before_it_is_read() -> None:
-    assert length_of(HEAD.pack(b"isle", STRANGERS), STRANGERS) == STRANGERS
-    for head in (HEAD.pack(b"isle", STRANGERS + 1), HEAD.pack(b"elsi", 1)):
+    assert head_of(HEAD.pack(b"isle", STRANGERS), STRANGERS) == (STRANGERS, False, False)
+    assert head_of(HEAD.pack(b"isle", 1 << 31 | 1 << 30 | 5), STRANGERS) == (5, True, True)
+    for head in (HEAD.pack(b"isle", STRANGERS + 1), HEAD.pack(b"elsi", 1), HEAD.pack(b"isle", 1 << 30)):
         with pytest.raises(BadFrame):
-            length_of(head, STRANGERS)
+            head_of(head, STRANGERS)
 
 
 @FEW

@@ -30,11 +30,12 @@ from isles.comm.credentials import Credentials
 from isles.comm.elastic.guards.refusals import Refusals
 from isles.comm.elastic.keys import TIES
 from isles.comm.elastic.net.hub import Hub, Peer
-from isles.comm.elastic.net.lanes import MAX_MESSAGE, PIECE, Frame, FrameKind
 from isles.comm.elastic.net.uplink import Uplink
+from isles.comm.elastic.net.words import MAX_MESSAGE, Frame, FrameKind
 from isles.comm.elastic.p2p.stream import TICKET
 from isles.comm.sockets import loop
 from isles.comm.sockets.addresses import listening_at, parse_address
+from isles.comm.sockets.connection import PIECE
 from isles.comm.sockets.lost import LinkLost
 
 _LOG = logging.getLogger(__name__)

@@ -21,9 +21,12 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from isles.comm import credentials
+from isles.comm.credentials import Credentials
 from isles.comm.sockets import loop
 from isles.comm.sockets.frames import STRANGERS
 from isles.comm.sockets.lost import LinkLost, plain, reason
+from isles.comm.sockets.proof import prove_as_host
 
 MOST = 64
 _AGAIN = 0.05  # seconds until the next try, where the system accepts nothing for a moment
@@ -39,8 +42,9 @@ that connection alone: LinkLost with words for a person, or whatever a connectio
 class Listener:
     """Has every connection to `listening` heard, from the making of this until the end of its context.
 
-    refused: told, in the loop's thread, of each connection that came to nothing: its address and why. raw: looks at
-    each connection before TLS; True where it keeps it, which `hear` then does not see.
+    mine: of a run; `hear` then sees those alone who have proved, in TLS, that they know its token. refused: told, in the
+    loop's thread, of each connection that came to nothing: its address and why. raw: looks at each connection first;
+    True where it keeps it, which `hear` then does not see.
     """
 
     def __init__(
@@ -49,13 +53,14 @@ class Listener:
         hear: Hear,
         *,
         seconds: float,
-        tls: ssl.SSLContext | None = None,
+        mine: Credentials | None = None,
         most: int = MOST,
         refused: Callable[[str, str], None] = lambda address, why: None,
         raw: Callable[[socket.socket], Awaitable[bool]] | None = None,
     ) -> None:
         self._listening, self._hear, self._refused = listening, hear, refused
-        self._seconds, self._tls, self._most, self._raw = seconds, tls, most, raw
+        self._seconds, self._mine, self._most, self._raw = seconds, mine, most, raw
+        self._tls = None if mine is None else credentials.server_context(mine)
         self._heard: dict[asyncio.Task[None], str] = {}  # in the order in which they came
         self._gone = 0
         listening.setblocking(False)
@@ -112,6 +117,8 @@ class Listener:
                 if self._raw is not None and await self._raw(connection):
                     return
                 reader, writer = await opened(connection, self._tls)
+                if self._mine is not None:
+                    await prove_as_host(reader, writer, self._mine.token)
                 await self._hear(reader, writer)
         except asyncio.CancelledError:
             writer.transport.abort() if writer is not None else connection.close()

@@ -18,11 +18,14 @@ import asyncio
 import contextlib
 import datetime
 import hmac
+import socket
 from collections.abc import Callable, Generator
 
 from isles.comm import credentials
 from isles.comm.credentials import Token
-from isles.comm.sockets.lost import LinkLost
+from isles.comm.sockets.addresses import written
+from isles.comm.sockets.frames import STRANGERS
+from isles.comm.sockets.lost import LinkLost, ends
 
 _SIZE = 32  # bytes of a challenge, and of a proof
 _GOOD, _OTHER, _EXPIRED = b"y", b"o", b"e"
@@ -93,10 +96,36 @@ async def prove_as_host(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
     await _drive(host_steps(token), reader, writer)
 
 
-async def prove_as_node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: Token, where: str) -> None:
-    """`node_steps` in the loop's thread."""
-    certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    await _drive(node_steps(token, certificate, where), reader, writer)
+async def dial(
+    host: str, port: int, seconds: float, token: Token | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection within `seconds`, in the loop's thread; with `token`: in TLS, to the machine that made it, once both
+    have proved that they know it. TokenRefused, or what `lost.reason` has words for.
+    """
+    own = asyncio.get_running_loop()
+    async with asyncio.timeout(seconds):
+        places = await own.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for left, (family, kind, _, _, address) in zip(range(len(places))[::-1], places, strict=True):
+            connection = socket.socket(family, kind)
+            connection.setblocking(False)
+            try:
+                await own.sock_connect(connection, address)
+                break
+            except BaseException as error:
+                connection.close()
+                if not left or not isinstance(error, OSError):
+                    raise
+        if token is None:
+            return await asyncio.open_connection(sock=connection, limit=STRANGERS)
+        tls = credentials.unverified_context()  # `node_steps` compares the certificate
+        reader, writer = await asyncio.open_connection(sock=connection, ssl=tls, server_hostname=credentials.NAME)
+        try:
+            certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+            await _drive(node_steps(token, certificate, written(ends(writer)[1], port)), reader, writer)
+        except BaseException:
+            writer.transport.abort()
+            raise
+        return reader, writer
 
 
 async def _drive(steps: ProofSteps, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -18,10 +18,10 @@ from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.keys import ASKED, HELLO, TIES, TOLD, gift_at, sealed, signature
 from isles.comm.elastic.messages import Entry, Find, Found, Hello, decode, encode
-from isles.comm.elastic.net.lanes import _PIECE as PIECE
-from isles.comm.elastic.net.lanes import Frame, FrameKind, packed
+from isles.comm.elastic.net.words import Frame, FrameKind, packed
 from isles.comm.elastic.p2p.stream import Head, PairHello, Stream, as_dialler
 from isles.comm.elastic.session import Session, open_session
+from isles.comm.sockets.frames import HEAD, MARK, URGENT
 from isles.comm.tags import Tag
 from tests.comm.elastic.sessions import free_port
 from tests.strangers.callers import call, prove, read, say
@@ -171,9 +171,10 @@ class Attacker:
                 talk: socket.socket = credentials.unverified_context().wrap_socket(line) if tls else line
                 talk.settimeout(2.0)
                 if secret == "":
-                    say(talk, PIECE.pack(3, 19) + packed(Frame(FrameKind.WATCH, 1)))
-                    return read(talk, 64)[:1] == b"\3"
-                return prove(talk, token, speaker) and read(talk, 1) == b"\3"
+                    word = packed(Frame(FrameKind.WATCH, 1))
+                    say(talk, HEAD.pack(MARK, URGENT | len(word)) + word)
+                    return read(talk, 64)[:4] == MARK
+                return prove(talk, token, speaker) and read(talk, 4) == MARK
         except (ssl.SSLError, ConnectionError, TimeoutError):
             return False
 

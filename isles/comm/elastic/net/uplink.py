@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from isles.comm import credentials
 from isles.comm.credentials import Credentials
-from isles.comm.elastic.net.lanes import Frame, FrameKind, LaneConnection
+from isles.comm.elastic.net.words import LONGEST, Frame, FrameKind, frame_of, packed
+from isles.comm.sockets.connection import Connection
 from isles.comm.sockets.lost import SILENCE, LinkLost, reason
-from isles.comm.sockets.proof import TokenRefused, prove_as_node
+from isles.comm.sockets.proof import TokenRefused, dial
 
 _WAITING = 64 << 20  # bytes of its own words that wait to be sent
 _AGAIN, _SELDOM = 0.1, 1.0  # seconds until the next try: twice as many each time
@@ -38,7 +38,7 @@ class Uplink:
         self._mine, self.where, self._heard, self._lost = mine, (host, port), heard, lost
         self.name, self.is_local = "", False
         self._declared: list[Frame] = []
-        self._lanes: LaneConnection | None = None
+        self._line: Connection | None = None
         self._welcomed = asyncio.Event()
         self._why = "nobody answers"
         self._task: asyncio.Task[None] | None = None
@@ -57,19 +57,19 @@ class Uplink:
         """Say it, or keep it until it can be said where it declares something."""
         if frame.kind in _DECLARES:
             self._declared.append(frame)
-        if self._lanes is None:
+        if self._line is None:
             sent, answer = False, Frame(FrameKind.NOBODY, frame.number)
         else:
-            sent = self._lanes.send(frame, urgent=urgent)
+            sent = self._line.send(packed(frame), urgent=urgent)
             answer = Frame(FrameKind.REFUSAL, frame.number, payload=b"later")
         if frame.kind == FrameKind.ASK and not sent:
             self._heard(answer, True)
 
     async def end(self) -> None:
         """Be gone, once what was said has left."""
-        lanes, task = self._lanes, self._task
-        if lanes is not None:
-            await lanes.close()
+        line, task = self._line, self._task
+        if line is not None:
+            await line.close()
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -78,41 +78,31 @@ class Uplink:
         pause = _AGAIN
         while True:
             try:
-                async with asyncio.timeout(SILENCE):
-                    lanes = await self._connect(lease)
+                streams = await dial(*self.where, SILENCE, self._mine.token)
                 pause = _AGAIN
-                await self._attend(lanes)
+                await self._attend(Connection(*streams, lease, longest=LONGEST, most=_WAITING))
             except BROKEN as error:
                 self._why = str(error) if isinstance(error, TokenRefused | LinkLost) else reason(error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _SELDOM)
 
-    async def _connect(self, lease: float) -> LaneConnection:
-        tls = credentials.unverified_context()  # `prove_as_node` compares the certificate
-        reader, writer = await asyncio.open_connection(*self.where, ssl=tls, server_hostname=credentials.NAME)
-        try:
-            await prove_as_node(reader, writer, self._mine.token, self.where[0])
-        except BaseException:
-            writer.transport.abort()
-            raise
-        return LaneConnection(reader, writer, lease, _WAITING)
-
-    async def _attend(self, lanes: LaneConnection) -> None:
-        def heard(frame: Frame, urgent: bool) -> None:
+    async def _attend(self, line: Connection) -> None:
+        def heard(word: bytes, urgent: bool) -> None:
+            frame = frame_of(word)
             if frame.kind != FrameKind.WELCOME:
                 self._heard(frame, urgent)
                 return
-            self.name, self.is_local = frame.key, lanes.here == lanes.there
-            lanes.expects(frame.milliseconds / 1000)
+            self.name, self.is_local = frame.key, line.here == line.there
+            line.silence.seconds = frame.milliseconds / 1000
             for one in self._declared:
-                lanes.send(one, urgent=True)
-            self._lanes = lanes
+                line.send(packed(one), urgent=True)
+            self._line = line
             self._welcomed.set()
 
         try:
-            await lanes.run(heard)
+            await line.run(heard)
         finally:
-            lanes.abort()
-            if self._lanes is not None:
-                self._lanes = None
+            line.abort()
+            if self._line is not None:
+                self._line = None
                 self._lost()
