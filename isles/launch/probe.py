@@ -5,8 +5,9 @@ caller (--peer, --links probe:)                          host (--listen)
 {"doctor": version, "port": echo port}         ------>
                                                <------   {"doctor": version, "port": echo port, "ports": range}
 asks for an echo, sends {"reached": reason}    <----->   asks for an echo, sends {"reached": reason}
-pings                                          <----->   answers
-bursts, then absorbs                           <----->   absorbs, then bursts
+{"fill": text} some times, {"want": times}     ------>
+                                               <------   {"fill": text} so many times, {"want": 0}
+... until both rates are known; {"round_trip": seconds, "out": bytes/s, "back": bytes/s}   ------>
 """
 
 from __future__ import annotations
@@ -15,26 +16,27 @@ import asyncio
 import contextlib
 import queue
 import socket
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from isles.comm.sockets.frames import STRANGERS, heard
 from isles.comm.sockets.listener import Listener, Throttle
 from isles.comm.sockets.lost import LinkLost
-from isles.fields import Nonnegative, OneLine, Port, Unfit, table, value_of
+from isles.comm.sockets.rates import LineRates, line_rates
+from isles.comm.sockets.reachable import PATIENCE, EchoServer, echo_failure, port_range
+from isles.fields import Int, Nonnegative, OneLine, Port, Unfit, table, value_of
 from isles.launch.link import Link, connect
-from isles.launch.reachable import PATIENCE, EchoServer, echo_failure, port_range
 from isles.version import __version__
 
-_PINGS = 20
 _CHUNK = "x" * (1 << 15)  # 32 kB: a message of a stranger's may be twice as long
-_ENOUGH = 0.4  # seconds that a burst must take to be a measurement
 _LARGEST = 1 << 11  # chunks of a burst
-_ANSWER = 60.0  # seconds: a burst of one chunk at 10 kbit/s
+_Chunks = Annotated[Int, Field(ge=0, le=_LARGEST)]
+_ANSWER = 60.0  # seconds: a burst of two chunks at 10 kbit/s
 _LASTING = 300.0  # seconds that all checks with one caller may take
 _CALLERS = 4  # at a time
 _GLANCE = 0.05  # seconds between looks at who is done
@@ -143,18 +145,15 @@ def probe(link: Link, hello: Any = None) -> Findings:
         version, port_out, ports = _said(hello)
         if not calls:
             link.send(mine)
-        out = echo_failure(link.there, port_out, PATIENCE)
+        out = echo_failure(link.there, port_out)
         link.send({"reached": out})
         back = _checked(OneLine, link.receive(2 * PATIENCE), "reached")
     if calls:
-        round_trip, rate_out = _ping(link), _burst(link, ends_at)
-        link.send({"round_trip": round_trip, "rate": rate_out})
-        rate_back = _checked(Nonnegative, _absorb(link, ends_at), "rate")
+        rates = line_rates(lambda out, back: _exchange(link, out, back, ends_at), _LARGEST * len(_CHUNK))
+        link.send(rates._asdict())
     else:
-        told = _absorb(link, ends_at)
-        round_trip, rate_back = (_checked(Nonnegative, told, key) for key in ("round_trip", "rate"))
-        rate_out = _burst(link, ends_at)
-        link.send({"rate": rate_out})
+        told = _answer(link, ends_at)
+        rates = LineRates(*(_checked(Nonnegative, told, key) for key in ("back", "out", "round_trip")))
     return Findings(
         here=link.here,
         there=link.there,
@@ -164,9 +163,9 @@ def probe(link: Link, hello: Any = None) -> Findings:
         ports_there=ports,
         out=out,
         back=back,
-        round_trip=round_trip,
-        rate_out=rate_out,
-        rate_back=rate_back,
+        round_trip=rates.round_trip,
+        rate_out=8 * rates.out,
+        rate_back=8 * rates.back,
     )
 
 
@@ -175,41 +174,28 @@ def _said(hello: Any) -> tuple[str, int, str]:
     return _checked(OneLine, hello, "doctor"), _checked(Port, hello, "port"), _checked(OneLine, hello, "ports")
 
 
-def _ping(link: Link) -> float:
-    """Median seconds there and back."""
-    times = []
-    for ping in range(_PINGS):
-        start = time.perf_counter()
-        link.send({"ping": ping})
-        link.receive(PATIENCE)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def _exchange(link: Link, out: int, back: int, ends_at: float) -> None:
+    """Say so many bytes, and wait until as many as `back` have come."""
+    _say(link, out // len(_CHUNK), back // len(_CHUNK))
+    while link.receive(_ANSWER) != {"want": 0}:
+        if time.monotonic() > ends_at:
+            raise LinkLost(f"it is not done after {_LASTING:g} s")
 
 
-def _burst(link: Link, ends_at: float) -> float:
-    """Bits per second: bursts that double until one takes long enough to tell."""
-    chunks = 1
-    while time.monotonic() < ends_at:
-        start = time.perf_counter()
-        for _ in range(chunks):
-            link.send({"fill": _CHUNK})
-        link.send({"ping": chunks})
-        link.receive(_ANSWER)
-        seconds = time.perf_counter() - start
-        if seconds >= _ENOUGH or chunks >= _LARGEST:
-            return 8 * len(_CHUNK) * chunks / seconds
-        chunks *= 2
-    raise LinkLost(f"it is not done after {_LASTING:g} s")
+def _say(link: Link, chunks: int, want: int) -> None:
+    for _ in range(chunks):
+        link.send({"fill": _CHUNK})
+    link.send({"want": want})
 
 
-def _absorb(link: Link, ends_at: float) -> Any:
-    """Answer pings and swallow bursts until something else comes, which is returned."""
+def _answer(link: Link, ends_at: float) -> Any:
+    """Say as much as is wanted, until something else comes, which is returned."""
     while time.monotonic() < ends_at:
         message = link.receive(_ANSWER)
-        if not isinstance(message, dict) or not message.keys() & {"ping", "fill"}:
+        if not isinstance(message, dict) or not message.keys() & {"want", "fill"}:
             return message
-        if "ping" in message:
-            link.send({"ping": message["ping"]})
+        if "want" in message:
+            _say(link, _checked(_Chunks, message, "want"), 0)
     raise LinkLost(f"it is not done after {_LASTING:g} s")
 
 

@@ -26,11 +26,11 @@ from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import RendezvousFailed, from_plain
 from isles.comm.sockets.addresses import listen, own_address, parse_address
 from isles.comm.sockets.lost import SILENCE, LinkLost
+from isles.comm.sockets.reachable import PATIENCE, EchoServer, echo_failure, port_range
 from isles.fields import OneLine, Port, Unfit, integer, read, table
 from isles.launch.admission import Admission
 from isles.launch.link import Link, connect
 from isles.launch.nodes import NodeGroup, NodeSpec
-from isles.launch.reachable import PATIENCE, EchoServer, echo_failure, port_range
 from isles.version import __version__
 
 _AGAIN = 1.0  # seconds between attempts to reach node 0

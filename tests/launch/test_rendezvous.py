@@ -31,11 +31,11 @@ from isles.comm.sockets.addresses import listen, parse_address
 from isles.comm.sockets.frames import ALIVE, packed
 from isles.comm.sockets.listener import opened
 from isles.comm.sockets.lost import LinkLost
-from isles.launch import admission, link, rendezvous
+from isles.comm.sockets.reachable import EchoServer, echo_failure
+from isles.launch import admission, rendezvous
 from isles.launch import workers as local
 from isles.launch.link import Link, connect
 from isles.launch.nodes import NodeGroup, NodeSpec, split
-from isles.launch.reachable import EchoServer, echo_failure
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Links
@@ -111,7 +111,7 @@ def test_what_came_before_the_end_is_heard_first() -> None:
 
 
 def test_silence_is_loss_and_a_sign_of_life_is_none(ends: tuple[Link, Link]) -> None:
-    here, there = ends
+    _, there = ends
     for end in ends:
         end.patience(1.5)
     with pytest.raises(LinkLost, match=r"no answer within 3 s"):  # alive, but says nothing
@@ -177,6 +177,13 @@ def test_an_echo_server_answers_until_it_is_closed() -> None:
     with EchoServer("127.0.0.1") as echo:
         assert echo_failure("127.0.0.1", echo.port) == ""
     assert echo_failure("127.0.0.1", echo.port) == "connection refused"
+    with EchoServer("127.0.0.1", name="one") as echo:
+        assert echo_failure("127.0.0.1", echo.port, "one") == ""
+        assert echo_failure("127.0.0.1", echo.port, "other") == "something else answers there"
+    with listen(0, "127.0.0.1") as silent:
+        assert echo_failure("127.0.0.1", silent.getsockname()[1], seconds=0.3) == "no answer within 0.3 s"
+    assert echo_failure("no.such.host.invalid", 1) == "no such host name"
+    assert echo_failure("\0", 1) == "it is no address"
     assert interface_of("127.0.0.1") in ("lo", None) and interface_of("192.0.2.1") is None
 
 
@@ -392,7 +399,7 @@ def test_nobody_comes(gathering: Callable[..., Meeting]) -> None:
 def test_a_rendezvous_that_cannot_be(gathering: Callable[..., Meeting]) -> None:
     """A port in use, an address of another machine, an unknown name: a user's mistakes, told at once."""
     group = gathering(2)
-    with listen(group.port, "127.0.0.1"), pytest.raises(ValueError, match=f"port {group.port} cannot be listened on"):
+    with listen(group.port, "127.0.0.1"), pytest.raises(ValueError, match=f":{group.port}: the port is taken"):
         group.come(0).result(5.0)
     for host, words in (("192.0.2.1", "is no address of this machine"), ("no.such.host.invalid", "no such host name")):
         for node in (0, 1) if "name" in words else (0,):

@@ -5,6 +5,7 @@ name -> route -> TLS -> token -> session -> version -> clock -> both rates -> wh
 
 from __future__ import annotations
 
+import secrets
 import socket
 import ssl
 import tempfile
@@ -18,11 +19,10 @@ from isles.comm import credentials
 from isles.comm.credentials import Token
 from isles.comm.elastic.keys import ABOUT, PIECE, REACH
 from isles.comm.elastic.links.echo import ask, echo_line
-from isles.comm.elastic.messages import About, Listening, Reached, decode, encode
-from isles.comm.elastic.p2p.pairs import PairListener
-from isles.comm.elastic.p2p.stream import as_host
+from isles.comm.elastic.messages import About, Listening, Reached, Refusal, decode, encode
 from isles.comm.elastic.session import Session, open_session
 from isles.comm.sockets.addresses import written
+from isles.comm.sockets.reachable import EchoServer
 from isles.version import __version__
 
 _PATIENCE = 5.0  # seconds for a connection
@@ -57,7 +57,7 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
         yield from _run(about)
         if about.version == __version__:
             yield _rates(session)
-            yield _direct(session, token, listen, announced, folder)
+            yield _direct(session, listen, announced)
 
 
 def _to_the_lighthouse(host: str, port: int, token: Token, folder: Path) -> Iterator[Check]:
@@ -112,25 +112,20 @@ def _rates(session: Session) -> Check:
     line = echo_line(session)
     if line is None:
         return Check("rate", False, "the lighthouse stopped answering while the line was measured: try again")
-    up, down = (f"{8 * rate / 1e6:,.{0 if rate > 1e7 else 2}f} Mbit/s" for rate in (line.up, line.down))
+    up, down = (f"{8 * rate / 1e6:,.{0 if rate > 1e7 else 2}f} Mbit/s" for rate in (line.out, line.back))
     return Check("rate", True, f"{up} to the lighthouse, {down} from it ({format_bytes(PIECE)} at a time)")
 
 
-def _direct(session: Session, token: Token, listen: tuple[str, int] | None, announced: str, folder: Path) -> Check:
+def _direct(session: Session, listen: tuple[str, int] | None, announced: str) -> Check:
     if listen is None:
         return Check("direct", True, "not asked for: all goes over the lighthouse (--listen PORT tries the other way)")
+    name = secrets.token_hex(16)
     try:
-        mine = credentials.own(token.secret, folder / "own")
-        listener = PairListener(*listen, lambda connection: as_host(connection, mine, lambda hello: mine.token))
+        with EchoServer(*listen, name) as echo:
+            said = encode(Listening(announced, echo.port, session.name(), name))
+            answer = decode(ask(session, REACH, said, _TRIED) or encode(Refusal("")))
     except ValueError as error:
         return Check("direct", False, str(error))
-    try:
-        said = Listening(announced, listener.port, session.name(), mine.token.fingerprint)
-        answer = decode(ask(session, REACH, encode(said), _TRIED) or b"")
-    except ValueError:
-        answer = None
-    finally:
-        listener.close()
     if isinstance(answer, Reached) and not answer.refusal:
         return Check("direct", True, f"yes: others reach this machine at {written(answer.host, answer.port)}")
     where = f" ({answer.host}, port {answer.port}: {answer.refusal})" if isinstance(answer, Reached) else ""

@@ -34,7 +34,8 @@ from isles.comm.elastic.net.uplink import Uplink
 from isles.comm.elastic.net.words import MAX_MESSAGE, Frame, FrameKind
 from isles.comm.elastic.p2p.stream import TICKET
 from isles.comm.sockets import loop
-from isles.comm.sockets.addresses import listening_at, parse_address
+from isles.comm.sockets.addresses import listen as listening_at
+from isles.comm.sockets.addresses import parse_address
 from isles.comm.sockets.connection import PIECE
 from isles.comm.sockets.lost import LinkLost
 
@@ -375,10 +376,10 @@ def open_session(
     """
     session = Session(Refusals() if refused is None else refused)
     if mode == "router":
-        place = listen or ""
         if credentials.key is None:
             raise ValueError("to listen for others this machine needs the run's key: join first")
-        session.listen(credentials, listening_at(place), lease)
+        place, _, number = (listen or "").rpartition(":")
+        session.listen(credentials, listening_at(int(number), place.strip("[]")), lease)
         return session
     host, port = parse_address(connect or "", "--connect")
     try:

@@ -2,8 +2,8 @@
 
     frame = b"isle" + length (4 bytes, big-endian) + that many bytes of a message; length 0 says only "I am here"
 
-The two highest bits of the length are flags: `URGENT`, and `MORE` where the message goes on in a later frame. No pickle:
-what comes is plain data, and anything else is `BadFrame`.
+The two highest bits of the length are flags: `URGENT`, and `MORE` where the message goes on in a later frame. No
+pickle: what comes is plain data, and anything else is `BadFrame`.
 """
 
 from __future__ import annotations

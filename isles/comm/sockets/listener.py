@@ -20,6 +20,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Self
 
 from isles.comm import credentials
 from isles.comm.credentials import Credentials
@@ -42,9 +43,9 @@ that connection alone: LinkLost with words for a person, or whatever a connectio
 class Listener:
     """Has every connection to `listening` heard, from the making of this until the end of its context.
 
-    mine: of a run; `hear` then sees those alone who have proved, in TLS, that they know its token. refused: told, in the
-    loop's thread, of each connection that came to nothing: its address and why. raw: looks at each connection first;
-    True where it keeps it, which `hear` then does not see.
+    mine: of a run; `hear` then sees those alone who have proved, in TLS, that they know its token. refused: told, in
+    the loop's thread, of each connection that came to nothing: its address and why. raw: looks at each connection
+    first; True where it keeps it, which `hear` then does not see.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Listener:
 
         self._accepting = loop.run(begin())
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -41,7 +41,8 @@ def _started() -> asyncio.AbstractEventLoop:
     global _loop
     with _starting:
         if _loop is None:
-            asyncio.sslproto.SSLProtocol.max_size = _READ
+            with contextlib.suppress(AttributeError):  # private, as no public name is in Python 3.10 to 3.14
+                asyncio.sslproto.SSLProtocol.max_size = _READ
             _loop = asyncio.new_event_loop()
             thread = threading.Thread(target=_loop.run_forever, name="isles-links", daemon=True)
             thread.start()
