@@ -19,7 +19,7 @@ from typing import Any
 from isles.comm.credentials import Token
 from isles.comm.sockets import loop
 from isles.comm.sockets.connection import Connection
-from isles.comm.sockets.frames import HEAD, LONGEST, STRANGERS, message_of, packed
+from isles.comm.sockets.frames import HEAD, LONGEST, message_of, packed
 from isles.comm.sockets.lost import SILENCE, LinkLost, reason
 from isles.comm.sockets.proof import dial
 from isles.comm.sockets.silence import Silence
@@ -32,12 +32,10 @@ _FLUSH = 2.0  # seconds for what was sent to leave when a link is closed
 class Link:
     """One end of a connection, kept alive. Messages are anything that JSON holds; all methods but `send` are for one
     thread.
-
-    longest: bytes of a message that comes.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, longest: int = LONGEST) -> None:
-        self._connection = Connection(reader, writer, SILENCE, longest=longest, most=_HELD, longer=self._again)
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connection = Connection(reader, writer, SILENCE, longest=LONGEST, most=_HELD, longer=self._again)
         self.here, self.there = self._connection.here, self._connection.there
         self._inbox = deque[Any]()
         self._bytes = 0
@@ -112,12 +110,6 @@ class Link:
         self._awake.close()
         self._wakes.close()
 
-    def end(self) -> None:
-        """Break the connection off, from any thread: whoever waits for something on it gets LinkLost."""
-        self._lost = self._lost or LinkLost("it was closed here")
-        loop.call(self._connection.abort)
-        self._wake()
-
     async def _send(self, data: bytes) -> None:
         while self._lost is None and not self._connection.send(data):
             try:
@@ -169,13 +161,13 @@ class Link:
         self._task.cancel()
 
 
-def connect(host: str, port: int, seconds: float, token: Token | None = None) -> Link:
-    """A link to whoever listens there; with `token`: once both have proved that they know it. TokenRefused, or LinkLost
-    with the reason: refused, no answer, no route, unknown name.
+def connect(host: str, port: int, token: Token, seconds: float) -> Link:
+    """A link to node 0 at host:port, once both have proved that they know the token. TokenRefused, or LinkLost with the
+    reason: refused, no answer, no route, unknown name.
     """
 
     async def begin() -> Link:
-        return Link(*await dial(host, port, seconds, token), STRANGERS if token is None else LONGEST)
+        return Link(*await dial(host, port, seconds, token))
 
     try:
         return loop.run(begin())

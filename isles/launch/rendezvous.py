@@ -143,7 +143,7 @@ def _introduce(
 ) -> tuple[Link, EchoServer, int]:
     """One attempt. LinkLost where it may be tried again."""
     name, number = parse_address(node_spec.rendezvous, "--rendezvous")
-    link = connect(name, number, min(PATIENCE, seconds), token)
+    link = connect(name, number, token, min(PATIENCE, seconds))
     with contextlib.ExitStack() as unless_kept:
         unless_kept.callback(link.close)
         echo = unless_kept.enter_context(EchoServer(link.here))

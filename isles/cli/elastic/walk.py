@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import secrets
 import socket
-import ssl
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 from isles.cli.checks import Check
-from isles.comm import credentials
 from isles.comm.credentials import Token
 from isles.comm.elastic.keys import ABOUT, PIECE, REACH
 from isles.comm.elastic.links.echo import ask, echo_line
 from isles.comm.elastic.messages import About, Listening, Reached, Refusal, decode, encode
 from isles.comm.elastic.session import Session, open_session
 from isles.comm.sockets.addresses import written
+from isles.comm.sockets.lost import LinkLost
+from isles.comm.sockets.proof import SecretRefused, TokenRefused
 from isles.comm.sockets.reachable import EchoServer
 from isles.version import __version__
 
@@ -34,22 +32,31 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
     """The checks until the first that is not good. listen: (host, port) of this machine at which others are to reach
     it; announced: the address that they are told, "" for that under which the lighthouse sees this machine.
     """
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
-        found = _to_the_lighthouse(host, port, token, folder)
-        for check in found:
-            yield check
-            if not check.good:
-                return
-        try:
-            mine = credentials.read(folder / "credentials")
-            session = open_session("client", mine, connect=written(host, port), patience=_PATIENCE)
-        except OSError:
-            why = "the lighthouse does not take this token's secret; copy the whole token once more"
-            yield Check("session", False, f"{why}, or it is busy with strangers: try again in a minute")
+    for check in _route(host, port):
+        yield check
+        if not check.good:
             return
-        stack.callback(session.close)
-        yield Check("session", True, "the lighthouse lets this machine in")
+    with ExitStack() as stack:
+        why: Exception | None = None
+        try:
+            session = open_session(token, written(host, port), _PATIENCE)
+            stack.callback(session.close)
+        except (TokenRefused, LinkLost) as error:
+            why = error.__cause__ if isinstance(error.__cause__, SecretRefused) else error
+        if isinstance(why, LinkLost):
+            yield Check("tls", False, f"whoever answers at {written(host, port)} is no lighthouse: look at the port")
+            return
+        yield Check("tls", True, "1.3, with a certificate")
+        is_known = why is None or isinstance(why, SecretRefused)
+        yield Check("token", is_known, "the certificate is that of this token" if is_known else str(why))
+        if is_known:
+            says = "the lighthouse lets this machine in"
+            if why is not None:
+                says = "the lighthouse does not take this token's secret; copy the whole token once more"
+                says += ", or it is busy with strangers: try again in a minute"
+            yield Check("session", why is None, says)
+        if why is not None:
+            return
         about = decode(ask(session, ABOUT, b"") or b"")
         if not isinstance(about, About):
             yield Check("version", False, f"the lighthouse does not say: install isles {__version__} there too")
@@ -60,8 +67,7 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
             yield _direct(session, listen, announced)
 
 
-def _to_the_lighthouse(host: str, port: int, token: Token, folder: Path) -> Iterator[Check]:
-    """The checks up to the certificate, which tell nobody the run's secret."""
+def _route(host: str, port: int) -> Iterator[Check]:
     try:
         places = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
     except OSError as error:
@@ -81,17 +87,6 @@ def _to_the_lighthouse(host: str, port: int, token: Token, folder: Path) -> Iter
         yield Check("route", False, f"nobody listens at {written(host, port)} ({error.strerror}): {mend}")
         return
     yield Check("route", True, f"{written(host, port)} answers within {1000 * (time.monotonic() - began):.0f} ms")
-    try:
-        credentials.fetch(host, port, token, folder / "credentials", seconds=_PATIENCE)
-    except ValueError as error:
-        yield Check("tls", True, "whoever answers speaks it")
-        yield Check("token", False, str(error))
-        return
-    except (ssl.SSLError, OSError):
-        yield Check("tls", False, f"whoever answers at {written(host, port)} is no lighthouse: look at the port")
-        return
-    yield Check("tls", True, "1.3, with a certificate")
-    yield Check("token", True, "the certificate is that of this token")
 
 
 def _run(about: About) -> Iterator[Check]:

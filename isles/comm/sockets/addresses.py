@@ -24,14 +24,14 @@ def listen(port: int, host: str) -> socket.socket:
         raise ValueError(f"{place}: cannot be listened at ({error.strerror}); choose another one") from None
 
 
-def refuse_unknown(host: str) -> None:
-    """ValueError for a name of no machine."""
+def refuse_unknown(host: str, option: str = "") -> None:
+    """ValueError for a name of no machine, begun with `option`."""
     try:
         socket.getaddrinfo(host, 0)
-    except OSError:
-        raise ValueError(
-            f"--host {host} is no name that this machine knows: look at its spelling, or write its address"
-        ) from None
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:
+            mend = "look at its spelling, or write its address"
+            raise ValueError(f"{option}{host} is no name that this machine knows: {mend}") from None
 
 
 def is_own(host: str) -> bool:

@@ -41,6 +41,10 @@ class TokenRefused(ValueError):
     """The other side is not of this token, or does not take it."""
 
 
+class SecretRefused(TokenRefused):
+    """It does not take it, or takes nobody at the moment: it closed the connection."""
+
+
 def host_steps(token: Token) -> ProofSteps:
     """Node 0's side. LinkLost, with words for node 0's user, where the other one does not prove that it knows it."""
     own = credentials.challenge()
@@ -72,7 +76,7 @@ def node_steps(token: Token, certificate: bytes | None, where: str) -> ProofStep
     try:
         given = yield opinion + credentials.proof(token, "node", own, theirs), _SIZE
     except (EOFError, OSError):
-        raise TokenRefused(f"{where} does not take this token; copy the one that node 0 shows") from None
+        raise SecretRefused(f"{where} does not take this token; copy the one that node 0 shows") from None
     if not credentials.proved(given, token, "node 0", theirs, own):
         raise TokenRefused(f"{where} does not know the token of this run")
 

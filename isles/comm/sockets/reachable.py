@@ -14,7 +14,6 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 from isles.comm.sockets import loop
 from isles.comm.sockets.addresses import listen
@@ -54,21 +53,22 @@ class EchoServer(Listener):
 
 def echo_failure(address: str, port: int, name: str = "", seconds: float = PATIENCE) -> str:
     """Empty where the echo server of that name answers at `address`, else why it does not, as in "no answer within
-    5 s".
+    5 s". Not for the loop's thread.
     """
+    return loop.run(unreached(address, port, name, seconds))
+
+
+async def unreached(address: str, port: int, name: str = "", seconds: float = PATIENCE) -> str:
+    """The same in the loop's thread."""
     token = secrets.token_hex(8)
-
-    async def asked() -> Any:
-        reader, writer = await dial(address, port, seconds)
-        try:
-            writer.write(packed({"echo": token}))
-            async with asyncio.timeout(seconds):
-                return await heard(reader, _LONGEST)
-        finally:
-            writer.transport.abort()
-
     try:
-        answer = loop.run(asked())
+        async with asyncio.timeout(seconds):
+            reader, writer = await dial(address, port, seconds)
+            try:
+                writer.write(packed({"echo": token}))
+                answer = await heard(reader, _LONGEST)
+            finally:
+                writer.transport.abort()
     except (OSError, EOFError, BadFrame) as error:
         return reason(error, seconds)
     except ValueError:

@@ -39,8 +39,7 @@ class Attacker:
         self.address, self.token, self.folder, self.victim = address, token, folder, victim
         self.host, self.port = address.rpartition(":")[0], int(address.rpartition(":")[2])
         self.version, self.corpus = version, corpus
-        self.mine = credentials.fetch(self.host, self.port, token, folder / "joined")
-        self.session = open_session("client", self.mine, connect=address)
+        self.session = open_session(token, address)
         self.entry: Any = self.hello()
         assert isinstance(self.entry, Entry)
         self.word: Sign = partial(signature, self.entry.seat, self.entry.key)
@@ -83,7 +82,7 @@ class Attacker:
     @contextmanager
     def overhearing(self, *keys: str) -> Iterator[list[tuple[bytes, bytes]]]:
         """(word, proof) of what is said at those addresses meanwhile, as far as anybody says it to a member."""
-        heard, ear = list[tuple[bytes, bytes]](), open_session("client", self.mine, connect=self.address)
+        heard, ear = list[tuple[bytes, bytes]](), open_session(self.token, self.address)
         try:
             for key in keys:
                 ear.serve(key, lambda query: heard.append((query.payload, query.attachment)))
@@ -181,7 +180,7 @@ class Attacker:
     def overheard(self) -> bytes:
         """What somebody who joins says on the line, encrypted, as one in between sees it."""
         with Overhearing(self.host, self.port) as between:
-            there = open_session("client", self.mine, connect=f"127.0.0.1:{between.port}", patience=5.0)
+            there = open_session(self.token, f"127.0.0.1:{between.port}", patience=5.0)
             there.close()
             return between.heard()
 
@@ -238,4 +237,4 @@ def other_run(folder: Path) -> Credentials:
 
 def session_of(attacker: Attacker) -> Session:
     """Another session of its own."""
-    return open_session("client", attacker.mine, connect=attacker.address)
+    return open_session(attacker.token, attacker.address)

@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import pytest
 
-from isles.comm import credentials
 from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, LIGHTHOUSE, REPORTED, gift_at, signature
 from isles.comm.elastic.lighthouse import JOINS
 from isles.comm.elastic.messages import (
@@ -34,7 +33,9 @@ from isles.comm.elastic.messages import (
     encode,
 )
 from isles.comm.elastic.p2p.stream import CHUNK, KEPT, PIECE, REFUSED, Head
+from isles.comm.elastic.session import open_session
 from isles.comm.sockets.lost import LinkLost
+from isles.comm.sockets.proof import TokenRefused
 from isles.comm.tags import Tag
 from tests.strangers.callers import GARBAGE
 from tests.strangers.elastic.attacker import NEVER, UNASKED, Attacker, other_run
@@ -105,8 +106,8 @@ def no_encryption(one: Attacker) -> None:
 def another_fingerprint(one: Attacker) -> None:
     """A lighthouse of another certificate gets nothing: no secret, no session."""
     other = other_run(one.folder / f"other-{time.monotonic_ns()}")
-    with pytest.raises(ValueError, match="is not the machine of this token"):
-        credentials.fetch(one.host, one.port, other.token, one.folder / "never")
+    with pytest.raises(TokenRefused, match="is not the machine of this token"):
+        open_session(other.token, one.address)
 
 
 @case("engine")
@@ -139,7 +140,7 @@ def a_hello_with_a_number_without_end(one: Attacker) -> None:
     assert one.ask(HELLO, b"1" * 60_000) == NEVER
 
 
-@case("lighthouse", "not a greeting")
+@case("lighthouse", "a message of the unknown kind 'leave'")
 def an_order_for_a_hello(one: Attacker) -> None:
     assert one.ask(HELLO, encode(Leave())) == NEVER
 

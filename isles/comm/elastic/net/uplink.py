@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from isles.comm.credentials import Credentials
+from isles.comm.credentials import Token
 from isles.comm.elastic.net.words import LONGEST, Frame, FrameKind, frame_of, packed
 from isles.comm.sockets.connection import Connection
 from isles.comm.sockets.lost import SILENCE, LinkLost, reason
-from isles.comm.sockets.proof import TokenRefused, dial
+from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
 
 _WAITING = 64 << 20  # bytes of its own words that wait to be sent
 _AGAIN, _SELDOM = 0.1, 1.0  # seconds until the next try: twice as many each time
@@ -21,7 +21,7 @@ BROKEN = (OSError, EOFError, RuntimeError, ValueError)  # what a connection may 
 
 
 class Uplink:
-    """To the hub at host:port, for whoever has `mine`. heard: called with what the hub says. lost: called when the
+    """To the hub at host:port, for whoever has `token`. heard: called with what the hub says. lost: called when the
     connection breaks, and what was asked has no answer.
 
     where: host and port. name: as the hub has said last. is_local: whether the hub is on this machine.
@@ -29,29 +29,34 @@ class Uplink:
 
     def __init__(
         self,
-        mine: Credentials,
+        token: Token,
         host: str,
         port: int,
         heard: Callable[[Frame, bool], bool],
         lost: Callable[[], None],
     ) -> None:
-        self._mine, self.where, self._heard, self._lost = mine, (host, port), heard, lost
+        self._token, self.where, self._heard, self._lost = token, (host, port), heard, lost
         self.name, self.is_local = "", False
         self._declared: list[Frame] = []
         self._line: Connection | None = None
         self._welcomed = asyncio.Event()
-        self._why = "nobody answers"
+        self._why: Exception | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, lease: float, seconds: float) -> None:
-        """Be connected within `seconds`. LinkLost with the last reason."""
-        self._task = asyncio.get_running_loop().create_task(self._keep(lease))
-        try:
-            async with asyncio.timeout(seconds):
-                await self._welcomed.wait()
-        except TimeoutError:
+    async def start(self, seconds: float) -> None:
+        """Be connected within `seconds`. LinkLost with the last reason; TokenRefused where what answers is another
+        machine than the token's.
+        """
+        self._task = asyncio.get_running_loop().create_task(self._keep())
+        welcomed = asyncio.ensure_future(self._welcomed.wait())
+        await asyncio.wait((self._task, welcomed), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        welcomed.cancel()
+        if self._task.done():
+            self._task.result()
+        if not self._welcomed.is_set():
             await self.end()
-            raise LinkLost(self._why) from None
+            why = self._why or TimeoutError()
+            raise LinkLost(str(why) if isinstance(why, TokenRefused | LinkLost) else reason(why, seconds)) from why
 
     def send(self, frame: Frame, urgent: bool) -> None:
         """Say it, or keep it until it can be said where it declares something."""
@@ -74,15 +79,18 @@ class Uplink:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _keep(self, lease: float) -> None:
+    async def _keep(self) -> None:
         pause = _AGAIN
         while True:
             try:
-                streams = await dial(*self.where, SILENCE, self._mine.token)
+                streams = await dial(*self.where, SILENCE, self._token)
                 pause = _AGAIN
-                await self._attend(Connection(*streams, lease, longest=LONGEST, most=_WAITING))
+                await self._attend(Connection(*streams, SILENCE, longest=LONGEST, most=_WAITING))
             except BROKEN as error:
-                self._why = str(error) if isinstance(error, TokenRefused | LinkLost) else reason(error)
+                is_another = isinstance(error, TokenRefused) and not isinstance(error, SecretRefused)
+                if is_another and not self._welcomed.is_set():
+                    raise
+                self._why = error
             await asyncio.sleep(pause)
             pause = min(2 * pause, _SELDOM)
 
