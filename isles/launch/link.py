@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any
 from isles.comm.credentials import Token
 from isles.comm.sockets import loop
 from isles.comm.sockets.connection import Connection
-from isles.comm.sockets.frames import HEAD, LONGEST, message_of, packed
+from isles.comm.sockets.frames import LONGEST, message_of
 from isles.comm.sockets.lost import SILENCE, LinkLost, reason
 from isles.comm.sockets.proof import dial
 from isles.comm.sockets.silence import Silence
@@ -60,7 +61,7 @@ class Link:
 
     def send(self, message: Any) -> None:
         """Send one message. LinkLost where the connection is broken or nobody takes what is sent."""
-        loop.run(self._send(packed(message)[HEAD.size :]))
+        loop.run(self._send(json.dumps(message).encode()))
 
     def ready(self) -> list[Any]:
         """The messages that have come, without waiting. LinkLost where no more will come, once all were taken."""

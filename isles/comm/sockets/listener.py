@@ -119,7 +119,7 @@ class Listener:
                     return
                 reader, writer = await opened(connection, self._tls)
                 if self._mine is not None:
-                    await prove_as_host(reader, writer, self._mine.token)
+                    await prove_as_host(reader.readexactly, writer.write, self._mine.token)
                 await self._hear(reader, writer)
         except asyncio.CancelledError:
             writer.transport.abort() if writer is not None else connection.close()
