@@ -1,7 +1,7 @@
 """A listening socket that strangers may do to what they like.
 
 Each connection is heard by a task of its own in the loop's thread, which has `seconds` from its beginning to its end.
-At most `most` are heard at a time: where there are more, the oldest of the address that has the most is cut off, so
+At most `MOST` are heard at a time: where there are more, the oldest of the address that has the most is cut off, so
 that one machine that opens thousands only cuts off itself.
 
 Streams and their transports refer to each other, and asyncio gives each that speaks TLS a buffer of 256 kB. Python
@@ -32,6 +32,7 @@ from isles.comm.sockets.proof import prove_as_host
 MOST = 64
 _AGAIN = 0.05  # seconds until the next try, where the system accepts nothing for a moment
 _BACKLOG = 128
+_LINES = 20  # about strangers in a minute
 _LITTER = 32  # connections that came to an end until what is left of them is collected
 
 Hear = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -55,12 +56,11 @@ class Listener:
         *,
         seconds: float,
         mine: Credentials | None = None,
-        most: int = MOST,
         refused: Callable[[str, str], None] = lambda address, why: None,
         raw: Callable[[socket.socket], Awaitable[bool]] | None = None,
     ) -> None:
         self._listening, self._hear, self._refused = listening, hear, refused
-        self._seconds, self._mine, self._most, self._raw = seconds, mine, most, raw
+        self._seconds, self._mine, self._raw = seconds, mine, raw
         self._tls = None if mine is None else credentials.server_context(mine)
         self._heard: dict[asyncio.Task[None], str] = {}  # in the order in which they came
         self._gone = 0
@@ -93,7 +93,7 @@ class Listener:
             except OSError:  # it went away again, or this process has no descriptor left for it
                 await asyncio.sleep(_AGAIN)
                 continue
-            if len(self._heard) >= self._most:
+            if len(self._heard) >= MOST:
                 self._make_room()
             task = own.create_task(self._attend(connection, plain(address[0])))
             self._heard[task] = plain(address[0])
@@ -172,8 +172,8 @@ async def opened(
 class Throttle:
     """Lets so many lines about strangers through a minute, and says how many it kept back."""
 
-    def __init__(self, tell: Callable[[str], None], lines: int = 20) -> None:
-        self._tell, self._lines = tell, lines
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self._minute, self._told, self._kept = time.monotonic(), 0, 0
 
     def tell(self, text: str) -> None:
@@ -182,7 +182,7 @@ class Throttle:
             if self._kept:
                 self._tell(f"and {self._kept} more such")
             self._minute, self._told, self._kept = time.monotonic(), 0, 0
-        if self._told < self._lines:
+        if self._told < _LINES:
             self._told += 1
             self._tell(text)
         else:

@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from isles.comm.elastic.net.words import Frame, FrameKind, packed
 from isles.comm.elastic.p2p.stream import Head, PairHello, Stream, as_dialler
 from isles.comm.elastic.session import Session, open_session
 from isles.comm.sockets.frames import HEAD, MARK, URGENT
+from isles.comm.sockets.lost import LinkLost
 from isles.comm.tags import Tag
 from tests.comm.elastic.sessions import free_port
 from tests.strangers.callers import call, prove, read, say
@@ -119,6 +120,21 @@ class Attacker:
             yield stream
         finally:
             stream.close()
+
+    def flooded(self, heads: list[Head], seconds: float) -> tuple[int, list[tuple[int, int]]]:
+        """Pieces for the victim for as long as it takes them, `seconds` at most: how many left whole, and what was said
+        of them.
+        """
+        left, said = 0, list[tuple[int, int]]()
+        with self.paired() as stream:
+            over = threading.Timer(seconds, stream.cut)
+            over.start()
+            with suppress(LinkLost):
+                for head in heads:
+                    said += stream.send(head, bytes(head.size))
+                    left += 1
+            over.cancel()
+        return left, said
 
     def mail(self, *heads: Head, seconds: float = 2.0) -> list[tuple[int, int]]:
         """Pieces for the victim, of zeros; what it says of them within `seconds`."""
