@@ -45,7 +45,7 @@ from isles.comm.elastic.keys import ASKED, SeatKeys
 from isles.comm.elastic.links.whereabouts import Whereabouts
 from isles.comm.elastic.messages import Entry, Find, Listening, decode, encode
 from isles.comm.elastic.p2p.pairs import Pairs
-from isles.comm.elastic.session import open_session
+from isles.comm.elastic.session import open_router, open_session
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.group import Group
@@ -67,7 +67,7 @@ Turn = Callable[[int], None]
 
 def router(folder: str, address: str) -> None:
     """A lighthouse's session, which says where workers are, until its input ends."""
-    session = open_session("router", credentials.read(Path(folder)), listen=address)
+    session = open_router(credentials.read(Path(folder)), address)
     known = Whereabouts(SeatKeys(Path(folder)), session.seen)
 
     def asked(query: Query) -> None:
@@ -87,7 +87,7 @@ def router(folder: str, address: str) -> None:
 def connected(stack: ExitStack, folder: str, address: str, seat: int, size: int, listen: str) -> ElasticTransport:
     """The transport of a worker. listen: its address, "" for relayed."""
     mine = credentials.read(Path(folder))
-    session = open_session("client", mine, connect=address)
+    session = open_session(mine.token, address)
     stack.callback(session.close)
 
     def ask(message: Any, seconds: float = 10.0) -> Any:
@@ -161,7 +161,7 @@ def tls(folder: str, port: str, seat: str, size: str, turns: str) -> None:
                 break
             except ConnectionError:
                 time.sleep(0.05)
-        talk = credentials.client_context(mine).wrap_socket(line, server_hostname=credentials.NAME)
+        talk = credentials.unverified_context().wrap_socket(line, server_hostname=credentials.NAME)
     sent, got = bytes(1 << 20), memoryview(bytearray(1 << 20))
 
     def send() -> None:
@@ -265,7 +265,7 @@ def beating(folder: str, address: str) -> None:
     from isles.comm.elastic.company import Company
     from isles.comm.elastic.messages import Entry
 
-    session = open_session("client", credentials.read(Path(folder)), connect=address)
+    session = open_session(credentials.read(Path(folder)).token, address)
     company = Company(session, Entry(0, "0" * 32))
     transport = ElasticTransport(session, 0, 2)
     company._training = True  # it beats each second

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from benchmarks._measure import Row, report
-from isles.comm import credentials
+from isles.comm.credentials import parse_token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.keys import HELLO
 from isles.comm.elastic.messages import Beat, Entry, Hello, Proposal, decode, encode
@@ -80,39 +80,36 @@ def serve(address: str, token: str, count: int, round_seconds: float) -> None:
     """So many members in this process. Each line of standard input is answered with what was noted; with "leave" one
     goes first.
     """
-    host, port = address.rsplit(":", 1)
     lines: list[Watched] = []
     noted: dict[str, Any] = {"proposed": {}, "told": {}, "beats": []}
-    with tempfile.TemporaryDirectory() as folder:
-        mine = credentials.fetch(host, int(port), credentials.parse_token(token), Path(folder), seconds=20)
 
-        def work() -> None:
-            session = open_session("client", mine, connect=address, lease=20.0, patience=PATIENCE)
-            entry = None
-            while not isinstance(entry, Entry):
-                reply, _ = session.answer(HELLO, encode(Hello(__version__, "0" * 64, session.name())), seconds=30.0)
-                entry = None if reply is None else decode(reply)
-            session.present(f"isles/seat/{entry.seat}")
-            line = Watched(session, entry, noted)
-            lines.append(line)
-            while line.ended is None:
-                if (load := line.load(5.0)) is None:
-                    continue
-                line.loaded(load, 0, {})
-                round = line.first(PATIENCE)
-                while round is not None and not line.is_over:
-                    line.begin(round)
-                    time.sleep(round_seconds)
-                    round += 1
+    def work() -> None:
+        session = open_session(parse_token(token), address, PATIENCE)
+        entry = None
+        while not isinstance(entry, Entry):
+            reply, _ = session.answer(HELLO, encode(Hello(__version__, "0" * 64, session.name())), seconds=30.0)
+            entry = None if reply is None else decode(reply)
+        session.present(f"isles/seat/{entry.seat}")
+        line = Watched(session, entry, noted)
+        lines.append(line)
+        while line.ended is None:
+            if (load := line.load(5.0)) is None:
+                continue
+            line.loaded(load, 0, {})
+            round = line.first(PATIENCE)
+            while round is not None and not line.is_over:
+                line.begin(round)
+                time.sleep(round_seconds)
+                round += 1
 
-        threading.stack_size(1 << 18)
-        for _ in range(count):
-            threading.Thread(target=work, daemon=True).start()
-        for said in sys.stdin:
-            if said.strip() == "leave":
-                lines[-1].leave()
-            print(json.dumps({**noted, "joined": len(lines)}), flush=True)
-            noted["beats"] = []
+    threading.stack_size(1 << 18)
+    for _ in range(count):
+        threading.Thread(target=work, daemon=True).start()
+    for said in sys.stdin:
+        if said.strip() == "leave":
+            lines[-1].leave()
+        print(json.dumps({**noted, "joined": len(lines)}), flush=True)
+        noted["beats"] = []
     os._exit(0)
 
 

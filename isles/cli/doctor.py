@@ -169,7 +169,7 @@ def machine() -> Iterator[Check]:
 
 
 def _loopback() -> Check:
-    from isles.launch.reachable import EchoServer, echo_failure
+    from isles.comm.sockets.reachable import EchoServer, echo_failure
 
     with EchoServer("127.0.0.1") as echo:
         why = echo_failure("127.0.0.1", echo.port)
@@ -321,7 +321,7 @@ def say_waiting(command: str) -> None:
 
 def findings_in_words(found: Findings) -> Iterator[Check]:
     """One line for the peer, one a direction, one for the round trip, one for the rates."""
-    from isles.launch.reachable import port_range
+    from isles.comm.sockets.reachable import port_range
     from isles.report.units import format_seconds
     from isles.version import __version__
 

@@ -5,10 +5,11 @@
 Whoever has the token can tell the run's machine from another (the first half) and prove to it that it was told (the
 second half). Nobody signs the certificate: it is trusted because its fingerprint is the token's. One token is one run.
 
-    found(folder) -> Credentials            a new run: key, certificate, secret, all in `folder`
-    read(folder)                            those of a run that goes on
-    fetch(host, port, token, folder)        a joiner: fetch the certificate, compare it, keep it; trust only it
-    own(secret, folder), trusting(der, secret, folder)      a member that others reach directly, and those others
+    found(folder) -> Credentials    a new run: key, certificate, secret, all in `folder`
+    read(folder)                    those of a run that goes on
+    own(secret, folder)             a member that others reach directly
+
+A joiner needs the token alone: see `isles.comm.sockets.proof`.
 
 Files are 0600 in a folder of 0700. What is secret is never in an error or a repr.
 """
@@ -20,7 +21,6 @@ import hashlib
 import hmac
 import os
 import secrets
-import socket
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +50,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What one machine holds of a run. key: None on a machine that only joins; certificate and key: files."""
+    """What one machine holds of a run. certificate and key: files; key: None where it is not there."""
 
     token: Token
     certificate: Path
@@ -138,38 +138,6 @@ def read(folder: Path) -> Credentials:
     return Credentials(token, certificate, key if key.exists() else None)
 
 
-def fetch(host: str, port: int, token: Token, folder: Path, *, seconds: float = 10.0) -> Credentials:
-    """Fetch the certificate of what answers at host:port, compare it with the token's and keep it in `folder`.
-
-    ValueError where it is another one; OSError where nobody answers, or not in TLS, within `seconds`. The secret is
-    not sent.
-    """
-    der = _certificate_of(host, port, seconds)
-    if not hmac.compare_digest(fingerprint(der), token.fingerprint):
-        raise ValueError(f"what answers at {host}:{port} is not the machine of this token: look at address and token")
-    return trusting(der, token.secret, folder)
-
-
-def trusting(der: bytes, secret: str, folder: Path) -> Credentials:
-    """Keep a certificate that was vouched for, and the run's secret, in `folder`: what one joins its machine with."""
-    _private(folder)
-    write_private(folder / SECRET, secret.encode("ascii"))
-    write_private(folder / CERTIFICATE, ssl.DER_cert_to_PEM_cert(der).encode("ascii"))
-    return read(folder)
-
-
-def _certificate_of(host: str, port: int, seconds: float) -> bytes:
-    """What answers says of itself, not trusted yet."""
-    context = unverified_context()
-    with socket.create_connection((host, port), timeout=seconds) as connection:
-        connection.settimeout(seconds)
-        with context.wrap_socket(connection, server_hostname=NAME) as line:
-            der = line.getpeercert(binary_form=True)
-    if not der:
-        raise OSError(f"what answers at {host}:{port} shows no certificate")
-    return der
-
-
 def server_context(credentials: Credentials) -> ssl.SSLContext:
     """TLS 1.3 as the machine of the run. ValueError without its key."""
     if credentials.key is None:
@@ -177,15 +145,6 @@ def server_context(credentials: Credentials) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(credentials.certificate, credentials.key)
-    return context
-
-
-def client_context(credentials: Credentials) -> ssl.SSLContext:
-    """TLS 1.3 to the machine of the run: its certificate is the only one that is trusted, under whatever address."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # a home address has no name that a certificate could bear
-    context.load_verify_locations(credentials.certificate)
     return context
 
 

@@ -11,16 +11,14 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from isles.comm import credentials
 from isles.comm.credentials import Credentials
 from isles.comm.errors import RendezvousFailed, to_plain
-from isles.comm.sockets.frames import STRANGERS
+from isles.comm.sockets.frames import STRANGERS, heard
 from isles.comm.sockets.listener import Listener, Throttle
 from isles.comm.sockets.lost import SILENCE, LinkLost
-from isles.comm.sockets.proof import prove_as_host
 from isles.errors import printable
 from isles.fields import OneLine, Port, Unfit, integer, table, value_of
-from isles.launch.link import Link, heard
+from isles.launch.link import Link
 from isles.version import __version__
 
 _GLANCE = 0.2  # seconds between looks at who has gone
@@ -41,7 +39,7 @@ class Admission:
         agree: Callable[[Mapping[str, Any], int], str],
         tell: Callable[[str], None],
     ) -> None:
-        self.nodes, self.agree, self.tell, self._mine = nodes, agree, tell, mine
+        self.nodes, self.agree, self.tell = nodes, agree, tell
         self.links: dict[int, Link] = {}
         self.descriptions: dict[int, Any] = {}
         self.ports: dict[int, str] = {}
@@ -54,7 +52,7 @@ class Admission:
             listening,
             self._hear,
             seconds=SILENCE,
-            tls=credentials.server_context(mine),
+            mine=mine,
             refused=lambda address, why: self._throttle.tell(f"turned away {address}: {why}"),
         )
 
@@ -116,7 +114,6 @@ class Admission:
             raise RendezvousFailed(f"node {node} ({link.there}) does not answer as isles {__version__} does") from None
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await prove_as_host(reader, writer, self._mine.token)
         hello = await heard(reader, STRANGERS)
         self._arrived.put((Link(reader, writer), hello))
 
@@ -130,7 +127,6 @@ class Admission:
         self.links[node] = link
         with contextlib.suppress(LinkLost):  # seen at the next look
             link.send({"welcome": len(self.missing)})
-        link.keep_alive()
         waiting = f"; waiting for {self.missing_in_words()}" if self.missing else ""
         return self.tell(f"node {node} ({link.there}) is here{waiting}")
 

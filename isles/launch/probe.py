@@ -5,8 +5,9 @@ caller (--peer, --links probe:)                          host (--listen)
 {"doctor": version, "port": echo port}         ------>
                                                <------   {"doctor": version, "port": echo port, "ports": range}
 asks for an echo, sends {"reached": reason}    <----->   asks for an echo, sends {"reached": reason}
-pings                                          <----->   answers
-bursts, then absorbs                           <----->   absorbs, then bursts
+{"fill": text} some times, {"want": times}     ------>
+                                               <------   {"fill": text} so many times, {"want": 0}
+... until both rates are known; {"round_trip": seconds, "out": bytes/s, "back": bytes/s}   ------>
 """
 
 from __future__ import annotations
@@ -15,28 +16,29 @@ import asyncio
 import contextlib
 import queue
 import socket
-import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
-from isles.comm.sockets.frames import STRANGERS
+from pydantic import Field
+
+from isles.comm.sockets import loop
+from isles.comm.sockets.frames import STRANGERS, BadFrame, heard, packed
 from isles.comm.sockets.listener import Listener, Throttle
-from isles.comm.sockets.lost import LinkLost
-from isles.fields import Nonnegative, OneLine, Port, Unfit, table, value_of
-from isles.launch.link import Link, connect, heard
-from isles.launch.reachable import PATIENCE, EchoServer, echo_failure, port_range
+from isles.comm.sockets.lost import LinkLost, close, ends, reason
+from isles.comm.sockets.proof import dial
+from isles.comm.sockets.rates import line_rates
+from isles.comm.sockets.reachable import PATIENCE, EchoServer, port_range, unreached
+from isles.fields import Int, Nonnegative, OneLine, Port, Unfit, table, value_of
 from isles.version import __version__
 
-_PINGS = 20
 _CHUNK = "x" * (1 << 15)  # 32 kB: a message of a stranger's may be twice as long
-_ENOUGH = 0.4  # seconds that a burst must take to be a measurement
 _LARGEST = 1 << 11  # chunks of a burst
-_ANSWER = 60.0  # seconds: a burst of one chunk at 10 kbit/s
+_Chunks = Annotated[Int, Field(ge=0, le=_LARGEST)]
+_ANSWER = 60.0  # seconds: a burst of two chunks at 10 kbit/s
 _LASTING = 300.0  # seconds that all checks with one caller may take
-_CALLERS = 4  # at a time
 _GLANCE = 0.05  # seconds between looks at who is done
 
 
@@ -61,22 +63,76 @@ class Findings:
     rate_back: float
 
 
+class _Line:
+    """A connection between two doctors. All of it raises LinkLost where it breaks."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self.here, self.there = ends(writer)
+
+    async def send(self, message: Any) -> None:
+        try:
+            self._writer.write(packed(message))
+            async with asyncio.timeout(_ANSWER):
+                await self._writer.drain()
+        except OSError as error:
+            raise LinkLost(reason(error, _ANSWER)) from error
+
+    async def receive(self, seconds: float) -> Any:
+        try:
+            async with asyncio.timeout(seconds):
+                return await heard(self._reader, STRANGERS)
+        except (OSError, EOFError, BadFrame) as error:
+            raise LinkLost(reason(error, seconds)) from error
+
+    async def burst(self, chunks: int, want: int) -> None:
+        """Say so many chunks, and how many are wanted back."""
+        for _ in range(chunks):
+            await self.send({"fill": _CHUNK})
+        await self.send({"want": want})
+
+    async def exchange(self, out: int, back: int) -> None:
+        """Say so many bytes, and wait until as many as `back` have come."""
+        await self.burst(out // len(_CHUNK), back // len(_CHUNK))
+        while await self.receive(_ANSWER) != {"want": 0}:
+            pass
+
+    async def close(self) -> None:
+        await close(self._writer)
+
+
 def call(host: str, at: int) -> Findings:
     """The checks with whoever listens at port `at` of `host`. LinkLost with the reason, and the mend where it cannot be
     reached.
     """
+    ends_at = time.monotonic() + _LASTING
+
+    def run(coroutine: Any) -> Any:
+        try:
+            return loop.run(coroutine, max(ends_at - time.monotonic(), 0.0))
+        except TimeoutError:
+            raise LinkLost(f"it is not done after {_LASTING:g} s") from None
+
+    async def begin() -> _Line:
+        return _Line(*await dial(host, at, PATIENCE))
+
     try:
-        link = connect(host, at, PATIENCE)
-    except LinkLost as error:
+        line = loop.run(begin())
+    except OSError as error:
+        why = reason(error, PATIENCE)
         mend = {
             "connection refused": f"nothing listens there; start `isles doctor --listen {at}` there",
             "no such host name": "mend the name, or give the address",
-        }.get(str(error), f"the address is wrong, or a firewall drops it; let TCP port {at} in there")
-        raise LinkLost(f"{error}: {mend}") from error
+        }.get(why, f"the address is wrong, or a firewall drops it; let TCP port {at} in there")
+        raise LinkLost(f"{why}: {mend}") from error
     try:
-        return probe(link)
+        with EchoServer(line.here) as echo:
+            found = run(_both_ways(line, echo.port, calls=True))
+        rates = line_rates(lambda out, back: run(line.exchange(out, back)), _LARGEST * len(_CHUNK))
+        run(line.send(rates._asdict()))
+        return found(round_trip=rates.round_trip, rate_out=8 * rates.out, rate_back=8 * rates.back)
     finally:
-        link.close()
+        loop.run(line.close())
 
 
 def wait_for_call(listening: socket.socket, seconds: float, on_failure: Callable[[str], None]) -> Findings:
@@ -85,132 +141,64 @@ def wait_for_call(listening: socket.socket, seconds: float, on_failure: Callable
     that led to nothing. LinkLost where nobody called within `seconds`.
     """
     ends_at = time.monotonic() + seconds
-    callers: queue.Queue[tuple[Link, Any]] = queue.Queue(_CALLERS)
-    failures: queue.SimpleQueue[str] = queue.SimpleQueue()
+    found, failures = queue.SimpleQueue[Findings](), queue.SimpleQueue[str]()
     throttle = Throttle(failures.put)
-
-    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello = await heard(reader, STRANGERS)
-        _said(hello)
-        if callers.full():
-            raise LinkLost("too many call at once")
-        callers.put_nowait((Link(reader, writer, STRANGERS), hello))
 
     def refused(address: str, why: str) -> None:
         throttle.tell(f"{address} called, but: {why}")
 
-    with Listener(listening, hear, seconds=PATIENCE, refused=refused), ThreadPoolExecutor(_CALLERS) as pool:
-        under_way: dict[Future[Findings], Link] = {}
-        try:
+    with EchoServer(listening.getsockname()[0]) as echo:
+
+        async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            line = _Line(reader, writer)
+            found.put(await _answered(line, echo.port))
+            await line.close()
+
+        with Listener(listening, hear, seconds=_LASTING, refused=refused):
             while time.monotonic() < ends_at:
-                if len(under_way) == _CALLERS:
-                    wait(under_way, _GLANCE, FIRST_COMPLETED)
-                else:
-                    with contextlib.suppress(queue.Empty):
-                        link, hello = callers.get(timeout=_GLANCE)
-                        under_way[pool.submit(probe, link, hello)] = link
-                for future, link in list(under_way.items()):
-                    if not future.done():
-                        continue
-                    del under_way[future]
-                    link.close()
-                    try:
-                        return future.result()
-                    except LinkLost as error:
-                        refused(link.there, str(error))
+                with contextlib.suppress(queue.Empty):
+                    return found.get(timeout=_GLANCE)
                 with contextlib.suppress(queue.Empty):
                     while True:
                         on_failure(failures.get_nowait())
-        finally:
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    callers.get_nowait()[0].close()
-            for link in under_way.values():
-                link.end()
     raise LinkLost(f"nobody called within {seconds:g} s")
 
 
-def probe(link: Link, hello: Any = None) -> Findings:
-    """Go through the checks with the other side of `link`. hello: what the other side said first; None on the side that
-    calls. LinkLost where it breaks, or is not done after some minutes.
-    """
-    calls, ends_at = hello is None, time.monotonic() + _LASTING
-    with EchoServer(link.here) as echo:
-        mine = {"doctor": __version__, "port": echo.port, "ports": port_range()}
-        if calls:
-            link.send(mine)
-            hello = link.receive(PATIENCE)
-        version, port_out, ports = _said(hello)
-        if not calls:
-            link.send(mine)
-        out = echo_failure(link.there, port_out, PATIENCE)
-        link.send({"reached": out})
-        back = _checked(OneLine, link.receive(2 * PATIENCE), "reached")
+async def _answered(line: _Line, echo_port: int) -> Findings:
+    """The checks with one that calls. LinkLost."""
+    found = await _both_ways(line, echo_port, calls=False)
+    while isinstance(said := await line.receive(_ANSWER), dict) and said.keys() & {"fill", "want"}:
+        if "want" in said:
+            await line.burst(_checked(_Chunks, said, "want"), 0)
+    out, back, round_trip = (_checked(Nonnegative, said, key) for key in ("back", "out", "round_trip"))
+    return found(round_trip=round_trip, rate_out=8 * out, rate_back=8 * back)
+
+
+async def _both_ways(line: _Line, echo_port: int, *, calls: bool) -> Callable[..., Findings]:
+    """The findings but for the rates. LinkLost."""
+    mine = {"doctor": __version__, "port": echo_port, "ports": port_range()}
     if calls:
-        round_trip, rate_out = _ping(link), _burst(link, ends_at)
-        link.send({"round_trip": round_trip, "rate": rate_out})
-        rate_back = _checked(Nonnegative, _absorb(link, ends_at), "rate")
-    else:
-        told = _absorb(link, ends_at)
-        round_trip, rate_back = (_checked(Nonnegative, told, key) for key in ("round_trip", "rate"))
-        rate_out = _burst(link, ends_at)
-        link.send({"rate": rate_out})
-    return Findings(
-        here=link.here,
-        there=link.there,
+        await line.send(mine)
+    hello = await line.receive(PATIENCE)
+    version, port, ports = (
+        _checked(kind, hello, key) for key, kind in (("doctor", OneLine), ("port", Port), ("ports", OneLine))
+    )
+    if not calls:
+        await line.send(mine)
+    out = await unreached(line.there, port)
+    await line.send({"reached": out})
+    back = _checked(OneLine, await line.receive(2 * PATIENCE), "reached")
+    return partial(
+        Findings,
+        here=line.here,
+        there=line.there,
         version_there=version,
-        port_out=port_out,
-        port_back=echo.port,
+        port_out=port,
+        port_back=echo_port,
         ports_there=ports,
         out=out,
         back=back,
-        round_trip=round_trip,
-        rate_out=rate_out,
-        rate_back=rate_back,
     )
-
-
-def _said(hello: Any) -> tuple[str, int, str]:
-    """Version, port of the echo server, and range of ports of the side that said it."""
-    return _checked(OneLine, hello, "doctor"), _checked(Port, hello, "port"), _checked(OneLine, hello, "ports")
-
-
-def _ping(link: Link) -> float:
-    """Median seconds there and back."""
-    times = []
-    for ping in range(_PINGS):
-        start = time.perf_counter()
-        link.send({"ping": ping})
-        link.receive(PATIENCE)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def _burst(link: Link, ends_at: float) -> float:
-    """Bits per second: bursts that double until one takes long enough to tell."""
-    chunks = 1
-    while time.monotonic() < ends_at:
-        start = time.perf_counter()
-        for _ in range(chunks):
-            link.send({"fill": _CHUNK})
-        link.send({"ping": chunks})
-        link.receive(_ANSWER)
-        seconds = time.perf_counter() - start
-        if seconds >= _ENOUGH or chunks >= _LARGEST:
-            return 8 * len(_CHUNK) * chunks / seconds
-        chunks *= 2
-    raise LinkLost(f"it is not done after {_LASTING:g} s")
-
-
-def _absorb(link: Link, ends_at: float) -> Any:
-    """Answer pings and swallow bursts until something else comes, which is returned."""
-    while time.monotonic() < ends_at:
-        message = link.receive(_ANSWER)
-        if not isinstance(message, dict) or not message.keys() & {"ping", "fill"}:
-            return message
-        if "ping" in message:
-            link.send({"ping": message["ping"]})
-    raise LinkLost(f"it is not done after {_LASTING:g} s")
 
 
 def _checked(kind: Any, message: Any, key: str) -> Any:

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isles.comm.errors import WorkerFailed
-from isles.comm.sockets.silence import Silence
+from isles.comm.sockets.silence import Silence, no_sign_of_life
 from isles.comm.transport import Deadlines
-from isles.launch.beats import no_sign_of_life
 from isles.launch.by_value import ByValue
 from isles.launch.worker import WorkerSpec, serve
 

@@ -57,6 +57,14 @@ def order(command: Any) -> Any:
         raise LinkLost("what it sends is not what isles sends") from None
 
 
+def hear_how_it_ended(link: Link) -> None:
+    """Wait for node 0's word on that, and raise the error with which the run ended, if it did."""
+    while not isinstance(message := link.receive(_VERDICT), dict) or "over" not in message:
+        pass
+    if message["over"] is not None:
+        raise from_plain(message["over"])
+
+
 class NodeHandle:
     """All workers of another machine, on node 0; a WorkerHandle of `isles.launch.processes`."""
 
@@ -163,7 +171,7 @@ class RemoteWorkers:
                         break
             finally:
                 self._pool.end(patience)
-            self._hear_how_it_ended()
+            hear_how_it_ended(self._link)
         except LinkLost as error:
             raise _lost(0, self._link, error) from None
         return [results[rank] for rank in sorted(results)]
@@ -179,12 +187,6 @@ class RemoteWorkers:
                 for handle in self._pool.handles:
                     handle.tell(told)
         return False
-
-    def _hear_how_it_ended(self) -> None:
-        while not isinstance(message := self._link.receive(_VERDICT), dict) or "over" not in message:
-            pass
-        if message["over"] is not None:
-            raise from_plain(message["over"])
 
     def _pass_on(self, rank: int, kind: str, value: Any) -> None:
         if kind == "error":

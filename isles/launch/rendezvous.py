@@ -26,11 +26,11 @@ from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import RendezvousFailed, from_plain
 from isles.comm.sockets.addresses import listen, own_address, parse_address
 from isles.comm.sockets.lost import SILENCE, LinkLost
+from isles.comm.sockets.reachable import PATIENCE, EchoServer, echo_failure, port_range
 from isles.fields import OneLine, Port, Unfit, integer, read, table
 from isles.launch.admission import Admission
-from isles.launch.link import Link, connect_as_node
+from isles.launch.link import Link, connect
 from isles.launch.nodes import NodeGroup, NodeSpec
-from isles.launch.reachable import PATIENCE, EchoServer, echo_failure, port_range
 from isles.version import __version__
 
 _AGAIN = 1.0  # seconds between attempts to reach node 0
@@ -104,7 +104,6 @@ def come(
     link, echo, missing = _reach_host(node_spec, token, description, seconds, tell)
     with contextlib.ExitStack() as unless_kept, echo:
         unless_kept.callback(link.close)
-        link.keep_alive()
         if missing:
             tell(f"met {where}; it waits for {missing} more")
         addresses = _addresses(_answer(link, "addresses", seconds, where), node_spec.nodes, where)
@@ -144,7 +143,7 @@ def _introduce(
 ) -> tuple[Link, EchoServer, int]:
     """One attempt. LinkLost where it may be tried again."""
     name, number = parse_address(node_spec.rendezvous, "--rendezvous")
-    link = connect_as_node(name, number, token, min(PATIENCE, seconds))
+    link = connect(name, number, token, min(PATIENCE, seconds))
     with contextlib.ExitStack() as unless_kept:
         unless_kept.callback(link.close)
         echo = unless_kept.enter_context(EchoServer(link.here))

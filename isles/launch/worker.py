@@ -34,10 +34,10 @@ from isles.comm import mesh
 from isles.comm.errors import CommError, WorkerFailed
 from isles.comm.gloo.life import Life
 from isles.comm.gloo.transport import DistributedTransport
+from isles.comm.sockets.silence import begin_pulse
 from isles.comm.stopping import LeaveControl, StopControl
 from isles.comm.transport import Deadlines
 from isles.durable import no_room
-from isles.launch.beats import begin_pulse
 from isles.launch.by_value import ByValue, ByValueConnection
 from isles.launch.store import join_store
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from isles.comm.errors import DeadlinePassed, WorkerFailed, is_cause
-from isles.comm.sockets.silence import BEAT
+from isles.comm.sockets.silence import BEAT, no_sign_of_life
 from isles.comm.transport import Deadlines
-from isles.launch.beats import no_sign_of_life
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import WorkerHandle, WorkerMessage, WorkerProcesses
 from isles.launch.relay import MessageCheck, NodeHandle, ProcessHandle, anything

@@ -19,10 +19,10 @@ Doctor = Callable[..., tuple[int, str, str]]
 # `isles doctor` without the checks of this machine, which take most of its time, and less patient
 ONLY_THE_WAY = """
 from isles import cli
-from isles.launch import reachable
+from isles.comm.sockets import reachable
 reachable.PATIENCE = 1.5
-from isles.launch import probe
-probe._ENOUGH = 0.05
+from isles.comm.sockets import rates
+rates._ENOUGH = 0.05
 cli.doctor.machine = lambda: iter(())
 cli.main()
 """
@@ -176,7 +176,7 @@ def test_a_port_in_use(doctor: Doctor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, out, error = doctor("--listen", f"127.0.0.1:{port}")
-    assert (code, out) == (2, "") and f"port {port} cannot be listened on" in error and error.count("\n") == 1
+    assert (code, out) == (2, "") and f":{port}: the port is taken" in error and error.count("\n") == 1
 
 
 def ask(folder: Path, left: Machine, right: Machine) -> list[tuple[int, dict[str, tuple[str, str]]]]:

@@ -85,7 +85,7 @@ def joins(world: Run) -> tuple[str, ...]:
         (["join", "127.0.0.1:1", "--token", "0" * 64, "--device", "gpu"], ["--device = 'gpu' is not known"]),
         (["swarm", "peer", "--join", "a:1", "--token", "0" * 64, "--device", "gpu"], ["--device = 'gpu' is not known"]),
         (["join", "nobody.invalid:29400", "--token", "0" * 64], ["nobody.invalid is no name", "its spelling"]),
-        (["lighthouse", "--port", "0"], ["--port 0: choose 1 to 65535"]),
+        (["lighthouse", "--port", "65536"], ["--port 65536: choose 0 to 65535"]),
         (["lighthouse", "--workers", "-1"], ["--workers -1: choose 0"]),
         (["lighthouse", "--workers", "9999"], ["--workers 9999: more than 8 a core"]),
         (["lighthouse", "--host", "nobody.invalid"], ["--host nobody.invalid is no name that this machine knows"]),
@@ -117,13 +117,15 @@ def test_the_port_is_taken(answer: Answer) -> None:
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize("words", [(), ("--host", "127.0.0.1"), ("no route",)])
+@pytest.mark.parametrize("words", [(), ("--host", "127.0.0.1"), ("no route",), ("any port",)])
 def test_where_a_lighthouse_listens(answer: Answer, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
-    """At this machine's way to others, and it says so; where that is told, or there is none, for this machine alone."""
+    """At this machine's way to others, and it says so; where that is told, or there is none, for this machine alone. At
+    whatever port, it says which.
+    """
     if words == ("no route",):
         monkeypatch.setattr(interfaces, "outward_address", lambda: parse_address("", "no default route"))
     where, said = "127.0.0.1", "only this machine reaches it; for others name its address with --host"
-    if not words:
+    if words in ((), ("any port",)):
         where, said = interfaces.outward_address(), "use --host 127.0.0.1 to keep it to this machine"
         assert not where.startswith("127.")
 
@@ -132,10 +134,12 @@ def test_where_a_lighthouse_listens(answer: Answer, monkeypatch: pytest.MonkeyPa
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
-    pressing, port = threading.Thread(target=press, daemon=True), str(free_port())
+    pressing, port = threading.Thread(target=press, daemon=True), free_port()
     pressing.start()
     given = words if words and words[0] == "--host" else ()
-    code, told = answer("lighthouse", "--port", port, "--out", "run", *given, *settings("run.steps=20"), *METHOD)
+    wanted = 0 if words == ("any port",) else port
+    code, told = answer("lighthouse", "--port", str(wanted), "--out", "run", *given, *settings("run.steps=20"), *METHOD)
+    port = wanted or read_stand(Path("run")).port
     assert code == 130 and f"listens at {where}:{port}; {said}" in told, told
     assert f"isles join {where}:{port} --token " in told and read_stand(Path("run")).host == where
 
@@ -228,7 +232,7 @@ def test_a_port_that_nobody_reaches_is_a_warning(tmp_path: Path, monkeypatch: py
     """The run goes on over the lighthouse."""
     from isles.comm.elastic.links import whereabouts
 
-    monkeypatch.setattr(whereabouts, "unreachable", lambda *_: "no answer within 5 s")
+    monkeypatch.setattr(whereabouts, "echo_failure", lambda *_: "no answer within 5 s")
     made = Run(small(tmp_path, 20, 2), tmp_path / "run")
     for _ in range(2):
         made.join(listens=True)

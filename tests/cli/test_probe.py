@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from isles import cli
 from isles.cli import app, doctor
+from isles.comm.sockets import rates
 from isles.launch import probe
 from tests.cli.command import eventually
 from tests.forked import Forked
@@ -28,7 +29,7 @@ JOB = ["methods", "100M", "--gpu", "1s", "--workers", "2", "--method", "diloco",
 
 def quick() -> None:
     """Measurements are short."""
-    probe.PATIENCE, probe._ENOUGH = PATIENCE, 0.02
+    probe.PATIENCE, rates._ENOUGH = PATIENCE, 0.02
 
 
 def only_the_way() -> None:
@@ -40,8 +41,8 @@ def only_the_way() -> None:
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
     """plan(*arguments): (exit code, stdout, stderr) of the command, in this process."""
-    for name in ("PATIENCE", "_ENOUGH"):
-        monkeypatch.setattr(probe, name, getattr(probe, name))  # put back at the end
+    for module, name in ((probe, "PATIENCE"), (rates, "_ENOUGH")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
     quick()
 
     def ask(*arguments: str) -> tuple[int, str, str]:
@@ -58,7 +59,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def rates(words: str) -> tuple[float, float]:
+def both_rates(words: str) -> tuple[float, float]:
     """Mbit/s out and back."""
     found = re.search(r"([0-9.,]+) Mbit/s out, ([0-9.,]+) Mbit/s back", words)
     assert found is not None, words
@@ -75,10 +76,10 @@ def test_both_ends(plan: Plan, tmp_path: Path) -> None:
     assert (code, error) == (0, "")
     made = json.loads(out)
     assert made["network"].startswith("measured to 127.0.0.1: ") and len(made["rows"]) == 2
-    there, back = rates(made["network"])
+    there, back = both_rates(made["network"])
     assert made["slowest_mbps"] == pytest.approx(min(there, back), rel=0.01)
     code, out, _ = other.end()
-    assert code == 0 and rates(out) == (back, there)
+    assert code == 0 and both_rates(out) == (back, there)
 
 
 def test_nobody_there(plan: Plan) -> None:

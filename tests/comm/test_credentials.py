@@ -2,51 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import os
 import socket
-import ssl
 import stat
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
+from isles.comm.sockets import loop
+from isles.comm.sockets.addresses import listen
+from isles.comm.sockets.listener import Listener
+from isles.comm.sockets.lost import close
+from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
 
 
 @contextmanager
-def answering(context: ssl.SSLContext | None, says: bytes = b"hello") -> Iterator[int]:
-    """A port of loopback where something answers, in TLS or (None) in plain bytes."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.1)
-        over = threading.Event()
+def answering(mine: Credentials | None, says: bytes = b"hello") -> Iterator[int]:
+    """A port of loopback where something answers: in TLS, to whoever proves that it knows the token, or (None) in plain
+    bytes.
+    """
 
-        def serve() -> None:
-            while not over.is_set():
-                try:
-                    connection, _ = server.accept()
-                except TimeoutError:
-                    continue
-                connection.settimeout(5.0)
-                try:
-                    with connection if context is None else context.wrap_socket(connection, server_side=True) as line:
-                        line.sendall(says)
-                        line.recv(1)
-                except OSError:
-                    connection.close()
+    async def hear(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(says)
+        await close(writer)
 
-        thread = threading.Thread(target=serve)
-        thread.start()
+    listening = listen(0, "127.0.0.1")
+    with Listener(listening, hear, seconds=5.0, mine=mine):
+        yield listening.getsockname()[1]
+
+
+def dialled(port: int, token: Token, seconds: float = 5.0) -> tuple[str, bytes]:
+    """The version of TLS, and what is said."""
+
+    async def come() -> tuple[str, bytes]:
+        reader, writer = await dial("127.0.0.1", port, seconds, token)
         try:
-            yield server.getsockname()[1]
+            return writer.get_extra_info("ssl_object").version(), await reader.read(5)
         finally:
-            over.set()
-            thread.join()
+            writer.transport.abort()
+
+    return loop.run(come(), 10.0)
 
 
 @pytest.fixture(scope="module")
@@ -72,44 +75,32 @@ def test_two_runs_differ(run: Credentials, tmp_path: Path) -> None:
 
 
 def test_a_joiner_trusts_the_certificate_of_its_token_and_nothing_else(run: Credentials, tmp_path: Path) -> None:
-    with answering(credentials.server_context(run)) as port:
-        joined = credentials.fetch("127.0.0.1", port, run.token, tmp_path / "joined")
-        assert joined.token == run.token and joined.key is None
-        with socket.create_connection(("127.0.0.1", port), 5.0) as connection:
-            with credentials.client_context(joined).wrap_socket(connection) as line:
-                assert line.version() == "TLSv1.3" and line.recv(5) == b"hello"
+    with answering(run) as port:
+        assert dialled(port, run.token) == ("TLSv1.3", b"hello")
+        with pytest.raises(SecretRefused, match="does not take this token"):
+            dialled(port, Token(run.token.fingerprint, "0" * 32))
     with pytest.raises(ValueError, match="holds no key"):
-        credentials.server_context(joined)
-
-
-def test_another_runs_machine_is_refused_before_and_after(run: Credentials, tmp_path: Path) -> None:
-    impostor = credentials.found(tmp_path / "impostor")
-    with answering(credentials.server_context(impostor)) as port:
-        with pytest.raises(ValueError, match=f"at 127.0.0.1:{port} is not the machine of this token"):
-            credentials.fetch("127.0.0.1", port, run.token, tmp_path / "joined")
-        assert not (tmp_path / "joined").exists()
-        with socket.create_connection(("127.0.0.1", port), 5.0) as connection:
-            with pytest.raises(ssl.SSLCertVerificationError):
-                credentials.client_context(run).wrap_socket(connection)
+        credentials.server_context(replace(run, key=None))
+    impostor = replace(credentials.found(tmp_path / "impostor"), token=run.token)  # it knows all but the key
+    with answering(impostor) as port, pytest.raises(TokenRefused, match=f":{port} is not the machine of this token"):
+        dialled(port, run.token)
 
 
 def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
     old = credentials.found(tmp_path / "old", now=datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))
-    with answering(credentials.server_context(old)) as port:
-        with socket.create_connection(("127.0.0.1", port), 5.0) as connection:
-            with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
-                credentials.client_context(old).wrap_socket(connection)
+    with answering(old) as port, pytest.raises(TokenRefused, match="has expired"):
+        dialled(port, old.token)
 
 
-def test_what_speaks_no_tls_or_nothing_at_all(run: Credentials, tmp_path: Path) -> None:
+def test_what_speaks_no_tls_or_nothing_at_all(run: Credentials) -> None:
     with answering(None, b"SSH-2.0-OpenSSH_9.2\r\n") as port:
         with pytest.raises(OSError):
-            credentials.fetch("127.0.0.1", port, run.token, tmp_path / "joined", seconds=2.0)
+            dialled(port, run.token)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection and says nothing
         with pytest.raises(TimeoutError):
-            credentials.fetch("127.0.0.1", silent.getsockname()[1], run.token, tmp_path / "joined", seconds=0.3)
+            dialled(silent.getsockname()[1], run.token, 0.3)
     with pytest.raises(OSError):
-        credentials.fetch("127.0.0.1", 1, run.token, tmp_path / "joined", seconds=2.0)
+        dialled(1, run.token)
 
 
 @pytest.mark.parametrize("text", ["", "abc", "g" * 64, "0" * 63, "0" * 65, "é" * 64, "@"])

@@ -28,13 +28,15 @@ from isles.comm.errors import (
 from isles.comm.interfaces import interface_of
 from isles.comm.sockets import loop
 from isles.comm.sockets.addresses import listen, parse_address
+from isles.comm.sockets.frames import ALIVE, packed
 from isles.comm.sockets.listener import opened
 from isles.comm.sockets.lost import LinkLost
-from isles.launch import admission, link, rendezvous
+from isles.comm.sockets.proof import dial
+from isles.comm.sockets.reachable import EchoServer, echo_failure
+from isles.launch import admission, rendezvous
 from isles.launch import workers as local
-from isles.launch.link import Link, connect, connect_as_node
+from isles.launch.link import Link, connect
 from isles.launch.nodes import NodeGroup, NodeSpec, split
-from isles.launch.reachable import EchoServer, echo_failure
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Links
@@ -51,11 +53,15 @@ def accepted(listening: socket.socket) -> Link:
     return loop.run(begin(), 5.0)
 
 
+async def dialled(port: int) -> Link:
+    return Link(*await dial("127.0.0.1", port, 5.0))
+
+
 @pytest.fixture
 def ends() -> Iterator[tuple[Link, Link]]:
     """Two ends of a link."""
     with listen(0, "127.0.0.1") as listening:
-        here = connect("127.0.0.1", listening.getsockname()[1], 5.0)
+        here = loop.run(dialled(listening.getsockname()[1]))
         there = accepted(listening)
     yield here, there
     here.close()
@@ -76,7 +82,7 @@ def test_messages_come_whole_and_in_order(ends: tuple[Link, Link]) -> None:
     """Of any JSON, floats to the bit; signs of life are no messages."""
     here, there = ends
     sent = [{"loss": 0.1 + 0.2}, [1, "two", None], "x" * 50_000, {}]
-    loop.run(here._send(link.ALIVE))
+    loop.call(here._connection._writer.write, ALIVE)
     for message in sent:
         here.send(message)
     assert [there.receive(5.0) for _ in sent] == sent
@@ -109,33 +115,61 @@ def test_what_came_before_the_end_is_heard_first() -> None:
         end.receive(5.0)
 
 
-def test_silence_is_loss_and_a_sign_of_life_is_none(ends: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "_BEAT", 0.1)
+def test_silence_is_loss_and_a_sign_of_life_is_none(ends: tuple[Link, Link]) -> None:
+    _, there = ends
+    for end in ends:
+        end.patience(1.5)
+    with pytest.raises(LinkLost, match=r"no answer within 3 s"):  # alive, but says nothing
+        there.receive(3.0)
+    with listen(0, "127.0.0.1") as listening, socket.create_connection(listening.getsockname()):
+        silent = accepted(listening)
+        silent.patience(0.6)
+        started = time.monotonic()
+        with pytest.raises(LinkLost, match=r"no sign of life for 0.6 s"):
+            silent.receive(5.0)
+        assert time.monotonic() - started < 5.0
+    silent.close()
+
+
+def test_a_long_message_over_a_slow_line_is_a_sign_of_life() -> None:
+    """A byte now and then is enough, and the message comes whole."""
+    said = packed("x" * 20)
+    with listen(0, "127.0.0.1") as listening, socket.create_connection(listening.getsockname()) as slow:
+        end = accepted(listening)
+        end.patience(0.5)
+        for byte in said:
+            slow.send(bytes([byte]))
+            assert end.ready() in ([], ["x" * 20])
+            time.sleep(0.05)
+    end.close()
+
+
+def test_who_takes_nothing_holds_the_sender_back(ends: tuple[Link, Link]) -> None:
+    """Beyond what is held at both ends; a sender that nobody listens to is told so, and who is alive is not lost."""
     here, there = ends
-    here.patience(0.6)
-    there.patience(0.6)
-    here.keep_alive()
-    with pytest.raises(LinkLost, match=r"no answer within 1 s"):  # alive, but says nothing
-        there.receive(1.0)
-    started = time.monotonic()
-    with pytest.raises(LinkLost, match=r"no sign of life for 0.6 s"):
-        here.receive(5.0)
-    assert time.monotonic() - started < 5.0
+    for end in ends:
+        end.patience(1.5)
+    much, sent = "x" * (4 << 20), 0
+    with pytest.raises(LinkLost, match=r"no answer within 1.5 s"):
+        while sent < 40:
+            here.send(much)
+            sent += 1
+    assert 8 <= sent < 40 and there._bytes <= 40 << 20
+    got = 0
+    while got < sent:
+        assert there.receive(10.0) == much
+        got += 1
 
 
-def test_who_gives_a_link_up_says_why(ends: tuple[Link, Link], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what the reader meets when the connection is broken off for that reason, which here it does first."""
+def test_who_gives_a_link_up_says_why(ends: tuple[Link, Link]) -> None:
+    """Not what the reader meets when the connection is broken off for that reason."""
     here, _ = ends
-    here.patience(0.2)
-    breaks_off = loop.call
-
-    def slowly(what: Callable[[], object]) -> None:
-        breaks_off(what)
-        time.sleep(0.1)
-
-    monkeypatch.setattr(link.loop, "call", slowly)
+    here.patience(0.05)  # the other side says something each second
     with pytest.raises(LinkLost, match=r"no sign of life"):
         here.receive(5.0)
+    time.sleep(0.2)
+    with pytest.raises(LinkLost, match=r"no sign of life"):
+        here.send("more")
 
 
 def test_addresses() -> None:
@@ -150,6 +184,13 @@ def test_an_echo_server_answers_until_it_is_closed() -> None:
     with EchoServer("127.0.0.1") as echo:
         assert echo_failure("127.0.0.1", echo.port) == ""
     assert echo_failure("127.0.0.1", echo.port) == "connection refused"
+    with EchoServer("127.0.0.1", name="one") as echo:
+        assert echo_failure("127.0.0.1", echo.port, "one") == ""
+        assert echo_failure("127.0.0.1", echo.port, "other") == "something else answers there"
+    with listen(0, "127.0.0.1") as silent:
+        assert echo_failure("127.0.0.1", silent.getsockname()[1], seconds=0.3) == "no answer within 0.3 s"
+    assert echo_failure("no.such.host.invalid", 1) == "no such host name"
+    assert echo_failure("x" * 70 + ".y", 1) == "it is no address"
     assert interface_of("127.0.0.1") in ("lo", None) and interface_of("192.0.2.1") is None
 
 
@@ -315,7 +356,7 @@ def test_who_does_not_belong_is_told_why(gathering: Callable[..., Meeting], monk
     monkeypatch.setattr(rendezvous, "__version__", "9.9.9")
     assert "node 2 runs isles 9.9.9, node 0 runs isles 0." in refusal(2)
     monkeypatch.undo()
-    for said in (b"GET / HTTP/1.1\r\n\r\n", link.packed({"doctor": "0.1.0"})):  # programs of another kind
+    for said in (b"GET / HTTP/1.1\r\n\r\n", packed({"doctor": "0.1.0"})):  # programs of another kind
         with socket.create_connection(("127.0.0.1", group.port), 5.0) as stranger:
             stranger.sendall(said)
             heard = stranger.recv(1000)
@@ -331,7 +372,7 @@ def test_one_that_goes_away_is_waited_for_again(gathering: Callable[..., Meeting
     group = gathering(3)
     host = group.come(0)
     group.hears("waiting at")
-    gone = connect_as_node("127.0.0.1", group.port, group.mine.token, 5.0)
+    gone = connect("127.0.0.1", group.port, group.mine.token, 5.0)
     gone.send(
         {
             "isles": admission.__version__,
@@ -365,7 +406,7 @@ def test_nobody_comes(gathering: Callable[..., Meeting]) -> None:
 def test_a_rendezvous_that_cannot_be(gathering: Callable[..., Meeting]) -> None:
     """A port in use, an address of another machine, an unknown name: a user's mistakes, told at once."""
     group = gathering(2)
-    with listen(group.port, "127.0.0.1"), pytest.raises(ValueError, match=f"port {group.port} cannot be listened on"):
+    with listen(group.port, "127.0.0.1"), pytest.raises(ValueError, match=f":{group.port}: the port is taken"):
         group.come(0).result(5.0)
     for host, words in (("192.0.2.1", "is no address of this machine"), ("no.such.host.invalid", "no such host name")):
         for node in (0, 1) if "name" in words else (0,):

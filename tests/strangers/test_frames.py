@@ -14,12 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isles.comm.errors import from_plain
+from isles.comm.sockets import rates
 from isles.comm.sockets.addresses import listen
-from isles.comm.sockets.frames import HEAD, STRANGERS, BadFrame, length_of, message_of, packed
+from isles.comm.sockets.frames import HEAD, STRANGERS, BadFrame, head_of, message_of, packed
 from isles.comm.sockets.lost import LinkLost
+from isles.comm.sockets.reachable import EchoServer, echo_failure
 from isles.errors import printable
 from isles.launch import probe
-from isles.launch.reachable import EchoServer, echo_failure
 from isles.version import __version__
 from tests.strangers.callers import ESCAPES, GARBAGE, call, framed, many, read, reset, say
 
@@ -28,7 +29,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=10,
 )
-KEYS = st.sampled_from(["doctor", "port", "ports", "reached", "ping", "fill", "rate", "round_trip", "echo", "isles"])
+KEYS = st.sampled_from(
+    ["doctor", "port", "ports", "reached", "want", "fill", "out", "back", "round_trip", "echo", "isles"]
+)
 SAID = st.binary(max_size=200) | st.dictionaries(KEYS, JSON, max_size=4).map(packed) | JSON.map(packed)
 FEW, MANY = settings(max_examples=60, deadline=None), settings(max_examples=10_000, deadline=None)
 
@@ -67,10 +70,11 @@ def test_depth_is_measured_before_it_is_parsed(opening: bytes) -> None:
 
 
 def test_length_is_looked_at_before_it_is_read() -> None:
-    assert length_of(HEAD.pack(b"isle", STRANGERS), STRANGERS) == STRANGERS
-    for head in (HEAD.pack(b"isle", STRANGERS + 1), HEAD.pack(b"elsi", 1)):
+    assert head_of(HEAD.pack(b"isle", STRANGERS), STRANGERS) == (STRANGERS, False, False)
+    assert head_of(HEAD.pack(b"isle", 1 << 31 | 1 << 30 | 5), STRANGERS) == (5, True, True)
+    for head in (HEAD.pack(b"isle", STRANGERS + 1), HEAD.pack(b"elsi", 1), HEAD.pack(b"isle", 1 << 30)):
         with pytest.raises(BadFrame):
-            length_of(head, STRANGERS)
+            head_of(head, STRANGERS)
 
 
 @FEW
@@ -118,7 +122,7 @@ class Doctor:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_ENOUGH", 0.02)
+    monkeypatch.setattr(rates, "_ENOUGH", 0.02)
 
 
 @pytest.mark.usefixtures("quick")
@@ -132,7 +136,7 @@ def test_a_doctor_survives_strangers() -> None:
     hello = {"doctor": ESCAPES, "port": 1, "ports": ESCAPES}
     with many(doctor.port, 100), call(doctor.port, packed(hello)) as liar, call(doctor.port, packed(hello)):
         read(liar, 10)
-        say(liar, packed({"reached": ""}) + packed({"round_trip": -1, "rate": 10**30}))
+        say(liar, packed({"reached": ""}) + packed({"round_trip": -1, "out": 10**30, "back": 1}))
         doctor.is_well()
     assert doctor.failures and len(doctor.failures) <= 20 and all(text.isprintable() for text in doctor.failures)
 

@@ -234,7 +234,6 @@ def test_silence_after_the_hello_ends_nothing_for_others(mine: Credentials, monk
     from isles.launch import link
 
     monkeypatch.setattr(link, "SILENCE", 1.0)
-    monkeypatch.setattr(link, "_BEAT", 0.2)
     with hosting(mine, 3) as host:
         with tls(host.port) as line:
             assert prove(line, mine.token)

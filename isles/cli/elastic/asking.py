@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
-import time
-from pathlib import Path
-
-from isles.comm import credentials
 from isles.comm.credentials import Token
 from isles.comm.elastic.keys import ABOUT, STATUS
 from isles.comm.elastic.links.echo import ask
 from isles.comm.elastic.messages import decode
-from isles.comm.elastic.session import Session, open_session
+from isles.comm.elastic.session import open_session
 from isles.comm.elastic.swarm.words import SwarmNow
-from isles.comm.sockets.addresses import parse_address
+from isles.comm.sockets.lost import LinkLost
 
 _PATIENCE = 5.0  # seconds
-_AGAIN = 0.5  # seconds between tries
 _LONGEST = 4 << 20  # bytes
 
 
@@ -24,31 +18,19 @@ def swarm_now(address: str, token: Token) -> SwarmNow:
     """How the swarm at `address` stands. ValueError where that is none, or this is not its token; OSError where nobody
     answers.
     """
-    host, port = parse_address(address, "HOST:PORT")
     mend = f"isles doctor --join {address} looks at it"
-    with tempfile.TemporaryDirectory(prefix="isles-") as folder:
-        session = _session(address, host, port, token, Path(folder) / "credentials", mend)
-        try:
-            answer = ask(session, STATUS, b"", _PATIENCE)
-            is_there = answer is not None or ask(session, ABOUT, b"", _PATIENCE) is not None
-        finally:
-            session.close()
+    try:
+        session = open_session(token, address, _PATIENCE)
+    except LinkLost as error:
+        raise OSError(f"{address}: no lighthouse answers there ({error}): {mend}") from None
+    try:
+        answer = ask(session, STATUS, b"", _PATIENCE)
+        is_there = answer is not None or ask(session, ABOUT, b"", _PATIENCE) is not None
+    finally:
+        session.close()
     if not is_there:
         raise OSError(f"{address}: the lighthouse has gone: ask again once it is lit")
     now = None if answer is None else decode(answer, limit=_LONGEST)
     if not isinstance(now, SwarmNow):
         raise ValueError(f"{address}: the lighthouse there keeps no swarm; {mend}")
     return now
-
-
-def _session(address: str, host: str, port: int, token: Token, folder: Path, mend: str) -> Session:
-    """With the lighthouse, which may just be being lit. Errors as `swarm_now`."""
-    until = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            mine = credentials.fetch(host, port, token, folder, seconds=_PATIENCE)
-            return open_session("client", mine, connect=address, patience=_PATIENCE)
-        except OSError as error:
-            if time.monotonic() + _AGAIN > until:
-                raise OSError(f"{address}: no lighthouse answers there ({error.strerror or error}): {mend}") from None
-        time.sleep(_AGAIN)

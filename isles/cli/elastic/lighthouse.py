@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +29,7 @@ def lighthouse(
         str | None,
         typer.Argument(metavar="[CONFIG.toml|RUN]", help="Or the directory of a run that was stopped: it goes on."),
     ] = None,
-    port: Annotated[int, typer.Option(help="Where workers join.")] = 29400,
+    port: Annotated[int, typer.Option(help="Where workers join; 0: at any free one.")] = 29400,
     host: Annotated[
         str | None, typer.Option(help="This machine's address. Default: that of its default route.")
     ] = None,
@@ -52,15 +53,15 @@ def lighthouse(
     from isles.training.elastic.lighthouse.stand import Stand
 
     end_in_order()
-    if not 0 < port < 65536:
-        raise ValueError(f"--port {port}: choose 1 to 65535")
+    if not 0 <= port < 65536:
+        raise ValueError(f"--port {port}: choose 0 to 65535")
     if workers < 0:
         raise ValueError(f"--workers {workers}: choose 0 or more")
     refuse_too_many(workers, "--workers", "start fewer")
     with suppress(ValueError):  # no default route: this machine alone, which a line says once it listens
         host = host or outward_address()
     host = host or _ALONE
-    refuse_unknown(host)
+    refuse_unknown(host, "--host ")
     ours = {"world.workers": founders, "world.elastic.max_members": max_members}
     charter, there = _drawn_up(config, ours, set_ or [], out)
     _keep(charter, there or new_directory(charter.method), Stand(host=host, port=port, workers=workers))
@@ -68,8 +69,6 @@ def lighthouse(
 
 def light_again(run: Path, workers: int | None) -> None:
     """Go on with the run of a lighthouse where it stood, with `workers` on this machine; None: as many as it had."""
-    from dataclasses import replace
-
     from isles.training.elastic.lighthouse.stand import read_stand
 
     stand = read_stand(run)
@@ -84,13 +83,14 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
     from isles.comm.sockets.addresses import written
     from isles.training.running.interrupts import first_interrupt
 
-    address = written(stand.host, stand.port)
     with ExitStack() as stack:
         progress = stack.enter_context(ComingAndGoing(charter.method, charter.run.steps))
         started: list[subprocess.Popen[bytes]] = []
 
         def told(token: str) -> None:
-            stand.write(run)
+            here = replace(stand, port=keeper.session.port)
+            here.write(run)
+            address = written(here.host, here.port)
             whom = f"use --host {_ALONE} to keep it to this machine"
             if stand.host in (_ALONE, "localhost"):
                 whom = "only this machine reaches it; for others name its address with --host"
@@ -105,7 +105,7 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
                     started.append(_start(charter, kind.joins_with, address, run, number))
 
         kind = _kind(charter)
-        keeper = kind(charter, run, address, told, progress.line, progress.notice)
+        keeper = kind(charter, run, written(stand.host, stand.port), told, progress.line, progress.notice)
         progress.members = keeper.members
         stack.callback(lambda: _end(started, at_once=keeper.stopping.is_set()))
         with first_interrupt(keeper.stopping.set, charter.run.grace):

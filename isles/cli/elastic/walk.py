@@ -5,24 +5,22 @@ name -> route -> TLS -> token -> session -> version -> clock -> both rates -> wh
 
 from __future__ import annotations
 
+import secrets
 import socket
-import ssl
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 from isles.cli.checks import Check
-from isles.comm import credentials
 from isles.comm.credentials import Token
 from isles.comm.elastic.keys import ABOUT, PIECE, REACH
 from isles.comm.elastic.links.echo import ask, echo_line
-from isles.comm.elastic.messages import About, Listening, Reached, decode, encode
-from isles.comm.elastic.p2p.pairs import PairListener
-from isles.comm.elastic.p2p.stream import as_host
+from isles.comm.elastic.messages import About, Listening, Reached, Refusal, decode, encode
 from isles.comm.elastic.session import Session, open_session
 from isles.comm.sockets.addresses import written
+from isles.comm.sockets.lost import LinkLost
+from isles.comm.sockets.proof import SecretRefused, TokenRefused
+from isles.comm.sockets.reachable import EchoServer
 from isles.version import __version__
 
 _PATIENCE = 5.0  # seconds for a connection
@@ -34,22 +32,31 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
     """The checks until the first that is not good. listen: (host, port) of this machine at which others are to reach
     it; announced: the address that they are told, "" for that under which the lighthouse sees this machine.
     """
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
-        found = _to_the_lighthouse(host, port, token, folder)
-        for check in found:
-            yield check
-            if not check.good:
-                return
-        try:
-            mine = credentials.read(folder / "credentials")
-            session = open_session("client", mine, connect=written(host, port), patience=_PATIENCE)
-        except OSError:
-            why = "the lighthouse does not take this token's secret; copy the whole token once more"
-            yield Check("session", False, f"{why}, or it is busy with strangers: try again in a minute")
+    for check in _route(host, port):
+        yield check
+        if not check.good:
             return
-        stack.callback(session.close)
-        yield Check("session", True, "the lighthouse lets this machine in")
+    with ExitStack() as stack:
+        why: Exception | None = None
+        try:
+            session = open_session(token, written(host, port), _PATIENCE)
+            stack.callback(session.close)
+        except (TokenRefused, LinkLost) as error:
+            why = error.__cause__ if isinstance(error.__cause__, SecretRefused) else error
+        if isinstance(why, LinkLost):
+            yield Check("tls", False, f"whoever answers at {written(host, port)} is no lighthouse: look at the port")
+            return
+        yield Check("tls", True, "1.3, with a certificate")
+        is_known = why is None or isinstance(why, SecretRefused)
+        yield Check("token", is_known, "the certificate is that of this token" if is_known else str(why))
+        if is_known:
+            says = "the lighthouse lets this machine in"
+            if why is not None:
+                says = "the lighthouse does not take this token's secret; copy the whole token once more"
+                says += ", or it is busy with strangers: try again in a minute"
+            yield Check("session", why is None, says)
+        if why is not None:
+            return
         about = decode(ask(session, ABOUT, b"") or b"")
         if not isinstance(about, About):
             yield Check("version", False, f"the lighthouse does not say: install isles {__version__} there too")
@@ -57,11 +64,10 @@ def walk(host: str, port: int, token: Token, listen: tuple[str, int] | None, ann
         yield from _run(about)
         if about.version == __version__:
             yield _rates(session)
-            yield _direct(session, token, listen, announced, folder)
+            yield _direct(session, listen, announced)
 
 
-def _to_the_lighthouse(host: str, port: int, token: Token, folder: Path) -> Iterator[Check]:
-    """The checks up to the certificate, which tell nobody the run's secret."""
+def _route(host: str, port: int) -> Iterator[Check]:
     try:
         places = sorted({str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
     except OSError as error:
@@ -81,17 +87,6 @@ def _to_the_lighthouse(host: str, port: int, token: Token, folder: Path) -> Iter
         yield Check("route", False, f"nobody listens at {written(host, port)} ({error.strerror}): {mend}")
         return
     yield Check("route", True, f"{written(host, port)} answers within {1000 * (time.monotonic() - began):.0f} ms")
-    try:
-        credentials.fetch(host, port, token, folder / "credentials", seconds=_PATIENCE)
-    except ValueError as error:
-        yield Check("tls", True, "whoever answers speaks it")
-        yield Check("token", False, str(error))
-        return
-    except (ssl.SSLError, OSError):
-        yield Check("tls", False, f"whoever answers at {written(host, port)} is no lighthouse: look at the port")
-        return
-    yield Check("tls", True, "1.3, with a certificate")
-    yield Check("token", True, "the certificate is that of this token")
 
 
 def _run(about: About) -> Iterator[Check]:
@@ -112,25 +107,20 @@ def _rates(session: Session) -> Check:
     line = echo_line(session)
     if line is None:
         return Check("rate", False, "the lighthouse stopped answering while the line was measured: try again")
-    up, down = (f"{8 * rate / 1e6:,.{0 if rate > 1e7 else 2}f} Mbit/s" for rate in (line.up, line.down))
+    up, down = (f"{8 * rate / 1e6:,.{0 if rate > 1e7 else 2}f} Mbit/s" for rate in (line.out, line.back))
     return Check("rate", True, f"{up} to the lighthouse, {down} from it ({format_bytes(PIECE)} at a time)")
 
 
-def _direct(session: Session, token: Token, listen: tuple[str, int] | None, announced: str, folder: Path) -> Check:
+def _direct(session: Session, listen: tuple[str, int] | None, announced: str) -> Check:
     if listen is None:
         return Check("direct", True, "not asked for: all goes over the lighthouse (--listen PORT tries the other way)")
+    name = secrets.token_hex(16)
     try:
-        mine = credentials.own(token.secret, folder / "own")
-        listener = PairListener(*listen, lambda connection: as_host(connection, mine, lambda hello: mine.token))
+        with EchoServer(*listen, name) as echo:
+            said = encode(Listening(announced, echo.port, session.name(), name))
+            answer = decode(ask(session, REACH, said, _TRIED) or encode(Refusal("")))
     except ValueError as error:
         return Check("direct", False, str(error))
-    try:
-        said = Listening(announced, listener.port, session.name(), mine.token.fingerprint)
-        answer = decode(ask(session, REACH, encode(said), _TRIED) or b"")
-    except ValueError:
-        answer = None
-    finally:
-        listener.close()
     if isinstance(answer, Reached) and not answer.refusal:
         return Check("direct", True, f"yes: others reach this machine at {written(answer.host, answer.port)}")
     where = f" ({answer.host}, port {answer.port}: {answer.refusal})" if isinstance(answer, Reached) else ""

@@ -160,12 +160,7 @@ class Lighthouse:
     # In callbacks
 
     def _hello(self, query: Query) -> None:
-        try:
-            hello = decode(query.payload)
-            if not isinstance(hello, Hello):
-                raise ValueError("not a greeting")
-        except ValueError as error:
-            self._refuse(query, -1, str(error))
+        if (hello := self._greeting(query, Hello)) is None:
             return
         why = None
         if hello.version != self._version:
@@ -193,14 +188,16 @@ class Lighthouse:
         return About(self._version, self._session.wall(), members, newest, last)
 
     def _reach(self, query: Query) -> None:
+        if (said := self._greeting(query, Listening)) is not None:
+            self._listening(-1, said, query)
+
+    def _greeting(self, query: Query, kind: type[T]) -> T | None:
+        """What somebody without a seat says; None, and refused, where that is no `kind`."""
         try:
-            said = decode(query.payload)
-            if not isinstance(said, Listening):
-                raise ValueError("not an address")
+            return decode(query.payload, {kind.__name__.lower(): kind})
         except ValueError as error:
             self._refuse(query, -1, str(error))
-            return
-        self._listening(-1, said, query)
+            return None
 
     def _asked(self, query: Query) -> None:
         said = query.payload

@@ -1,11 +1,9 @@
 """What the processes of an elastic run say to each other behind a few verbs: over TLS 1.3, passed on by a `Hub`.
 
-    open_session(mode, credentials, ...)     "router": the lighthouse, and a worker that others reach directly: a hub.
-                                             "client": whoever goes to one of them; what it says to other clients goes
-                                             over that one
-    ask / answer / serve                     a question and its answer (`answer` waits for it); a chunk of data is a
-                                             question, and its receipt the answer
-    present / watch                          who is there: told when a process ends, stands still or is cut off
+    open_router(credentials, address)    the lighthouse: a hub
+    open_session(token, address)         whoever goes to it; what it says to other clients goes over that one
+    ask / answer / serve                 a question and its answer (`answer` waits for it)
+    present / watch                      who is there: told when a process ends, stands still or is cut off
 
 A client whose connection breaks makes it anew by itself, under whatever address its hub's name then has, and says again
 what it serves, where it is seen and what it watches; meanwhile its questions have no answer, and nobody is there. A
@@ -24,25 +22,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from queue import SimpleQueue
-from typing import Literal
 
-from isles.comm.credentials import Credentials
+from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.guards.refusals import Refusals
 from isles.comm.elastic.keys import TIES
 from isles.comm.elastic.net.hub import Hub, Peer
-from isles.comm.elastic.net.lanes import MAX_MESSAGE, PIECE, Frame, FrameKind
 from isles.comm.elastic.net.uplink import Uplink
+from isles.comm.elastic.net.words import MAX_MESSAGE, Frame, FrameKind
 from isles.comm.elastic.p2p.stream import TICKET
 from isles.comm.sockets import loop
-from isles.comm.sockets.addresses import listening_at, parse_address
-from isles.comm.sockets.lost import LinkLost
+from isles.comm.sockets.addresses import listen, parse_address
+from isles.comm.sockets.connection import PIECE
 
 _LOG = logging.getLogger(__name__)
 _QUEUED = 8 << 20  # bytes of questions that wait for the session's thread
 _OF_ITSELF = 1024  # bytes that a question takes beside what it says
 _LATE = 1.0  # seconds behind its time until whoever waits for an answer counts it as none
 _ENDS = 5.0  # seconds for a session to be closed
-Mode = Literal["router", "client"]
 _Answered = Callable[[bytes | None, bytes | None], None]
 
 
@@ -92,8 +88,8 @@ class Session:
 
     beats = True
 
-    def __init__(self, refused: Refusals) -> None:
-        self.refused, self.port, self.taken = refused, 0, 0
+    def __init__(self) -> None:
+        self.refused, self.port, self.taken = Refusals(), 0, 0
         self._hub: Hub | None = None
         self._uplink: Uplink | None = None
         self._own = Peer("", "", self._came)
@@ -234,10 +230,10 @@ class Session:
         self.serve(TIES, self._ticket)
         self._thread.start()
 
-    def connect(self, mine: Credentials, host: str, port: int, lease: float, seconds: float) -> None:
+    def connect(self, token: Token, host: str, port: int, seconds: float) -> None:
         """Be a client of a hub. LinkLost where it lets nobody in within `seconds`."""
-        self._uplink = Uplink(mine, host, port, self._came, self._lost)
-        loop.run(self._uplink.start(lease, seconds))
+        self._uplink = Uplink(token, host, port, self._came, self._lost)
+        loop.run(self._uplink.start(seconds))
         self._thread.start()
 
     def tied(self, ticket: bytes, seconds: float) -> socket.socket:
@@ -354,34 +350,27 @@ class Session:
             del call
 
 
-def open_session(
-    mode: Mode,
-    credentials: Credentials,
-    *,
-    listen: str | None = None,
-    connect: str | None = None,
-    lease: float = 3.0,
-    patience: float = 5.0,
-    refused: Refusals | None = None,
-) -> Session:
-    """Open a session of the run of `credentials`; TLS always, the secret inside it.
+def open_router(mine: Credentials, address: str, lease: float = 3.0) -> Session:
+    """A router's session, of the run whose key is in `mine`.
 
-    listen: HOST:PORT to be reached at, which needs the run's key, port 0 for any; connect: HOST:PORT of a router.
-    lease: seconds of silence after which another one counts as gone; for clients the router's holds. patience: seconds
-    to try to connect for. refused: where what is not taken is counted, if not by itself.
+    address: HOST:PORT to be reached at, port 0 for any. lease: seconds of silence after which a client counts as gone.
 
-    ValueError where the key is missing, or the address cannot be had; OSError where nobody lets it in.
+    ValueError where the key is missing, or the address cannot be had.
     """
-    session = Session(Refusals() if refused is None else refused)
-    if mode == "router":
-        place = listen or ""
-        if credentials.key is None:
-            raise ValueError("to listen for others this machine needs the run's key: join first")
-        session.listen(credentials, listening_at(place), lease)
-        return session
-    host, port = parse_address(connect or "", "--connect")
-    try:
-        session.connect(credentials, host, port, lease, patience)
-    except LinkLost as error:
-        raise OSError(f"no session with {connect}: {error}") from None
+    if mine.key is None:
+        raise ValueError("to listen for others this machine needs the run's key: join first")
+    host, _, port = address.rpartition(":")
+    session = Session()
+    session.listen(mine, listen(int(port), host.strip("[]")), lease)
+    return session
+
+
+def open_session(token: Token, address: str, patience: float = 5.0) -> Session:
+    """A client's session with the router at `address`, HOST:PORT, which must be the machine of the token.
+
+    patience: seconds to try to connect for. TokenRefused where that is another machine; LinkLost, with the reason,
+    where nobody lets it in.
+    """
+    session = Session()
+    session.connect(token, *parse_address(address, "--connect"), patience)
     return session

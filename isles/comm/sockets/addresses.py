@@ -11,24 +11,27 @@ from isles.comm.interfaces import outward_address
 
 
 def listen(port: int, host: str) -> socket.socket:
-    """A listening socket at the address `host` alone; port 0 takes a free one. ValueError where the port is taken or
-    not ours to take, or the address is not this machine's.
-    """
+    """A listening socket at the address `host` alone; port 0 takes a free one. ValueError where that cannot be had."""
+    place = written(host, port)
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family)
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(where, family=family)
     except OSError as error:
-        raise ValueError(f"port {port} cannot be listened on ({error.strerror}): choose another one") from error
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"{place}: the port is taken; choose another one") from None
+        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            raise ValueError(f"{place}: is no address of this machine; name one that is (--host, --listen)") from None
+        raise ValueError(f"{place}: cannot be listened at ({error.strerror}); choose another one") from None
 
 
-def refuse_unknown(host: str) -> None:
-    """ValueError for a name of no machine."""
+def refuse_unknown(host: str, option: str = "") -> None:
+    """ValueError for a name of no machine, begun with `option`."""
     try:
         socket.getaddrinfo(host, 0)
-    except OSError:
-        raise ValueError(
-            f"--host {host} is no name that this machine knows: look at its spelling, or write its address"
-        ) from None
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_NONAME:
+            mend = "look at its spelling, or write its address"
+            raise ValueError(f"{option}{host} is no name that this machine knows: {mend}") from None
 
 
 def is_own(host: str) -> bool:
@@ -82,17 +85,3 @@ def parse_address(text: str, option: str) -> tuple[str, int]:
 def written(host: str, port: int) -> str:
     """HOST:PORT, as `parse_address` reads it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def listening_at(place: str) -> socket.socket:
-    """A socket at HOST:PORT. ValueError where that cannot be had."""
-    host, _, port = place.rpartition(":")
-    try:
-        family, _, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        return socket.create_server(where, family=family)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ValueError(f"{place}: the port is taken; choose another one") from None
-        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
-            raise ValueError(f"{place}: is no address of this machine; name one that is (--host, --listen)") from None
-        raise ValueError(f"{place}: cannot be listened at ({error.strerror}); choose another one") from None

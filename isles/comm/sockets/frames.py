@@ -1,12 +1,14 @@
-"""What travels between two machines: frames of JSON, measured before they are kept, and parsed as what strangers wrote.
+"""What travels between two machines: frames, measured before they are kept; and JSON, parsed as what strangers wrote.
 
-    frame = b"isle" + length (4 bytes, big-endian) + JSON in UTF-8; a frame of length 0 says only "I am here"
+    frame = b"isle" + length (4 bytes, big-endian) + that many bytes of a message; length 0 says only "I am here"
 
-No pickle: what comes is plain data, and anything else is `BadFrame`.
+The two highest bits of the length are flags: `URGENT`, and `MORE` where the message goes on in a later frame. No
+pickle: what comes is plain data, and anything else is `BadFrame`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 from typing import Any
@@ -15,9 +17,11 @@ from isles.parsing import parse_json
 
 MARK = b"isle"
 HEAD = struct.Struct(">4sI")
+URGENT, MORE = 1 << 31, 1 << 30
 LONGEST = 16 << 20  # bytes of a message from one who belongs to the run; they have some hundred
 STRANGERS = 64 << 10  # bytes of a message from one of whom nothing is known
 ALIVE = HEAD.pack(MARK, 0)
+_OTHER = "what answers there is not Isles"
 _DEEPEST = 32  # tables and lists in each other; those of Isles have 6
 
 
@@ -31,12 +35,15 @@ def packed(message: Any) -> bytes:
     return HEAD.pack(MARK, len(body)) + body
 
 
-def length_of(head: bytes, longest: int) -> int:
-    """Of the body that follows the first `HEAD.size` bytes of a frame. BadFrame where it is longer than `longest`."""
-    mark, length = HEAD.unpack(head)
-    if mark != MARK or length > longest:
-        raise BadFrame("what answers there is not Isles")
-    return length
+def head_of(head: bytes, longest: int) -> tuple[int, bool, bool]:
+    """Of the first `HEAD.size` bytes of a frame: bytes that follow, whether it is urgent, and whether its message goes
+    on. BadFrame where it is longer than `longest`.
+    """
+    mark, flags = HEAD.unpack(head)
+    length = flags & ~(URGENT | MORE)
+    if mark != MARK or length > longest or (flags and not length):
+        raise BadFrame(_OTHER)
+    return length, bool(flags & URGENT), bool(flags & MORE)
 
 
 def message_of(body: bytes) -> Any:
@@ -44,4 +51,13 @@ def message_of(body: bytes) -> Any:
     try:
         return parse_json(body, _DEEPEST)
     except ValueError as error:
-        raise BadFrame("what answers there is not Isles") from error
+        raise BadFrame(_OTHER) from error
+
+
+async def heard(reader: asyncio.StreamReader, longest: int) -> Any:
+    """The first message on a connection. BadFrame, or EOFError where there is none."""
+    body, more = b"", True
+    while more or not body:
+        length, _, more = head_of(await reader.readexactly(HEAD.size), longest - len(body))
+        body += await reader.readexactly(length)
+    return message_of(body)

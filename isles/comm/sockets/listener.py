@@ -1,7 +1,7 @@
 """A listening socket that strangers may do to what they like.
 
 Each connection is heard by a task of its own in the loop's thread, which has `seconds` from its beginning to its end.
-At most `most` are heard at a time: where there are more, the oldest of the address that has the most is cut off, so
+At most `MOST` are heard at a time: where there are more, the oldest of the address that has the most is cut off, so
 that one machine that opens thousands only cuts off itself.
 
 Streams and their transports refer to each other, and asyncio gives each that speaks TLS a buffer of 256 kB. Python
@@ -20,14 +20,19 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Self
 
+from isles.comm import credentials
+from isles.comm.credentials import Credentials
 from isles.comm.sockets import loop
 from isles.comm.sockets.frames import STRANGERS
 from isles.comm.sockets.lost import LinkLost, plain, reason
+from isles.comm.sockets.proof import prove_as_host
 
 MOST = 64
 _AGAIN = 0.05  # seconds until the next try, where the system accepts nothing for a moment
 _BACKLOG = 128
+_LINES = 20  # about strangers in a minute
 _LITTER = 32  # connections that came to an end until what is left of them is collected
 
 Hear = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -39,8 +44,9 @@ that connection alone: LinkLost with words for a person, or whatever a connectio
 class Listener:
     """Has every connection to `listening` heard, from the making of this until the end of its context.
 
-    refused: told, in the loop's thread, of each connection that came to nothing: its address and why. raw: looks at
-    each connection before TLS; True where it keeps it, which `hear` then does not see.
+    mine: of a run; `hear` then sees those alone who have proved, in TLS, that they know its token. refused: told, in
+    the loop's thread, of each connection that came to nothing: its address and why. raw: looks at each connection
+    first; True where it keeps it, which `hear` then does not see.
     """
 
     def __init__(
@@ -49,13 +55,13 @@ class Listener:
         hear: Hear,
         *,
         seconds: float,
-        tls: ssl.SSLContext | None = None,
-        most: int = MOST,
+        mine: Credentials | None = None,
         refused: Callable[[str, str], None] = lambda address, why: None,
         raw: Callable[[socket.socket], Awaitable[bool]] | None = None,
     ) -> None:
         self._listening, self._hear, self._refused = listening, hear, refused
-        self._seconds, self._tls, self._most, self._raw = seconds, tls, most, raw
+        self._seconds, self._mine, self._raw = seconds, mine, raw
+        self._tls = None if mine is None else credentials.server_context(mine)
         self._heard: dict[asyncio.Task[None], str] = {}  # in the order in which they came
         self._gone = 0
         listening.setblocking(False)
@@ -69,7 +75,7 @@ class Listener:
 
         self._accepting = loop.run(begin())
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,7 +93,7 @@ class Listener:
             except OSError:  # it went away again, or this process has no descriptor left for it
                 await asyncio.sleep(_AGAIN)
                 continue
-            if len(self._heard) >= self._most:
+            if len(self._heard) >= MOST:
                 self._make_room()
             task = own.create_task(self._attend(connection, plain(address[0])))
             self._heard[task] = plain(address[0])
@@ -112,6 +118,8 @@ class Listener:
                 if self._raw is not None and await self._raw(connection):
                     return
                 reader, writer = await opened(connection, self._tls)
+                if self._mine is not None:
+                    await prove_as_host(reader.readexactly, writer.write, self._mine.token)
                 await self._hear(reader, writer)
         except asyncio.CancelledError:
             writer.transport.abort() if writer is not None else connection.close()
@@ -164,8 +172,8 @@ async def opened(
 class Throttle:
     """Lets so many lines about strangers through a minute, and says how many it kept back."""
 
-    def __init__(self, tell: Callable[[str], None], lines: int = 20) -> None:
-        self._tell, self._lines = tell, lines
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
         self._minute, self._told, self._kept = time.monotonic(), 0, 0
 
     def tell(self, text: str) -> None:
@@ -174,7 +182,7 @@ class Throttle:
             if self._kept:
                 self._tell(f"and {self._kept} more such")
             self._minute, self._told, self._kept = time.monotonic(), 0, 0
-        if self._told < self._lines:
+        if self._told < _LINES:
             self._told += 1
             self._tell(text)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import asyncio.sslproto
 import atexit
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -41,7 +42,8 @@ def _started() -> asyncio.AbstractEventLoop:
     global _loop
     with _starting:
         if _loop is None:
-            asyncio.sslproto.SSLProtocol.max_size = _READ
+            with contextlib.suppress(AttributeError):  # private: Python has no public name for it
+                asyncio.sslproto.SSLProtocol.max_size = _READ
             _loop = asyncio.new_event_loop()
             thread = threading.Thread(target=_loop.run_forever, name="isles-links", daemon=True)
             thread.start()

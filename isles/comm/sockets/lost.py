@@ -19,16 +19,6 @@ class LinkLost(CommError):
     """The connection is of no use any more; the text says why, as in "it closed the connection"."""
 
 
-def dial(host: str, port: int, seconds: float) -> socket.socket:
-    """A connection on which nothing was said yet. LinkLost as `connect`."""
-    try:
-        connection = socket.create_connection((host, port), timeout=seconds)
-    except OSError as error:
-        raise LinkLost(reason(error, seconds)) from error
-    connection.setblocking(False)
-    return connection
-
-
 def ends(writer: asyncio.StreamWriter) -> tuple[str, str]:
     """The addresses of this end and the other one; empty for a connection that is gone already."""
     names = (writer.get_extra_info("sockname"), writer.get_extra_info("peername"))

@@ -15,14 +15,17 @@ parsed here.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
 import hmac
-from collections.abc import Callable, Generator
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from isles.comm import credentials
 from isles.comm.credentials import Token
-from isles.comm.sockets.lost import LinkLost
+from isles.comm.sockets.addresses import written
+from isles.comm.sockets.frames import STRANGERS
+from isles.comm.sockets.lost import LinkLost, ends
 
 _SIZE = 32  # bytes of a challenge, and of a proof
 _GOOD, _OTHER, _EXPIRED = b"y", b"o", b"e"
@@ -30,87 +33,99 @@ _GONE = {
     _OTHER: "it has the token of another run",
     _EXPIRED: "by its clock the certificate of the token has expired; look at both clocks, or make a new token",
 }
-ProofSteps = Generator[tuple[bytes, int], bytes, None]
-"""What is said, and how many bytes are then waited for."""
+Read = Callable[[int], Awaitable[bytes]]
+"""Exactly so many bytes. EOFError or OSError where they do not come."""
+Write = Callable[[bytes], object]
+T = TypeVar("T")
 
 
 class TokenRefused(ValueError):
     """The other side is not of this token, or does not take it."""
 
 
-def host_steps(token: Token) -> ProofSteps:
+class SecretRefused(TokenRefused):
+    """It does not take it, or takes nobody at the moment: it closed the connection."""
+
+
+async def prove_as_host(read: Read, write: Write, token: Token) -> None:
     """Node 0's side. LinkLost, with words for node 0's user, where the other one does not prove that it knows it."""
     own = credentials.challenge()
     try:
-        theirs = yield b"", _SIZE
-        opinion = yield own, 1
+        theirs = await read(_SIZE)
+        write(own)
+        opinion = await read(1)
         if opinion != _GOOD:
             raise LinkLost(_GONE.get(opinion, "it does not speak as isles does"))
-        given = yield b"", _SIZE
+        given = await read(_SIZE)
     except EOFError:
         raise LinkLost("it left without a proof that it knows the token") from None
     if not credentials.proved(given, token, "node", theirs, own):
         raise LinkLost("it does not know the token of this run")
-    yield credentials.proof(token, "node 0", own, theirs), 0
+    write(credentials.proof(token, "node 0", own, theirs))
 
 
-def node_steps(token: Token, certificate: bytes | None, where: str) -> ProofSteps:
+async def prove_as_node(read: Read, write: Write, token: Token, certificate: bytes | None, where: str) -> None:
     """The other side, which looks at the certificate first. TokenRefused, with words for its user."""
     own = credentials.challenge()
     opinion = _opinion(certificate, token)
-    theirs = yield own, _SIZE
+    write(own)
+    theirs = await read(_SIZE)
     if opinion != _GOOD:
-        yield opinion, 0
+        write(opinion)
         if opinion == _OTHER:
             raise TokenRefused(f"what answers at {where} is not the machine of this token: look at address and token")
         raise TokenRefused(
             f"by this machine's clock the certificate of {where} has expired; look at both clocks, or make a new token"
         )
+    write(opinion + credentials.proof(token, "node", own, theirs))
     try:
-        given = yield opinion + credentials.proof(token, "node", own, theirs), _SIZE
+        given = await read(_SIZE)
     except (EOFError, OSError):
-        raise TokenRefused(f"{where} does not take this token; copy the one that node 0 shows") from None
+        raise SecretRefused(f"{where} does not take this token; copy the one that node 0 shows") from None
     if not credentials.proved(given, token, "node 0", theirs, own):
         raise TokenRefused(f"{where} does not know the token of this run")
 
 
-def drive(steps: ProofSteps, write: Callable[[bytes], object], read: Callable[[int], bytes]) -> None:
-    """Take the steps on a connection that blocks; read: exactly so many bytes, or EOFError."""
-    with contextlib.suppress(StopIteration):
-        said, size = next(steps)
-        while True:
-            write(said)
+def blocking(proof: Coroutine[Any, Any, T]) -> T:
+    """What comes of it on a connection whose `read` blocks, outside of a loop."""
+    try:
+        proof.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("its `read` does not block")
+
+
+async def dial(
+    host: str, port: int, seconds: float, token: Token | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection within `seconds`, in the loop's thread; with `token`: in TLS, to the machine that made it, once both
+    have proved that they know it. TokenRefused, or what `lost.reason` has words for.
+    """
+    own = asyncio.get_running_loop()
+    async with asyncio.timeout(seconds):
+        places = await own.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for left, (family, kind, _, _, address) in zip(range(len(places))[::-1], places, strict=True):
+            connection = socket.socket(family, kind)
+            connection.setblocking(False)
             try:
-                came = read(size) if size else b""
-            except (EOFError, OSError) as error:
-                said, size = steps.throw(error)
-            else:
-                said, size = steps.send(came)
-
-
-async def prove_as_host(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: Token) -> None:
-    """`host_steps` in the loop's thread."""
-    await _drive(host_steps(token), reader, writer)
-
-
-async def prove_as_node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: Token, where: str) -> None:
-    """`node_steps` in the loop's thread."""
-    certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    await _drive(node_steps(token, certificate, where), reader, writer)
-
-
-async def _drive(steps: ProofSteps, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(StopIteration):
-        said, size = next(steps)
-        while True:
-            writer.write(said)
-            await writer.drain()
-            try:
-                came = await reader.readexactly(size) if size else b""
-            except (EOFError, OSError) as error:
-                said, size = steps.throw(error)
-            else:
-                said, size = steps.send(came)
+                await own.sock_connect(connection, address)
+                break
+            except BaseException as error:
+                connection.close()
+                if not left or not isinstance(error, OSError):
+                    raise
+        if token is None:
+            return await asyncio.open_connection(sock=connection, limit=STRANGERS)
+        tls = credentials.unverified_context()  # `prove_as_node` compares the certificate
+        reader, writer = await asyncio.open_connection(sock=connection, ssl=tls, server_hostname=credentials.NAME)
+        try:
+            certificate = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+            where = written(ends(writer)[1], port)
+            await prove_as_node(reader.readexactly, writer.write, token, certificate, where)
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
 
 
 def _opinion(certificate: bytes | None, token: Token) -> bytes:

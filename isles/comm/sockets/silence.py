@@ -1,8 +1,18 @@
-"""For how long the other side has said nothing."""
+"""Signs of life: who sends them, and for how long the other side has given none.
+
+Bytes prove nothing about a process: the kernel of one that is frozen goes on acknowledging. So every connection and
+every worker says now and then that it is there, whatever its other threads do.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
+from collections.abc import Callable
+from typing import Any
+
+from isles.comm.stopping import LeaveControl
 
 BEAT = 2.0  # seconds between signs of life
 _STOOD = 2.0  # seconds between two looks that count at most: beyond it this side stood still itself
@@ -43,3 +53,31 @@ class Silence:
         self._looked = now
         self._longer = max(self._longer, min(longer, self.seconds))
         return now - self._heard > self.limit + self._longer
+
+
+def no_sign_of_life(seconds: float) -> str:
+    """What a worker is said to have failed of that was silent for so long."""
+    return f"no sign of life for {seconds:g} s: its process is stopped or its machine frozen"
+
+
+def begin_pulse(
+    send: Callable[[tuple[str, Any]], None],
+    closing: threading.Event,
+    moved: Callable[[], int],
+    asked: threading.Event,
+    leaving: LeaveControl,
+) -> None:
+    """A worker's thread of signs of life: ("beat", bytes that its connections have moved) until `closing`.
+
+    asked: where it is set, somebody has asked this process to end; passed on to `leaving`.
+    """
+
+    def beat() -> None:
+        with contextlib.suppress(OSError, EOFError):
+            while not closing.is_set():
+                send(("beat", moved()))
+                if asked.wait(BEAT):
+                    asked.clear()
+                    leaving.ask()
+
+    threading.Thread(target=beat, name="isles-pulse", daemon=True).start()

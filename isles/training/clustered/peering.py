@@ -110,7 +110,7 @@ class SeatedClusterPeer(SeatedPeer):
         if line is None:
             self.tell(f"its line could not be measured: it counts as world.slowest_link, {rate / 1e6:g} Mbit/s")
         else:
-            rate, latency = 8 * min(line.up, line.down), line.round_trip / 2
+            rate, latency = 8 * min(line.out, line.back), line.round_trip / 2
         device = choose_device(self.config.model, int(os.environ.get("LOCAL_RANK", 0)))
         return ClusterNode(
             name="here", memory=memory(device), speed=forward_speed(device), bandwidth=rate, latency=latency

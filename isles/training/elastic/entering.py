@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from isles.comm import credentials
-from isles.comm.credentials import Credentials, Token
+from isles.comm.credentials import Token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.keys import CONFIG, HELLO, LIT
 from isles.comm.elastic.line import SeatLine
+from isles.comm.elastic.links.echo import ask
 from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, decode, encode
 from isles.comm.elastic.p2p.pairs import Pairs
 from isles.comm.elastic.rounds.decision import Decision
@@ -28,7 +26,9 @@ from isles.comm.elastic.session import Session, open_session
 from isles.comm.elastic.told import tells_failures
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import RendezvousFailed
-from isles.comm.sockets.addresses import parse_address, written
+from isles.comm.sockets.addresses import parse_address, refuse_unknown, written
+from isles.comm.sockets.lost import LinkLost
+from isles.comm.sockets.proof import SecretRefused
 from isles.data import load_corpus
 from isles.errors import printable
 from isles.parsing import parse_toml
@@ -42,8 +42,6 @@ from isles.version import __version__
 
 _PATIENCE = 60.0  # seconds to be let in: strangers may take all places at the door
 _MOMENT = 10.0  # seconds of them until a person is told
-_ANSWER = 10.0  # seconds
-_TRIES, _AGAIN = 6, 0.5  # for an answer, and the seconds between them
 _CROWDED = 600.0  # seconds to be given a seat where too many come
 _SELDOM = 60.0  # seconds between lines for a person
 _LONGEST = 1 << 20  # bytes of a configuration
@@ -110,10 +108,10 @@ def admitted(
     where they cannot. Errors as `in_run`.
     """
     host, port = parse_address(address, "HOST:PORT")
-    address = written(host, port)
+    refuse_unknown(host)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
-    mine = _fetched(host, port, token, folder / "credentials", tell)
-    session = stack.enter_context(_opened(mine, address, tell))
+    session = _opened(token, written(host, port), tell)
+    stack.callback(session.close)
     config = _configuration(_asked(session, CONFIG, b""), here, fit)
     return Entrance(session=session, token=token, config=config, here=here, folder=folder)
 
@@ -202,51 +200,21 @@ def listening(
     return links
 
 
-@contextmanager
-def _opened(mine: Credentials, address: str, tell: Callable[[str], None]) -> Iterator[Session]:
-    """A session with the lighthouse. OSError, in one line, where it does not let this machine in."""
-    try:
-        session = open_session("client", mine, connect=address, patience=_MOMENT)
-    except OSError:
-        why = f"the lighthouse at {address} does not let this machine in: its token has another second half, or it is "
-        tell(f"{why}busy with strangers; trying for {_PATIENCE:g} s")
-        try:
-            session = open_session("client", mine, connect=address, patience=_PATIENCE)
-        except OSError:
-            raise OSError(f"{why}still busy with strangers; copy the whole token once more, or try again") from None
-    try:
-        yield session
-    finally:
-        session.close()
-
-
-def _fetched(host: str, port: int, token: Token, folder: Path, tell: Callable[[str], None]) -> Credentials:
-    """The run's certificate, compared with the token. Tried for a while: a lighthouse may be starting again, or busy
-    with strangers. OSError, in one line, where nobody answers.
+def _opened(token: Token, address: str, tell: Callable[[str], None]) -> Session:
+    """A session with the lighthouse, which may be starting again, or busy with strangers. OSError, in one line, where
+    it does not let this machine in.
     """
-    until, told, where = time.monotonic() + _PATIENCE, False, written(host, port)
-    while True:
-        try:
-            mine = credentials.fetch(host, port, token, folder, seconds=_ANSWER)
-            break
-        except OSError as error:
-            if isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME:
-                raise ValueError(
-                    f"{host} is no name that this machine knows: look at its spelling, or write its address"
-                ) from None
-            if time.monotonic() > until:
-                raise OSError(
-                    f"nobody answers at {where} within {_PATIENCE:g} s ({error.strerror or error}); is the "
-                    "lighthouse running, at this address, and is its port open?"
-                ) from None
-            if not told:
-                tell(f"nobody answers at {where} yet ({error.strerror or error}); trying for {_PATIENCE:g} s")
-            told = True
-            time.sleep(1.0)
-    if credentials.stale(mine):
-        now = datetime.now(UTC)
-        raise ValueError(f"the run's certificate is not valid on {now:%Y-%m-%d %H:%M} UTC: set this machine's clock")
-    return mine
+    try:
+        return open_session(token, address, _MOMENT)
+    except LinkLost as error:
+        tell(f"no way into the run at {address} yet ({error}); trying for {_PATIENCE:g} s")
+    try:
+        return open_session(token, address, _PATIENCE)
+    except LinkLost as error:
+        mend = "is the lighthouse running, at this address, is its port open, and the token whole?"
+        if isinstance(error.__cause__, SecretRefused):
+            mend = "copy the whole token once more, or try again: it may be busy with strangers"
+        raise OSError(f"no way into the run at {address} within {_PATIENCE:g} s ({error}): {mend}") from None
 
 
 class _LighthouseWatch:
@@ -276,12 +244,10 @@ class _Progress:
 
 def _asked(session: Session, key: str, said: bytes) -> bytes:
     """The lighthouse's answer. RendezvousFailed where there is none."""
-    for _ in range(_TRIES):  # a fresh session does not know at once who serves what
-        reply, _refusal = session.answer(key, said, seconds=_ANSWER)
-        if reply is not None:
-            return reply
-        time.sleep(_AGAIN)
-    raise RendezvousFailed("the lighthouse let this worker in, and does not answer; look at what it prints")
+    answer = ask(session, key, said)
+    if answer is None:
+        raise RendezvousFailed("the lighthouse let this worker in, and does not answer; look at what it prints")
+    return answer
 
 
 def _configuration(text: bytes, here: Here, fit: Callable[[Config], Config]) -> Config:

@@ -24,14 +24,14 @@ import torch.distributed as dist
 
 from isles.comm import credentials, mesh
 from isles.comm.credentials import parse_token
-from isles.comm.errors import WorkerFailed, from_plain, to_plain
+from isles.comm.errors import WorkerFailed, to_plain
 from isles.comm.interfaces import interface_of, loopback
 from isles.comm.sockets.addresses import listen, own_address, written
 from isles.comm.sockets.lost import LinkLost
 from isles.launch.link import Link
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.processes import PipeHandle
-from isles.launch.relay import order
+from isles.launch.relay import hear_how_it_ended, order
 from isles.launch.worker import WorkerSpec, attend
 from isles.launch.workers import Workers, node_handles
 from isles.training.config.sections import Config
@@ -43,7 +43,6 @@ from isles.training.running.run import launch
 from isles.training.running.starting import deadlines
 
 _GLANCE = 0.2  # seconds between looks at whether a stop is wanted
-_VERDICT = 60.0  # seconds in which rank 0 writes down how the run ended
 
 
 def take_part(
@@ -150,7 +149,7 @@ def _follow(
         with host_heard():
             step = begun(node_group.facts, config)
         _attend(launcher, config, out, step, node_group, store)
-        launcher.hear_how_it_ended()
+        hear_how_it_ended(launcher.link)
 
 
 def _attend(
@@ -267,13 +266,6 @@ class _LinkToLauncher(_ToLauncher):
         except LinkLost as error:
             raise EOFError(str(error)) from error
         return self.heard(command)
-
-    def hear_how_it_ended(self) -> None:
-        """Raise the error with which the run ended, if it did."""
-        while not isinstance(message := self.link.receive(_VERDICT), dict) or "over" not in message:
-            pass
-        if message["over"] is not None:
-            raise from_plain(message["over"])
 
     def _next(self) -> Any:
         while (message := self.link.next()) is None:

@@ -18,7 +18,7 @@ from isles.comm.elastic.keys import SeatKeys
 from isles.comm.elastic.links.whereabouts import Whereabouts
 from isles.comm.elastic.messages import Entry, Find
 from isles.comm.elastic.p2p.pairs import Pairs
-from isles.comm.elastic.session import Session, open_session
+from isles.comm.elastic.session import Session, open_router, open_session
 from isles.comm.elastic.transport import ElasticTransport
 
 
@@ -33,7 +33,7 @@ def router(folder: Path) -> Iterator[tuple[Credentials, str, Session]]:
     """The credentials of a new run, where its router listens, and the router's session."""
     mine = credentials.found(folder / "credentials")
     address = f"127.0.0.1:{free_port()}"
-    session = open_session("router", mine, listen=address)
+    session = open_router(mine, address)
     try:
         yield mine, address, session
     finally:
@@ -84,7 +84,7 @@ def workers(folder: Path, count: int, *, direct: bool = False, lease: float = 3.
     """Transports of seats 0 .. count - 1 that see each other. direct: all but the last listen."""
     with router(folder) as (mine, address, session), ExitStack() as stack:
         known = Known(folder, session)
-        ends = [open_session("client", mine, connect=address, lease=lease) for _ in range(count)]
+        ends = [open_session(mine.token, address) for _ in range(count)]
         for end in ends:
             stack.callback(end.close)
         pairs = [
@@ -93,7 +93,7 @@ def workers(folder: Path, count: int, *, direct: bool = False, lease: float = 3.
         ]
         transports = Workers(ElasticTransport(end, seat, count, guide=pairs[seat]) for seat, end in enumerate(ends))
         transports.router, transports.sessions, transports.pairs = session, ends, pairs
-        transports.guest = lambda: closing(open_session("client", mine, connect=address))
+        transports.guest = lambda: closing(open_session(mine.token, address))
         for seat, (one, transport) in enumerate(zip(pairs, transports, strict=True)):
             stack.callback(one.close)
             stack.callback(transport.close)

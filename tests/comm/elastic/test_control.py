@@ -23,7 +23,7 @@ def on_the_engine(program: Program, folder: Path) -> None:
     """`program` with a member's session and the lighthouse's."""
     pytest.importorskip("zenoh")
     with router(folder) as (mine, address, lighthouse):
-        member = open_session("client", mine, connect=address)
+        member = open_session(mine.token, address)
         try:
             program(member, lighthouse)
         finally:

@@ -17,7 +17,7 @@ from tests.comm.elastic.sessions import router
 
 def test_a_file_comes_whole_or_not_at_all(tmp_path: Path) -> None:
     with router(tmp_path) as (mine, address, host):
-        guest, told = open_session("client", mine, connect=address), list[str]()
+        guest, told = open_session(mine.token, address), list[str]()
         try:
             giver = Giver(host, "3", told.append)
             first = tmp_path / "first"
@@ -50,7 +50,7 @@ def test_a_file_comes_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_what_never_comes_is_said_at_once(tmp_path: Path) -> None:
     """To who waits when that becomes clear, and to who asks afterwards; for other things one may wait."""
     with router(tmp_path) as (mine, address, host):
-        guest, told = open_session("client", mine, connect=address), list[str]()
+        guest, told = open_session(mine.token, address), list[str]()
         try:
             giver = Giver(host, "3", told.append)
             changes = {
@@ -113,7 +113,7 @@ def test_nobody_gives_in_another_s_place(tmp_path: Path) -> None:
     good.write_bytes(b"good" * 500_000)
     bad.write_bytes(b"evil" * 500_000)
     with router(tmp_path) as (mine, address, host):
-        ends = [open_session("client", mine, connect=address) for _ in range(3)]
+        ends = [open_session(mine.token, address) for _ in range(3)]
         try:
             thief = Giver(ends[1], "3", print, guide=Known(keys, 5))
             thief.offer("model", bad, {})

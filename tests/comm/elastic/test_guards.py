@@ -125,7 +125,7 @@ def test_questions_that_come_faster_than_they_are_answered_are_turned_away(tmp_p
             query.reply()  # type: ignore[attr-defined]
 
         session.serve("isles/slow", answer)
-        guest = open_session("client", mine, connect=address)
+        guest = open_session(mine.token, address)
         answers, told = list[tuple[bytes | None, bytes | None]](), threading.Semaphore(0)
 
         def answered(reply: bytes | None, refusal: bytes | None) -> None:

@@ -37,7 +37,7 @@ def lit(folder: Path, life: int = 0) -> Iterator[tuple[Lighthouse, Session]]:
         rounds = RoundsAssembly(Rules(founders=2, sync_every=5), journal.entries)
         keys = SeatKeys(folder)
         lighthouse = Lighthouse(session, rounds, journal, keys, config="[run]\n", version="1.0", heard=heard)
-        guest = open_session("client", mine, connect=address)
+        guest = open_session(mine.token, address)
         try:
             yield lighthouse, guest
         finally:

@@ -9,7 +9,7 @@ import torch
 from isles.comm import credentials
 from isles.comm.elastic.lasting.journalled import of_another_version
 from isles.comm.elastic.links.relayed import RelayCount
-from isles.comm.elastic.session import open_session
+from isles.comm.elastic.session import open_router, open_session
 from isles.comm.tags import Tag
 from tests.comm.elastic.sessions import router, settled, workers
 
@@ -33,7 +33,7 @@ def test_what_is_said_to_the_lighthouse_itself_is_not_carried(tmp_path: Path) ->
     """Nor what it answers: of 1000 bytes there and 500 back between two clients it carried 1500."""
     with router(tmp_path) as (mine, address, light):
         light.serve("own", lambda asked: asked.reply(bytes(7000)))
-        one, two = (open_session("client", mine, connect=address) for _ in range(2))
+        one, two = (open_session(mine.token, address) for _ in range(2))
         try:
             two.serve("isles/mail/1", lambda asked: asked.reply(bytes(500)))
             assert one.answer("own", bytes(3000), seconds=5.0) == (bytes(7000), None) and light.relayed == 0
@@ -62,11 +62,10 @@ def test_a_worker_that_ends_has_relayed_what_it_has(tmp_path: Path) -> None:
 def test_the_address_may_be_a_number_of_ipv6_or_a_name(tmp_path: Path) -> None:
     for number, host in enumerate(("127.0.0.1", "[::1]", "localhost")):
         mine = credentials.found(tmp_path / str(number))
-        light = open_session("router", mine, listen=f"{host}:0")
+        light = open_router(mine, f"{host}:0")
         try:
             light.serve("own", lambda asked: asked.reply(b"yes"))
-            joined = credentials.fetch(host.strip("[]"), light.port, mine.token, tmp_path / f"joined-{number}")
-            guest = open_session("client", joined, connect=f"{host}:{light.port}")
+            guest = open_session(mine.token, f"{host}:{light.port}")
             try:
                 assert guest.answer("own", b"", seconds=5.0) == (b"yes", None) and guest.is_local()
                 assert light.seen(guest.name()) in ("127.0.0.1", "::1")

@@ -24,18 +24,18 @@ SETTING = """
 import sys, threading, time
 from pathlib import Path
 from isles.comm import credentials
-from isles.comm.elastic.session import open_session
+from isles.comm.elastic.session import open_router, open_session
 folder, address = sys.argv[1:]
 mine = credentials.read(Path(folder))
 """
 CLIENT = """
-session = open_session("client", mine, connect=address, lease=2.0)
+session = open_session(mine.token, address)
 session.serve("isles/mail/1", lambda query: query.reply())
 session.present("isles/seat/1")
 time.sleep(600)
 """
 ROUTER = """
-session = open_session("router", mine, listen=address, lease=2.0)
+session = open_router(mine, address, lease=2.0)
 session.watch("isles/seat/*", lambda key, there: print("there" if there else "gone", flush=True))
 chunk, flying = bytes(1 << 20), threading.Semaphore(4)
 while True:

@@ -63,7 +63,7 @@ def islands(folder: Path) -> Iterator[Islands]:
     with router(folder) as (mine, address, session), ExitStack() as stack:
 
         def opened() -> Session:
-            found = open_session("client", mine, connect=address)
+            found = open_session(mine.token, address)
             stack.callback(found.close)
             return found
 

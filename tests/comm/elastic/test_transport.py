@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 
@@ -19,13 +20,15 @@ import torch
 import isles
 from isles.comm import credentials
 from isles.comm.collectives.basic import all_done
+from isles.comm.credentials import Token
 from isles.comm.elastic.control import Query
 from isles.comm.elastic.p2p.inbox import EARLY
 from isles.comm.elastic.p2p.stream import CHUNK
-from isles.comm.elastic.session import open_session
+from isles.comm.elastic.session import open_router, open_session
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import DeadlinePassed, PeerLost, PeerSilent, RoundPassed
 from isles.comm.sockets.lost import LinkLost
+from isles.comm.sockets.proof import TokenRefused
 from isles.comm.tags import Tag
 from isles.comm.transport import Transport
 from tests.comm.elastic.sessions import router, run_elastic, settled, vanish, workers
@@ -75,7 +78,7 @@ def test_an_answer_that_does_not_come_is_no_refusal(tmp_path: Path) -> None:
         held: list[Query] = []
         light.serve("silent", held.append)
         light.serve("refuses", lambda asked: asked.refuse(b"later"))
-        session = open_session("client", mine, connect=address)
+        session = open_session(mine.token, address)
         try:
 
             def answer(key: str) -> tuple[bytes | None, bytes | None]:
@@ -268,24 +271,18 @@ def test_a_worker_that_is_not_reached_any_more_is_relayed(tmp_path: Path) -> Non
 def test_strangers_get_no_session(tmp_path: Path) -> None:
     """Another run's certificate, another secret, a port that is taken, a worker that has no key to listen with."""
     with router(tmp_path) as (mine, address, _):
-        other = credentials.found(tmp_path / "other")
-        with pytest.raises(OSError, match="no session"):
-            open_session("client", other, connect=address, patience=1.5)
-        joined = credentials.fetch(*_host_port(address), mine.token, tmp_path / "joined")
-        credentials.write_private(tmp_path / "joined" / "secret", b"0" * 32)
-        with pytest.raises(OSError, match="no session"):
-            open_session("client", credentials.read(tmp_path / "joined"), connect=address, patience=1.5)
+        other = credentials.found(tmp_path / "other").token
+        with pytest.raises(TokenRefused, match="is not the machine of this token"):
+            open_session(other, address, patience=1.5)
+        with pytest.raises(LinkLost, match="does not take this token"):
+            open_session(Token(mine.token.fingerprint, "0" * 32), address, patience=1.5)
         with pytest.raises(ValueError, match="the port is taken"):
-            open_session("router", mine, listen=address)
+            open_router(mine, address)
         with pytest.raises(ValueError, match="needs the run's key"):
-            open_session("router", joined, listen="127.0.0.1:29400")
-        credentials.write_private(tmp_path / "joined" / "secret", mine.token.secret.encode())
-        open_session("client", credentials.read(tmp_path / "joined"), connect=address).close()
-
-
-def _host_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)
+            open_router(replace(mine, key=None), "127.0.0.1:29400")
+        open_session(mine.token, address).close()
+    with pytest.raises(LinkLost, match="connection refused"):
+        open_session(mine.token, address, patience=0.5)
 
 
 def test_it_is_a_transport_and_ends_its_threads(tmp_path: Path) -> None:
@@ -303,9 +300,10 @@ STANDING = """
 import sys, time
 from pathlib import Path
 from isles.comm import credentials
+from isles.comm.credentials import Token
 from isles.comm.elastic.session import open_session
 from isles.comm.elastic.transport import ElasticTransport
-session = open_session("client", credentials.read(Path(sys.argv[1])), connect=sys.argv[2], lease=3.0)
+session = open_session(credentials.read(Path(sys.argv[1])).token, sys.argv[2])
 transport = ElasticTransport(session, 1, 2)
 print("here", flush=True)
 time.sleep(60)
@@ -318,7 +316,7 @@ def test_who_is_killed_or_stands_still_is_told(tmp_path: Path, how: signal.Signa
     """A killed process within a second, a stopped one within the lease of 3 s + 1.5 s; it is back when it goes on."""
     with router(tmp_path) as (mine, address, _):
         told: list[tuple[str, float]] = []
-        session = open_session("client", mine, connect=address)
+        session = open_session(mine.token, address)
         began = time.monotonic()
         transport = ElasticTransport(
             session,

@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.keys import ASKED, HELLO, TIES, TOLD, gift_at, sealed, signature
 from isles.comm.elastic.messages import Entry, Find, Found, Hello, decode, encode
-from isles.comm.elastic.net.lanes import _PIECE as PIECE
-from isles.comm.elastic.net.lanes import Frame, FrameKind, packed
+from isles.comm.elastic.net.words import Frame, FrameKind, packed
 from isles.comm.elastic.p2p.stream import Head, PairHello, Stream, as_dialler
 from isles.comm.elastic.session import Session, open_session
+from isles.comm.sockets.frames import HEAD, MARK, URGENT
+from isles.comm.sockets.lost import LinkLost
 from isles.comm.tags import Tag
 from tests.comm.elastic.sessions import free_port
 from tests.strangers.callers import call, prove, read, say
@@ -39,8 +40,7 @@ class Attacker:
         self.address, self.token, self.folder, self.victim = address, token, folder, victim
         self.host, self.port = address.rpartition(":")[0], int(address.rpartition(":")[2])
         self.version, self.corpus = version, corpus
-        self.mine = credentials.fetch(self.host, self.port, token, folder / "joined")
-        self.session = open_session("client", self.mine, connect=address)
+        self.session = open_session(token, address)
         self.entry: Any = self.hello()
         assert isinstance(self.entry, Entry)
         self.word: Sign = partial(signature, self.entry.seat, self.entry.key)
@@ -83,7 +83,7 @@ class Attacker:
     @contextmanager
     def overhearing(self, *keys: str) -> Iterator[list[tuple[bytes, bytes]]]:
         """(word, proof) of what is said at those addresses meanwhile, as far as anybody says it to a member."""
-        heard, ear = list[tuple[bytes, bytes]](), open_session("client", self.mine, connect=self.address)
+        heard, ear = list[tuple[bytes, bytes]](), open_session(self.token, self.address)
         try:
             for key in keys:
                 ear.serve(key, lambda query: heard.append((query.payload, query.attachment)))
@@ -120,6 +120,21 @@ class Attacker:
             yield stream
         finally:
             stream.close()
+
+    def flooded(self, heads: list[Head], seconds: float) -> tuple[int, list[tuple[int, int]]]:
+        """Pieces for the victim for as long as it takes them, `seconds` at most: how many left whole, and what was said
+        of them.
+        """
+        left, said = 0, list[tuple[int, int]]()
+        with self.paired() as stream:
+            over = threading.Timer(seconds, stream.cut)
+            over.start()
+            with suppress(LinkLost):
+                for head in heads:
+                    said += stream.send(head, bytes(head.size))
+                    left += 1
+            over.cancel()
+        return left, said
 
     def mail(self, *heads: Head, seconds: float = 2.0) -> list[tuple[int, int]]:
         """Pieces for the victim, of zeros; what it says of them within `seconds`."""
@@ -171,16 +186,17 @@ class Attacker:
                 talk: socket.socket = credentials.unverified_context().wrap_socket(line) if tls else line
                 talk.settimeout(2.0)
                 if secret == "":
-                    say(talk, PIECE.pack(3, 19) + packed(Frame(FrameKind.WATCH, 1)))
-                    return read(talk, 64)[:1] == b"\3"
-                return prove(talk, token, speaker) and read(talk, 1) == b"\3"
+                    word = packed(Frame(FrameKind.WATCH, 1))
+                    say(talk, HEAD.pack(MARK, URGENT | len(word)) + word)
+                    return read(talk, 64)[:4] == MARK
+                return prove(talk, token, speaker) and read(talk, 4) == MARK
         except (ssl.SSLError, ConnectionError, TimeoutError):
             return False
 
     def overheard(self) -> bytes:
         """What somebody who joins says on the line, encrypted, as one in between sees it."""
         with Overhearing(self.host, self.port) as between:
-            there = open_session("client", self.mine, connect=f"127.0.0.1:{between.port}", patience=5.0)
+            there = open_session(self.token, f"127.0.0.1:{between.port}", patience=5.0)
             there.close()
             return between.heard()
 
@@ -237,4 +253,4 @@ def other_run(folder: Path) -> Credentials:
 
 def session_of(attacker: Attacker) -> Session:
     """Another session of its own."""
-    return open_session("client", attacker.mine, connect=attacker.address)
+    return open_session(attacker.token, attacker.address)

@@ -65,7 +65,7 @@ class World:
             heard=lambda seat, event: self.reported.append((seat, event)),
         )
         self.pair = [
-            Worker(open_session("client", mine, connect=address), mine.token.secret, folder / f"links-{number}")
+            Worker(open_session(mine.token, address), mine.token.secret, folder / f"links-{number}")
             for number in range(2)
         ]
         self.attacker = Attacker(address, mine.token, folder / "attacker", version=VERSION, corpus=CORPUS, victim=0)

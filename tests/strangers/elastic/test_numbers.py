@@ -121,7 +121,7 @@ def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> Non
     keys, folder = SeatKeys(tmp_path), tmp_path / "states"
     rounds = [HUGE, HUGE + 1, "../../5", 9, True, "5", 5]
     with router(tmp_path) as (mine, address, host):
-        end = open_session("client", mine, connect=address)
+        end = open_session(mine.token, address)
         try:
             kept = Checkpoints(tmp_path, "states")
             for round in (3, 4):

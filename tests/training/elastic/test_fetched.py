@@ -29,7 +29,7 @@ def met(tmp_path: Path) -> Iterator[tuple[Keeper, Session, SeatKeys]]:
         keeper = Keeper(charter_of(made), tmp_path / "run", address, print, print, print)
         keeper.out.mkdir()
         keeper.session, keeper.keys = host, SeatKeys(tmp_path)
-        session = open_session("client", mine, connect=address)
+        session = open_session(mine.token, address)
         try:
             yield keeper, session, keeper.keys
         finally:

@@ -75,7 +75,7 @@ def handed_over(tmp_path: Path, kind: JoinState, **options: Any) -> tuple[OuterS
         donor, joiner = trained(world, 8, 4, **options), trained(world, 8, 0, **options)
         with router(tmp_path) as (mine, address, host):
             giver = Giver(host, "3", lambda notice: None)
-            guest = open_session("client", mine, connect=address)
+            guest = open_session(mine.token, address)
             try:
                 giving = States(donor, giver, tmp_path, kind, lambda: 9)
                 taking = States(joiner, Giver(guest, "4", lambda notice: None), tmp_path, kind, lambda: 9)
@@ -131,7 +131,7 @@ def test_a_donor_that_begins_with_another_s_state_gives_nothing_of_its_own(tmp_p
     def worker(world: Mesh) -> None:
         donor = trained(world, 8, 4)
         with router(tmp_path) as (mine, address, host):
-            giver, guest = Giver(host, "3", lambda notice: None), open_session("client", mine, connect=address)
+            giver, guest = Giver(host, "3", lambda notice: None), open_session(mine.token, address)
 
             def asked(what: str, seconds: float) -> str:
                 request = GiftRequest(giver="3", what=what, most=1 << 30, seconds=seconds)
@@ -168,7 +168,7 @@ def test_a_donor_of_100_mb_goes_on(tmp_path: Path) -> None:
         size = sum(tensor.nbytes for tensor in held)
         assert 100e6 < size < 110e6
         with router(tmp_path) as (mine, address, host):
-            giver, guest = Giver(host, "3", lambda notice: None), open_session("client", mine, connect=address)
+            giver, guest = Giver(host, "3", lambda notice: None), open_session(mine.token, address)
             try:
                 giving, ratios, growths = States(donor, giver, tmp_path, "full", lambda: 9), [], []
                 for trial in range(3):

@@ -74,7 +74,7 @@ def test_a_lighthouse_that_is_gone_and_comes_back(tmp_path: Path, show: Show) ->
     run = SwarmRun(seated(*settings("[1,1]", 400)), tmp_path / "run")
     assert show(run)[0].startswith("step 0 of 400")
     run.stop()
-    with pytest.raises(OSError, match=r"no lighthouse answers there \(Connection refused\): isles doctor --join"):
+    with pytest.raises(OSError, match=r"no lighthouse answers there \(connection refused\): isles doctor --join"):
         show(run)
     lighting = threading.Timer(1.5, run.keep)  # it is just being lit
     lighting.start()

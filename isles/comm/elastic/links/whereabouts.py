@@ -7,17 +7,13 @@ fingerprint.
 
 from __future__ import annotations
 
-import socket
-import ssl
 import threading
 from collections.abc import Callable
 
-from isles.comm import credentials
 from isles.comm.elastic.keys import SeatKeys, introduction
 from isles.comm.elastic.messages import Find, Found, Listening, Reached
-from isles.comm.elastic.p2p.stream import PAIR
+from isles.comm.sockets.reachable import echo_failure
 
-_PATIENCE = 5.0  # seconds that an address is tried for
 _AT_ONCE = 8  # addresses that are tried at the same time
 _PLACES = 1024  # of an island
 _FINGERPRINT = 32  # hex digits
@@ -66,26 +62,10 @@ class Whereabouts:
 
         def work() -> None:
             with self._trying:
-                why = unreachable(host, said.port, said.certificate)
+                why = echo_failure(host, said.port, said.certificate)
             if not why and seat >= 0:
                 self._known[place] = Listening(host, said.port, "", said.certificate)
             self._busy.discard(place)
             answer(Reached(host, said.port, why))
 
         threading.Thread(target=work, name=f"isles-try-{seat}", daemon=True).start()
-
-
-def unreachable(host: str, port: int, fingerprint: str, seconds: float = _PATIENCE) -> str:
-    """Why nobody with the certificate of `fingerprint` answers at host:port, in some words; "" where somebody does."""
-    try:
-        with socket.create_connection((host, port), timeout=seconds) as line:
-            line.sendall(PAIR)
-            with credentials.unverified_context().wrap_socket(line, server_hostname=credentials.NAME) as talk:
-                der = talk.getpeercert(binary_form=True)
-        return "" if der and credentials.fingerprint(der) == fingerprint else "somebody else answers there"
-    except (ssl.SSLError, EOFError):
-        return "somebody else answers there"
-    except TimeoutError:
-        return f"no answer within {seconds:g} s"
-    except (OSError, ValueError) as error:
-        return getattr(error, "strerror", None) or "it is no address"

@@ -1,1 +1,1 @@
-"""The engine of elastic worlds' words: `lanes`, one TLS connection; `hub`, what passes words on; `uplink`, an end."""
+"""The engine of elastic worlds' words: `words`, their form; `hub`, what passes them on; `uplink`, an end."""

@@ -19,16 +19,15 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
-from isles.comm import credentials
 from isles.comm.credentials import Credentials
 from isles.comm.elastic.guards.refusals import Refusals
 from isles.comm.elastic.keys import PRESENT_AS_SEATS, SERVED_BY_SEATS
-from isles.comm.elastic.net.lanes import Frame, FrameKind, LaneConnection
 from isles.comm.elastic.net.splice import Splices
+from isles.comm.elastic.net.words import LONGEST, Frame, FrameKind, frame_of, packed
 from isles.comm.elastic.p2p.stream import TICKET, TICKET_SIZE
+from isles.comm.sockets.connection import Connection
 from isles.comm.sockets.listener import Listener, peeked
 from isles.comm.sockets.lost import SILENCE
-from isles.comm.sockets.proof import prove_as_host
 
 _LOG = logging.getLogger(__name__)
 _WAITING = 16 << 20  # bytes that wait to be sent to one client
@@ -70,18 +69,17 @@ class Hub:
 
     def __init__(self, mine: Credentials, listening: socket.socket, lease: float, refused: Refusals) -> None:
         self.relayed = 0
-        self._token, self._lease, self._refused = mine.token, lease, refused
+        self._lease, self._refused = lease, refused
         self._peers: dict[str, Peer] = {}
         self._serving: dict[str, dict[Peer, None]] = {}
         self._present: dict[str, set[Peer]] = {}
         self._questions: dict[int, _Question] = {}
         self._numbers = count(1)
-        self._lines: dict[asyncio.Task[None], LaneConnection] = {}
-        tls = credentials.server_context(mine)
+        self._lines: dict[asyncio.Task[None], Connection] = {}
         self._tickets: dict[bytes, socket.socket | None] = {}  # and who came with it first
         self._splices = Splices(self._carry)
         self._listener = Listener(
-            listening, self._admit, seconds=SILENCE, tls=tls, refused=self._turned_away, raw=self._tie
+            listening, self._admit, seconds=SILENCE, mine=mine, refused=self._turned_away, raw=self._tie
         )
 
     def close(self) -> None:
@@ -92,7 +90,7 @@ class Hub:
     async def end(self) -> None:
         """Close the connections once what was said has left."""
         lines = [*self._lines.items()]
-        await asyncio.gather(*(lanes.close() for _, lanes in lines))
+        await asyncio.gather(*(line.close() for _, line in lines))
         for task, _ in lines:
             task.cancel()
         await asyncio.gather(*(task for task, _ in lines), return_exceptions=True)
@@ -147,26 +145,24 @@ class Hub:
     # Who is let in
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await prove_as_host(reader, writer, self._token)
         if len(self._lines) >= _CLIENTS:
             raise ConnectionError("there are too many")
-        lanes = LaneConnection(reader, writer, self._lease, _WAITING)
+        line = Connection(reader, writer, self._lease, longest=LONGEST, most=_WAITING)
         name = secrets.token_hex(8)
-        peer = Peer(name, lanes.there, lambda frame, urgent: lanes.send(frame, urgent=urgent), lanes.abort)
-        welcome = Frame(FrameKind.WELCOME, 0, name, lanes.there.encode("ascii"), milliseconds=round(1000 * self._lease))
-        lanes.send(welcome, urgent=True)
+        peer = Peer(name, line.there, lambda frame, urgent: line.send(packed(frame), urgent=urgent), line.abort)
+        peer.post(Frame(FrameKind.WELCOME, 0, name, milliseconds=round(1000 * self._lease)), True)
         self.join(peer)
-        task = asyncio.get_running_loop().create_task(self._attend(peer, lanes))
-        self._lines[task] = lanes
+        task = asyncio.get_running_loop().create_task(self._attend(peer, line))
+        self._lines[task] = line
         task.add_done_callback(lambda task: self._lines.pop(task, None))
 
-    async def _attend(self, peer: Peer, lanes: LaneConnection) -> None:
+    async def _attend(self, peer: Peer, line: Connection) -> None:
         try:
-            await lanes.run(lambda frame, urgent: self.hear(peer, frame, urgent))
+            await line.run(lambda word, urgent: self.hear(peer, frame_of(word), urgent))
         except (OSError, EOFError, RuntimeError, ValueError) as error:
             _LOG.debug("%s: %s", peer.there, error)
         finally:
-            lanes.abort()
+            line.abort()
             self.leave(peer)
 
     def _turned_away(self, address: str, why: str) -> None:

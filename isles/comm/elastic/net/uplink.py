@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from isles.comm import credentials
-from isles.comm.credentials import Credentials
-from isles.comm.elastic.net.lanes import Frame, FrameKind, LaneConnection
+from isles.comm.credentials import Token
+from isles.comm.elastic.net.words import LONGEST, Frame, FrameKind, frame_of, packed
+from isles.comm.sockets.connection import Connection
 from isles.comm.sockets.lost import SILENCE, LinkLost, reason
-from isles.comm.sockets.proof import TokenRefused, prove_as_node
+from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
 
 _WAITING = 64 << 20  # bytes of its own words that wait to be sent
 _AGAIN, _SELDOM = 0.1, 1.0  # seconds until the next try: twice as many each time
@@ -21,7 +21,7 @@ BROKEN = (OSError, EOFError, RuntimeError, ValueError)  # what a connection may 
 
 
 class Uplink:
-    """To the hub at host:port, for whoever has `mine`. heard: called with what the hub says. lost: called when the
+    """To the hub at host:port, for whoever has `token`. heard: called with what the hub says. lost: called when the
     connection breaks, and what was asked has no answer.
 
     where: host and port. name: as the hub has said last. is_local: whether the hub is on this machine.
@@ -29,90 +29,88 @@ class Uplink:
 
     def __init__(
         self,
-        mine: Credentials,
+        token: Token,
         host: str,
         port: int,
         heard: Callable[[Frame, bool], bool],
         lost: Callable[[], None],
     ) -> None:
-        self._mine, self.where, self._heard, self._lost = mine, (host, port), heard, lost
+        self._token, self.where, self._heard, self._lost = token, (host, port), heard, lost
         self.name, self.is_local = "", False
         self._declared: list[Frame] = []
-        self._lanes: LaneConnection | None = None
+        self._line: Connection | None = None
         self._welcomed = asyncio.Event()
-        self._why = "nobody answers"
+        self._why: Exception | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, lease: float, seconds: float) -> None:
-        """Be connected within `seconds`. LinkLost with the last reason."""
-        self._task = asyncio.get_running_loop().create_task(self._keep(lease))
-        try:
-            async with asyncio.timeout(seconds):
-                await self._welcomed.wait()
-        except TimeoutError:
+    async def start(self, seconds: float) -> None:
+        """Be connected within `seconds`. LinkLost with the last reason; TokenRefused where what answers is another
+        machine than the token's.
+        """
+        self._task = asyncio.get_running_loop().create_task(self._keep())
+        welcomed = asyncio.ensure_future(self._welcomed.wait())
+        await asyncio.wait((self._task, welcomed), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        welcomed.cancel()
+        if self._task.done():
+            self._task.result()
+        if not self._welcomed.is_set():
             await self.end()
-            raise LinkLost(self._why) from None
+            why = self._why or TimeoutError()
+            raise LinkLost(str(why) if isinstance(why, TokenRefused | LinkLost) else reason(why, seconds)) from why
 
     def send(self, frame: Frame, urgent: bool) -> None:
         """Say it, or keep it until it can be said where it declares something."""
         if frame.kind in _DECLARES:
             self._declared.append(frame)
-        if self._lanes is None:
+        if self._line is None:
             sent, answer = False, Frame(FrameKind.NOBODY, frame.number)
         else:
-            sent = self._lanes.send(frame, urgent=urgent)
+            sent = self._line.send(packed(frame), urgent=urgent)
             answer = Frame(FrameKind.REFUSAL, frame.number, payload=b"later")
         if frame.kind == FrameKind.ASK and not sent:
             self._heard(answer, True)
 
     async def end(self) -> None:
         """Be gone, once what was said has left."""
-        lanes, task = self._lanes, self._task
-        if lanes is not None:
-            await lanes.close()
+        line, task = self._line, self._task
+        if line is not None:
+            await line.close()
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _keep(self, lease: float) -> None:
+    async def _keep(self) -> None:
         pause = _AGAIN
         while True:
             try:
-                async with asyncio.timeout(SILENCE):
-                    lanes = await self._connect(lease)
+                streams = await dial(*self.where, SILENCE, self._token)
                 pause = _AGAIN
-                await self._attend(lanes)
+                await self._attend(Connection(*streams, SILENCE, longest=LONGEST, most=_WAITING))
             except BROKEN as error:
-                self._why = str(error) if isinstance(error, TokenRefused | LinkLost) else reason(error)
+                is_another = isinstance(error, TokenRefused) and not isinstance(error, SecretRefused)
+                if is_another and not self._welcomed.is_set():
+                    raise
+                self._why = error
             await asyncio.sleep(pause)
             pause = min(2 * pause, _SELDOM)
 
-    async def _connect(self, lease: float) -> LaneConnection:
-        tls = credentials.unverified_context()  # `prove_as_node` compares the certificate
-        reader, writer = await asyncio.open_connection(*self.where, ssl=tls, server_hostname=credentials.NAME)
-        try:
-            await prove_as_node(reader, writer, self._mine.token, self.where[0])
-        except BaseException:
-            writer.transport.abort()
-            raise
-        return LaneConnection(reader, writer, lease, _WAITING)
-
-    async def _attend(self, lanes: LaneConnection) -> None:
-        def heard(frame: Frame, urgent: bool) -> None:
+    async def _attend(self, line: Connection) -> None:
+        def heard(word: bytes, urgent: bool) -> None:
+            frame = frame_of(word)
             if frame.kind != FrameKind.WELCOME:
                 self._heard(frame, urgent)
                 return
-            self.name, self.is_local = frame.key, lanes.here == lanes.there
-            lanes.expects(frame.milliseconds / 1000)
+            self.name, self.is_local = frame.key, line.here == line.there
+            line.silence.seconds = frame.milliseconds / 1000
             for one in self._declared:
-                lanes.send(one, urgent=True)
-            self._lanes = lanes
+                line.send(packed(one), urgent=True)
+            self._line = line
             self._welcomed.set()
 
         try:
-            await lanes.run(heard)
+            await line.run(heard)
         finally:
-            lanes.abort()
-            if self._lanes is not None:
-                self._lanes = None
+            line.abort()
+            if self._line is not None:
+                self._line = None
                 self._lost()

@@ -32,9 +32,10 @@ from isles.comm.elastic.keys import LIT, TIES, introduction, sealed
 from isles.comm.elastic.messages import Entry, Find, Found, Listening, Reached
 from isles.comm.elastic.p2p.stream import PAIR, TICKET_SIZE, PairHello, Stream, as_dialler, as_host, tuned
 from isles.comm.elastic.session import Session
-from isles.comm.sockets.addresses import listening_at, written
-from isles.comm.sockets.listener import MOST, Listener, peeked
-from isles.comm.sockets.lost import SILENCE, LinkLost
+from isles.comm.sockets.addresses import written
+from isles.comm.sockets.listener import MOST, peeked
+from isles.comm.sockets.lost import LinkLost
+from isles.comm.sockets.reachable import EchoServer
 
 _TRIED = 20.0  # seconds for the lighthouse's answer, which tries the address meanwhile
 _DIAL = 3.0  # seconds that a worker is dialled for
@@ -59,26 +60,25 @@ class PairedTransport(Protocol):
         ...
 
 
-class PairListener:
+class PairListener(EchoServer):
     """Listens at host:port for other workers; port 0: any. welcome: called, in a thread of its own, with each that
-    begins as one does. ValueError where the address cannot be had.
+    begins as one does; others get the echo by which the lighthouse sees that `name` is reached. ValueError where the
+    address cannot be had.
     """
 
-    def __init__(self, host: str, port: int, welcome: Callable[[socket.socket], object]) -> None:
+    def __init__(self, host: str, port: int, name: str, welcome: Callable[[socket.socket], object]) -> None:
         self._welcome = welcome
         self._threads = ThreadPoolExecutor(MOST, "isles-welcomes")
-        listening = listening_at(written(host, port))
-        self.port = listening.getsockname()[1]
-        self._listener = Listener(listening, _nobody, seconds=SILENCE, raw=self._attend)
+        super().__init__(host, port, name, self._attends)
 
     def close(self) -> None:
         """Stop listening."""
-        self._listener.__exit__()
+        self.__exit__()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _attend(self, connection: socket.socket) -> bool:
+    async def _attends(self, connection: socket.socket) -> bool:
         if not await peeked(connection, PAIR):
-            raise ConnectionError("it does not speak as isles does")
+            return False
         try:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._welcome, connection)
         except BaseException:
@@ -86,10 +86,6 @@ class PairListener:
                 connection.shutdown(socket.SHUT_RDWR)  # its thread waits for nothing any more
             raise
         return True
-
-
-async def _nobody(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    raise ConnectionError
 
 
 class Pairs:
@@ -133,7 +129,7 @@ class Pairs:
         lighthouse sees this machine. Says whether the lighthouse reaches it. ValueError where the address cannot be
         had.
         """
-        self._listener = PairListener(host, port, self._welcome)
+        self._listener = PairListener(host, port, self._mine.token.fingerprint, self._welcome)
         self._announced = announced
         self._announce()
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.sockets.lost import LinkLost
-from isles.comm.sockets.proof import drive, host_steps, node_steps
+from isles.comm.sockets.proof import Read, blocking, prove_as_host, prove_as_node
 from isles.comm.tags import CHANNELS, Tag
 
 PAIR, TICKET = b"islp", b"islt"
@@ -204,7 +204,8 @@ def as_dialler(line: socket.socket, token: Token, hello: PairHello) -> ssl.SSLSo
     with _handshake(line):
         talk = credentials.unverified_context().wrap_socket(line, server_hostname=credentials.NAME)
         talk.sendall(_HELLO.pack(*hello))
-        drive(node_steps(token, talk.getpeercert(binary_form=True), "the other worker"), talk.sendall, _reader(talk))
+        certificate = talk.getpeercert(binary_form=True)
+        blocking(prove_as_node(_reader(talk), talk.sendall, token, certificate, "the other worker"))
     return talk
 
 
@@ -212,12 +213,17 @@ def as_host(
     line: socket.socket, mine: Credentials, token_of: Callable[[PairHello], Token]
 ) -> tuple[ssl.SSLSocket, PairHello]:
     """The same for the other end. token_of: what that one must know."""
+
+    async def come() -> PairHello:
+        read = _reader(talk)
+        seat, place, sends = _HELLO.unpack(await read(_HELLO.size))
+        hello = PairHello(seat, place, bool(sends))
+        await prove_as_host(read, talk.sendall, token_of(hello))
+        return hello
+
     with _handshake(line):
         talk = credentials.server_context(mine).wrap_socket(line, server_side=True)
-        seat, place, sends = _HELLO.unpack(_reader(talk)(_HELLO.size))
-        hello = PairHello(seat, place, bool(sends))
-        drive(host_steps(token_of(hello)), talk.sendall, _reader(talk))
-    return talk, hello
+        return talk, blocking(come())
 
 
 def tuned(line: socket.socket) -> socket.socket:
@@ -239,8 +245,8 @@ def _handshake(line: socket.socket) -> Generator[None]:
         raise
 
 
-def _reader(talk: ssl.SSLSocket) -> Callable[[int], bytes]:
-    def read(size: int) -> bytes:
+def _reader(talk: ssl.SSLSocket) -> Read:
+    async def read(size: int) -> bytes:
         data = b""
         while len(data) < size:
             piece = talk.recv(size - len(data))

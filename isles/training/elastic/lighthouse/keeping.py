@@ -26,7 +26,7 @@ from isles.comm.elastic.keys import LIGHTHOUSE, SeatKeys
 from isles.comm.elastic.lighthouse import GRACE, Lighthouse
 from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.p2p.stream import WAYS
-from isles.comm.elastic.session import open_session
+from isles.comm.elastic.session import open_router
 from isles.comm.tcp import room_for
 from isles.durable import no_room
 from isles.fields import Unfit, integer, table
@@ -97,7 +97,7 @@ class RunKeeper(ABC):
             mine, is_new = host_credentials(self.out, None)
             room_for(_DESCRIPTORS * self.charter.world.elastic.max_members + _SPARE)
             try:
-                self.session = open_session("router", mine, listen=self.address, lease=self.charter.world.elastic.lease)
+                self.session = open_router(mine, self.address, self.charter.world.elastic.lease)
             except (ValueError, OSError):
                 if is_new:
                     forget(self.out)

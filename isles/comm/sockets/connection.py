@@ -1,0 +1,161 @@
+"""A connection after its handshake: messages in two lanes, urgent ones before the others and between the frames of a
+long one.
+
+Each end says now and then that it is there. Whoever is silent for too long is gone; each piece of a long message over
+a slow line is a sign of life. A frame fits a TLS record, and what the kernel takes beyond the one that it is sending is
+kept small, or urgent messages would wait behind it.
+
+All of it runs in the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from isles.comm.sockets.frames import ALIVE, HEAD, MARK, MORE, URGENT, BadFrame, head_of
+from isles.comm.sockets.lost import LinkLost, close, ends
+from isles.comm.sockets.silence import Silence
+
+PIECE = 1 << 14
+"""Bytes of a message in one frame."""
+_LOOKS = 4  # and signs of life, in a silence
+_LOOK = 1.0  # seconds between them, at most
+_UNSENT = 1 << 17  # bytes that the kernel takes before they can be sent
+_NOTSENT_LOWAT = 25  # of linux/tcp.h
+_FLUSH = 2.0  # seconds for what was said to leave
+
+Heard = Callable[[bytes, bool], Awaitable[object] | None]
+"""Called with a message and whether it is urgent. Nothing is read until what it returns is done."""
+
+
+class Connection:
+    """One end. silence: seconds until the other one counts as gone. longest: bytes of a message that comes. most: bytes
+    that wait to be sent. longer: seconds that a silence may last beyond its limit now.
+    """
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        silence: float,
+        *,
+        longest: int,
+        most: int,
+        longer: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._reader, self._writer, self._longest, self._most = reader, writer, longest, most
+        self._longer = longer
+        self.here, self.there = ends(writer)  # kept: a broken connection does not tell any more
+        self.silence = Silence(silence)
+        self._lanes: tuple[deque[memoryview], deque[memoryview]] = deque(), deque()
+        self._waiting, self._any, self._left = 0, asyncio.Event(), asyncio.Event()
+        self._holds = False
+        writer.transport.set_write_buffer_limits(high=_UNSENT)
+        own = writer.get_extra_info("socket")
+        self.socket: socket.socket | None = None if own is None else own._sock  # its descriptor is asyncio's
+        with contextlib.suppress(OSError):
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if sys.platform == "linux":
+                own.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)
+
+    def send(self, message: bytes, *, urgent: bool = False) -> bool:
+        """Have it sent; False where too much waits already."""
+        if self._waiting + len(message) > self._most:
+            return False
+        self._waiting += len(message)
+        self._lanes[urgent].append(memoryview(message))
+        self._any.set()
+        return True
+
+    async def left(self) -> None:
+        """Wait until something has left. TimeoutError where nothing does for as long as the other end may be silent."""
+        self._left.clear()
+        async with asyncio.timeout(self.silence.limit):
+            await self._left.wait()
+
+    async def run(self, heard: Heard) -> None:
+        """Have `heard` called with each message until the connection breaks; raises what broke it. LinkLost for
+        silence.
+        """
+        tasks = [asyncio.ensure_future(one) for one in (self._read(heard), self._look(), self._write())]
+        try:  # what cannot be written any more is broken for the reader too, once it has read what came before
+            done, _ = await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._left.set()
+
+    def abort(self) -> None:
+        """Break it off."""
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Once what was said has left, or that takes too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FLUSH):
+                while self._waiting and not self._writer.transport.is_closing():
+                    await asyncio.sleep(0.005)
+        await close(self._writer)
+
+    async def _read(self, heard: Heard) -> None:
+        lanes = bytearray(), bytearray()
+        while True:
+            length, urgent, more = head_of(await self._reader.readexactly(HEAD.size), self._longest)
+            self.silence.heard()
+            if not length:
+                continue
+            lane = lanes[urgent]
+            if len(lane) + length > self._longest:
+                raise BadFrame("a message longer than any")
+            while length:
+                piece = await self._reader.read(length)
+                if not piece:
+                    raise asyncio.IncompleteReadError(b"", length)
+                self.silence.heard()
+                lane += piece
+                length -= len(piece)
+            if not more:
+                message = bytes(lane)
+                lane.clear()
+                if (wait := heard(message, urgent)) is not None:
+                    self._holds = True
+                    await wait
+                    self._holds = False
+
+    async def _write(self) -> None:
+        while True:
+            await self._any.wait()
+            batch = list[bytes | memoryview]()
+            room = PIECE
+            while room > 0 and (lane := next((one for one in (1, 0) if self._lanes[one]), None)) is not None:
+                message = self._lanes[lane].popleft()
+                piece, rest = message[:PIECE], message[PIECE:]
+                if rest:
+                    self._lanes[lane].appendleft(rest)
+                flags = (URGENT if lane else 0) | (MORE if rest else 0)
+                batch += (HEAD.pack(MARK, flags | len(piece)), piece)
+                room -= len(piece)
+                self._waiting -= len(piece)
+            self._writer.write(b"".join(batch))
+            await self._writer.drain()
+            self._left.set()
+            if not any(self._lanes):
+                self._any.clear()
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(min(self.silence.seconds / _LOOKS, _LOOK))
+            if self._holds:
+                self.silence.heard()  # who does not listen cannot tell
+            if self.silence.over(self._longer()):
+                raise LinkLost(f"no sign of life for {self.silence.limit:g} s")
+            if not self._waiting and not self._writer.transport.get_write_buffer_size():
+                self._writer.write(ALIVE)
