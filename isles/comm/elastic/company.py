@@ -37,7 +37,7 @@ from isles.comm.elastic.messages import (
     Reload,
     Silent,
 )
-from isles.comm.elastic.told import LEFT_BEHIND, Orders, PeerWaits, end_waits
+from isles.comm.elastic.told import LEFT_BEHIND, Orders, end_waits
 from isles.comm.view import View
 
 _SOON = 0.2  # seconds until the next beat while it waits for its first round; for an answer before it begins one
@@ -46,13 +46,13 @@ _AGAIN = 0.01  # seconds, at least, from an answer to the next beat
 
 
 class Company(SeatLine):
-    """The line of the worker in the seat of `entry`. waits: its transport; it may be set later.
+    """The line of the worker in the seat of `entry`.
 
     ended: set once this worker has no further part in the run: `Over`, or `Examine` where it is to judge the model.
     words: the newest word on each round.
     """
 
-    def __init__(self, session: ControlSession, entry: Entry, waits: PeerWaits | None = None) -> None:
+    def __init__(self, session: ControlSession, entry: Entry) -> None:
         super().__init__(session, entry)
         self.seat, self.member, self.words = entry.seat, Member(entry.seat), Words()
         self.ended: Over | Examine | None = None
@@ -61,7 +61,6 @@ class Company(SeatLine):
         self._answered_at = -math.inf
         self._is_asking = self._again = False
         self._next: Timer | None = None
-        self.waits = waits
         self._given_up: frozenset[int] = frozenset()
         self._silent: dict[int, float] = {}  # until when
         self._orders = Orders(session, entry, 0)
@@ -102,8 +101,8 @@ class Company(SeatLine):
         with self.changed:
             return self.member.group(round)
 
+    @override
     def lost(self, seat: int) -> bool:
-        """Whether nothing of `seat` is taken any more."""
         with self.changed:
             return self.member.lost(seat)
 
@@ -185,10 +184,6 @@ class Company(SeatLine):
         """Whether `seat` gave no sign of life a moment ago: nobody waits for it now."""
         return self.session.now() < self._silent.get(seat, -math.inf)
 
-    def doubt(self, seat: int) -> None:
-        """Nothing comes from `seat`, which is waited for: does the lighthouse hear it?"""
-        self.say(Silent(seat))
-
     @property
     def is_waiting(self) -> bool:
         """Whether this worker has a part in the run, and is in no round now."""
@@ -199,8 +194,8 @@ class Company(SeatLine):
         """Whether the lighthouse has been heard lately."""
         return self.session.now() - self._answered_at < PATIENCE if self.session.beats else self._answers
 
+    @override
     def connection(self, seat: int, *, broken: bool) -> None:
-        """What the network says of `seat`."""
         with self.changed:
             self.member.connection(seat, broken=broken)
             self.changed.notify_all()
