@@ -10,7 +10,7 @@ from isles.comm import credentials
 from isles.comm.credentials import Token
 from isles.comm.elastic.keys import ABOUT, STATUS
 from isles.comm.elastic.links.echo import ask
-from isles.comm.elastic.messages import decode
+from isles.comm.elastic.messages import RunNow, decode
 from isles.comm.elastic.session import Session, open_session
 from isles.comm.elastic.swarm.words import SwarmNow
 from isles.comm.sockets.addresses import parse_address
@@ -20,10 +20,8 @@ _AGAIN = 0.5  # seconds between tries
 _LONGEST = 4 << 20  # bytes
 
 
-def swarm_now(address: str, token: Token) -> SwarmNow:
-    """How the swarm at `address` stands. ValueError where that is none, or this is not its token; OSError where nobody
-    answers.
-    """
+def run_now(address: str, token: Token) -> RunNow | SwarmNow:
+    """How the run at `address` stands. ValueError where this is not its token; OSError where nobody answers."""
     host, port = parse_address(address, "HOST:PORT")
     mend = f"isles doctor --join {address} looks at it"
     with tempfile.TemporaryDirectory(prefix="isles-") as folder:
@@ -36,13 +34,13 @@ def swarm_now(address: str, token: Token) -> SwarmNow:
     if not is_there:
         raise OSError(f"{address}: the lighthouse has gone: ask again once it is lit")
     now = None if answer is None else decode(answer, limit=_LONGEST)
-    if not isinstance(now, SwarmNow):
-        raise ValueError(f"{address}: the lighthouse there keeps no swarm; {mend}")
+    if not isinstance(now, RunNow | SwarmNow):
+        raise ValueError(f"{address}: the lighthouse there does not say how its run stands; {mend}")
     return now
 
 
 def _session(address: str, host: str, port: int, token: Token, folder: Path, mend: str) -> Session:
-    """With the lighthouse, which may just be being lit. Errors as `swarm_now`."""
+    """With the lighthouse, which may just be being lit. Errors as `run_now`."""
     until = time.monotonic() + _PATIENCE
     while True:
         try:

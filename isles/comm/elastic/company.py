@@ -62,6 +62,7 @@ class Company(SeatLine):
         self._is_asking = self._again = False
         self._next: Timer | None = None
         self._given_up: frozenset[int] = frozenset()
+        self._met = -1  # the newest view whose members this worker knows
         self._silent: dict[int, float] = {}  # until when
         self._orders = Orders(session, entry, 0)
         session.serve(told_at(entry.seat, 0), self._told)
@@ -258,10 +259,16 @@ class Company(SeatLine):
     # Orders
 
     def _give_up(self) -> None:
-        """Wait for nobody any more whom a view on its way goes on without, though it did not ask to leave."""
+        """Wait for nobody any more whom a view on its way goes on without, though it did not ask to leave; and know by
+        what views name them those that they name.
+        """
         with self.changed:
             before, self._given_up = self._given_up, self.member.given_up()
-            new = self._given_up - before
+            new, views = self._given_up - before, [*self.member.views.values()]
+        for view in views:
+            if view.number > self._met:
+                self._met = view.number
+                self.meets(view)
         if self.waits is not None:
             for seat in new:
                 self.waits.give_up(seat, LEFT_BEHIND)

@@ -13,6 +13,7 @@ from isles.comm.elastic.links.reports import Reports
 from isles.comm.elastic.messages import Entry, Silent, decode, encode
 from isles.comm.errors import PeerLost
 from isles.comm.tags import Tag
+from isles.comm.view import View
 
 _LOG = logging.getLogger(__name__)
 BEAT = 1.0
@@ -65,12 +66,13 @@ class PeerWaits(Protocol):
 class SeatLine:
     """What a worker in the seat of `entry` says. changed: held while what callbacks and its own thread share changes.
     waited: seconds for which that thread has waited here; other threads have lines of their own. waits: its transport,
-    once there is one.
+    once there is one. meets: called with each view that it hears of.
     """
 
     waits: PeerWaits | None = None
 
     def __init__(self, session: ControlSession, entry: Entry) -> None:
+        self.meets: Callable[[View], None] = lambda view: None
         self.session, self.entry, self.changed, self.waited = session, entry, session.condition(), 0.0
         self._reports = Reports(session, self._hand_in)
         self._closed = False

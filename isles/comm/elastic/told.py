@@ -17,6 +17,7 @@ from isles.comm.elastic.line import LONGEST, PeerWaits, SeatLine
 from isles.comm.elastic.messages import Entry, Failed, Proposal, Silent, decode, encode
 from isles.comm.errors import PeerSilent
 from isles.comm.tags import Tag
+from isles.comm.view import View
 
 _LOG = logging.getLogger(__name__)
 LEFT_BEHIND = "a view without it is on its way"
@@ -94,4 +95,7 @@ class PlaceLine(SeatLine):
         session.serve(told_at(entry.seat, place), self._told)
 
     def _told(self, query: Query) -> None:
-        end_waits(self.waits, self._orders.take(query))
+        message = self._orders.take(query)
+        if isinstance(message, View):
+            self.meets(message)
+        end_waits(self.waits, message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,6 +19,7 @@ from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts.giving import Giver
+from isles.comm.elastic.identity import identity_of, spoken
 from isles.comm.elastic.keys import CONFIG, HELLO, LIT
 from isles.comm.elastic.line import SeatLine
 from isles.comm.elastic.messages import Entry, Hello, Later, Over, Refusal, decode, encode
@@ -102,6 +103,15 @@ class Entrance:
         """This machine's text. ValueError where it cannot be read."""
         return load_corpus(self.config.data)
 
+    @cached_property
+    def own(self) -> Credentials:
+        """This worker's key, and the certificate that others know it by."""
+        return credentials.own(self.token.secret, self.folder / "own")
+
+    def shown(self, places: IslandGroup) -> tuple[str, ...]:
+        """Fingerprints of the certificates of all of this worker's island; all of it call this together."""
+        return tuple(told.decode("ascii") for told in places.gather_text(self.own.token.fingerprint.encode("ascii")))
+
 
 def admitted(
     stack: ExitStack,
@@ -129,10 +139,11 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
     """A worker in a seat of the run until the block ends; the leader of the island of `places`. Errors as `in_run`."""
     session, config = entrance.session, entrance.config
     with ExitStack() as stack:
-        entry = seat_of(session, entrance.corpus.sha256, tell)
+        certificates = entrance.shown(places)
+        entry = seat_of(session, entrance.corpus.sha256, certificates, tell)
         places.decide(lambda: Decision(kind="seat", seat=entry.seat, key=entry.key))
         company = Company(session, entry)
-        to = connect(stack, entrance, company, places, size=config.replicas_in_all, tell=tell)
+        to = connect(stack, entrance, company, places, certificates, size=config.replicas_in_all, tell=tell)
         worker = Participant(
             config,
             company,
@@ -168,30 +179,29 @@ def connect(
     stack: ExitStack,
     entrance: Entrance,
     line: SeatLine,
-    places: IslandGroup | None = None,
+    places: IslandGroup,
+    certificates: Sequence[str],
     *,
     size: int,
     tell: Callable[[str], None],
 ) -> Connection:
     """Connect the worker whose line to the lighthouse `line` is with others, until `stack` ends.
 
-    It listens where this machine's user has said. places: its island's; None: it is one by itself. size: workers of the
+    It listens where this machine's user has said. places: its island, of which `certificates` are. size: workers of the
     world that it begins in. ValueError where the address to listen at cannot be had.
     """
-    session, entry, here = entrance.session, line.entry, entrance.here
-    places = places or IslandGroup()
-    place = places.place
+    session, entry, here, place = entrance.session, line.entry, entrance.here, places.place
     torch.set_num_threads(entrance.config.world.start_threads)
     stack.callback(line.close)
     pairs = Pairs(
         session,
         entry,
         SeatLine(session, entry).ask,
-        entrance.token.secret,
-        entrance.folder / "links",
+        entrance.own,
         lease=entrance.config.world.elastic.lease,
         notice=tell,
         place=place,
+        certificates=certificates,
     )
     stack.callback(pairs.close)
     if here.listen is not None:
@@ -209,9 +219,12 @@ def connect(
         beside=None if places.mesh is None else places.mesh.transport,
     )
     stack.callback(transport.close)
-    line.waits = transport
+    line.waits, line.meets = transport, pairs.meet
     places.failed = tells_failures(line, place, places.size)
     pairs.start(transport)
+    if not place:
+        seen = f"; the lighthouse sees it at {pairs.seen}" if pairs.seen else ""
+        tell(f"this worker's fingerprint: {spoken(identity_of(certificates))}{seen}")
 
     def lost(giver: str) -> bool:
         return giver.isdecimal() and line.lost(int(giver))
@@ -324,12 +337,13 @@ def _configuration(text: bytes, here: Here, fit: Callable[[Config], Config]) -> 
     return fit(resolve(with_own(tables, here.own)))
 
 
-def seat_of(session: Session, corpus: str, tell: Callable[[str], None]) -> Entry:
-    """Ask for a seat, and wait where too many ask. corpus: SHA-256 of this machine's text.
+def seat_of(session: Session, corpus: str, certificates: tuple[str, ...], tell: Callable[[str], None]) -> Entry:
+    """Ask for a seat, and wait where too many ask. corpus: SHA-256 of this machine's text. certificates: see `Hello`.
 
     ValueError, in one line, where this worker is refused; OSError where it has waited too long.
     """
-    hello, until = encode(Hello(__version__, corpus, session.name())), time.monotonic() + _CROWDED
+    hello = encode(Hello(__version__, corpus, session.name(), certificates))
+    until = time.monotonic() + _CROWDED
     answer = decode(_asked(session, HELLO, hello))
     while isinstance(answer, Later) and time.monotonic() < until:
         pause = min(max(answer.seconds, 0.1), 60.0)

@@ -48,11 +48,20 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         entrance = admitted(stack, address, token, here, tell=_tell)
         places = IslandGroup(world, entrance.config.world.outer_deadline)
         config, session = entrance.config, entrance.session
+        certificates = entrance.shown(places)
         said = places.decide(lambda: Decision(kind="end"))  # never asked: the leader decides
         if said.kind != "seat":
             raise Malformed(0, "the leader of this island has no seat")
         line = PlaceLine(session, Entry(said.seat, said.key), places.place)
-        to = connect(stack, entrance, line, places, size=config.replicas_in_all, tell=partial(_tell_of, places.place))
+        to = connect(
+            stack,
+            entrance,
+            line,
+            places,
+            certificates,
+            size=config.replicas_in_all,
+            tell=partial(_tell_of, places.place),
+        )
         worker = ElasticWorker(
             config,
             Group(to.transport, (said.seat,), "outer", deadlines(config), Ledger()),

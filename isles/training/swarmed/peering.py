@@ -23,6 +23,7 @@ from isles.comm.credentials import Token
 from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.messages import Finished, Leave, Over, Refusal
+from isles.comm.elastic.rounds.island import IslandGroup
 from isles.comm.elastic.swarm.line import SwarmLine
 from isles.comm.elastic.swarm.muster import MOST_SEATS
 from isles.comm.elastic.swarm.words import Begin, Enter, Wait
@@ -104,9 +105,11 @@ class SeatedPeer:
         self._named: set[int] = set()
         self._trainer: SeatedTrainer | None = None
         self._session, self._refused = entrance.session, entrance.session.refused
-        entry = seat_of(entrance.session, self._corpus.sha256, tell)
+        alone = IslandGroup()
+        certificates = entrance.shown(alone)
+        entry = seat_of(entrance.session, self._corpus.sha256, certificates, tell)
         self.line = SwarmLine(entrance.session, entry, self._meet)
-        to = connect(stack, entrance, self.line, size=MOST_SEATS, tell=tell)
+        to = connect(stack, entrance, self.line, alone, certificates, size=MOST_SEATS, tell=tell)
         self._transport, self._gifts = to.transport, to.gifts
 
     def number(self) -> int:

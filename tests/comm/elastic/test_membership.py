@@ -127,7 +127,7 @@ def test_who_leaves_while_its_connection_is_taken_for_broken_goes_at_once() -> N
     assert run.view is not None and run.view.seats == (0, 2)
     (refusal,) = replies(run.beat(0.0, 1, Beat(2, 0, 0)))
     assert refusal == Refusal("seat 1 is not of this run any more: join again")
-    again = Membership(run.rules, [{"event": "join", "seat": 0, "description": ""}])
+    again = Membership(run.rules, [{"event": "join", "seat": 0, "description": "", "certificates": []}])
     assert entries(again.leave(0.0, 0)) == [{"event": "leave", "seat": 0}]
 
 

@@ -26,7 +26,7 @@ from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import Tag
-from tests.comm.elastic.sessions import router, settled
+from tests.comm.elastic.sessions import NOBODYS, router, settled
 
 SEATS = range(3)
 
@@ -85,7 +85,7 @@ def islands(folder: Path) -> Iterator[Islands]:
         for seat in SEATS:
             first, second = opened(), opened()
             until(lambda first=first: first.answer(HELLO, b"", seconds=1.0) != (None, None))
-            hello = encode(Hello("1.0", "abc", first.name()))
+            hello = encode(Hello("1.0", "abc", first.name(), NOBODYS * 2))
             entry = decode(first.answer(HELLO, hello, seconds=5.0)[0] or b"")
             assert isinstance(entry, Entry) and entry.seat == seat
             company, line = Company(first, entry), PlaceLine(second, entry, 1)
