@@ -141,7 +141,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
     with ExitStack() as stack:
         certificates = entrance.shown(places)
         entry = seat_of(session, entrance.corpus.sha256, certificates, tell)
-        places.decide(lambda: Decision(kind="seat", seat=entry.seat, key=entry.key))
+        places.next_decision(lambda: Decision(kind="seat", seat=entry.seat, key=entry.key))
         company = Company(session, entry)
         to = connect(stack, entrance, company, places, certificates, size=config.replicas_in_all, tell=tell)
         worker = Participant(

@@ -49,7 +49,7 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         places = IslandGroup(world, entrance.config.world.outer_deadline)
         config, session = entrance.config, entrance.session
         certificates = entrance.shown(places)
-        said = places.decide(lambda: Decision(kind="end"))  # never asked: the leader decides
+        said = places.next_decision(lambda: Decision(kind="end"))  # never asked: the leader decides
         if said.kind != "seat":
             raise Malformed(0, "the leader of this island has no seat")
         line = PlaceLine(session, Entry(said.seat, said.key), places.place)
