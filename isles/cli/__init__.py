@@ -30,7 +30,7 @@ from isles.cli import (
     train,
     tune,
 )
-from isles.cli.elastic import join, lighthouse, swarm
+from isles.cli.elastic import join, lighthouse, status, swarm
 from isles.cli.experts import commands
 from isles.cli.plans import family
 from isles.errors import warnings_told
@@ -59,6 +59,7 @@ app.command("doctor")(doctor.doctor)
 app.command("token")(token.token)
 app.command("lighthouse")(lighthouse.lighthouse)
 app.command("join")(join.join)
+app.command("status")(status.status)
 app.add_typer(commands.app, name="experts")
 app.add_typer(family.app, name="plan")
 app.add_typer(swarm.app, name="swarm")

@@ -63,13 +63,13 @@ class Roster(Protocol):
         """The exchange of `round` among `seats` is over, and whole here or not: whether its answer may be used."""
         ...
 
-    def opening(self, round: int) -> tuple[Group, int] | None:
+    def start_round(self, round: int) -> tuple[Group, int] | None:
         """Among whom a round that all land together or not at all is exchanged now, and the number of this attempt.
         None: that cannot be said now.
         """
         ...
 
-    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
         """Whether an attempt of such a round lands. digest: hash of its answer; None where it has none, for `error`.
         Blocks until that is known; "postpone" where it cannot be.
         """
@@ -120,10 +120,10 @@ class FixedRoster:
     def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
         return whole
 
-    def opening(self, round: int) -> tuple[Group, int] | None:
+    def start_round(self, round: int) -> tuple[Group, int] | None:
         return self.founders, 0
 
-    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
         if error is not None:
             raise error
         return "land"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
-from isles.fields import MANY, Exact, Int, Ints
+from isles.fields import MANY, Exact, Int, Ints, Str
 
 
 class Lot(NamedTuple):
@@ -30,6 +30,7 @@ class View(Exact):
     steps: inner steps a round of each place; empty: as many as the method is set to, for everybody.
     start: batches (of one worker and inner step) of the data that come before the first one of this view.
     owed: what the first rounds of this view read before they go on in the order of the data.
+    identities: of the workers, in the order of `seats`, what others know them by; empty where they have none.
     """
 
     number: Int
@@ -38,6 +39,7 @@ class View(Exact):
     steps: Ints = ()
     start: Int = 0
     owed: Annotated[tuple[Lot, ...], MANY] = ()
+    identities: Annotated[tuple[Str, ...], MANY] = ()
 
     def place(self, seat: int) -> int | None:
         """Where `seat` stands in this view; None where it is not in it."""

@@ -46,10 +46,10 @@ class ChangingRoster:
     def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
         return whole
 
-    def opening(self, round: int) -> tuple[Group, int] | None:
+    def start_round(self, round: int) -> tuple[Group, int] | None:
         return self.group(round), 0
 
-    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
         if error is not None:
             raise error
         return "land"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from isles.comm.credentials import Token
 from isles.comm.elastic.keys import ABOUT, STATUS
 from isles.comm.elastic.links.echo import ask
-from isles.comm.elastic.messages import decode
+from isles.comm.elastic.messages import RunNow, decode
 from isles.comm.elastic.session import open_session
 from isles.comm.elastic.swarm.words import SwarmNow
 from isles.comm.sockets.lost import LinkLost
@@ -14,10 +14,8 @@ _PATIENCE = 5.0  # seconds
 _LONGEST = 4 << 20  # bytes
 
 
-def swarm_now(address: str, token: Token) -> SwarmNow:
-    """How the swarm at `address` stands. ValueError where that is none, or this is not its token; OSError where nobody
-    answers.
-    """
+def run_now(address: str, token: Token) -> RunNow | SwarmNow:
+    """How the run at `address` stands. ValueError where this is not its token; OSError where nobody answers."""
     mend = f"isles doctor --join {address} looks at it"
     try:
         session = open_session(token, address, _PATIENCE)
@@ -31,6 +29,6 @@ def swarm_now(address: str, token: Token) -> SwarmNow:
     if not is_there:
         raise OSError(f"{address}: the lighthouse has gone: ask again once it is lit")
     now = None if answer is None else decode(answer, limit=_LONGEST)
-    if not isinstance(now, SwarmNow):
-        raise ValueError(f"{address}: the lighthouse there keeps no swarm; {mend}")
+    if not isinstance(now, RunNow | SwarmNow):
+        raise ValueError(f"{address}: the lighthouse there does not say how its run stands; {mend}")
     return now

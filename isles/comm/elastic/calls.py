@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from isles.comm.elastic.membership import Membership
-from isles.comm.elastic.messages import MARGIN, Accusation, Ack, Beat, Delivered, Done, Leave, Reload
+from isles.comm.elastic.messages import (
+    MARGIN,
+    Accusation,
+    Ack,
+    Beat,
+    Delivered,
+    Done,
+    Leave,
+    MemberNow,
+    Reload,
+    RunNow,
+)
 from isles.comm.elastic.orders import Order
 
 _FAR, _LONGEST = 1 << 40, 1e6  # the last round of a run without an end; seconds of a step, or of a round
@@ -22,6 +34,15 @@ class RoundsAssembly(Membership):
     def about(self) -> tuple[int, int, int]:
         """(members, the newest round that anybody has begun, the last one or 0)."""
         return len(self.members()), self.newest_round, self.rules.last or 0
+
+    def now(self, seen: Callable[[int], str], refused: Sequence[tuple[int, int, str, int]]) -> RunNow:
+        """How the run stands, for a person. seen: the address of a seat. refused: see `RunNow`."""
+        rows = tuple(
+            MemberNow(one.seat, one.state, one.round, one.seconds, one.identity, seen(one.seat))
+            for one in self.workers.here
+        )
+        view = -1 if self.view is None else self.view.number
+        return RunNow(view, self.newest_round, self.last or 0, rows, tuple(refused))
 
 
 def unfit(membership: Membership, message: Any) -> None:

@@ -4,7 +4,11 @@
     told        what the lighthouse pushes (proposals, views, words on rounds), in a callback of the session
     reports     lines of metrics, in order; kept while the lighthouse is away
 
-Everything else is called by the training thread, and never waits for the lighthouse longer than it says. One condition
+    start_round     the data that this worker reads, and who takes part
+    finish_round    what becomes of a round that all land together, or none
+    next_decision   between rounds: begin with somebody's state, judge the run's model, end
+
+These are called by the training thread, which never waits for the lighthouse longer than it says. One condition
 guards the `Member`, the state machine that both share. No thread is begun here, and no clock read but the session's.
 """
 
@@ -17,15 +21,17 @@ from typing import Any
 
 from typing_extensions import override
 
-from isles.comm.elastic.ballot import Word
+from isles.comm.elastic.ballot import NOTHING, Word
 from isles.comm.elastic.control import ControlSession, Query, Timer
 from isles.comm.elastic.keys import told_at
 from isles.comm.elastic.line import BEAT, PATIENCE, SeatLine, Words
 from isles.comm.elastic.member import Member, Standing
 from isles.comm.elastic.messages import (
+    Accusation,
     Ack,
     Beat,
     BeatReply,
+    Done,
     Entry,
     Examine,
     Failed,
@@ -37,22 +43,26 @@ from isles.comm.elastic.messages import (
     Reload,
     Silent,
 )
-from isles.comm.elastic.told import LEFT_BEHIND, Orders, PeerWaits, end_waits
+from isles.comm.elastic.told import LEFT_BEHIND, Orders, end_waits
+from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, PeerSilent, Refused
 from isles.comm.view import View
 
 _SOON = 0.2  # seconds until the next beat while it waits for its first round; for an answer before it begins one
+_TOLD_AGAIN = 0.3  # seconds until an answer is told again
+_UNDECIDED = 3.0  # seconds for a view that is on its way
+_LONGEST_REASON = 200
 _QUIET = 3.0  # seconds for which nobody waits for one that is said to be silent
 _AGAIN = 0.01  # seconds, at least, from an answer to the next beat
 
 
 class Company(SeatLine):
-    """The line of the worker in the seat of `entry`. waits: its transport; it may be set later.
+    """The line of the worker in the seat of `entry`.
 
     ended: set once this worker has no further part in the run: `Over`, or `Examine` where it is to judge the model.
     words: the newest word on each round.
     """
 
-    def __init__(self, session: ControlSession, entry: Entry, waits: PeerWaits | None = None) -> None:
+    def __init__(self, session: ControlSession, entry: Entry) -> None:
         super().__init__(session, entry)
         self.seat, self.member, self.words = entry.seat, Member(entry.seat), Words()
         self.ended: Over | Examine | None = None
@@ -61,8 +71,8 @@ class Company(SeatLine):
         self._answered_at = -math.inf
         self._is_asking = self._again = False
         self._next: Timer | None = None
-        self.waits = waits
         self._given_up: frozenset[int] = frozenset()
+        self._met = -1  # the newest view whose members this worker knows
         self._silent: dict[int, float] = {}  # until when
         self._orders = Orders(session, entry, 0)
         session.serve(told_at(entry.seat, 0), self._told)
@@ -78,15 +88,15 @@ class Company(SeatLine):
             if is_new:
                 self.poke()
 
-    def begin(self, round: int) -> View | None:
-        """This worker is in `round` now; the view whose cell it reads, see `Member.begin`.
+    def start_round(self, round: int) -> View | None:
+        """This worker is in `round` now; the view whose cell it reads, see `Member.start_round`.
 
         Where rounds are shorter than a question to the lighthouse this waits for its answer, as long as it answers.
         """
         if self._answers and not self.wait(lambda: self.member.is_known(round) or self.is_over, _SOON):
             self._answers = False
         with self.changed:
-            view = self.member.begin(round)
+            view = self.member.start_round(round)
             self._training = True
             self.poke()
         return view
@@ -102,8 +112,8 @@ class Company(SeatLine):
         with self.changed:
             return self.member.group(round)
 
+    @override
     def lost(self, seat: int) -> bool:
-        """Whether nothing of `seat` is taken any more."""
         with self.changed:
             return self.member.lost(seat)
 
@@ -129,14 +139,58 @@ class Company(SeatLine):
         with self.changed:
             return self.member.call != self.member.ready
 
-    def load(self, seconds: float) -> Load | None:
-        """Whose state to begin with, once the lighthouse says so; None where it does not within `seconds`."""
+    def decided(self, round: int) -> Standing | None:
+        """Who takes part in a `round` that all land together, or none, once no view is on its way that would change
+        that. None where nobody can say now, or this worker has no part in it.
+        """
+        if self.has_answers:
+            self.wait(lambda: self.member.group(round).decided or self.is_over, _UNDECIDED)
+        standing = self.standing(round)
+        return standing if self.has_answers and standing.decided and standing.view >= 0 else None
+
+    def finish_round(self, round: int, attempt: int, digest: int | None) -> Word | None:
+        """What becomes of an attempt whose answer here has `digest`, or failed here: told again and again until the
+        lighthouse has a word on it (`ballot`). None where nobody can say now, this worker has no part in the run now,
+        or the others landed what it has not got.
+        """
+        done = Done(round, attempt, NOTHING if digest is None else digest)
+        word = self.words.newer(round, attempt)
+        while word is None and not self.is_over:
+            heard = self.ask(done)
+            if isinstance(heard, Word):
+                self.words.hear(heard)
+            elif heard is None:
+                break
+            self.wait(lambda: self.words.newer(round, attempt) is not None or self.is_over, _TOLD_AGAIN)
+            word = self.words.newer(round, attempt)
+        if word is not None and word.verdict == "land" and digest is None:
+            self.ask(done)  # whoever was told of it begins with another's state
+            return None
+        return word
+
+    def accuse(self, round: int, attempt: int, error: CommError) -> None:
+        """Tell of whom a failure speaks. Who is gone the lighthouse sees itself."""
+        peer, by = getattr(error, "peer", -1), getattr(error, "by", -1)
+        if peer == self.seat:  # another one says so: that it accuses this worker is all that is known here
+            peer, by = by, -1
+        if isinstance(error, PeerSilent):
+            self.ask(Accusation(round, attempt, error.rank, "late"))
+        elif peer >= 0 and isinstance(error, DeadlinePassed):
+            self.ask(Accusation(round, attempt, peer, "late"))
+        elif peer >= 0 and isinstance(error, (Refused, Malformed, Diverged)):
+            reason = "".join(one for one in str(error) if one.isprintable())
+            self.ask(Accusation(round, attempt, peer, "refused", reason[:_LONGEST_REASON], by))
+
+    def next_decision(self, seconds: float) -> Load | Over | Examine | None:
+        """What this worker, which is in no round now, is to do: begin with somebody's state, judge the run's model, or
+        end. None where the lighthouse does not say so within `seconds`.
+        """
         with self.changed:
             self._training = False
             self.poke()
         self.wait(lambda: self._is_asked() or self.ended is not None, seconds)
         with self.changed:
-            return self._load if self._is_asked() else None
+            return self._load if self._is_asked() else self.ended
 
     def _is_asked(self) -> bool:
         return self._load is not None and self._load.call > self.member.ready
@@ -149,7 +203,7 @@ class Company(SeatLine):
             self.poke()
 
     def reload(self) -> None:
-        """The state did not come: ask for another donor."""
+        """The state did not come, or is not what the others have: ask for another donor's."""
         with self.changed:
             self._load = None
         self.ask(Reload())
@@ -185,10 +239,6 @@ class Company(SeatLine):
         """Whether `seat` gave no sign of life a moment ago: nobody waits for it now."""
         return self.session.now() < self._silent.get(seat, -math.inf)
 
-    def doubt(self, seat: int) -> None:
-        """Nothing comes from `seat`, which is waited for: does the lighthouse hear it?"""
-        self.say(Silent(seat))
-
     @property
     def is_waiting(self) -> bool:
         """Whether this worker has a part in the run, and is in no round now."""
@@ -199,8 +249,8 @@ class Company(SeatLine):
         """Whether the lighthouse has been heard lately."""
         return self.session.now() - self._answered_at < PATIENCE if self.session.beats else self._answers
 
+    @override
     def connection(self, seat: int, *, broken: bool) -> None:
-        """What the network says of `seat`."""
         with self.changed:
             self.member.connection(seat, broken=broken)
             self.changed.notify_all()
@@ -263,10 +313,16 @@ class Company(SeatLine):
     # Orders
 
     def _give_up(self) -> None:
-        """Wait for nobody any more whom a view on its way goes on without, though it did not ask to leave."""
+        """Wait for nobody any more whom a view on its way goes on without, though it did not ask to leave; and know by
+        what views name them those that they name.
+        """
         with self.changed:
             before, self._given_up = self._given_up, self.member.given_up()
-            new = self._given_up - before
+            new, views = self._given_up - before, [*self.member.views.values()]
+        for view in views:
+            if view.number > self._met:
+                self._met = view.number
+                self.meets(view)
         if self.waits is not None:
             for seat in new:
                 self.waits.give_up(seat, LEFT_BEHIND)

@@ -9,7 +9,7 @@ All of it happens in callbacks of the session, one after the other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -102,12 +102,11 @@ class Lighthouse:
         self._assembly, self._places, self._whole = assembly, places, WholeSeats()
         if journal.entries:
             journal.append({"event": "lit", "at": round(session.wall(), 3)})
-        for entry in journal.entries:
-            if entry.get("event") == "join":
-                self.corpus = str(entry.get("description"))
         lit = sum(entry.get("event") == "lit" for entry in journal.entries) + bool(journal.entries)
         self._orders = count(lit * _ORDERS)
         self._whereabouts = Whereabouts(keys, session.seen)
+        for entry in journal.entries:
+            self._joined(entry)
         self._admissions, self._present = Admissions(JOINS, 60.0), presence or Presence()
         self._lock = session.condition()
         session.serve(CONFIG, lambda query: query.reply(self._config))
@@ -151,6 +150,10 @@ class Lighthouse:
         """Bytes that workers have sent to each other over this lighthouse."""
         return self._relay.relayed()
 
+    def seen(self, seat: int) -> str:
+        """The address from which the first worker of a seat comes; "" while it does not."""
+        return self._whereabouts.addresses.get((seat, 0), "")
+
     def close(self) -> None:
         """Do no more by itself. The session is whoever's who opened it."""
         with self._lock:
@@ -165,13 +168,15 @@ class Lighthouse:
         why = None
         if hello.version != self._version:
             why = f"this run is of isles {self._version}, not {hello.version}: install that version"
+        elif len(hello.certificates) != self._places:
+            why = f"each member of this run is of {self._places} workers, and shows the certificate of each"
         elif self.corpus is not None and hello.corpus != self.corpus:
             why = (
                 f"data.path: this machine's text is another one (sha256 {hello.corpus[:8]}...) than the run's "
                 f"({self.corpus[:8]}...): put the same files there"
             )
         if why is not None:
-            self.refused.note(-1, "another version, or another text")
+            self.refused.note(-1, "another version, text or number of workers")
             query.reply(encode(Refusal(why)))
             return
         wait = self._admissions.take(self._session.seen(hello.session), self._session.now())
@@ -180,8 +185,13 @@ class Lighthouse:
             why = f"{JOINS} workers a minute may join from one address"
             query.reply(encode(Later(round(wait, 1), why)))
             return
-        self.corpus = hello.corpus
-        self._carry_out(self._call(lambda m, now: m.join(now, hello.corpus)), query)
+        self._carry_out(self._call(lambda m, now: m.join(now, hello.corpus, hello.certificates)), query)
+
+    def _joined(self, entry: Mapping[str, Any]) -> None:
+        """Note of an entry of the journal who has joined, if that is what it says."""
+        if entry.get("event") == "join":
+            self.corpus = str(entry.get("description"))
+            self._whereabouts.joined(entry["seat"], entry["certificates"])
 
     def _about(self) -> About:
         members, newest, last = self._assembly.about()
@@ -259,13 +269,13 @@ class Lighthouse:
         if seat is None or len(payload) > _LONGEST_REPORT:
             self._refuse(query, -1 if seat is None else seat, "a report that cannot be")
             return
-        query.reply()
         try:
             self._heard(seat, parse_json(payload))
         except ValueError as error:
             self.refused.note(seat, str(error))
         except OSError as error:
             self._fail(error)
+        query.reply()
         with self._lock:
             self._lock.notify_all()
 
@@ -317,10 +327,11 @@ class Lighthouse:
             self._lock.notify_all()
 
     def _carry(self, orders: Sequence[Order], query: Query | None) -> None:
-        answer = b""
+        answer, encoded = b"", (None, b"")
         for order in orders:
             if isinstance(order, Record):
                 self._journal.append({**order.entry, "at": round(self._session.wall(), 3)})
+                self._joined(order.entry)
                 if "still" in order.entry:
                     self.refused.note(order.entry["seat"], f"no new round for {order.entry['still']} s: left out")
                 continue
@@ -332,7 +343,9 @@ class Lighthouse:
                     message = Entry(message.seat, self._keys.of(message.seat))
                 answer = encode(message)
             else:
-                self._tell(order.seat, encode(order.message))
+                if order.message is not encoded[0]:  # a view goes to everybody
+                    encoded = order.message, encode(order.message)
+                self._tell(order.seat, encoded[1])
         self._journal.commit()
         if query is not None:
             query.reply(answer)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.control import ControlSession
 from isles.comm.elastic.keys import ASKED, REPORTED, signature
 from isles.comm.elastic.links.reports import Reports
-from isles.comm.elastic.messages import Entry, decode, encode
+from isles.comm.elastic.messages import Entry, Silent, decode, encode
+from isles.comm.errors import PeerLost
+from isles.comm.tags import Tag
+from isles.comm.view import View
 
 _LOG = logging.getLogger(__name__)
 BEAT = 1.0
@@ -48,12 +51,28 @@ class Words:
         self._words = {key: word for key, word in self._words.items() if key >= round}
 
 
+class PeerWaits(Protocol):
+    """What a worker waits for, of others: its transport."""
+
+    def give_up(self, seat: int, why: str | PeerLost) -> None:
+        """End all that is under way with `seat`; later messages are tried again."""
+        ...
+
+    def again(self, tag: Tag) -> None:
+        """The attempt of `tag` has begun: nobody waits any more in those of its round before it."""
+        ...
+
+
 class SeatLine:
     """What a worker in the seat of `entry` says. changed: held while what callbacks and its own thread share changes.
-    waited: seconds for which that thread has waited here; other threads have lines of their own.
+    waited: seconds for which that thread has waited here; other threads have lines of their own. waits: its transport,
+    once there is one. meets: called with each view that it hears of.
     """
 
+    waits: PeerWaits | None = None
+
     def __init__(self, session: ControlSession, entry: Entry) -> None:
+        self.meets: Callable[[View], None] = lambda view: None
         self.session, self.entry, self.changed, self.waited = session, entry, session.condition(), 0.0
         self._reports = Reports(session, self._hand_in)
         self._closed = False
@@ -104,6 +123,17 @@ class SeatLine:
         except OSError:
             _LOG.debug("the session is closed")
             answered(None)
+
+    def connection(self, seat: int, *, broken: bool) -> None:
+        """What the network says of `seat`."""
+
+    def lost(self, seat: int) -> bool:
+        """Whether nothing of `seat` is taken any more."""
+        return False
+
+    def doubt(self, seat: int) -> None:
+        """Nothing comes from `seat`, which is waited for: does the lighthouse hear it?"""
+        self.send(Silent(seat))
 
     def close(self) -> None:
         """Say nothing more by itself. Safe to call twice."""

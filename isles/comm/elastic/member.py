@@ -1,6 +1,6 @@
 """A worker's side of `membership`: which round is whose, as far as this worker knows. Calls in, messages out; no clock.
 
-    begin(round)        at its first inner step: which cell of the data is this worker's to read
+    start_round(round)  at its first inner step: which cell of the data is this worker's to read
     group(round)        at its exchange: who takes part
     beat()              to the lighthouse at every begin, and each second; one at a time, for answers come in order
 
@@ -60,7 +60,7 @@ class Member:
 
     # Rounds
 
-    def begin(self, round: int) -> View | None:
+    def start_round(self, round: int) -> View | None:
         """This worker is in `round` now. The view whose cell it reads; None: it reads out of turn.
 
         The first answer for a round is final.

@@ -95,12 +95,12 @@ class Membership(Journalled):
 
     # Calls
 
-    def join(self, now: float, description: str) -> list[Order]:
-        """A worker asks for a seat."""
+    def join(self, now: float, description: str, certificates: Sequence[str] = ()) -> list[Order]:
+        """A worker asks for a seat. certificates: as in `Hello`."""
         if len(self.workers.here) >= self.rules.most:
             return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
         seat = len(self.workers)
-        self._record("join", seat=seat, description=description)
+        self._record("join", seat=seat, description=description, certificates=[*certificates])
         self._reply(Admitted(seat))
         return self._orders(now)
 
@@ -283,7 +283,9 @@ class Membership(Journalled):
         going_on = self.members()
         start, owed = self.account.next(proposal.since, going_on)
         steps = steps_by_pace([self.workers[seat].seconds for seat in proposal.seats], self.rules.sync_every)
-        view = View(proposal.number, proposal.since, proposal.seats, steps, start, owed)
+        known_by = tuple(self.workers[seat].identity for seat in proposal.seats)
+        identities = known_by if any(known_by) else ()
+        view = View(proposal.number, proposal.since, proposal.seats, steps, start, owed, identities)
         self.proposal = None
         told = {*self._voters_of_view(), *proposal.seats}
         self._record("view", view=plain(view))

@@ -11,15 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args
 
+from pydantic import Field
 from pydantic_core import from_json, to_json
 
 from isles.comm.elastic.ballot import Word
+from isles.comm.elastic.identity import Fingerprint
 from isles.comm.elastic.swarm.words import Apart, Begin, Enter, Seek, StatesKept, SwarmBeat, SwarmNow, Wait
 from isles.comm.view import View
 from isles.fields import MANY, Bool, Exact, Float, Int, Ints, Str, read
 
 MARGIN = 3  # rounds from the newest that anybody has begun to the first of a new view
 MAX_BYTES = 64 << 10  # of one message from a worker
+Fingerprints = Annotated[tuple[Fingerprint, ...], Field(max_length=1024, fail_fast=True)]
 
 
 @dataclass(frozen=True)
@@ -156,12 +159,14 @@ class Failed(Exact):
 @dataclass(frozen=True)
 class Hello(Exact):
     """A worker asks for a seat. version: of isles. corpus: SHA-256 of its text, which all must share. session: the
-    engine's name of the session that asks.
+    engine's name of the session that asks. certificates: fingerprints of its own, or of those of all workers of its
+    island: what others are to know it by.
     """
 
     version: Str
     corpus: Str
     session: Str
+    certificates: Fingerprints
 
 
 @dataclass(frozen=True)
@@ -203,17 +208,20 @@ class Listening(Exact):
     host: Str
     port: Int
     session: Str
-    certificate: Str
+    certificate: Fingerprint
     place: Int = 0
 
 
 @dataclass(frozen=True)
 class Reached(Exact):
-    """The answer to `Listening`: where the lighthouse tried; refusal: why that failed, "" where it did not."""
+    """The answer to `Listening`: where the lighthouse tried; refusal: why that failed, "" where it did not. seen: the
+    address from which it sees the session that asked.
+    """
 
     host: Str
     port: Int
     refusal: Str
+    seen: Str
 
 
 @dataclass(frozen=True)
@@ -226,14 +234,14 @@ class Find(Exact):
 
 @dataclass(frozen=True)
 class Found(Exact):
-    """The answer to `Find`. host, port, certificate: as in `Listening`, "" and 0 where it is not reached directly.
-    introduction: what the worker that asked shows to `seat` (hex).
+    """The answer to `Find`. host, port: as in `Listening`, "" and 0 where it is not reached directly. certificates: as
+    in `Hello`; none where it is not there. introduction: what the worker that asked shows to `seat` (hex).
     """
 
     seat: Int
     host: Str
     port: Int
-    certificate: Str
+    certificates: Fingerprints
     introduction: Str
 
 
@@ -265,6 +273,33 @@ class Over(Exact):
 
 
 @dataclass(frozen=True)
+class MemberNow(Exact):
+    """One worker as the lighthouse knows it. state: a `WorkerState`. round: the newest that it has begun. seconds: of
+    an inner step, 0 where unknown. identity: as in `View`. seen: the address from which it comes, "" while it does not.
+    """
+
+    seat: Int
+    state: Str
+    round: Int
+    seconds: Float
+    identity: Str
+    seen: Str
+
+
+@dataclass(frozen=True)
+class RunNow(Exact):
+    """How a run of whole replicas stands. view: the newest, -1 before the first. round, last: as in `About`. refused:
+    by whom (-1: the lighthouse), of whom (-1: somebody), why, and how often.
+    """
+
+    view: Int
+    round: Int
+    last: Int
+    members: Annotated[tuple[MemberNow, ...], MANY]
+    refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
+
+
+@dataclass(frozen=True)
 class Refusal(Exact):
     """What was asked is not done; `reason` is one line for a person."""
 
@@ -274,7 +309,7 @@ class Refusal(Exact):
 Message = (
     View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | Accusation | Silent | Refusal | Word
     | Failed | Hello | Later | About | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine
-    | Over | Seek | Begin | Enter | Wait | Apart | SwarmBeat | StatesKept | SwarmNow
+    | Over | RunNow | Seek | Begin | Enter | Wait | Apart | SwarmBeat | StatesKept | SwarmNow
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -65,8 +65,8 @@ class Assembly(Protocol):
 
     finished: set[int]
 
-    def join(self, now: float, description: str) -> list[Order]:
-        """A worker asks for a seat."""
+    def join(self, now: float, description: str, certificates: Sequence[str]) -> list[Order]:
+        """A worker asks for a seat. certificates: as in `Hello`."""
         ...
 
     def gone(self, now: float, seat: int) -> list[Order]:
@@ -101,6 +101,7 @@ class Worker:
 
     seat: int
     description: str
+    identity: str = ""
     state: WorkerState = "outside"
     connected: bool = True
     call: int = 0

@@ -8,31 +8,20 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.control import ControlSession, Query
 from isles.comm.elastic.keys import number_of, numbered, signature, told_at
-from isles.comm.elastic.line import LONGEST, SeatLine
+from isles.comm.elastic.line import LONGEST, PeerWaits, SeatLine
 from isles.comm.elastic.messages import Entry, Failed, Proposal, Silent, decode, encode
-from isles.comm.errors import PeerLost, PeerSilent
+from isles.comm.errors import PeerSilent
 from isles.comm.tags import Tag
+from isles.comm.view import View
 
 _LOG = logging.getLogger(__name__)
 LEFT_BEHIND = "a view without it is on its way"
 """Why one is not waited for any more that did not ask to leave."""
-
-
-class PeerWaits(Protocol):
-    """What a worker waits for, of others: its transport."""
-
-    def give_up(self, seat: int, why: str | PeerLost) -> None:
-        """End all that is under way with `seat`; later messages are tried again."""
-        ...
-
-    def again(self, tag: Tag) -> None:
-        """The attempt of `tag` has begun: nobody waits any more in those of its round before it."""
-        ...
 
 
 def end_waits(waits: PeerWaits | None, message: Any) -> None:
@@ -102,14 +91,11 @@ class PlaceLine(SeatLine):
 
     def __init__(self, session: ControlSession, entry: Entry, place: int) -> None:
         super().__init__(session, entry)
-        self.waits: PeerWaits | None = None
-        """Its transport, once there is one."""
         self._orders = Orders(session, entry, place)
         session.serve(told_at(entry.seat, place), self._told)
 
-    def doubt(self, seat: int) -> None:
-        """Nothing comes from `seat`, which is waited for: does the lighthouse hear it?"""
-        self.send(Silent(seat))
-
     def _told(self, query: Query) -> None:
-        end_waits(self.waits, self._orders.take(query))
+        message = self._orders.take(query)
+        if isinstance(message, View):
+            self.meets(message)
+        end_waits(self.waits, message)

@@ -249,6 +249,12 @@ class ElasticTransport(OnHostClock):
         if self._closed:
             stream.cut()
 
+    def cut(self, seat: int) -> None:
+        """Break off all connections with `seat`; they are made anew."""
+        with self._meeting:
+            for stream in self._alive.get(seat, ()):
+                stream.cut()
+
     def _serve(self, seat: int, stream: Stream, before_it: tuple[Stream, threading.Thread] | None) -> None:
         if before_it is not None:
             before_it[0].cut()

@@ -55,13 +55,13 @@ class SwarmRoster:
     def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
         return whole
 
-    def opening(self, round: int) -> tuple[Group, int] | None:
+    def start_round(self, round: int) -> tuple[Group, int] | None:
         """Among those whom all have agreed on, with whom this worker alone has lost: all exchange among the same ones.
         An attempt is the turn that it belongs to.
         """
         return self.group(round), self._post.turn
 
-    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
         """Blocks until all who are left have said what they have. DeadlinePassed for who is silent; Diverged where
         peers of this stage have other answers.
         """

@@ -1,8 +1,8 @@
 """Rounds that all their members land together, or none: where workers come and go, of methods with one mean for all.
 
-    opening    among whom, and as which attempt (`Roster.opening`)
+    start      among whom, and as which attempt (`Roster.start_round`)
     encode     a copy of the snapshot; what error feedback and low-rank bases were before is kept
-    exchange   the answer's hash is told, or that there is none (`Roster.commit`)
+    exchange   the answer's hash is told, or that there is none (`Roster.finish_round`)
     verdict    land; or again, from the snapshot and what was kept, among those who are left; or wait
 
 A round whose verdict cannot be had now is put off: nothing has changed here, training goes on, and the next snapshot
@@ -80,21 +80,21 @@ class AgreedCourier(ToldCourier):
         fragment, kept = flight.fragment, _Kept.of(flight.fragment)
         if not self._resumed(flight):
             return
-        opening = self.roster.opening(fragment.rounds)
-        while opening is not None:
-            group, attempt = opening
-            answer = self.begin(flight, group, round=fragment.rounds, step=flight.lands, attempt=attempt)
-            digest, error = self.end(fragment, answer)
-            verdict = self.roster.commit(fragment.rounds, attempt, digest, error)
+        started = self.roster.start_round(fragment.rounds)
+        while started is not None:
+            group, attempt = started
+            answer = self.start_attempt(flight, group, round=fragment.rounds, step=flight.lands, attempt=attempt)
+            digest, error = self.finish_attempt(fragment, answer)
+            verdict = self.roster.finish_round(fragment.rounds, attempt, digest, error)
             if verdict == "land":
                 self._land(flight, answer)
                 return
             then = _Kept.of(fragment)
             kept.restore(fragment)
-            opening = None
+            started = None
             if verdict == "retry":
-                opening = self.roster.opening(fragment.rounds)
-            if opening is None:
+                started = self.roster.start_round(fragment.rounds)
+            if started is None:
                 live = None if error else fragment.flat.read(fragment.flat.new())
                 self._waiting = _Waiting(fragment.rounds, attempt, None if error else answer, digest, then, live)
         self._put_off(flight)
@@ -106,7 +106,7 @@ class AgreedCourier(ToldCourier):
         fragment, waiting, self._waiting = flight.fragment, self._waiting, None
         if waiting is None or waiting.round != fragment.rounds:
             return True
-        verdict = self.roster.commit(waiting.round, waiting.attempt, waiting.digest)
+        verdict = self.roster.finish_round(waiting.round, waiting.attempt, waiting.digest)
         if verdict == "retry":
             return True
         if verdict == "land" and waiting.answer is not None and waiting.live is not None:

@@ -281,7 +281,7 @@ class ToldCourier(Courier):
     def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int, usable: bool) -> Exchange:
         return Exchange(payload, None, round=fragment.rounds, is_own_broken=not usable)
 
-    def begin(
+    def start_attempt(
         self, flight: Flight, group: Group, *, round: int, step: int, attempt: int, factor: float = 1.0
     ) -> Exchange:
         """An attempt at `round` in `group`, begun. step: the same at all. factor: of this worker's share."""
@@ -300,7 +300,7 @@ class ToldCourier(Courier):
         answer.spares, answer.is_own_broken = parts.on_broken == "leave out", not usable
         return answer
 
-    def end(self, fragment: Fragment, answer: Exchange) -> tuple[int | None, CommError | None]:
+    def finish_attempt(self, fragment: Fragment, answer: Exchange) -> tuple[int | None, CommError | None]:
         """Wait for an attempt: the hash of its answer, or why there is none."""
         try:
             answer.wait()

@@ -120,12 +120,12 @@ class QuorumCourier(ToldCourier):
         """An attempt, begun."""
         assert delivery.word is not None
         group, self._attempt = self._deliveries.group(delivery.word, _STEPS * self._pace), delivery.attempt
-        self._answer = self.begin(
+        self._answer = self.start_attempt(
             flight, group, round=delivery.round, step=delivery.round, attempt=self._attempt, factor=delivery.factor
         )
 
     def _answered(self, delivery: Delivery, flight: Flight, answer: Exchange) -> None:
-        digest, error = self.end(flight.fragment, answer)
+        digest, error = self.finish_attempt(flight.fragment, answer)
         if error is not None:
             self._deliveries.fail(delivery, error)
         else:

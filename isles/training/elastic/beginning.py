@@ -16,7 +16,6 @@ from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven, NotOffered
 from isles.comm.elastic.messages import Load
 from isles.comm.elastic.record import StartLine, as_line
 from isles.comm.elastic.rounds.decision import Decision
-from isles.comm.elastic.rounds.ruling import stray
 from isles.comm.errors import RendezvousFailed
 from isles.comm.transport import Transport
 from isles.training.elastic.states import FRESH, States
@@ -110,7 +109,7 @@ class Beginning:
             self._has, _ = yield Decision(kind="load", donor=load.donor, seconds=slow, round=round - 2, wait=wait)
         except NotAdopted as why:
             self._notice(f"a newer state of worker {load.donor} is none ({why}): another state is asked for")
-            stray(self._company)
+            self._company.reload()
             return False
         except NotGiven as why:
             self._notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
@@ -125,7 +124,7 @@ class Beginning:
             left_out = yield Decision(kind="catch up", donor=donor, round=self._has + 1, until=round, seconds=patience)
         except NotGiven as why:
             self._notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
-            stray(self._company)
+            self._company.reload()
             return False
         self._company.leaves_out(left_out)
         self._has = round - 1

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from isles.comm.credentials import Token
+from isles.comm import credentials
+from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts.giving import Giver
+from isles.comm.elastic.identity import identity_of, spoken
 from isles.comm.elastic.keys import CONFIG, HELLO, LIT
 from isles.comm.elastic.line import SeatLine
 from isles.comm.elastic.links.echo import ask
@@ -29,7 +32,7 @@ from isles.comm.errors import RendezvousFailed
 from isles.comm.sockets.addresses import parse_address, refuse_unknown, written
 from isles.comm.sockets.lost import LinkLost
 from isles.comm.sockets.proof import SecretRefused
-from isles.data import load_corpus
+from isles.data import Corpus, load_corpus
 from isles.errors import printable
 from isles.parsing import parse_toml
 from isles.training.config.reading import Tables, resolve
@@ -94,6 +97,20 @@ class Entrance:
     here: Here
     folder: Path
 
+    @cached_property
+    def corpus(self) -> Corpus:
+        """This machine's text. ValueError where it cannot be read."""
+        return load_corpus(self.config.data)
+
+    @cached_property
+    def own(self) -> Credentials:
+        """This worker's key, and the certificate that others know it by."""
+        return credentials.own(self.token.secret, self.folder / "own")
+
+    def shown(self, places: IslandGroup) -> tuple[str, ...]:
+        """Fingerprints of the certificates of all of this worker's island; all of it call this together."""
+        return tuple(told.decode("ascii") for told in places.gather_text(self.own.token.fingerprint.encode("ascii")))
+
 
 def admitted(
     stack: ExitStack,
@@ -119,50 +136,24 @@ def admitted(
 @contextmanager
 def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], None]) -> Iterator[Participant]:
     """A worker in a seat of the run until the block ends; the leader of the island of `places`. Errors as `in_run`."""
-    session, config, folder = entrance.session, entrance.config, entrance.folder
+    session, config = entrance.session, entrance.config
     with ExitStack() as stack:
-        torch.set_num_threads(config.world.start_threads)
-        corpus = load_corpus(config.data)
-        entry = seat_of(session, corpus.sha256, tell)
-        places.decide(lambda: Decision(kind="seat", seat=entry.seat, key=entry.key))
+        certificates = entrance.shown(places)
+        entry = seat_of(session, entrance.corpus.sha256, certificates, tell)
+        places.next_decision(lambda: Decision(kind="seat", seat=entry.seat, key=entry.key))
         company = Company(session, entry)
-        stack.callback(company.close)
-        links = listening(stack, entrance, entry, SeatLine(session, entry).ask, 0, tell=tell)
-        transport = ElasticTransport(
-            session,
-            company.seat,
-            config.replicas_in_all,
-            gone=lambda seat: company.connection(seat, broken=True),
-            back=lambda seat: company.connection(seat, broken=False),
-            doubt=company.doubt,
-            guide=links,
-            beside=None if places.mesh is None else places.mesh.transport,
-        )
-        stack.callback(transport.close)
-        company.waits = transport
-        places.failed = tells_failures(company, 0, places.size)
-        links.start(transport)
-
-        def lost(giver: str) -> bool:
-            return giver.isdecimal() and company.lost(int(giver))
-
-        gifts = Giver(session, giver_of(company.seat, 0), tell, lost=lost, changed=company.changed, guide=links)
-        stack.callback(gifts.close)
-
-        def over(round: int) -> None:
-            transport.over("outer", round)
-
+        to = connect(stack, entrance, company, places, certificates, size=config.replicas_in_all, tell=tell)
         worker = Participant(
             config,
             company,
-            transport,
-            gifts,
-            corpus,
-            folder,
+            to.transport,
+            to.gifts,
+            entrance.corpus,
+            entrance.folder,
             tell,
             counts=True,
             places=places,
-            over=over,
+            over=to.over,
             shown=_Progress(config.run.steps, tell),
         )
         worker.worker.refusals = session.refused
@@ -171,33 +162,75 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         yield worker
 
 
-def listening(
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """What connects a worker in its seat with those of other seats."""
+
+    transport: ElasticTransport
+    gifts: Giver
+
+    def over(self, round: int) -> None:
+        """Exchanges of `round`, and of all before, are over here."""
+        self.transport.over("outer", round)
+
+
+def connect(
     stack: ExitStack,
     entrance: Entrance,
-    entry: Entry,
-    ask: Callable[..., Any],
-    place: int,
+    line: SeatLine,
+    places: IslandGroup,
+    certificates: Sequence[str],
     *,
+    size: int,
     tell: Callable[[str], None],
-) -> Pairs:
-    """The pairs of the worker at `place` in the island of a seat, until `stack` ends; not started yet. It
-    listens where this machine's user has said. ask: as for `Pairs`. ValueError where that address cannot be had.
+) -> Connection:
+    """Connect the worker whose line to the lighthouse `line` is with others, until `stack` ends.
+
+    It listens where this machine's user has said. places: its island, of which `certificates` are. size: workers of the
+    world that it begins in. ValueError where the address to listen at cannot be had.
     """
-    links = Pairs(
-        entrance.session,
+    session, entry, here, place = entrance.session, line.entry, entrance.here, places.place
+    torch.set_num_threads(entrance.config.world.start_threads)
+    stack.callback(line.close)
+    pairs = Pairs(
+        session,
         entry,
-        ask,
-        entrance.token.secret,
-        entrance.folder / "links",
+        SeatLine(session, entry).ask,
+        entrance.own,
         lease=entrance.config.world.elastic.lease,
         notice=tell,
         place=place,
+        certificates=certificates,
     )
-    stack.callback(links.close)
-    if entrance.here.listen is not None:
-        host, port = entrance.here.listen
-        links.listen(host, port + place * entrance.here.apart if port else 0, announced=entrance.here.announced)
-    return links
+    stack.callback(pairs.close)
+    if here.listen is not None:
+        host, port = here.listen
+        pairs.listen(host, port + place * here.apart if port else 0, announced=here.announced)
+    transport = ElasticTransport(
+        session,
+        entry.seat,
+        size,
+        gone=lambda seat: line.connection(seat, broken=True),
+        back=lambda seat: line.connection(seat, broken=False),
+        doubt=line.doubt,
+        guide=pairs,
+        place=place,
+        beside=None if places.mesh is None else places.mesh.transport,
+    )
+    stack.callback(transport.close)
+    line.waits, line.meets = transport, pairs.meet
+    places.failed = tells_failures(line, place, places.size)
+    pairs.start(transport)
+    if not place:
+        seen = f"; the lighthouse sees it at {pairs.seen}" if pairs.seen else ""
+        tell(f"this worker's fingerprint: {spoken(identity_of(certificates))}{seen}")
+
+    def lost(giver: str) -> bool:
+        return giver.isdecimal() and line.lost(int(giver))
+
+    gifts = Giver(session, giver_of(entry.seat, place), tell, lost=lost, changed=line.changed, guide=pairs)
+    stack.callback(gifts.close)
+    return Connection(transport=transport, gifts=gifts)
 
 
 def _opened(token: Token, address: str, tell: Callable[[str], None]) -> Session:
@@ -271,12 +304,13 @@ def _configuration(text: bytes, here: Here, fit: Callable[[Config], Config]) -> 
     return fit(resolve(with_own(tables, here.own)))
 
 
-def seat_of(session: Session, corpus: str, tell: Callable[[str], None]) -> Entry:
-    """Ask for a seat, and wait where too many ask. corpus: SHA-256 of this machine's text.
+def seat_of(session: Session, corpus: str, certificates: tuple[str, ...], tell: Callable[[str], None]) -> Entry:
+    """Ask for a seat, and wait where too many ask. corpus: SHA-256 of this machine's text. certificates: see `Hello`.
 
     ValueError, in one line, where this worker is refused; OSError where it has waited too long.
     """
-    hello, until = encode(Hello(__version__, corpus, session.name())), time.monotonic() + _CROWDED
+    hello = encode(Hello(__version__, corpus, session.name(), certificates))
+    until = time.monotonic() + _CROWDED
     answer = decode(_asked(session, HELLO, hello))
     while isinstance(answer, Later) and time.monotonic() < until:
         pause = min(max(answer.seconds, 0.1), 60.0)

@@ -7,23 +7,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-import torch
-
 from isles.comm.call import Ledger
 from isles.comm.credentials import Token
-from isles.comm.elastic.gifts.giving import Giver
-from isles.comm.elastic.line import SeatLine
 from isles.comm.elastic.messages import Entry
 from isles.comm.elastic.rounds.decision import Decision
 from isles.comm.elastic.rounds.island import IslandGroup
-from isles.comm.elastic.told import PlaceLine, tells_failures
-from isles.comm.elastic.transport import ElasticTransport
+from isles.comm.elastic.told import PlaceLine
 from isles.comm.errors import Malformed
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
-from isles.data import load_corpus
-from isles.training.elastic.entering import Here, admitted, listening, seated, train
-from isles.training.elastic.given import giver_of
+from isles.training.elastic.entering import Here, admitted, connect, seated, train
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.worker import ElasticWorker
 from isles.training.running.starting import deadlines
@@ -55,42 +48,31 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         entrance = admitted(stack, address, token, here, tell=_tell)
         places = IslandGroup(world, entrance.config.world.outer_deadline)
         config, session = entrance.config, entrance.session
-        torch.set_num_threads(config.world.start_threads)
-        corpus = load_corpus(config.data)
-        said = places.decide(lambda: Decision(kind="end"))  # never asked: the leader decides
+        certificates = entrance.shown(places)
+        said = places.next_decision(lambda: Decision(kind="end"))  # never asked: the leader decides
         if said.kind != "seat":
             raise Malformed(0, "the leader of this island has no seat")
-        entry = Entry(said.seat, said.key)
-        asking = SeatLine(session, entry)
-        links = listening(stack, entrance, entry, asking.ask, places.place, tell=partial(_tell_of, places.place))
-        line = PlaceLine(session, entry, places.place)
-        transport = ElasticTransport(
-            session,
-            entry.seat,
-            config.replicas_in_all,
-            doubt=line.doubt,
-            guide=links,
-            place=places.place,
-            beside=world.transport,
+        line = PlaceLine(session, Entry(said.seat, said.key), places.place)
+        to = connect(
+            stack,
+            entrance,
+            line,
+            places,
+            certificates,
+            size=config.replicas_in_all,
+            tell=partial(_tell_of, places.place),
         )
-        stack.callback(transport.close)
-        line.waits = transport
-        places.failed = tells_failures(line, places.place, places.size)
-        links.start(transport)
-        gifts = Giver(session, giver_of(entry.seat, places.place), _tell, guide=links)
-        stack.callback(gifts.close)
-        alone = Group(transport, (entry.seat,), "outer", deadlines(config), Ledger())
         worker = ElasticWorker(
             config,
-            alone,
+            Group(to.transport, (said.seat,), "outer", deadlines(config), Ledger()),
             None,
             places,
-            gifts,
-            corpus,
+            to.gifts,
+            entrance.corpus,
             entrance.folder,
             report=lambda event: None,
             last=lambda: _FAR,
-            over=lambda round: transport.over("outer", round),
+            over=to.over,
         )
         worker.refusals = session.refused
         stack.callback(worker.close)

@@ -24,7 +24,7 @@ from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
-from isles.comm.elastic.messages import Examine, Finished, Over
+from isles.comm.elastic.messages import Examine, Finished, Load, Over
 from isles.comm.elastic.quorum.delivery import Missed
 from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, as_line
 from isles.comm.elastic.rounds.decision import Decision
@@ -126,8 +126,8 @@ class Participant:
                 self._ending = "left"
                 return
             yield Decision(kind="idle")
-            load = company.load(_WAIT)
-            round = None if load is None else (yield from self._beginning.with_state(load))
+            said = company.next_decision(_WAIT)
+            round = (yield from self._beginning.with_state(said)) if isinstance(said, Load) else None
             if round is not None:
                 self._ending = yield from self._train(round)
                 if self._ending == "again":
@@ -179,7 +179,7 @@ class Participant:
         """One round: its steps, of which the last one exchanges. How many rounds are over then; 0 where it is put off:
         then more steps come.
         """
-        company, view = self.company, self.company.begin(round)
+        company, view = self.company, self.company.start_round(round)
         place = None if view is None else view.place(company.seat)
         steps = every if view is None or place is None or not view.steps else view.steps[place]
         cell, spare = None if round == self._tried else view, self._spare

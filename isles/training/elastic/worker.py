@@ -115,7 +115,7 @@ class ElasticWorker:
         follower. Malformed for what is not to be done between rounds.
         """
         came, why = None, None
-        while (said := self._places.decide(partial(_next, decisions, came, why))).kind != "end":
+        while (said := self._places.next_decision(partial(_next, decisions, came, why))).kind != "end":
             came, why = None, None
             if said.kind not in self._does:
                 raise Malformed(-1, f"between rounds the leader of this island decides to {said.kind}")

@@ -19,10 +19,9 @@ from typing_extensions import override
 
 from isles.comm.elastic.gifts.taking import NotGiven
 from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.keys import STATUS
-from isles.comm.elastic.messages import encode
 from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.swarm.muster import Muster, MusterRules
+from isles.comm.elastic.swarm.words import SwarmNow
 from isles.durable import settle, write_text
 from isles.fields import integer, table
 from isles.training.config.swarmed import stages_of
@@ -53,7 +52,6 @@ class SwarmKeeper(RunKeeper):
         self._states = Checkpoints(self.out, "states")
         for step in sorted({self.muster.kept} - {0}):
             self._offer_states(step)
-        self.session.serve(STATUS, lambda query: query.reply(encode(self._now())))
         return self.muster
 
     def muster_rules(self) -> MusterRules:
@@ -98,9 +96,10 @@ class SwarmKeeper(RunKeeper):
             is_offered = self._newest() is not None
         return is_offered or self.stopping.is_set() or self._holder() is not None
 
-    def _now(self) -> Any:
-        rows = [(row["seat"], row["reason"], row["times"]) for row in self.refused.rows()]
-        return self.lighthouse.look(lambda now: self.muster.now(now, rows))
+    @override
+    def now(self) -> SwarmNow:
+        refused = self.refused.rows()
+        return self.lighthouse.look(lambda now: self.muster.now(now, refused))
 
     # The model
 
@@ -141,7 +140,7 @@ class SwarmKeeper(RunKeeper):
             "begun": self.muster.epoch,
             "outages": len(lit) + bool(self._journal.entries),
             "links": self.links(),
-            "refused": self.refused.rows(),
+            "refused": self.refused.table(),
         }
         return summary
 

@@ -19,22 +19,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from isles.comm.credentials import Token
-from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven
 from isles.comm.elastic.keys import LIGHTHOUSE
 from isles.comm.elastic.messages import Finished, Leave, Over, Refusal
+from isles.comm.elastic.rounds.island import IslandGroup
 from isles.comm.elastic.swarm.line import SwarmLine
 from isles.comm.elastic.swarm.muster import MOST_SEATS
 from isles.comm.elastic.swarm.words import Begin, Enter, Wait
-from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import CommError, Diverged, RendezvousFailed
-from isles.data import Corpus, load_corpus
 from isles.errors import printable
 from isles.models import choose_device
-from isles.training.elastic.entering import Entrance, Here, admitted, listening, seat_of
+from isles.training.elastic.entering import Entrance, Here, admitted, connect, seat_of
 from isles.training.elastic.given import MODEL
 from isles.training.elastic.terms import among_peers
 from isles.training.running.interrupts import first_interrupt
@@ -103,22 +99,18 @@ class SeatedPeer:
     ) -> None:
         self.config, self.folder, self.wish = entrance.config, entrance.folder, wish
         self.leaving, self.tell = leaving, tell
-        torch.set_num_threads(self.config.world.start_threads)
-        self._corpus: Corpus = load_corpus(self.config.data)
+        self._corpus = entrance.corpus
         self._run = self.number()
         self._there: set[int] = set()
         self._named: set[int] = set()
         self._trainer: SeatedTrainer | None = None
         self._session, self._refused = entrance.session, entrance.session.refused
-        entry = seat_of(entrance.session, self._corpus.sha256, tell)
-        self.line = SwarmLine(entrance.session, entry)
-        stack.callback(self.line.close)
-        links = listening(stack, entrance, entry, self.line.ask, 0, tell=tell)
-        self._transport = ElasticTransport(entrance.session, entry.seat, MOST_SEATS, back=self._meet, guide=links)
-        stack.callback(self._transport.close)
-        links.start(self._transport)
-        self._gifts = Giver(entrance.session, str(entry.seat), tell, guide=links)
-        stack.callback(self._gifts.close)
+        alone = IslandGroup()
+        certificates = entrance.shown(alone)
+        entry = seat_of(entrance.session, self._corpus.sha256, certificates, tell)
+        self.line = SwarmLine(entrance.session, entry, self._meet)
+        to = connect(stack, entrance, self.line, alone, certificates, size=MOST_SEATS, tell=tell)
+        self._transport, self._gifts = to.transport, to.gifts
 
     def number(self) -> int:
         """A number that all peers of one configuration and the same cut points share."""

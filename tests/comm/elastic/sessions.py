@@ -21,6 +21,9 @@ from isles.comm.elastic.p2p.pairs import Pairs
 from isles.comm.elastic.session import Session, open_router, open_session
 from isles.comm.elastic.transport import ElasticTransport
 
+NOBODYS = ("0" * 32,)
+"""The certificate of a worker that dials nobody."""
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -46,25 +49,27 @@ class Workers(list[ElasticTransport]):
     router: Session
     sessions: list[Session]
     pairs: list[Pairs]
+    known: Known
     guest: Callable[[], AbstractContextManager[Session]]
     """Opens the session of another one that has the token."""
 
 
 class Known:
-    """What a lighthouse says of workers whom it knows."""
+    """What a lighthouse says of workers whom it knows. notices: what they tell a person, by seat."""
 
     def __init__(self, folder: Path, router: Session) -> None:
         self.keys = SeatKeys(folder)
-        self._whereabouts = Whereabouts(self.keys, router.seen)
+        self.notices: dict[int, list[str]] = {}
+        self.whereabouts = Whereabouts(self.keys, router.seen)
 
     def asker(self, seat: int) -> Callable[..., Any]:
         """What that seat asks it with."""
 
         def ask(message: Any, seconds: float = 5.0) -> Any:
             if isinstance(message, Find):
-                return self._whereabouts.find(seat, message)
+                return self.whereabouts.find(seat, message)
             answers = SimpleQueue[Any]()
-            self._whereabouts.listening(seat, message, answers.put)
+            self.whereabouts.listening(seat, message, answers.put)
             return answers.get(timeout=10.0)
 
         return ask
@@ -73,9 +78,12 @@ class Known:
         self, session: Session, seat: int, secret: str, folder: Path, *, lease: float = 3.0, place: int = 0
     ) -> Pairs:
         """Of a worker in that seat."""
-        entry = Entry(seat, self.keys.of(seat))
+        entry, own = Entry(seat, self.keys.of(seat)), credentials.own(secret, folder)
+        island = tuple(own.token.fingerprint if at == place else "0" * 32 for at in range(place + 1))
+        self.whereabouts.joined(seat, island)
+        told = self.notices.setdefault(seat, [])
         return Pairs(
-            session, entry, self.asker(seat), secret, folder, lease=lease, notice=lambda line: None, place=place
+            session, entry, self.asker(seat), own, lease=lease, notice=told.append, place=place, certificates=island
         )
 
 
@@ -92,7 +100,7 @@ def workers(folder: Path, count: int, *, direct: bool = False, lease: float = 3.
             for seat, end in enumerate(ends)
         ]
         transports = Workers(ElasticTransport(end, seat, count, guide=pairs[seat]) for seat, end in enumerate(ends))
-        transports.router, transports.sessions, transports.pairs = session, ends, pairs
+        transports.router, transports.sessions, transports.pairs, transports.known = session, ends, pairs, known
         transports.guest = lambda: closing(open_session(mine.token, address))
         for seat, (one, transport) in enumerate(zip(pairs, transports, strict=True)):
             stack.callback(one.close)

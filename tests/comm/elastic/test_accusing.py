@@ -9,10 +9,10 @@ import pytest
 
 from isles.comm.elastic.ballot import NOTHING, Word
 from isles.comm.elastic.calls import RoundsAssembly
+from isles.comm.elastic.company import Company
 from isles.comm.elastic.membership import Membership
 from isles.comm.elastic.messages import Accusation, Beat, Done, Refusal
 from isles.comm.elastic.orders import Order, Rules
-from isles.comm.elastic.rounds.ruling import accuse
 from isles.comm.errors import Refused
 from tests.comm.elastic.test_membership import READY, founded, promise, told
 
@@ -195,7 +195,7 @@ class Line:
 def test_a_worker_tells_whose_word_it_repeats_and_who_condemns_it() -> None:
     line = Line()
     for peer, by in ((1, -1), (1, 3), (2, 3)):
-        accuse(line, 5, 0, Refused(peer, "NaN", by))  # type: ignore[arg-type]
+        Company.accuse(line, 5, 0, Refused(peer, "NaN", by))  # type: ignore[arg-type]
     assert [(one.seat, one.by) for one in line.asked] == [(1, -1), (1, 3), (3, -1)]
 
 

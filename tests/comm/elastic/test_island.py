@@ -73,7 +73,7 @@ def deciding(world: Mesh) -> list[Any]:
         asked.append(kind)
         return Decision(kind=kind, round=len(asked))
 
-    said = [places.decide(lambda: made("train")), places.decide(lambda: made("keep"))]
+    said = [places.next_decision(lambda: made("train")), places.next_decision(lambda: made("keep"))]
     failed = list[tuple[int, int]]()
     places.failed = lambda round, attempt: failed.append((round, attempt))
     whole = places.combine(5, 0, 40 + places.place, None, 9.0)
@@ -107,7 +107,7 @@ def unfit(world: Mesh) -> str:
         group.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         return ""
     with pytest.raises(Malformed, match="a decision that is none: kind") as told:
-        places.decide(lambda: Decision(kind="end"))
+        places.next_decision(lambda: Decision(kind="end"))
     return str(told.value)
 
 

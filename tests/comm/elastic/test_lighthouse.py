@@ -19,7 +19,7 @@ from isles.comm.elastic.lighthouse import Lighthouse
 from isles.comm.elastic.messages import Beat, BeatReply, Entry, Hello, Refusal, Silent, Word, decode, encode
 from isles.comm.elastic.orders import Rules
 from isles.comm.elastic.session import Session, open_session
-from tests.comm.elastic.sessions import router
+from tests.comm.elastic.sessions import NOBODYS, router
 
 Answer = tuple[bytes | None, bytes | None]
 
@@ -69,7 +69,7 @@ def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:
         assert ask(guest, CONFIG, b"") == (b"[run]\n", None)
 
         def hello(version: str, corpus: str) -> Any:
-            return decode(ask(guest, HELLO, encode(Hello(version, corpus, guest.name())))[0] or b"")
+            return decode(ask(guest, HELLO, encode(Hello(version, corpus, guest.name(), NOBODYS)))[0] or b"")
 
         entry = hello("1.0", "abc")
         assert isinstance(entry, Entry) and entry.seat == 0
@@ -104,7 +104,7 @@ def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:
 
 def test_a_seat_outlives_the_lighthouse(tmp_path: Path) -> None:
     with lit(tmp_path) as (_, guest):
-        entry = decode(ask(guest, HELLO, encode(Hello("1.0", "abc", guest.name())))[0] or b"")
+        entry = decode(ask(guest, HELLO, encode(Hello("1.0", "abc", guest.name(), NOBODYS)))[0] or b"")
     journal = Journal(tmp_path)
     journal.close()
     assert [one["event"] for one in journal.entries][:1] == ["join"]
@@ -117,7 +117,7 @@ def test_orders_are_numbered_on_by_a_lighthouse_that_is_lit_again(tmp_path: Path
     for life in range(3):
         with lit(tmp_path, life) as (lighthouse, guest):
             if life == 0:
-                seat = decode(ask(guest, HELLO, encode(Hello("1.0", "abc", guest.name())))[0] or b"").seat
+                seat = decode(ask(guest, HELLO, encode(Hello("1.0", "abc", guest.name(), NOBODYS)))[0] or b"").seat
             guest.serve(told_at(seat, 0), lambda query, life=life: heard.append((life, number_of(query.payload)[0])))
             for _ in range(100):
                 lighthouse.tell([seat], Silent(5))
@@ -137,6 +137,6 @@ def test_a_full_disk_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             raise OSError(errno.ENOSPC, "no room")
 
         full.setattr(Journal, "commit", commit)
-        guest.ask(HELLO, encode(Hello("1.0", "abc", guest.name())), lambda reply, refusal: None, seconds=5.0)
+        guest.ask(HELLO, encode(Hello("1.0", "abc", guest.name(), NOBODYS)), lambda reply, refusal: None, seconds=5.0)
         with pytest.raises(OSError, match="no room"):
             lighthouse.wait(lambda: False, 10.0)

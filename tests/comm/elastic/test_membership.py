@@ -127,7 +127,7 @@ def test_who_leaves_while_its_connection_is_taken_for_broken_goes_at_once() -> N
     assert run.view is not None and run.view.seats == (0, 2)
     (refusal,) = replies(run.beat(0.0, 1, Beat(2, 0, 0)))
     assert refusal == Refusal("seat 1 is not of this run any more: join again")
-    again = Membership(run.rules, [{"event": "join", "seat": 0, "description": ""}])
+    again = Membership(run.rules, [{"event": "join", "seat": 0, "description": "", "certificates": []}])
     assert entries(again.leave(0.0, 0)) == [{"event": "leave", "seat": 0}]
 
 
@@ -308,7 +308,7 @@ def settled_member(seat: int = 0, seats: tuple[int, ...] = (0, 1)) -> Member:
     member.loaded(Load(0, -1), 0)
     member.answered(member.beat(), answer(views=(View(0, 1, seats, (4,) * len(seats)),), newest_round=1))
     assert member.first() == 1
-    member.begin(1)
+    member.start_round(1)
     member.answered(member.beat(), answer(round=1))
     return member
 
@@ -323,16 +323,16 @@ def test_who_promised_and_does_not_know_is_alone_and_reads_out_of_turn() -> None
     ack = member.proposed(Proposal(1, 0, 2, (0,), lost=(1,)))
     assert ack is not None and ack.promised
     assert member.lost(1) and not member.accept(1, (0, 1))
-    assert member.begin(2) is None and not member.group(2).decided and member.group(2).seats == (0,)
+    assert member.start_round(2) is None and not member.group(2).decided and member.group(2).seats == (0,)
     assert member.beat().skipped == (2,)
     member.told(View(1, 2, (0,), (4,)))
     assert member.group(2).decided and member.group(2).view == 1
-    assert member.begin(2) is None  # the first answer is final
+    assert member.start_round(2) is None  # the first answer is final
 
 
 def test_a_promise_comes_too_late_for_a_round_that_has_begun() -> None:
     member = settled_member()
-    member.begin(2)
+    member.start_round(2)
     member.group(3)  # asked ahead
     ack = member.proposed(Proposal(1, 0, 3, (0,)))
     assert ack is not None and not ack.promised
@@ -351,10 +351,10 @@ def test_an_old_answer_does_not_undo_a_promise_and_a_new_one_does() -> None:
 
 def test_cells_are_read_one_round_beyond_what_the_lighthouse_has_answered() -> None:
     member = settled_member()
-    assert member.begin(2) is not None
-    assert member.begin(3) is None  # round 2 was told and never answered
+    assert member.start_round(2) is not None
+    assert member.start_round(3) is None  # round 2 was told and never answered
     member.answered(Beat(3, 0, 0, skipped=(3,)), answer(round=3, newest_round=3))
-    assert member.begin(4) is not None and member.beat().skipped == ()
+    assert member.start_round(4) is not None and member.beat().skipped == ()
 
 
 def test_a_pushed_view_counts_only_if_none_before_it_is_missing() -> None:
@@ -374,7 +374,7 @@ def test_with_anothers_state_older_views_are_somebody_elses() -> None:
     assert member.group(5).seats == (0,) and member.first() is None
     assert member.beat().seen == ((1, 4),)
     member.answered(member.beat(), answer(issued=1, newest=1, newest_round=6, views=(View(1, 6, (0, 1), (4, 4)),)))
-    assert member.first() == 6 and member.begin(6) is not None
+    assert member.first() == 6 and member.start_round(6) is not None
 
 
 @pytest.mark.parametrize(("newest", "first"), [(5, None), (6, 6), (7, 6), (9, 8)])
@@ -385,5 +385,5 @@ def test_a_newcomer_begins_where_the_others_are(newest: int, first: int | None) 
     member.answered(member.beat(), answer(issued=1, newest=1, newest_round=newest, views=(view,)))
     assert member.first() == first
     if first is not None:
-        member.begin(first)
+        member.start_round(first)
         assert member.beat().skipped == tuple(range(6, first))

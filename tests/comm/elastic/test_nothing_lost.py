@@ -167,7 +167,7 @@ def test_rounds_out_of_turn_that_were_never_told_are_owed_although_others_have_t
     """
     run, journal = founded(3)
     member = settled_member(2, (0, 1, 2))
-    assert [member.begin(round) is not None for round in (2, 3, 4)] == [True, False, False]
+    assert [member.start_round(round) is not None for round in (2, 3, 4)] == [True, False, False]
     orders = run.beat(0.0, 0, Beat(4, 0, 0, seen=((2, 3),))) + run.gone(1.0, 2) + run.back(2.0, 2)
     assert run.workers[2].call == 1
     member.answered(member.beat(), answer(call=1))

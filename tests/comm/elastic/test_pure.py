@@ -19,13 +19,14 @@ PURE = [
     "calls",
     "cells",
     "guards/stalls",
+    "identity",
     "guards/strikes",
     "lasting/journalled",
     "lasting/register",
 ]
 PURE += ["member", "membership", "messages", "orders", "quorum/grace", "record", "swarm/muster", "swarm/words"]
 ALLOWED = {"__future__", "abc", "collections", "dataclasses", "functools", "isles", "json", "math", "statistics"}
-ALLOWED |= {"pydantic", "pydantic_core", "types", "typing"}
+ALLOWED |= {"hashlib", "pydantic", "pydantic_core", "types", "typing"}
 
 
 @pytest.mark.parametrize("name", PURE)

@@ -18,7 +18,7 @@ from isles.comm.elastic.guards.presence import WholeSeats
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.keys import ASKED, HELLO, SeatKeys, number_of, signature, told_at
 from isles.comm.elastic.lighthouse import Lighthouse
-from isles.comm.elastic.messages import Accusation, Done, Entry, Hello, Silent, decode, encode
+from isles.comm.elastic.messages import Accusation, Done, Entry, Hello, Load, Silent, decode, encode
 from isles.comm.elastic.orders import Rules
 from isles.comm.elastic.session import Session, open_session
 from isles.comm.elastic.told import PlaceLine
@@ -26,7 +26,7 @@ from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import Tag
-from tests.comm.elastic.sessions import router, settled
+from tests.comm.elastic.sessions import NOBODYS, router, settled
 
 SEATS = range(3)
 
@@ -85,7 +85,7 @@ def islands(folder: Path) -> Iterator[Islands]:
         for seat in SEATS:
             first, second = opened(), opened()
             until(lambda first=first: first.answer(HELLO, b"", seconds=1.0) != (None, None))
-            hello = encode(Hello("1.0", "abc", first.name()))
+            hello = encode(Hello("1.0", "abc", first.name(), NOBODYS * 2))
             entry = decode(first.answer(HELLO, hello, seconds=5.0)[0] or b"")
             assert isinstance(entry, Entry) and entry.seat == seat
             company, line = Company(first, entry), PlaceLine(second, entry, 1)
@@ -100,11 +100,11 @@ def islands(folder: Path) -> Iterator[Islands]:
             world.sessions.append(second)
             world.firsts.append(first)
         for company in world.leaders:
-            load = company.load(20.0)
-            assert load is not None
-            company.loaded(load, 0, {})
+            said = company.next_decision(20.0)
+            assert isinstance(said, Load)
+            company.loaded(said, 0, {})
         for company in world.leaders:
-            assert company.first(20.0) == 1 and company.begin(1) is not None
+            assert company.first(20.0) == 1 and company.start_round(1) is not None
         until(lambda: all(len(transport._seen) == 2 for transport in world.second))
         yield world
 

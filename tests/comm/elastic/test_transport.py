@@ -196,10 +196,10 @@ def test_who_has_another_certificate_or_introduction_is_not_let_in(tmp_path: Pat
         assert within(10.0, lambda: trio[0].way(1) == "direct")
         found = trio.pairs[2]._find(0)
         assert found is not None
-        other = found.certificate[::-1]
+        other = tuple(one[::-1] for one in found.certificates)
         line = trio.pairs[2]
         forged = type(found)(found.seat, found.host, found.port, other, found.introduction)
-        unknown = type(found)(found.seat, found.host, found.port, found.certificate, "0" * 32)
+        unknown = type(found)(found.seat, found.host, found.port, found.certificates, "0" * 32)
         for wrong, why in ((forged, "not the machine"), (unknown, "does not take this token")):
             with pytest.raises(LinkLost, match=why):
                 line._dial(wrong, sends=True)

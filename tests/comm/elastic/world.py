@@ -408,7 +408,7 @@ class World:
                 self.counts["left"] += 1
                 self.break_connection(node)
             return
-        view = member.begin(round)
+        view = member.start_round(round)
         if view is None:
             self.counts["out of turn"] += 1
         else:

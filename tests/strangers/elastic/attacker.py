@@ -19,6 +19,7 @@ from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.keys import ASKED, HELLO, TIES, TOLD, gift_at, sealed, signature
 from isles.comm.elastic.messages import Entry, Find, Found, Hello, decode, encode
 from isles.comm.elastic.net.words import Frame, FrameKind, packed
+from isles.comm.elastic.p2p.possession import show
 from isles.comm.elastic.p2p.stream import Head, PairHello, Stream, as_dialler
 from isles.comm.elastic.session import Session, open_session
 from isles.comm.sockets.frames import HEAD, MARK, URGENT
@@ -40,6 +41,7 @@ class Attacker:
         self.address, self.token, self.folder, self.victim = address, token, folder, victim
         self.host, self.port = address.rpartition(":")[0], int(address.rpartition(":")[2])
         self.version, self.corpus = version, corpus
+        self.own = credentials.own(token.secret, folder / "own")
         self.session = open_session(token, address)
         self.entry: Any = self.hello()
         assert isinstance(self.entry, Entry)
@@ -47,11 +49,11 @@ class Attacker:
         self.session.present(f"isles/seat/{self.entry.seat}")
         found = decode(self.ask(ASKED, encode(Find(victim)), self.word)[0] or b"")
         assert isinstance(found, Found)
-        self.introduction, self.certificate = bytes.fromhex(found.introduction), found.certificate
+        self.introduction, (self.certificate,) = bytes.fromhex(found.introduction), found.certificates
 
     def hello(self) -> Any:
         """The answer to a greeting as it should be."""
-        said = encode(Hello(self.version, self.corpus, self.session.name()))
+        said = encode(Hello(self.version, self.corpus, self.session.name(), (self.own.token.fingerprint,)))
         return decode(self.ask(HELLO, said)[0] or b"")
 
     def ask(self, key: str, said: bytes, word: bytes | Sign | None = None) -> Answer:
@@ -105,9 +107,11 @@ class Attacker:
         return said, sealed(self.introduction, b"isles dials\0", said)
 
     @contextmanager
-    def paired(self, *, seat: int | None = None, word: bytes | None = None) -> Iterator[Stream]:
+    def paired(
+        self, *, seat: int | None = None, word: bytes | None = None, shows: Credentials | None = None
+    ) -> Iterator[Stream]:
         """A connection to the victim, over the lighthouse. seat: whose name it says; word: in place of the
-        introduction. LinkLost where it is not let in.
+        introduction; shows: the certificate, and the key, in place of its own. LinkLost where it is not let in.
         """
         ticket = self.session.answer(TIES, b"", seconds=5.0)[0]
         assert ticket is not None
@@ -115,7 +119,10 @@ class Attacker:
         assert self.call(said, proof) == (b"", None)
         token = Token(self.certificate, (self.introduction if word is None else word).hex())
         hello = PairHello(self.entry.seat if seat is None else seat, 0, True)
-        stream = Stream(as_dialler(self.session.tied(ticket, 5.0), token, hello), "relayed", 3.0)
+        talk = as_dialler(self.session.tied(ticket, 5.0), token, hello)
+        shows = shows or self.own
+        show(talk, shows, (shows.token.fingerprint,), self.certificate)
+        stream = Stream(talk, "relayed", 3.0)
         try:
             yield stream
         finally:

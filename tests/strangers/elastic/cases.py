@@ -145,7 +145,7 @@ def an_order_for_a_hello(one: Attacker) -> None:
     assert one.ask(HELLO, encode(Leave())) == NEVER
 
 
-@case("lighthouse", "Hello: its keys are version, corpus, session")
+@case("lighthouse", "Hello: its keys are version, corpus, session, certificates")
 def a_hello_with_other_keys(one: Attacker) -> None:
     assert one.ask(HELLO, b'{"kind":"hello","version":"1","corpus":"a","session":"","__class__":"x"}') == NEVER
 
@@ -253,12 +253,19 @@ def words_that_are_none(one: Attacker) -> None:
 @case("lighthouse", "an address that is none", OWN)
 def addresses_that_are_none(one: Attacker) -> None:
     for port in (0, -1, 1 << 40):
-        assert one.ask(ASKED, encode(Listening("127.0.0.1", port, "", "")), one.word) == NEVER
+        said = Listening("127.0.0.1", port, "", one.own.token.fingerprint)
+        assert one.ask(ASKED, encode(said), one.word) == NEVER
 
 
-@case("lighthouse", "a certificate that is none", OWN)
+@case("lighthouse", "Listening.certificate: String should match pattern '^[0-9a-f]{32}$'", OWN)
 def a_certificate_that_is_none(one: Attacker) -> None:
     assert one.ask(ASKED, encode(Listening("127.0.0.1", 9, "", "%%%")), one.word) == NEVER
+
+
+@case("lighthouse", "another certificate than that with which it joined", OWN)
+def another_certificate_than_before(one: Attacker) -> None:
+    for said in (Listening("127.0.0.1", 9, "", one.certificate), Listening("", 0, "", one.own.token.fingerprint, 1)):
+        assert one.ask(ASKED, encode(said), one.word) == NEVER
 
 
 @case("lighthouse", "a report that cannot be", OWN)
@@ -318,7 +325,13 @@ def a_donor_who_gives_nothing(one: Attacker) -> None:
     assert isinstance(decode(one.ask(ASKED, encode(Beat()), one.word)[0] or b""), BeatReply)
 
 
-@case("lighthouse", "another version, or another text")
+@case("lighthouse", "another version, text or number of workers")
 def another_version(one: Attacker) -> None:
-    answer = decode(one.ask(HELLO, encode(Hello("0.0.0", one.corpus, "")))[0] or b"")
+    answer = decode(one.ask(HELLO, encode(Hello("0.0.0", one.corpus, "", ("0" * 32,))))[0] or b"")
     assert "install that version" in answer.reason
+
+
+@case("lighthouse", "another version, text or number of workers")
+def a_hello_without_a_certificate(one: Attacker) -> None:
+    answer = decode(one.ask(HELLO, encode(Hello(one.version, one.corpus, "", ())))[0] or b"")
+    assert "shows the certificate of each" in answer.reason

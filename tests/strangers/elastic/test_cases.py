@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from isles.comm import credentials
 from isles.comm.elastic.calls import RoundsAssembly
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.journal import Journal
@@ -34,11 +35,12 @@ class Worker:
     """An honest one, without anything to train."""
 
     def __init__(self, session: Session, secret: str, folder: Path) -> None:
-        said = encode(Hello(VERSION, CORPUS, session.name()))
+        own = credentials.own(secret, folder)
+        said = encode(Hello(VERSION, CORPUS, session.name(), (own.token.fingerprint,)))
         entry = decode(ask(session, HELLO, said)[0] or b"")
         assert isinstance(entry, Entry)
         self.session, self.company, self.notices = session, Company(session, entry), list[str]()
-        self.links = Pairs(session, entry, self.company.ask, secret, folder, lease=3.0, notice=self.notices.append)
+        self.links = Pairs(session, entry, self.company.ask, own, lease=3.0, notice=self.notices.append)
         self.transport = ElasticTransport(session, entry.seat, 2, guide=self.links)
         self.links.start(self.transport)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from isles.cli.elastic.asking import swarm_now
+from isles.cli.elastic.asking import run_now
 from isles.comm.credentials import parse_token
 from isles.comm.elastic.swarm.words import SwarmNow
 from isles.network.clusters.nodes import ClusterNode
@@ -46,7 +46,7 @@ class ClusterCommands(Commands):
 
     def now(self) -> SwarmNow:
         """What the lighthouse says."""
-        return swarm_now(self.address, parse_token((self.folder / "token").read_text().strip()))
+        return run_now(self.address, parse_token((self.folder / "token").read_text().strip()))
 
     def whole(self) -> dict[int, list[int]]:
         """By cluster that trains, the seats of its nodes by stage."""
@@ -98,7 +98,7 @@ def test_killed_frozen_asked_to_leave_and_coming_later(commands: Make, tmp_path:
     run.until(lambda: len(run.whole()) == 2)
     founders[1].kill()
     run.until(lambda: len(run.whole()) == 1)
-    code, told, error = isles("swarm", "status", run.address, "--token", f"@{tmp_path / 'token'}", folder=tmp_path)
+    code, told, error = isles("status", run.address, "--token", f"@{tmp_path / 'token'}", folder=tmp_path)
     assert code == 0 and "1 cluster at work, 1 broken" in told and ", broken" in told and "1 of 2" in told, told + error
     third = run.node()  # takes the killed one's place
     run.until(lambda: len(run.whole()) == 2)

@@ -73,7 +73,7 @@ def test_it_is_shut_out(
         assert weights.isfinite().all() and weights.norm() < 1e4
         world.workers[number].leaving.set()
     world.until(lambda: len(world.endings) == 3)
-    (row,) = [row for row in world.keeper.refused.rows() if row["seat"] == seat and row["by"] < 0]
+    (row,) = [row for row in world.keeper.refused.table() if row["seat"] == seat and row["by"] < 0]
     assert row["reason"] == "a share that another worker refuses" and row["times"] >= 3
     said = f"the lighthouse refuses worker {seat}: {row['reason']}"
     world.until(lambda: said in world.notices)  # it looks now and then

@@ -10,6 +10,7 @@ from typing import Any
 from isles.comm.elastic.account import Account
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.ballots import Ballots
+from isles.comm.elastic.identity import identity_of
 from isles.comm.elastic.lasting.journalled import of_another_version
 from isles.comm.elastic.messages import Beat, from_plain
 from isles.comm.elastic.orders import SeatTable, Worker
@@ -50,8 +51,8 @@ class Register:
     def apply(self, entry: dict[str, Any]) -> None:
         """ValueError for an event that this version does not know."""
         match entry:
-            case {"event": "join", "seat": seat, "description": description}:
-                self.workers[seat] = Worker(seat, description)
+            case {"event": "join", "seat": seat, "description": description, "certificates": certificates}:
+                self.workers[seat] = Worker(seat, description, identity_of(certificates))
             case {"event": "beat", "seat": seat, "beat": beat}:
                 self._apply_beat(self.workers[seat], from_plain(beat))
                 return

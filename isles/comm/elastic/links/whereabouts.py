@@ -1,14 +1,14 @@
 """The lighthouse's knowledge of where workers can be reached directly: it tries each address itself, once it is told.
 
 An address that the lighthouse reaches may still be out of another worker's reach: then those two go over the
-lighthouse, as everybody does who does not listen. For each worker's certificate the lighthouse vouches by its
-fingerprint.
+lighthouse, as everybody does who does not listen. For each worker the lighthouse vouches by the fingerprint of the
+certificate with which it joined.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from isles.comm.elastic.keys import SeatKeys, introduction
 from isles.comm.elastic.messages import Find, Found, Listening, Reached
@@ -16,30 +16,39 @@ from isles.comm.sockets.reachable import echo_failure
 
 _AT_ONCE = 8  # addresses that are tried at the same time
 _PLACES = 1024  # of an island
-_FINGERPRINT = 32  # hex digits
 
 SeatPlace = tuple[int, int]
 """A seat, and a worker's place in its island."""
 
 
 class Whereabouts:
-    """keys: of all seats. seen(session): the address from which a session comes, "" for an unknown one."""
+    """keys: of all seats. seen(session): the address from which a session comes, "" for an unknown one.
+
+    addresses: from which those who are there come.
+    """
 
     def __init__(self, keys: SeatKeys, seen: Callable[[str], str]) -> None:
         self._keys, self._seen = keys, seen
-        self._known: dict[SeatPlace, Listening] = {}
+        self._known: dict[SeatPlace, tuple[str, int]] = {}  # of those who are there: ("", 0) where it is not reached
+        self._certificates: dict[int, tuple[str, ...]] = {}
+        self.addresses: dict[SeatPlace, str] = {}
         self._trying = threading.Semaphore(_AT_ONCE)
         self._busy: set[SeatPlace] = set()
 
+    def joined(self, seat: int, certificates: Sequence[str]) -> None:
+        """Whoever has this seat shows these certificates, see `Hello`."""
+        self._certificates[seat] = tuple(certificates)
+
     def find(self, asker: int, find: Find) -> Found:
         """The way from a worker of the seat `asker` to another one."""
-        there = self._known.get((find.seat, find.place), Listening("", 0, "", ""))
+        there = self._known.get((find.seat, find.place))
         word = introduction(self._keys.of(find.seat), asker).hex()
-        return Found(find.seat, there.host, there.port, there.certificate, word)
+        return Found(find.seat, *(there or ("", 0)), self._certificates.get(find.seat, ()) if there else (), word)
 
     def forget(self, seat: int, place: int) -> None:
         """Forget where that worker listens, for it may not any more."""
         self._known.pop((seat, place), None)
+        self.addresses.pop((seat, place), None)
 
     def listening(self, seat: int, said: Listening, answer: Callable[[Reached], None]) -> None:
         """Try the address of `seat` (-1: of somebody without one); answer(what came of it), in another thread.
@@ -49,14 +58,15 @@ class Whereabouts:
         host, place = said.host or self._seen(said.session), (seat, said.place)
         if not 0 <= said.place < _PLACES or (is_reached and not (host and 0 < said.port < 65536)):
             raise ValueError("an address that is none")
-        if len(said.certificate) != _FINGERPRINT or not set(said.certificate) <= set("0123456789abcdef"):
-            raise ValueError("a certificate that is none")
+        if seat >= 0 and self._certificates.get(seat, ())[said.place : said.place + 1] != (said.certificate,):
+            raise ValueError("another certificate than that with which it joined")
         if place in self._busy:
             raise ValueError("an address while another one is being tried")
+        seen = self._seen(said.session)
         if seat >= 0:
-            self._known[place] = Listening("", 0, "", said.certificate)
+            self._known[place], self.addresses[place] = ("", 0), seen
         if not is_reached:
-            answer(Reached(host, 0, ""))
+            answer(Reached(host, 0, "", seen))
             return
         self._busy.add(place)
 
@@ -64,8 +74,8 @@ class Whereabouts:
             with self._trying:
                 why = echo_failure(host, said.port, said.certificate)
             if not why and seat >= 0:
-                self._known[place] = Listening(host, said.port, "", said.certificate)
+                self._known[place] = host, said.port
             self._busy.discard(place)
-            answer(Reached(host, said.port, why))
+            answer(Reached(host, said.port, why, seen))
 
         threading.Thread(target=work, name=f"isles-try-{seat}", daemon=True).start()

@@ -19,23 +19,25 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol
 
-from isles.comm import credentials
-from isles.comm.credentials import Token
+from isles.comm.credentials import Credentials, Token
 from isles.comm.elastic.control import Query
+from isles.comm.elastic.identity import identity_of
 from isles.comm.elastic.keys import LIT, TIES, introduction, sealed
 from isles.comm.elastic.messages import Entry, Find, Found, Listening, Reached
+from isles.comm.elastic.p2p.known import KnownMembers
+from isles.comm.elastic.p2p.possession import show, shown
 from isles.comm.elastic.p2p.stream import PAIR, TICKET_SIZE, PairHello, Stream, as_dialler, as_host, tuned
 from isles.comm.elastic.session import Session
 from isles.comm.sockets.addresses import written
 from isles.comm.sockets.listener import MOST, peeked
 from isles.comm.sockets.lost import LinkLost
 from isles.comm.sockets.reachable import EchoServer
+from isles.comm.view import View
 
 _TRIED = 20.0  # seconds for the lighthouse's answer, which tries the address meanwhile
 _DIAL = 3.0  # seconds that a worker is dialled for
@@ -57,6 +59,10 @@ class PairedTransport(Protocol):
 
     def take(self, seat: int, stream: Stream) -> None:
         """`seat` sends on `stream`, from now on."""
+        ...
+
+    def cut(self, seat: int) -> None:
+        """Break off all connections with `seat`; they are made anew."""
         ...
 
 
@@ -91,9 +97,11 @@ class PairListener(EchoServer):
 class Pairs:
     """Of the worker in the seat of `entry`; the `Guide` of what it gives and takes.
 
-    ask: asks the lighthouse, as `Company.ask`. folder: for its certificate. lease: seconds of silence after which a
-    connection counts as broken. notice: called with a line for a person. place: this worker's in its island; it is
-    connected with the workers at the same place of other islands.
+    ask: asks the lighthouse, as `Company.ask`. mine: this worker's key and certificate. lease: seconds of silence after
+    which a connection counts as broken. notice: called with a line for a person. place: this worker's in its island; it
+    is connected with the workers at the same place of other islands. certificates: fingerprints of its whole island.
+
+    seen: the address from which the lighthouse sees this worker.
     """
 
     def __init__(
@@ -101,16 +109,18 @@ class Pairs:
         session: Session,
         entry: Entry,
         ask: Callable[..., Any],
-        secret: str,
-        folder: Path,
+        mine: Credentials,
         *,
         lease: float,
         notice: Callable[[str], None],
         place: int = 0,
+        certificates: Sequence[str] = (),
     ) -> None:
         self._session, self._entry, self._ask, self._place = session, entry, ask, place
         self._lease, self._notice = lease, notice
-        self._mine = credentials.own(secret, folder / "own")
+        self._mine, self._shows = mine, certificates or (mine.token.fingerprint,)
+        self.seen = ""
+        self._known = KnownMembers(entry.seat, identity_of(self._shows), session.refused, notice)
         self._transport: PairedTransport | None = None
         self._listener: PairListener | None = None
         self._listens, self._announced = False, ""
@@ -150,6 +160,12 @@ class Pairs:
         if self._listener is not None:
             self._listener.close()
 
+    def meet(self, view: View) -> None:
+        """`view` names members: whoever is connected with this worker as one of them, and is not, is cut off."""
+        for seat in self._known.meet(view):
+            if self._transport is not None:
+                self._transport.cut(seat)
+
     # What gifts ask (`Guide`)
 
     def introduction(self, peer: int) -> bytes | None:
@@ -170,8 +186,9 @@ class Pairs:
         if self._closed:
             raise LinkLost("this worker has ended")
         found = self._find(peer)
-        if found is None or not found.certificate:
+        if found is None:
             raise LinkLost("the lighthouse does not say where it is")
+        self._known.check(peer, identity_of(found.certificates))
         line = self._directly(peer, found)
         if line is not None:
             return self._stream(peer, line, "direct")
@@ -185,7 +202,7 @@ class Pairs:
     def _stream(self, peer: int, line: ssl.SSLSocket, way: str) -> Stream:
         if self._ways.get(peer) != way:
             self._ways[peer] = way
-            self._notice(f"worker {peer}: {way}")
+            self._notice(f"worker {peer}: {way}, fingerprint {self._known.spoken(peer)}")
         return Stream(line, way, self._lease)
 
     def _directly(self, peer: int, found: Found) -> ssl.SSLSocket | None:
@@ -205,7 +222,7 @@ class Pairs:
     def _dial(self, found: Found, *, sends: bool) -> ssl.SSLSocket:
         line = tuned(socket.create_connection((found.host, found.port), _DIAL))
         line.sendall(PAIR)
-        return as_dialler(line, _token(found), PairHello(self._entry.seat, self._place, sends))
+        return self._shown(line, found, sends=sends)
 
     def _dialled(self, peer: int, found: Found) -> ssl.SSLSocket:
         """Dialled by `peer`, which is asked to."""
@@ -228,7 +245,13 @@ class Pairs:
             raise LinkLost("the lighthouse does not answer")
         self._call(peer, found, ticket)
         line = tuned(self._session.tied(ticket, _TICKET))
-        return as_dialler(line, _token(found), PairHello(self._entry.seat, self._place, True))
+        return self._shown(line, found, sends=True)
+
+    def _shown(self, line: socket.socket, found: Found, *, sends: bool) -> ssl.SSLSocket:
+        host = found.certificates[self._place]
+        talk = as_dialler(line, Token(host, found.introduction), PairHello(self._entry.seat, self._place, sends))
+        show(talk, self._mine, self._shows, host)
+        return talk
 
     def _call(self, peer: int, found: Found, ticket: bytes) -> None:
         """Have `peer` dial this worker, or the lighthouse with a ticket. LinkLost where it does not answer."""
@@ -243,7 +266,7 @@ class Pairs:
 
     def _find(self, seat: int) -> Found | None:
         answer = self._ask(Find(seat, self._place))
-        if isinstance(answer, Found) and answer.seat == seat and answer.certificate:
+        if isinstance(answer, Found) and answer.seat == seat and len(answer.certificates) > self._place:
             self._found[seat] = answer
         return self._found.get(seat)
 
@@ -284,8 +307,7 @@ class Pairs:
             with suppress(OSError, LinkLost):
                 if ticket != bytes(TICKET_SIZE):
                     line = tuned(self._session.tied(ticket, _TICKET))
-                    talk, _ = as_host(line, self._mine, lambda hello: self._token_of(hello, seat))
-                    self._take(seat, talk, "relayed")
+                    self._take(seat, self._let_in(line, seat)[0], "relayed")
                 elif (found := self._find(seat)) is not None and found.host:
                     self._take(seat, self._dial(found, sends=False), "direct")
         finally:
@@ -293,7 +315,7 @@ class Pairs:
 
     def _welcome(self, connection: socket.socket) -> None:
         """Somebody has dialled this worker. LinkLost where it is not let in."""
-        talk, hello = as_host(tuned(connection), self._mine, self._token_of)
+        talk, hello = self._let_in(tuned(connection))
         if hello.sends:
             self._take(hello.seat, talk, "direct")
             return
@@ -303,6 +325,16 @@ class Pairs:
                 self._changed.notify_all()
                 return
         talk.close()
+
+    def _let_in(self, line: socket.socket, seat: int | None = None) -> tuple[ssl.SSLSocket, PairHello]:
+        """Whoever dials, as `seat` where that was agreed. LinkLost where it is not who it says."""
+        talk, hello = as_host(line, self._mine, lambda hello: self._token_of(hello, seat))
+        try:
+            self._known.check(hello.seat, shown(talk, self._mine.token.fingerprint, self._place))
+        except LinkLost:
+            talk.close()
+            raise
+        return talk, hello
 
     def _token_of(self, hello: PairHello, seat: int | None = None) -> Token:
         """What it must know who says that it is this seat."""
@@ -324,6 +356,8 @@ class Pairs:
             self._announced if port else "", port, self._session.name(), self._mine.token.fingerprint, self._place
         )
         answer = self._ask(said, _TRIED)
+        if isinstance(answer, Reached):
+            self.seen = answer.seen
         if not port:
             return
         reached = isinstance(answer, Reached) and not answer.refusal
@@ -343,7 +377,3 @@ class Pairs:
         if self._lit[2:]:  # there, gone, there
             del self._lit[1:]
             self._session.aside(self._announce).start()
-
-
-def _token(found: Found) -> Token:
-    return Token(found.certificate, found.introduction)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from isles.comm.elastic.ballot import NOTHING, Part, Word
 from isles.comm.elastic.messages import Delivered, Done
-from isles.comm.elastic.rounds.ruling import accuse, stray
 from isles.comm.errors import CommError
 from isles.comm.group import Group
 
@@ -132,7 +131,7 @@ class Deliveries:
 
     def fail(self, delivery: Delivery, error: CommError) -> None:
         """Tell that the exchange of `delivery` has failed here, and whom that speaks of."""
-        accuse(self.line, delivery.round, delivery.attempt, error)
+        self.line.accuse(delivery.round, delivery.attempt, error)
         delivery.answered(None, self._alone.transport.now())
 
     def missed(self, delivery: Delivery) -> Missed | None:
@@ -142,7 +141,7 @@ class Deliveries:
             if word is not None and word.verdict == "land":
                 found = self.fetch(word)
                 if found is None:
-                    stray(self.line)
+                    self.line.reload()
                 return found
             delivery.wait()
             delivery.look(self._alone.transport.now())

@@ -1,5 +1,4 @@
 """What a member does in each round, and with whom: decided once (`leader`), obeyed by all of its workers (`decision`).
 
 `roster`      who takes part in an exchange, for the outer loop; `island`: the workers of a member, where it has several
-`ruling`      how the lighthouse is asked what becomes of a round that all land together, or none
 """

@@ -47,7 +47,7 @@ class IslandGroup:
         """This worker's; the leader's is 0."""
         return 0 if self._group is None else self._group.rank
 
-    def decide(self, made: Callable[[], Decision]) -> Decision:
+    def next_decision(self, made: Callable[[], Decision]) -> Decision:
         """What all do next; all call it together. made: the leader's, which alone is asked. Malformed."""
         if self._group is None:
             return made()

@@ -11,7 +11,6 @@ from isles.comm.elastic.company import Company
 from isles.comm.elastic.quorum.delivery import Deliveries
 from isles.comm.elastic.record import ALONE, WHOLE
 from isles.comm.elastic.rounds.decision import Decision
-from isles.comm.elastic.rounds.ruling import accuse, decided, ruled
 from isles.comm.errors import CommError, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 
@@ -89,7 +88,7 @@ class RoundLeader:
     def accuse(self, round: int, error: CommError) -> None:
         """Tell the lighthouse who sent what cannot be, where it is heard."""
         if self.company.has_answers:
-            accuse(self.company, round, 0, error)
+            self.company.accuse(round, 0, error)
 
     def outcome(self, round: int) -> tuple[tuple[int, ...], str]:
         """(who took part in this member's exchange of `round`, `WHOLE` or `ALONE` or the error that ended it)."""
@@ -105,13 +104,13 @@ class RoundLeader:
             kept = {r: o for r, o in self._outcomes.items() if r > round - KEPT}
             self._outcomes = {**kept, round: (seats, outcome)}
 
-    def opening(self, round: int) -> Decision:
+    def start_round(self, round: int) -> Decision:
         """Among whom a round that all land together, or none, is exchanged now; to postpone it where that cannot be
         said.
         """
         postponed = Decision(kind="postpone", round=round)
         if self._part is None or self._part.round != round:
-            standing = decided(self.company, round)
+            standing = self.company.decided(round)
             if standing is None:
                 return postponed
             self._part, self._view = Part(self.seat, round, 0, standing.seats), standing.view
@@ -123,7 +122,7 @@ class RoundLeader:
             kind="exchange", round=round, attempt=part.attempt, members=part.seats, view=self._view, seconds=waits
         )
 
-    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None) -> Decision:
+    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None) -> Decision:
         """What becomes of an attempt: to land it, to retry or to postpone the round."""
         part = self._part
         assert part is not None and part.round == round, "it was opened"
@@ -132,8 +131,8 @@ class RoundLeader:
             if attempt == 0:
                 self._took.append(self._now() - self._opened)
         elif error is not None:
-            accuse(self.company, round, attempt, error)
-        word = ruled(self.company, round, attempt, digest)
+            self.company.accuse(round, attempt, error)
+        word = self.company.finish_round(round, attempt, digest)
         if word is not None:
             part = part.heard(word)
         self._part = part

@@ -32,7 +32,7 @@ class ElasticRoster:
 
     def group(self, round: int) -> Group:
         if round not in self._answers:
-            group = self._met(self._places.decide(lambda: self._lead.exchange(round)))
+            group = self._met(self._places.next_decision(lambda: self._lead.exchange(round)))
             self._answers = {**{r: a for r, a in self._answers.items() if r > round - KEPT}, round: group}
         return self._answers[round]
 
@@ -55,13 +55,13 @@ class ElasticRoster:
         digest, failure = self._places.combine(round, 0, 0 if whole else None, missed, self.founders.deadlines.outer)
         return self._places.settle(lambda: self._lead.accepts(round, seats, digest, failure))
 
-    def opening(self, round: int) -> tuple[Group, int] | None:
-        made = self._places.decide(lambda: self._lead.opening(round))
+    def start_round(self, round: int) -> tuple[Group, int] | None:
+        made = self._places.next_decision(lambda: self._lead.start_round(round))
         return (self._met(made), made.attempt) if made.kind == "exchange" else None
 
-    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
         together, failure = self._places.combine(round, attempt, digest, error, self.founders.deadlines.outer)
-        made = self._places.decide(lambda: self._lead.commit(round, attempt, together, error or failure))
+        made = self._places.next_decision(lambda: self._lead.finish_round(round, attempt, together, error or failure))
         if made.kind not in ("land", "retry", "postpone"):
             raise Malformed(-1, f"of an attempt the leader of this island decides to {made.kind}")
         return made.kind

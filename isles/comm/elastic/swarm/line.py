@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from typing_extensions import override
+
 from isles.comm.elastic.control import ControlSession
 from isles.comm.elastic.line import BEAT, SeatLine
 from isles.comm.elastic.messages import Entry, Find, Over, Refusal
@@ -17,12 +19,12 @@ SwarmPart = Begin | Enter | Wait | Over | Apart | Refusal
 class SwarmLine(SeatLine):
     """Of the peer in the seat of `entry`. ended: what the lighthouse said last, where this peer has no part in the run
     any more. kept: the newest step of which it has said that it keeps all states. is_away: whether it has not answered
-    lately.
+    lately. met: called with a peer that is there (again), in some thread.
     """
 
-    def __init__(self, session: ControlSession, entry: Entry) -> None:
+    def __init__(self, session: ControlSession, entry: Entry, met: Callable[[int], None] = lambda seat: None) -> None:
         super().__init__(session, entry)
-        self.seat = entry.seat
+        self.seat, self._met = entry.seat, met
         self.ended: Over | Apart | Refusal | None = None
         self.kept, self.is_away = 0, False
         self._beat: Callable[[], SwarmBeat | None] = lambda: None
@@ -54,6 +56,15 @@ class SwarmLine(SeatLine):
             if self.kept < step:
                 self.rest(_AGAIN)
         return self.kept >= step
+
+    @override
+    def connection(self, seat: int, *, broken: bool) -> None:
+        if not broken:
+            self._met(seat)
+
+    @override
+    def doubt(self, seat: int) -> None:
+        """Peers of a swarm ask each other."""
 
     def look(self) -> None:
         """Ask now whether this peer has a part in the run."""

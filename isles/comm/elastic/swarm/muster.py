@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from isles.comm.elastic.identity import identity_of
 from isles.comm.elastic.lasting.journalled import Journalled, of_another_version
 from isles.comm.elastic.messages import Admitted, Leave, Message, Over, Refusal
 from isles.comm.elastic.orders import Order, Reply
@@ -57,10 +58,11 @@ class MusterRules:
 
 @dataclass
 class _Peer:
-    """What is known of one seat. wish: None while it has not asked what to do. heard: when, and what it said of its
-    work, `beside` whom. is_out: the others have gone on without it.
+    """What is known of one seat. identity: by its certificate. wish: None while it has not asked what to do. heard:
+    when, and what it said of its work, `beside` whom. is_out: the others have gone on without it.
     """
 
+    identity: str
     connected: bool = True
     left: bool = False
     wish: int | None = None
@@ -94,14 +96,14 @@ class Muster(Journalled):
 
     # Calls
 
-    def join(self, now: float, description: str) -> list[Order]:
-        """A worker asks for a seat."""
+    def join(self, now: float, description: str, certificates: Sequence[str] = ()) -> list[Order]:
+        """A worker asks for a seat. certificates: as in `Hello`."""
         if len(self._connected()) >= self.rules.most:
             return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
         if len(self.peers) >= self.rules.seats:
             return [Reply(Refusal(f"the run has given its {self.rules.seats} seats, and none is used twice"))]
         seat = len(self.peers)
-        self._record("join", seat=seat, description=description)
+        self._record("join", seat=seat, description=description, certificates=[*certificates])
         self._reply(Admitted(seat))
         return self._taken()
 
@@ -161,15 +163,17 @@ class Muster(Journalled):
         """(peers at work, newest step, last step)."""
         return len(self.alive()), self.step, self.rules.last
 
-    def now(self, now: float, refused: Sequence[tuple[int, str, int]]) -> SwarmNow:
-        """How the swarm stands, for a person. refused: (seat, reason, how often)."""
+    def now(self, now: float, refused: Sequence[tuple[int, int, str, int]]) -> SwarmNow:
+        """How the swarm stands, for a person. refused: see `SwarmNow`."""
         rows = []
         for seat, peer in self.peers.items():
             if peer.is_here:
                 told = peer.serving
                 work = (0, 0.0, 0.0, 0) if told is None else (told.step, told.seconds, told.queue, told.counted)
                 place = () if told is None else told.place
-                rows.append(PeerNow(seat, self.members.get(seat, ANY), *work, round(now - peer.heard, 1), place))
+                rows.append(
+                    PeerNow(seat, self.members.get(seat, ANY), *work, round(now - peer.heard, 1), place, peer.identity)
+                )
         since = round(now - self._ended_at, 1) if self._ended_at >= 0 else -1.0
         wanted = "" if self.alive() else self._wanted()
         step, last = self.step, self.rules.last
@@ -282,8 +286,8 @@ class Muster(Journalled):
 
     def _apply(self, entry: dict[str, Any]) -> None:
         match entry:
-            case {"event": "join", "seat": seat}:
-                self.peers[seat] = _Peer()
+            case {"event": "join", "seat": seat, "certificates": certificates}:
+                self.peers[seat] = _Peer(identity_of(certificates))
             case {"event": "gone", "seat": seat}:
                 self.peers[seat].connected, self.peers[seat].wish = False, None
             case {"event": "back", "seat": seat}:

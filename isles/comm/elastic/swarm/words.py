@@ -84,6 +84,7 @@ class StatesKept(Exact):
 class PeerNow(Exact):
     """One peer as the lighthouse knows it. stage: `ANY` while it waits. heard: seconds since it was. place: in a run in
     clusters its cluster, its stage there, how many that has, and 1 where it is whole; () where it serves none.
+    identity: fingerprint of its certificate.
     """
 
     seat: Int
@@ -94,13 +95,14 @@ class PeerNow(Exact):
     counted: Int
     heard: Float
     place: Ints
+    identity: Str
 
 
 @dataclass(frozen=True)
 class SwarmNow(Exact):
     """How a swarm stands. wanted: what nothing can begin without, "" where it has begun. since: seconds since the
     newest step ended, -1 before the first. kept: the newest step of which the lighthouse keeps all stages' states.
-    refused: by seat, why, and how often. clustered: whether it is a run in clusters.
+    refused: by whom, of whom, why, and how often, as in `RunNow`. clustered: whether it is a run in clusters.
     """
 
     epoch: Int
@@ -110,5 +112,5 @@ class SwarmNow(Exact):
     kept: Int
     wanted: Str
     peers: Annotated[tuple[PeerNow, ...], MANY]
-    refused: Annotated[tuple[tuple[Int, Str, Int], ...], MANY]
+    refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
     clustered: Bool

@@ -158,7 +158,8 @@ class VirtualMeeting:
         self.lives[seat] = self.timeline.now, None
         self._lighthouse.act(lambda now: self._assembly.join(now, "virtual"))
         entry = Entry(seat, self._keys.of(seat))
-        company = self.companies[seat] = Company(self.sessions[seat], entry, self.transports[seat])
+        company = self.companies[seat] = Company(self.sessions[seat], entry)
+        company.waits = self.transports[seat]
         self.transports[seat].doubt = partial(self._doubt, company)
         for other in self.lives:
             if self.lives[other][1] is not None or other in self._cut:

@@ -191,13 +191,13 @@ class RecordedLeader(RoundLeader):
     def accuse(self, round: int, error: CommError) -> None:
         """Nothing follows from it."""
 
-    def opening(self, round: int) -> Decision:
+    def start_round(self, round: int) -> Decision:
         view, seats = self._met(round)
         if view < 0:
             return Decision(kind="postpone", round=round)
         return Decision(kind="exchange", round=round, members=seats, view=view, seconds=_FOREVER)
 
-    def commit(self, round: int, attempt: int, digest: int | None, error: CommError | None) -> Decision:
+    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None) -> Decision:
         line = self._told(round)
         if digest is None or line is None:
             return Decision(kind="postpone", round=round)

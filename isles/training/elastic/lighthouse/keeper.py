@@ -20,7 +20,7 @@ from typing_extensions import override
 from isles.comm.elastic.calls import RoundsAssembly
 from isles.comm.elastic.gifts.taking import NotGiven
 from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.messages import MARGIN, Examine, Over
+from isles.comm.elastic.messages import MARGIN, Examine, Over, RunNow
 from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.record import EXCHANGES, RoundLine, as_line, from_line
 from isles.comm.errors import PeerLost
@@ -80,7 +80,7 @@ class Keeper(RunKeeper):
         ddp = parallel_bytes(summary["parameters"], len(taken), self.charter.run.steps)
         summary |= {"workers": len(taken), "replica_std": self.spread, "ddp_bytes_per_worker": ddp}
         told = figures(*recorded(self.out), self.membership, self.membership.last or 0)
-        summary |= replace(told, links=self.links(), refused=self.refused.rows()).record()
+        summary |= replace(told, links=self.links(), refused=self.refused.table()).record()
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.tell(members, Over())
         self.lighthouse.wait(self._all_gone, 10.0)  # they hear it, and go
@@ -93,6 +93,11 @@ class Keeper(RunKeeper):
     @override
     def members(self) -> list[int]:
         return self.lighthouse.look(lambda now: list(self.membership.members()))
+
+    @override
+    def now(self) -> RunNow:
+        refused = self.refused.rows()
+        return self.lighthouse.look(lambda now: self.membership.now(self.lighthouse.seen, refused))
 
     def _all_gone(self) -> bool:
         return not any(worker.connected for worker in self.membership.workers.values())

@@ -22,8 +22,9 @@ from typing import Any, ClassVar
 from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, take
 from isles.comm.elastic.journal import NAME, Journal
-from isles.comm.elastic.keys import LIGHTHOUSE, SeatKeys
+from isles.comm.elastic.keys import LIGHTHOUSE, STATUS, SeatKeys
 from isles.comm.elastic.lighthouse import GRACE, Lighthouse
+from isles.comm.elastic.messages import encode
 from isles.comm.elastic.orders import Assembly
 from isles.comm.elastic.p2p.stream import WAYS
 from isles.comm.elastic.session import open_router
@@ -122,6 +123,7 @@ class RunKeeper(ABC):
             )
             stack.callback(self.lighthouse.close)
             self.refused = RefusalBook(self.lighthouse.refused, self.on_notice)
+            self.session.serve(STATUS, lambda query: query.reply(encode(self.now())))
             if is_new and journal.entries:
                 self.on_notice("its credentials were not there: whoever took part must join anew, with the new token")
             self.told(str(mine.token))
@@ -152,6 +154,10 @@ class RunKeeper(ABC):
     @abstractmethod
     def keep(self) -> SummaryTable | None:
         """What there is to do until the end, or until `stopping`."""
+
+    @abstractmethod
+    def now(self) -> Any:
+        """How the run stands: the message for whoever asks."""
 
     @abstractmethod
     def hear(self, seat: int, kind: str, value: Any) -> bool:

@@ -28,14 +28,14 @@ class RefusalBook:
         """Name what is new of the lighthouse's."""
         self._name(LIGHTHOUSE, self._own.rows())
 
-    def rows(self) -> list[dict[str, Any]]:
-        """For the summary. by, seat: -1 for the lighthouse, and for somebody without a seat or in another's name."""
+    def rows(self) -> list[tuple[int, int, str, int]]:
+        """(by whom, of whom, why, how often). -1: the lighthouse; somebody without a seat, or in another's name."""
         every = {LIGHTHOUSE: self._own.rows(), **self._told}
-        return [
-            {"by": by, "seat": seat, "reason": why, "times": times}
-            for by, rows in sorted(every.items())
-            for seat, why, times in rows
-        ]
+        return [(by, *row) for by, rows in sorted(every.items()) for row in rows]
+
+    def table(self) -> list[dict[str, Any]]:
+        """`rows`, for the summary."""
+        return [dict(zip(("by", "seat", "reason", "times"), row, strict=True)) for row in self.rows()]
 
     def _name(self, by: int, rows: Iterable[RefusalRow]) -> None:
         for seat, why, _ in rows:

@@ -1,0 +1,109 @@
+"""`isles status`: how a run stands that a lighthouse keeps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from isles.cli.elastic.join import RunToken, given_token
+from isles.cli.signals import end_in_order
+
+if TYPE_CHECKING:
+    from isles.comm.elastic.messages import RunNow
+    from isles.comm.elastic.swarm.words import SwarmNow
+
+
+def status(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the lighthouse is.")],
+    token: RunToken = None,
+) -> None:
+    """Show who takes part in a run, how far and how fast, by which fingerprint others know it, and what was refused."""
+    from isles.cli.elastic.asking import run_now
+    from isles.cli.table import print_table
+    from isles.comm.elastic.messages import RunNow
+    from isles.report.panels import Table
+
+    end_in_order()
+    now = run_now(address, given_token(token))
+    heads, rows, names = _replicas(now) if isinstance(now, RunNow) else _swarm(now)
+    print_table(Table(heads=heads, rows=rows, names=names))
+    for by, seat, why, times in now.refused:
+        whom = "somebody" if seat < 0 else f"worker {seat}"
+        print(f"refused {times} times by {'the lighthouse' if by < 0 else f'worker {by}'}: {whom}: {why}")
+
+
+def _replicas(now: RunNow) -> tuple[list[str], list[list[str]], int]:
+    from isles.comm.elastic.identity import spoken
+    from isles.report.units import format_seconds
+
+    last = f" of {now.last}" if now.last else ""
+    print(f"round {now.round}{last}; view {now.view}" if now.view >= 0 else "waiting for the first view")
+    rows = []
+    for one in now.members:
+        seconds = format_seconds(one.seconds) if one.seconds else "-"
+        rows.append([spoken(one.identity), one.seen or "-", one.state, str(one.seat), str(one.round), seconds])
+    return ["fingerprint", "seen at", "state", "worker", "round", "inner step"], rows, 3
+
+
+def _swarm(now: SwarmNow) -> tuple[list[str], list[list[str]], int]:
+    from isles.report.units import format_seconds
+
+    step = f"step {now.step} of {now.last}"
+    step += f", {format_seconds(now.since)} ago" if now.since >= 0 else ""
+    kept = f"step {now.kept}" if now.kept else "none yet"
+    begun = "clusters" if now.clustered else "swarms"
+    print(f"{step}; states are kept of: {kept}; {begun} begun: {now.epoch}" + (f"; {now.wanted}" if now.wanted else ""))
+    if now.clustered:
+        print(_clusters(now))
+    return (*(_by_cluster(now) if now.clustered else _by_stage(now)), 0)
+
+
+def _by_stage(now: SwarmNow) -> tuple[list[str], list[list[str]]]:
+    from isles.comm.elastic.identity import spoken
+    from isles.report.units import format_seconds
+
+    rows = []
+    for one in sorted(now.peers, key=lambda one: (one.stage < 0, one.stage, one.seat)):
+        stage = str(one.stage) if one.stage >= 0 else "waits"
+        seconds = format_seconds(one.seconds) if one.seconds else "-"
+        counts = [str(one.seat), str(one.step), str(one.counted)]
+        rows.append(
+            [stage, *counts, seconds, f"{one.queue:.1f}", f"{format_seconds(one.heard)} ago", spoken(one.identity)]
+        )
+    return ["stage", "seat", "step", "counted", "a microbatch", "queue", "heard", "fingerprint"], rows
+
+
+def _by_cluster(now: SwarmNow) -> tuple[list[str], list[list[str]]]:
+    from isles.comm.elastic.identity import spoken
+    from isles.report.units import format_seconds
+
+    rows = []
+    for one in sorted(now.peers, key=lambda one: (not one.place, one.place, one.stage < 0, one.seat)):
+        cluster, stage = "stands by" if one.stage >= 0 else "waits", "-"
+        if one.place:
+            number, at, stages, is_whole = one.place
+            cluster, stage = f"{number}" if is_whole else f"{number}, broken", f"{at} of {stages}"
+        seconds = format_seconds(one.seconds) if one.seconds else "-"
+        rows.append(
+            [
+                cluster,
+                stage,
+                str(one.seat),
+                str(one.step),
+                seconds,
+                f"{format_seconds(one.heard)} ago",
+                spoken(one.identity),
+            ]
+        )
+    return ["cluster", "stage", "seat", "step", "a microbatch", "heard", "fingerprint"], rows
+
+
+def _clusters(now: SwarmNow) -> str:
+    """How many of what there are."""
+    whole = {one.place[0] for one in now.peers if one.place and one.place[3]}
+    broken = {one.place[0] for one in now.peers if one.place} - whole
+    aside = sum(not one.place for one in now.peers)
+    told = f"{len(whole)} cluster{'s' * (len(whole) != 1)} at work"
+    told += f", {len(broken)} broken" if broken else ""
+    return told + (f"; {aside} node{'s' * (aside > 1)} without a place" if aside else "")
