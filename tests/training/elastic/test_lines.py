@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from benchmarks._machines import Machine, machines, unavailable
 from isles.models import build
 from isles.training.config.reading import read_config
+from isles.training.config.world import ElasticConfig
 from tests.training.elastic.processes import Diary, Processes
 from tests.training.elastic.test_runs import events
 
@@ -177,7 +178,7 @@ def test_one_among_fast_ones(tmp_path: Path, trouble: str, direct: bool) -> None
         pytest.skip(reason)
     with ExitStack() as stack:
         light, *places = stack.enter_context(machines(5))
-        settings = [*ROUND, f"world.elastic.lease={LEASE}", "model.d_model=64"]
+        settings = [*ROUND, "model.d_model=64"]  # and the default's lease
         world = Processes(tmp_path, *settings, founders=4, host=light.address, on=light.enter)
         stack.callback(world.end)
         listen = [("--listen", f"{place.address}:29500") if direct else () for place in places]
@@ -203,4 +204,4 @@ def test_one_among_fast_ones(tmp_path: Path, trouble: str, direct: bool) -> None
         others = [other for other in diary.rounds if other != seat]
         gaps = sorted(diary.gaps(others, began - 1.0, time.monotonic()))
         print(f"{trouble} direct={direct}: gone {gone}, usual {usual:.2f} s, own {exchange:.2f} s, gaps {gaps[-6:]}")
-        assert gaps[-1] <= usual + max(LEASE, 1.5 * exchange) + 1.0
+        assert gaps[-1] <= usual + max(ElasticConfig.lease, 1.5 * exchange) + 1.0
