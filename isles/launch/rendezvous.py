@@ -16,14 +16,15 @@ told nothing.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import RendezvousFailed, from_plain
+from isles.comm.sockets import loop
 from isles.comm.sockets.addresses import listen, own_address, parse_address
 from isles.comm.sockets.lost import SILENCE, LinkLost
 from isles.comm.sockets.reachable import PATIENCE, EchoServer, echo_failure, port_range
@@ -189,8 +190,11 @@ def _addresses(told: Mapping[str, Any], nodes: int, where: str) -> dict[int, tup
 def _echo_failures(node: int, addresses: Mapping[int, tuple[str, int]]) -> dict[int, str]:
     """By node, why its echo server does not answer; empty where it does."""
     others = [other for other in addresses if other != node]
-    with ThreadPoolExecutor(len(others)) as pool:
-        return dict(zip(others, pool.map(lambda other: echo_failure(*addresses[other]), others), strict=True))
+
+    async def ask() -> list[str]:
+        return await asyncio.gather(*(echo_failure(*addresses[other]) for other in others))
+
+    return dict(zip(others, loop.run(ask()), strict=True))
 
 
 def _name(node: int, addresses: Mapping[int, tuple[str, int]]) -> str:

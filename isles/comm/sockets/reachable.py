@@ -15,7 +15,6 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from isles.comm.sockets import loop
 from isles.comm.sockets.addresses import listen
 from isles.comm.sockets.frames import BadFrame, heard, packed
 from isles.comm.sockets.listener import Listener
@@ -51,15 +50,10 @@ class EchoServer(Listener):
         super().__init__(listening, echo, seconds=PATIENCE, raw=raw)
 
 
-def echo_failure(address: str, port: int, name: str = "", seconds: float = PATIENCE) -> str:
+async def echo_failure(address: str, port: int, name: str = "", seconds: float = PATIENCE) -> str:
     """Empty where the echo server of that name answers at `address`, else why it does not, as in "no answer within
-    5 s". Not for the loop's thread.
+    5 s". In the loop's thread.
     """
-    return loop.run(unreached(address, port, name, seconds))
-
-
-async def unreached(address: str, port: int, name: str = "", seconds: float = PATIENCE) -> str:
-    """The same in the loop's thread."""
     token = secrets.token_hex(8)
     try:
         async with asyncio.timeout(seconds):

@@ -7,11 +7,12 @@ fingerprint.
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Callable
 
 from isles.comm.elastic.keys import SeatKeys, introduction
 from isles.comm.elastic.messages import Find, Found, Listening, Reached
+from isles.comm.sockets import loop
 from isles.comm.sockets.reachable import echo_failure
 
 _AT_ONCE = 8  # addresses that are tried at the same time
@@ -28,7 +29,7 @@ class Whereabouts:
     def __init__(self, keys: SeatKeys, seen: Callable[[str], str]) -> None:
         self._keys, self._seen = keys, seen
         self._known: dict[SeatPlace, Listening] = {}
-        self._trying = threading.Semaphore(_AT_ONCE)
+        self._trying = asyncio.Semaphore(_AT_ONCE)
         self._busy: set[SeatPlace] = set()
 
     def find(self, asker: int, find: Find) -> Found:
@@ -60,12 +61,12 @@ class Whereabouts:
             return
         self._busy.add(place)
 
-        def work() -> None:
-            with self._trying:
-                why = echo_failure(host, said.port, said.certificate)
+        async def attempt() -> None:
+            async with self._trying:
+                why = await echo_failure(host, said.port, said.certificate)
             if not why and seat >= 0:
                 self._known[place] = Listening(host, said.port, "", said.certificate)
             self._busy.discard(place)
             answer(Reached(host, said.port, why))
 
-        threading.Thread(target=work, name=f"isles-try-{seat}", daemon=True).start()
+        loop.start(attempt())
