@@ -129,8 +129,8 @@ class Link:
         self._connection.abort()
         self._wake()
 
-    def _came(self, body: bytes, _: bool) -> Awaitable[object] | None:
-        message = message_of(body)
+    def _came(self, body: bytes | bytearray, _: bool) -> Awaitable[object] | None:
+        message = message_of(bytes(body))
         with self._changing:
             self._inbox.append(message)
             self._bytes += len(body)
