@@ -73,10 +73,9 @@ class Connection:
         return True
 
     async def left(self) -> None:
-        """Wait until something has left. TimeoutError where nothing does for as long as the other end may be silent."""
+        """Wait until something has left, or it breaks."""
         self._left.clear()
-        async with asyncio.timeout(self.silence.limit):
-            await self._left.wait()
+        await self._left.wait()
 
     async def run(self, heard: Heard) -> None:
         """Have `heard` called with each message until the connection breaks; raises what broke it. LinkLost for
