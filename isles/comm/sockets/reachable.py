@@ -29,8 +29,8 @@ _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 class EchoServer(Listener):
     """Returns every token that it is sent at the address `host` while the context is open. port: 0 for one that the
-    system picks. name: by which it is told from others. raw: as of `Listener`. ValueError where the address cannot be
-    had.
+    system picks. name: by which it is told from others. seconds, raw: as of `Listener`. ValueError where the address
+    cannot be had.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class EchoServer(Listener):
         host: str,
         port: int = 0,
         name: str = "",
+        seconds: float = PATIENCE,
         raw: Callable[[socket.socket], Awaitable[bool]] | None = None,
     ) -> None:
         async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -47,7 +48,7 @@ class EchoServer(Listener):
 
         listening = listen(port, host)
         self.port: int = listening.getsockname()[1]
-        super().__init__(listening, echo, seconds=PATIENCE, raw=raw)
+        super().__init__(listening, echo, seconds=seconds, raw=raw)
 
 
 async def echo_failure(address: str, port: int, name: str = "", seconds: float = PATIENCE) -> str:
