@@ -169,10 +169,11 @@ def machine() -> Iterator[Check]:
 
 
 def _loopback() -> Check:
+    from isles.comm.sockets import loop
     from isles.comm.sockets.reachable import EchoServer, echo_failure
 
     with EchoServer("127.0.0.1") as echo:
-        why = echo_failure("127.0.0.1", echo.port)
+        why = loop.run(echo_failure("127.0.0.1", echo.port))
     mend = f"port {echo.port} of 127.0.0.1: {why}; bring the loopback interface up and let it through the firewall"
     return Check("loopback", not why, mend if why else "processes of this machine reach each other")
 

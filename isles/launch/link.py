@@ -112,11 +112,13 @@ class Link:
         self._wakes.close()
 
     async def _send(self, data: bytes) -> None:
-        while self._lost is None and not self._connection.send(data):
-            try:
-                await self._connection.left()
-            except TimeoutError as error:
-                raise LinkLost(reason(error, self._connection.silence.limit)) from error
+        limit = self._connection.silence.limit
+        try:
+            async with asyncio.timeout(limit):
+                while self._lost is None and not self._connection.send(data):
+                    await self._connection.left()
+        except TimeoutError as error:
+            raise LinkLost(reason(error, limit)) from error
         if self._lost is not None:
             raise self._lost
 
@@ -129,8 +131,8 @@ class Link:
         self._connection.abort()
         self._wake()
 
-    def _came(self, body: bytes, _: bool) -> Awaitable[object] | None:
-        message = message_of(body)
+    def _came(self, body: bytes | bytearray, _: bool) -> Awaitable[object] | None:
+        message = message_of(bytes(body))
         with self._changing:
             self._inbox.append(message)
             self._bytes += len(body)

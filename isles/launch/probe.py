@@ -30,7 +30,7 @@ from isles.comm.sockets.listener import Listener, Throttle
 from isles.comm.sockets.lost import LinkLost, close, ends, reason
 from isles.comm.sockets.proof import dial
 from isles.comm.sockets.rates import line_rates
-from isles.comm.sockets.reachable import PATIENCE, EchoServer, port_range, unreached
+from isles.comm.sockets.reachable import PATIENCE, EchoServer, echo_failure, port_range
 from isles.fields import Int, Nonnegative, OneLine, Port, Unfit, table, value_of
 from isles.version import __version__
 
@@ -185,7 +185,7 @@ async def _both_ways(line: _Line, echo_port: int, *, calls: bool) -> Callable[..
     )
     if not calls:
         await line.send(mine)
-    out = await unreached(line.there, port)
+    out = await echo_failure(line.there, port)
     await line.send({"reached": out})
     back = _checked(OneLine, await line.receive(2 * PATIENCE), "reached")
     return partial(

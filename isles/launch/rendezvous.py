@@ -16,24 +16,26 @@ told nothing.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import RendezvousFailed, from_plain
+from isles.comm.sockets import loop
 from isles.comm.sockets.addresses import listen, own_address, parse_address
 from isles.comm.sockets.lost import SILENCE, LinkLost
 from isles.comm.sockets.reachable import PATIENCE, EchoServer, echo_failure, port_range
-from isles.fields import OneLine, Port, Unfit, integer, read, table
+from isles.fields import Int, OneLine, Port, Unfit, table, value_of
 from isles.launch.admission import Admission
 from isles.launch.link import Link, connect
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.version import __version__
 
 _AGAIN = 1.0  # seconds between attempts to reach node 0
+_NO_ISLES = f"what answers there is no run of isles {__version__}"
 _Address = tuple[OneLine, Port]
 _START = 120.0  # seconds in which node 0 starts after all have met
 
@@ -106,9 +108,15 @@ def come(
         unless_kept.callback(link.close)
         if missing:
             tell(f"met {where}; it waits for {missing} more")
-        addresses = _addresses(_answer(link, "addresses", seconds, where), node_spec.nodes, where)
-        link.send({"reached": _echo_failures(node_spec.node, addresses)})
-        facts = _answer(link, "go", _START, where)
+        try:
+            told = _said(link, "addresses", dict[str, _Address], seconds, where)
+            addresses = {node: told[str(node)] for node in range(node_spec.nodes)}
+            link.send({"reached": _echo_failures(node_spec.node, addresses)})
+            facts = _said(link, "go", dict[str, Any], _START, where)
+        except LinkLost as error:
+            raise RendezvousFailed(f"{where}: {error}") from None
+        except KeyError:
+            raise RendezvousFailed(f"{where}: {_NO_ISLES}") from None
         unless_kept.pop_all()
     return NodeGroup(spec=node_spec, here=link.here, host=link.there, links={0: link}, facts=facts)
 
@@ -151,46 +159,30 @@ def _introduce(
             {"isles": __version__, "node": node_spec.node, "nodes": node_spec.nodes, "echo_port": echo.port,
              "ports": port_range(), "description": description}
         )  # fmt: skip
-        missing = integer(_said(link.receive(seconds), "welcome", "node 0"), "welcome", 0, node_spec.nodes)
+        missing = _said(link, "welcome", Int, seconds, "node 0")
         unless_kept.pop_all()
     return link, echo, missing
 
 
-def _answer(link: Link, key: str, seconds: float, where: str) -> dict[str, Any]:
-    """The table that node 0 says under `key`. The error that it sends instead is raised."""
+def _said(link: Link, key: str, kind: Any, seconds: float, where: str) -> Any:
+    """What node 0 says under `key`, a `kind`. The error that it sends instead is raised."""
     try:
-        return table(_said(link.receive(seconds), key, where)[key], key)
-    except LinkLost as error:
-        raise RendezvousFailed(f"{where}: {error}") from None
+        said = table(link.receive(seconds), key)
+        if "over" in said:
+            raise from_plain(said["over"])
+        return value_of(said, key, kind)
     except Unfit:
-        raise _no_isles(where) from None
-
-
-def _said(message: Any, key: str, where: str) -> dict[str, Any]:
-    if isinstance(message, dict) and "over" in message:
-        raise from_plain(message["over"])
-    if not isinstance(message, dict) or key not in message:
-        raise _no_isles(where)
-    return message
-
-
-def _no_isles(where: str) -> RendezvousFailed:
-    return RendezvousFailed(f"{where}: what answers there is no run of isles {__version__}")
-
-
-def _addresses(told: Mapping[str, Any], nodes: int, where: str) -> dict[int, tuple[str, int]]:
-    """By node, where its echo server is."""
-    try:
-        return {node: read(_Address, told[str(node)], "an address") for node in range(nodes)}
-    except (KeyError, Unfit):
-        raise _no_isles(where) from None
+        raise RendezvousFailed(f"{where}: {_NO_ISLES}") from None
 
 
 def _echo_failures(node: int, addresses: Mapping[int, tuple[str, int]]) -> dict[int, str]:
     """By node, why its echo server does not answer; empty where it does."""
     others = [other for other in addresses if other != node]
-    with ThreadPoolExecutor(len(others)) as pool:
-        return dict(zip(others, pool.map(lambda other: echo_failure(*addresses[other]), others), strict=True))
+
+    async def ask() -> list[str]:
+        return await asyncio.gather(*(echo_failure(*addresses[other]) for other in others))
+
+    return dict(zip(others, loop.run(ask()), strict=True))
 
 
 def _name(node: int, addresses: Mapping[int, tuple[str, int]]) -> str:

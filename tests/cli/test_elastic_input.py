@@ -232,7 +232,10 @@ def test_a_port_that_nobody_reaches_is_a_warning(tmp_path: Path, monkeypatch: py
     """The run goes on over the lighthouse."""
     from isles.comm.elastic.links import whereabouts
 
-    monkeypatch.setattr(whereabouts, "echo_failure", lambda *_: "no answer within 5 s")
+    async def fails(*_: object) -> str:
+        return "no answer within 5 s"
+
+    monkeypatch.setattr(whereabouts, "echo_failure", fails)
     made = Run(small(tmp_path, 20, 2), tmp_path / "run")
     for _ in range(2):
         made.join(listens=True)

@@ -56,7 +56,10 @@ def test_the_whole_way(light: tuple[int, Token]) -> None:
 def test_a_port_that_is_not_reached_is_no_fault(light: tuple[int, Token], monkeypatch: pytest.MonkeyPatch) -> None:
     from isles.comm.elastic.links import whereabouts
 
-    monkeypatch.setattr(whereabouts, "echo_failure", lambda *_: "no answer within 5 s")
+    async def fails(*_: object) -> str:
+        return "no answer within 5 s"
+
+    monkeypatch.setattr(whereabouts, "echo_failure", fails)
     good, found = walked(*light, listen=("127.0.0.1", free_port()))["direct"]
     assert good and found.startswith("no, relayed") and "no answer within 5 s" in found
 

@@ -182,15 +182,15 @@ def test_addresses() -> None:
 
 def test_an_echo_server_answers_until_it_is_closed() -> None:
     with EchoServer("127.0.0.1") as echo:
-        assert echo_failure("127.0.0.1", echo.port) == ""
-    assert echo_failure("127.0.0.1", echo.port) == "connection refused"
+        assert loop.run(echo_failure("127.0.0.1", echo.port)) == ""
+    assert loop.run(echo_failure("127.0.0.1", echo.port)) == "connection refused"
     with EchoServer("127.0.0.1", name="one") as echo:
-        assert echo_failure("127.0.0.1", echo.port, "one") == ""
-        assert echo_failure("127.0.0.1", echo.port, "other") == "something else answers there"
+        assert loop.run(echo_failure("127.0.0.1", echo.port, "one")) == ""
+        assert loop.run(echo_failure("127.0.0.1", echo.port, "other")) == "something else answers there"
     with listen(0, "127.0.0.1") as silent:
-        assert echo_failure("127.0.0.1", silent.getsockname()[1], seconds=0.3) == "no answer within 0.3 s"
-    assert echo_failure("no.such.host.invalid", 1) == "no such host name"
-    assert echo_failure("x" * 70 + ".y", 1) == "it is no address"
+        assert loop.run(echo_failure("127.0.0.1", silent.getsockname()[1], seconds=0.3)) == "no answer within 0.3 s"
+    assert loop.run(echo_failure("no.such.host.invalid", 1)) == "no such host name"
+    assert loop.run(echo_failure("x" * 70 + ".y", 1)) == "it is no address"
     assert interface_of("127.0.0.1") in ("lo", None) and interface_of("192.0.2.1") is None
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isles.comm.errors import from_plain
-from isles.comm.sockets import rates
+from isles.comm.sockets import loop, rates
 from isles.comm.sockets.addresses import listen
 from isles.comm.sockets.frames import HEAD, STRANGERS, BadFrame, head_of, message_of, packed
 from isles.comm.sockets.lost import LinkLost
@@ -169,4 +169,4 @@ def test_an_echo_server_survives_strangers() -> None:
         for said in (*GARBAGE.values(), framed(b'{"echo": [1]}'), framed(b'{"echo": "%s"}' % (b"x" * 5000))):
             call(echo.port, said).close()
         with many(echo.port, 100):
-            assert echo_failure("127.0.0.1", echo.port) == ""
+            assert loop.run(echo_failure("127.0.0.1", echo.port)) == ""

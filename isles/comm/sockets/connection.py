@@ -29,7 +29,7 @@ _UNSENT = 1 << 17  # bytes that the kernel takes before they can be sent
 _NOTSENT_LOWAT = 25  # of linux/tcp.h
 _FLUSH = 2.0  # seconds for what was said to leave
 
-Heard = Callable[[bytes, bool], Awaitable[object] | None]
+Heard = Callable[[bytes | bytearray, bool], Awaitable[object] | None]
 """Called with a message and whether it is urgent. Nothing is read until what it returns is done."""
 
 
@@ -73,10 +73,9 @@ class Connection:
         return True
 
     async def left(self) -> None:
-        """Wait until something has left. TimeoutError where nothing does for as long as the other end may be silent."""
+        """Wait until something has left, or it breaks."""
         self._left.clear()
-        async with asyncio.timeout(self.silence.limit):
-            await self._left.wait()
+        await self._left.wait()
 
     async def run(self, heard: Heard) -> None:
         """Have `heard` called with each message until the connection breaks; raises what broke it. LinkLost for
@@ -106,7 +105,7 @@ class Connection:
         await close(self._writer)
 
     async def _read(self, heard: Heard) -> None:
-        lanes = bytearray(), bytearray()
+        lanes = [bytearray(), bytearray()]
         while True:
             length, urgent, more = head_of(await self._reader.readexactly(HEAD.size), self._longest)
             self.silence.heard()
@@ -123,9 +122,8 @@ class Connection:
                 lane += piece
                 length -= len(piece)
             if not more:
-                message = bytes(lane)
-                lane.clear()
-                if (wait := heard(message, urgent)) is not None:
+                lanes[urgent] = bytearray()
+                if (wait := heard(lane, urgent)) is not None:
                     self._holds = True
                     await wait
                     self._holds = False

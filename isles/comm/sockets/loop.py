@@ -26,11 +26,16 @@ _loop: asyncio.AbstractEventLoop | None = None
 
 def run(coroutine: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
     """The coroutine's result, from any other thread. TimeoutError after `seconds`; it is then cancelled."""
-    future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, _started())
+    future = start(coroutine)
     try:
         return future.result(seconds)
     finally:
         future.cancel()
+
+
+def start(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    """Have it run, from any thread."""
+    return asyncio.run_coroutine_threadsafe(coroutine, _started())
 
 
 def call(function: Callable[..., object], *arguments: Any) -> None:

@@ -15,7 +15,6 @@ import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from isles.comm.sockets import loop
 from isles.comm.sockets.addresses import listen
 from isles.comm.sockets.frames import BadFrame, heard, packed
 from isles.comm.sockets.listener import Listener
@@ -30,8 +29,8 @@ _PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 class EchoServer(Listener):
     """Returns every token that it is sent at the address `host` while the context is open. port: 0 for one that the
-    system picks. name: by which it is told from others. raw: as of `Listener`. ValueError where the address cannot be
-    had.
+    system picks. name: by which it is told from others. seconds, raw: as of `Listener`. ValueError where the address
+    cannot be had.
     """
 
     def __init__(
@@ -39,6 +38,7 @@ class EchoServer(Listener):
         host: str,
         port: int = 0,
         name: str = "",
+        seconds: float = PATIENCE,
         raw: Callable[[socket.socket], Awaitable[bool]] | None = None,
     ) -> None:
         async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -48,18 +48,13 @@ class EchoServer(Listener):
 
         listening = listen(port, host)
         self.port: int = listening.getsockname()[1]
-        super().__init__(listening, echo, seconds=PATIENCE, raw=raw)
+        super().__init__(listening, echo, seconds=seconds, raw=raw)
 
 
-def echo_failure(address: str, port: int, name: str = "", seconds: float = PATIENCE) -> str:
+async def echo_failure(address: str, port: int, name: str = "", seconds: float = PATIENCE) -> str:
     """Empty where the echo server of that name answers at `address`, else why it does not, as in "no answer within
-    5 s". Not for the loop's thread.
+    5 s". In the loop's thread.
     """
-    return loop.run(unreached(address, port, name, seconds))
-
-
-async def unreached(address: str, port: int, name: str = "", seconds: float = PATIENCE) -> str:
-    """The same in the loop's thread."""
     token = secrets.token_hex(8)
     try:
         async with asyncio.timeout(seconds):

@@ -44,7 +44,7 @@ from isles.training.elastic.terms import in_rounds
 from isles.version import __version__
 
 _PATIENCE = 60.0  # seconds to be let in: strangers may take all places at the door
-_MOMENT = 10.0  # seconds of them until a person is told
+_MOMENT = 5.0  # seconds of them until a person is told
 _CROWDED = 600.0  # seconds to be given a seat where too many come
 _SELDOM = 60.0  # seconds between lines for a person
 _LONGEST = 1 << 20  # bytes of a configuration

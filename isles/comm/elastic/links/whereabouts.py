@@ -7,11 +7,12 @@ certificate with which it joined.
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Callable, Sequence
 
 from isles.comm.elastic.keys import SeatKeys, introduction
 from isles.comm.elastic.messages import Find, Found, Listening, Reached
+from isles.comm.sockets import loop
 from isles.comm.sockets.reachable import echo_failure
 
 _AT_ONCE = 8  # addresses that are tried at the same time
@@ -32,7 +33,7 @@ class Whereabouts:
         self._known: dict[SeatPlace, tuple[str, int]] = {}  # of those who are there: ("", 0) where it is not reached
         self._certificates: dict[int, tuple[str, ...]] = {}
         self.addresses: dict[SeatPlace, str] = {}
-        self._trying = threading.Semaphore(_AT_ONCE)
+        self._trying = asyncio.Semaphore(_AT_ONCE)
         self._busy: set[SeatPlace] = set()
 
     def joined(self, seat: int, certificates: Sequence[str]) -> None:
@@ -70,12 +71,12 @@ class Whereabouts:
             return
         self._busy.add(place)
 
-        def work() -> None:
-            with self._trying:
-                why = echo_failure(host, said.port, said.certificate)
+        async def attempt() -> None:
+            async with self._trying:
+                why = await echo_failure(host, said.port, said.certificate)
             if not why and seat >= 0:
                 self._known[place] = host, said.port
             self._busy.discard(place)
             answer(Reached(host, said.port, why, seen))
 
-        threading.Thread(target=work, name=f"isles-try-{seat}", daemon=True).start()
+        loop.start(attempt())

@@ -95,7 +95,7 @@ class Uplink:
             pause = min(2 * pause, _SELDOM)
 
     async def _attend(self, line: Connection) -> None:
-        def heard(word: bytes, urgent: bool) -> None:
+        def heard(word: bytes | bytearray, urgent: bool) -> None:
             frame = frame_of(word)
             if frame.kind != FrameKind.WELCOME:
                 self._heard(frame, urgent)

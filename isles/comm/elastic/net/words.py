@@ -49,7 +49,7 @@ def packed(frame: Frame) -> bytes:
     return b"".join((head, key, frame.beside, frame.payload))
 
 
-def frame_of(word: bytes) -> Frame:
+def frame_of(word: bytes | bytearray) -> Frame:
     """The word of these bytes. BadFrame where they are none."""
     try:
         kind, number, milliseconds, key, beside = _WORD.unpack_from(word)

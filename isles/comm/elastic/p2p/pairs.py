@@ -35,7 +35,7 @@ from isles.comm.elastic.p2p.stream import PAIR, TICKET_SIZE, PairHello, Stream, 
 from isles.comm.elastic.session import Session
 from isles.comm.sockets.addresses import written
 from isles.comm.sockets.listener import MOST, peeked
-from isles.comm.sockets.lost import LinkLost
+from isles.comm.sockets.lost import SILENCE, LinkLost
 from isles.comm.sockets.reachable import EchoServer
 from isles.comm.view import View
 
@@ -75,7 +75,7 @@ class PairListener(EchoServer):
     def __init__(self, host: str, port: int, name: str, welcome: Callable[[socket.socket], object]) -> None:
         self._welcome = welcome
         self._threads = ThreadPoolExecutor(MOST, "isles-welcomes")
-        super().__init__(host, port, name, self._attends)
+        super().__init__(host, port, name, SILENCE, self._attends)
 
     def close(self) -> None:
         """Stop listening."""
