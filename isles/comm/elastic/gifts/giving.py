@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isles.comm.elastic.control import Condition, ControlSession, Query, SideWork
-from isles.comm.elastic.gifts.taking import MOST_FACTS, PIECE, SEALED, GiftRequest, seat_in, take
+from isles.comm.elastic.gifts.taking import MOST_FACTS, PIECE, SEALED, GiftRequest, Guide, Trusting, seat_in, take
 from isles.comm.elastic.keys import LIGHTHOUSE, gift_at, sealed
-from isles.comm.elastic.links.guide import Guide, Trusting
 from isles.fields import OneLine, integer, table, value_of
 from isles.parsing import parse_json
 
@@ -168,16 +167,18 @@ class Giver:
             self.notice(f"what another worker asked for could not be written: {made}; it will ask a third one")
             self._refuse(what)
             return
-        if not is_needed:
-            made.drop()
+        if not is_needed or number < self._open.get(what, -1):  # a newer one was written before it
+            self._drop(made)
             return
         self._offers[number] = made
         self._open[what] = number
         for older in [one for one, offer in self._offers.items() if offer.what == what][:-_KEPT]:
-            old = self._offers.pop(older)
-            if all(offer.path != old.path for offer in self._offers.values()):
-                old.drop()
+            self._drop(self._offers.pop(older))
         self._answer()
+
+    def _drop(self, old: _Offer) -> None:
+        if all(offer.path != old.path for offer in self._offers.values()):
+            old.drop()
 
     def _asked(self, query: Query) -> None:
         try:

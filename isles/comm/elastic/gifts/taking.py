@@ -14,11 +14,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from isles.comm.elastic.control import Condition, ControlSession
 from isles.comm.elastic.keys import LIGHTHOUSE, PROOF, gift_at, sealed
-from isles.comm.elastic.links.guide import Trusting
 from isles.fields import Unfit, integer, table
 from isles.parsing import parse_json
 
@@ -28,11 +27,32 @@ MOST_FACTS = 1 << 16
 """Bytes of what is said beside a file, and of a request."""
 SEALED = b"isles gift "
 """Before a request, under a seal."""
-_TRUSTING = Trusting()
 _NUMBERS = {"size": (0, 1 << 62), "number": (0, 1 << 53), "crc32": (0, (1 << 32) - 1), "step": (0, 1 << 53)}
 _NUMBERS |= {"parts": (1, 1 << 16), "participants": (1, 1 << 30), "digest": (-1 << 63, (1 << 63) - 1)}
 _AGAIN = 0.2  # seconds
 _Answer = tuple[bytes | None, bytes | None]  # a reply, or why there is none
+
+
+class Guide(Protocol):
+    """What givers and takers ask about each other: `Pairs`."""
+
+    def introduction(self, peer: int) -> bytes | None:
+        """By which a message to `peer` is sealed (16 bytes); None while that is not known. May wait."""
+        ...
+
+    def expected(self, sender: int) -> bytes:
+        """By which a message of `sender` must be sealed."""
+        ...
+
+
+class Trusting:
+    """Where all are one program's, as in a test: nobody is introduced."""
+
+    def introduction(self, peer: int) -> bytes:
+        return bytes(16)
+
+    def expected(self, sender: int) -> bytes:
+        return bytes(16)
 
 
 class NotGiven(Exception):
@@ -80,7 +100,7 @@ def take(
     asked: GiftRequest,
     path: Path,
     taker: int = -1,
-    introduction: Callable[[int], bytes | None] = _TRUSTING.introduction,
+    introduction: Callable[[int], bytes | None] = lambda seat: bytes(16),
     *,
     lost: Callable[[], bool] = lambda: False,
     changed: Condition | None = None,
