@@ -56,11 +56,9 @@ class PeerWaits(Protocol):
 
     def give_up(self, seat: int, why: str | PeerLost) -> None:
         """End all that is under way with `seat`; later messages are tried again."""
-        ...
 
     def again(self, tag: Tag) -> None:
         """The attempt of `tag` has begun: nobody waits any more in those of its round before it."""
-        ...
 
 
 class SeatLine:

@@ -38,11 +38,9 @@ class Guide(Protocol):
 
     def introduction(self, peer: int) -> bytes | None:
         """By which a message to `peer` is sealed (16 bytes); None while that is not known. May wait."""
-        ...
 
     def expected(self, sender: int) -> bytes:
         """By which a message of `sender` must be sealed."""
-        ...
 
 
 class Trusting:
