@@ -324,7 +324,7 @@ class Company(SeatLine):
             new, views = self._given_up - before, [*self.member.views.values()]
             round = self.member.round if self._training and self.is_over else None
         for view in views:
-            if view.number > self._met:
+            if self.meets is not None and view.number > self._met:
                 self._met = view.number
                 self.meets(view)
         if self.waits is not None:
