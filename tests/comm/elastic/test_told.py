@@ -109,9 +109,7 @@ def islands(folder: Path) -> Iterator[Islands]:
             company.loaded(said, 0, {})
         for company in world.leaders:
             assert company.first(20.0) == 1 and company.start_round(1) is not None
-        until(
-            lambda: len(world.met) == 3
-        )  # the other worker of each island hears of it
+        until(lambda: len(world.met) == 3)  # the other worker of each island hears of it
         assert {view.identities for view in world.met} == {(identity_of(NOBODYS * 2),) * 3}
         until(lambda: all(len(transport._seen) == 2 for transport in world.second))
         yield world

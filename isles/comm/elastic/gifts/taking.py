@@ -12,7 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,7 +109,8 @@ def take(
 
     NotGiven where it does not come, is too long, or is not what was offered. Not for callbacks.
     """
-    taking = _Taking(session, asked, taker, introduction, lost, changed)
+    look = _AGAIN if changed is None else math.inf
+    taking = _Taking(session, asked, taker, introduction, lost, changed or session.condition(), look)
     facts = taking.open(asked.patience)
     size, number = facts["size"], facts["number"]
     if size > asked.most:
@@ -124,46 +125,45 @@ def take(
     return facts
 
 
+@dataclass
 class _Taking:
     """One fetch. Answers come in callbacks; the taker waits for them in its own thread."""
 
-    def __init__(
-        self,
-        session: ControlSession,
-        asked: GiftRequest,
-        taker: int,
-        introduction: Callable[[int], bytes | None],
-        lost: Callable[[], bool],
-        changed: Condition | None,
-    ) -> None:
-        self._session, self._key, self._taker, self._lost = session, gift_at(asked.giver), taker, lost
-        self._what, self._after, self._newest = asked.what, asked.after, asked.newest
-        self._giver, self._introduction, self._word = seat_in(asked.giver), introduction, b""
-        self._answers: dict[int, _Answer] = {}
-        self._changed, self._look = changed or session.condition(), _AGAIN if changed is None else math.inf
+    session: ControlSession
+    asked: GiftRequest
+    taker: int
+    introduction: Callable[[int], bytes | None]
+    lost: Callable[[], bool]
+    changed: Condition
+    look: float  # seconds between looks at whether the giver is lost
+    _word: bytes = b""
+    _answers: dict[int, _Answer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._key, self._giver = gift_at(self.asked.giver), seat_in(self.asked.giver)
 
     def open(self, seconds: float) -> dict[str, Any]:
         """Length, number and facts, once it is offered."""
-        until = self._session.now() + seconds
-        while self._session.now() < until:
+        until = self.session.now() + seconds
+        while self.session.now() < until:
             reply = refusal = None
             if self._is_introduced():
                 self._post(-1, 0, min(seconds, 5.0))
                 reply, refusal = self._wait(0, min(seconds, 5.0))
             if reply is not None:
-                return _facts(reply, range(self._after + 1, self._newest + 1))
+                return _facts(reply, range(self.asked.after + 1, self.asked.newest + 1))
             if refusal == b"never":
                 raise NotOffered("there is none")
-            if self._lost():
+            if self.lost():
                 raise NotGiven("it is gone")
-            with self._changed:
-                self._changed.wait_for(lambda: False, _AGAIN)
+            with self.changed:
+                self.changed.wait_for(lambda: False, _AGAIN)
         raise NotGiven(f"nothing came within {seconds:g} s")
 
     def _is_introduced(self) -> bool:
         """Whether what the giver says can be known to be its own."""
         if self._giver >= 0 and not self._word:
-            self._word = self._introduction(self._giver) or b""
+            self._word = self.introduction(self._giver) or b""
         return self._giver < 0 or bool(self._word)
 
     def pieces(self, number: int, size: int, seconds: float) -> Iterator[bytes]:
@@ -182,16 +182,22 @@ class _Taking:
             yield piece
 
     def _post(self, number: int, offset: int, seconds: float) -> None:
-        said = {"what": self._what, "number": number, "offset": offset, "after": self._after, "taker": self._taker}
+        said = {
+            "what": self.asked.what,
+            "number": number,
+            "offset": offset,
+            "after": self.asked.after,
+            "taker": self.taker,
+        }
         asked = json.dumps(said).encode("ascii")
 
         def answered(reply: bytes | None, refusal: bytes | None) -> None:
-            with self._changed:
+            with self.changed:
                 self._answers[offset] = None if reply is None else self._unsealed(asked, reply), refusal
-                self._changed.notify_all()
+                self.changed.notify_all()
 
         try:
-            self._session.ask(self._key, asked, answered, seconds=seconds)
+            self.session.ask(self._key, asked, answered, seconds=seconds)
         except OSError as error:
             raise NotGiven(str(error)) from None
 
@@ -202,16 +208,16 @@ class _Taking:
         seal, data = reply[:PROOF], reply[PROOF:]
         if hmac.compare_digest(seal, sealed(self._word, SEALED + asked, data)):
             return data
-        self._session.refused.note(-1, "a gift in another's name")
+        self.session.refused.note(-1, "a gift in another's name")
         return None
 
     def _wait(self, offset: int, seconds: float) -> _Answer:
-        until = self._session.now() + seconds + 1.0
-        with self._changed:
-            while offset not in self._answers and (left := until - self._session.now()) > 0:
-                if self._lost():
+        until = self.session.now() + seconds + 1.0
+        with self.changed:
+            while offset not in self._answers and (left := until - self.session.now()) > 0:
+                if self.lost():
                     raise NotGiven("it is gone")
-                self._changed.wait_for(lambda: offset in self._answers or self._lost(), min(self._look, left))
+                self.changed.wait_for(lambda: offset in self._answers or self.lost(), min(self.look, left))
             return self._answers.pop(offset, (None, None))
 
 
