@@ -111,7 +111,6 @@ class Sharing(Protocol):
 
     def portions(self, size: int) -> list[list[int]]:
         """Bytes of the weights that each of `size` workers updates, by list of tensors; empty: it shares nothing."""
-        ...
 
     def share(self, position: int, size: int, spread: SpreadShares) -> None:
         """Update the share of `position`; `spread` brings the others'."""

@@ -26,46 +26,37 @@ class Members(Protocol):
     @property
     def transport(self) -> Transport:
         """This worker's end of the backend."""
-        ...
 
     @property
     def ledger(self) -> Ledger:
         """What all groups of this worker share."""
-        ...
 
     @property
     def traffic(self) -> Traffic:
         """What this worker sent and received."""
-        ...
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The members' ranks, in order."""
-        ...
 
     @property
     def rank(self) -> int:
         """This worker's position."""
-        ...
 
     @property
     def size(self) -> int:
         """Number of members."""
-        ...
 
     @property
     def others(self) -> list[int]:
         """Positions of the other members, starting behind this one."""
-        ...
 
     @property
     def view(self) -> int:
         """Number of the view of the world that the members are in."""
-        ...
 
     def peer(self, position: int) -> int:
         """The rank of another member. ValueError for a position that is none."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

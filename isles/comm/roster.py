@@ -27,65 +27,52 @@ class Roster(Protocol):
     @property
     def founders(self) -> Group:
         """Who starts together. Its size and this worker's position in it are what a run is planned with."""
-        ...
 
     @property
     def grows(self) -> bool:
         """Whether others than the founders may take part in later rounds."""
-        ...
 
     @property
     def answers_alike(self) -> bool:
         """Whether all workers of an island get the same answers, and land a round together or not at all: each then
         asks the same things in the same order.
         """
-        ...
 
     def group(self, round: int) -> Group:
         """The members of `round`, lost ones included: all must draw pairs from the same list. This worker alone where
         it is not a member, or does not know.
         """
-        ...
 
     def lost(self, seat: int) -> bool:
         """Whether `seat` is waited for no more."""
-        ...
 
     def lacks(self, seats: Sequence[int]) -> bool:
         """Whether one of `seats`, the members of a round, is lost: then this worker does it alone."""
-        ...
 
     def miss(self, seat: int, error: CommError) -> None:
         """An exchange with `seat` (-1: with somebody) has ended in `error`."""
-        ...
 
     def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
         """The exchange of `round` among `seats` is over, and whole here or not: whether its answer may be used."""
-        ...
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
         """Among whom a round that all land together or not at all is exchanged now, and the number of this attempt.
         None: that cannot be said now.
         """
-        ...
 
     def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
         """Whether an attempt of such a round lands. digest: hash of its answer; None where it has none, for `error`.
         Blocks until that is known; "postpone" where it cannot be.
         """
-        ...
 
     def survivors(self, asked: bool) -> Group:
         """The workers of the newest view; with `asked` those of them that answer now: all must ask together."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: what a checkpoint keeps."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`; from {}: nobody is lost."""
-        ...
 
 
 class FixedRoster:

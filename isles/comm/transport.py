@@ -43,7 +43,6 @@ class Work(Protocol):
 
     def done(self) -> bool:
         """True once the message is gone (send) or arrived (receive), or once it failed."""
-        ...
 
 
 class Bell(Work, Protocol):
@@ -51,7 +50,6 @@ class Bell(Work, Protocol):
 
     def ring(self) -> None:
         """It is done now. Again: nothing."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +82,9 @@ class Transfer(Protocol[T]):
 
         The time spent here counts as blocked seconds of the transfer's channel. May be called again.
         """
-        ...
 
     def done(self) -> bool:
         """True once `wait` would return at once."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,76 +130,60 @@ class Transport(Protocol):
     @property
     def rank(self) -> int:
         """This worker's number, 0..size-1."""
-        ...
 
     @property
     def size(self) -> int:
         """Number of workers."""
-        ...
 
     @property
     def traffic(self) -> Traffic:
         """What this worker sent, received and waited for; counted by the groups above."""
-        ...
 
     @property
     def step_seconds(self) -> float:
         """Seconds one inner step is charged with (virtual); 0.0 where the host's clock measures (distributed)."""
-        ...
 
     @property
     def away_seconds(self) -> float:
         """Seconds for which computing stood still because this worker was paused (virtual); 0.0 where nobody is."""
-        ...
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> Work:
         """Start sending `data`; returns at once and holds the data until it is gone. Do not write to it before."""
-        ...
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> Work:
         """Post a receive of exactly `out.numel()` bytes from `peer` (None: from anyone; `work.peer` then names the
         sender).
         """
-        ...
 
     @property
     def native(self) -> bool:
         """True if the backend has collectives of its own: its transports are `NativeCollectives` too."""
-        ...
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:
         """Start `protocol` and drive it behind the computation; `deadline` seconds from now it counts as failed."""
-        ...
 
     def bell(self, seconds: float = math.inf) -> Bell:
         """A work of no message, for `AnyOf`: done when it is rung, and by itself after `seconds`."""
-        ...
 
     def line(self) -> Line | None:
         """The slowest line to another machine; None where there is none, or nobody knows."""
-        ...
 
     def now(self) -> float:
         """Seconds since this worker's start, on the backend's clock."""
-        ...
 
     def compute(self, seconds: float) -> None:
         """Charge `seconds` of computation (virtual: times the worker's speed and jitter; distributed: nothing, it is
         measured).
         """
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able clock and message numbers (virtual), for a checkpoint taken while no transfer is under way."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`."""
-        ...
 
     def close(self) -> None:
         """Give back threads and connections. Safe to call twice."""
-        ...
 
 
 @runtime_checkable
@@ -214,17 +194,14 @@ class NativeCollectives(Protocol):
         """Start adding up `buffer` (CPU or CUDA, any float dtype) over `ranks`, in place, by the backend's own
         collective: NCCL for CUDA buffers. The order of the sums is the backend's.
         """
-        ...
 
     def followed(self, start: Callable[[], Any], ranks: tuple[int, ...]) -> Any:
         """What `start` posts of torch's own on the GPUs of `ranks`. PeerLost where one of them was lost before."""
-        ...
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> Any:
         """torch.distributed's group of `ranks` for tensors on `device` ("cpu" or "cuda"), for what torch does by itself
         among them.
         """
-        ...
 
 
 def native_collectives(transport: Transport) -> NativeCollectives:

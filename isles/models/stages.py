@@ -36,15 +36,12 @@ class Cuttable(Protocol):
 
     def enter(self, tokens_BT: Tensor) -> Tensor:
         """Tokens (B, T), int64, to the stream (B, T, D)."""
-        ...
 
     def through(self, block: nn.Module, x_BTD: Tensor) -> Tensor:
         """The stream after one of `blocks`."""
-        ...
 
     def leave(self, x_BTD: Tensor) -> Tensor:
         """The stream to logits (B, T, V)."""
-        ...
 
 
 class Stage(nn.Module):

@@ -17,7 +17,6 @@ class Router(Protocol):
         """Those of inner step `step`, counted from 1. Positions are those of `mesh.pipeline`: replica x stages +
         stage.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ class Step(Protocol):
     @property
     def played(self) -> Sequence[Span]:
         """The tasks of the last inner step on this worker, in seconds of its clock; none where it has no parts."""
-        ...
 
     def run(self, batches: Iterable[Tensor]) -> Tensor | None:
         """Forward and backward over the batches of one inner step. Their mean loss (), in nats, detached; the gradient

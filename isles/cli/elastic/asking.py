@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isles.comm.credentials import Token
-from isles.comm.elastic.keys import ABOUT, STATUS
+from isles.comm.elastic.keys import STATUS
 from isles.comm.elastic.links.echo import ask
 from isles.comm.elastic.messages import RunNow, decode
 from isles.comm.elastic.session import open_session
@@ -23,12 +23,11 @@ def run_now(address: str, token: Token) -> RunNow | SwarmNow:
         raise OSError(f"{address}: no lighthouse answers there ({error}): {mend}") from None
     try:
         answer = ask(session, STATUS, b"", _PATIENCE)
-        is_there = answer is not None or ask(session, ABOUT, b"", _PATIENCE) is not None
     finally:
         session.close()
-    if not is_there:
+    if answer is None:
         raise OSError(f"{address}: the lighthouse has gone: ask again once it is lit")
-    now = None if answer is None else decode(answer, limit=_LONGEST)
+    now = decode(answer, limit=_LONGEST)
     if not isinstance(now, RunNow | SwarmNow):
         raise ValueError(f"{address}: the lighthouse there does not say how its run stands; {mend}")
     return now

@@ -29,7 +29,22 @@ class RoundsAssembly(Membership):
     def hear(self, now: float, seat: int, message: Any) -> list[Order] | None:
         """What a worker says; None where no worker says that. ValueError for what cannot be."""
         unfit(self, message)
-        return call(self, now, seat, message)
+        match message:
+            case Beat():
+                return self.beat(now, seat, message)
+            case Ack():
+                return self.ack(now, seat, message)
+            case Done():
+                return self.done(now, seat, message)
+            case Delivered():
+                return self.deliver(now, seat, message)
+            case Accusation():
+                return self.accuse(now, seat, message)
+            case Leave():
+                return self.leave(now, seat)
+            case Reload():
+                return self.reload(now, seat)
+        return None
 
     def about(self) -> tuple[int, int, int]:
         """(members, the newest round that anybody has begun, the last one or 0)."""
@@ -66,23 +81,3 @@ def unfit(membership: Membership, message: Any) -> None:
                 raise ValueError("an answer of a round that nobody is in")
             if whose is not None and whose not in membership.workers:
                 raise ValueError("the share of a seat that this run has not")
-
-
-def call(membership: Membership, now: float, seat: int, message: Any) -> list[Order] | None:
-    """The orders that follow from what `seat` says; None where no worker says that."""
-    match message:
-        case Beat():
-            return membership.beat(now, seat, message)
-        case Ack():
-            return membership.ack(now, seat, message)
-        case Done():
-            return membership.done(now, seat, message)
-        case Delivered():
-            return membership.deliver(now, seat, message)
-        case Accusation():
-            return membership.accuse(now, seat, message)
-        case Leave():
-            return membership.leave(now, seat)
-        case Reload():
-            return membership.reload(now, seat)
-    return None

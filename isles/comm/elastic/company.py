@@ -45,12 +45,14 @@ from isles.comm.elastic.messages import (
 )
 from isles.comm.elastic.told import LEFT_BEHIND, Orders, end_waits
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, PeerSilent, Refused
+from isles.comm.tags import Tag
 from isles.comm.view import View
 
 _SOON = 0.2  # seconds until the next beat while it waits for its first round; for an answer before it begins one
 _TOLD_AGAIN = 0.3  # seconds until an answer is told again
 _UNDECIDED = 3.0  # seconds for a view that is on its way
 _LONGEST_REASON = 200
+_NEVER = 1 << 20  # an attempt that nobody comes to
 _QUIET = 3.0  # seconds for which nobody waits for one that is said to be silent
 _AGAIN = 0.01  # seconds, at least, from an answer to the next beat
 
@@ -146,7 +148,8 @@ class Company(SeatLine):
         if self.has_answers:
             self.wait(lambda: self.member.group(round).decided or self.is_over, _UNDECIDED)
         standing = self.standing(round)
-        return standing if self.has_answers and standing.decided and standing.view >= 0 else None
+        has_part = self.has_answers and not self.is_over
+        return standing if has_part and standing.decided and standing.view >= 0 else None
 
     def finish_round(self, round: int, attempt: int, digest: int | None) -> Word | None:
         """What becomes of an attempt whose answer here has `digest`, or failed here: told again and again until the
@@ -296,7 +299,7 @@ class Company(SeatLine):
             elif isinstance(answer, Refusal):
                 self.ended = self.ended or Over(answer.reason)
             self.changed.notify_all()
-        self._give_up()
+        self._follow()
         if ack is not None:
             self.say(ack)
         with self.changed:
@@ -312,20 +315,23 @@ class Company(SeatLine):
 
     # Orders
 
-    def _give_up(self) -> None:
-        """Wait for nobody any more whom a view on its way goes on without, though it did not ask to leave; and know by
-        what views name them those that they name.
+    def _follow(self) -> None:
+        """Wait for nobody any more whom a view on its way goes on without, though it did not ask to leave, and for
+        nobody at all in a round that is over for this worker; know by what views name them those that they name.
         """
         with self.changed:
             before, self._given_up = self._given_up, self.member.given_up()
             new, views = self._given_up - before, [*self.member.views.values()]
+            round = self.member.round if self._training and self.is_over else None
         for view in views:
-            if view.number > self._met:
+            if self.meets is not None and view.number > self._met:
                 self._met = view.number
                 self.meets(view)
         if self.waits is not None:
             for seat in new:
                 self.waits.give_up(seat, LEFT_BEHIND)
+            if round is not None:
+                self.waits.again(Tag("outer", round, attempt=_NEVER))
 
     def _told(self, query: Query) -> None:
         """Take in an order of the lighthouse."""
@@ -343,7 +349,7 @@ class Company(SeatLine):
                     self.say(ack)
                 self.poke()
                 self.changed.notify_all()
-            self._give_up()
+            self._follow()
         if not isinstance(message, Proposal):
             end_waits(self.waits, message)
 

@@ -24,20 +24,16 @@ class Query(Protocol):
     @property
     def payload(self) -> bytes:
         """What is asked."""
-        ...
 
     @property
     def attachment(self) -> bytes:
         """What is said beside."""
-        ...
 
     def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
         """Answer with `data`, or with what `data()` is once it can leave: long answers are not kept in memory."""
-        ...
 
     def refuse(self, why: bytes) -> None:
         """Answer with a refusal, which the asker gets apart from replies."""
-        ...
 
 
 class Condition(Protocol):
@@ -54,7 +50,6 @@ class Timer(Protocol):
 
     def cancel(self) -> None:
         """Have it not called, if it was not yet. Safe to call twice."""
-        ...
 
 
 class SideWork(Protocol):
@@ -62,11 +57,9 @@ class SideWork(Protocol):
 
     def start(self) -> None:
         """Begin it. Once."""
-        ...
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end, so many seconds at most."""
-        ...
 
 
 class ControlSession(Protocol):
@@ -83,31 +76,24 @@ class ControlSession(Protocol):
     @property
     def relayed(self) -> int:
         """Bytes that others have said to each other over this one."""
-        ...
 
     def now(self) -> float:
         """Seconds of the clock that `later` counts by."""
-        ...
 
     def wall(self) -> float:
         """Seconds of the clock that journals are written by."""
-        ...
 
     def condition(self) -> Condition:
         """A new one."""
-        ...
 
     def later(self, call: Callable[[], None], seconds: float = 0.0) -> Timer:
         """Have `call` called in a callback after `seconds`; 0: behind what has come by now."""
-        ...
 
     def aside(self, work: Callable[[], None]) -> SideWork:
         """What does `work`, which may take a while, beside all callbacks, once it is started."""
-        ...
 
     def serve(self, key: str, answer: Callable[[Any], None]) -> None:
         """Have `answer` called with every `Query` to `key`."""
-        ...
 
     def ask(
         self,
@@ -122,16 +108,12 @@ class ControlSession(Protocol):
         """Ask whoever serves `key`; `answered` is called once, in a callback, with (None, None) where no answer has
         come within `seconds`. What is `urgent` goes before bulk, and returns at once. OSError once it is closed.
         """
-        ...
 
     def present(self, key: str) -> None:
         """Be seen under `key` by those who `watch` it."""
-        ...
 
     def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
         """Have `changed(key, whether it is present)` called for those that match `keys`, now and at each change."""
-        ...
 
     def seen(self, name: str) -> str:
         """The address from which the session of that name comes; "" where it does not."""
-        ...

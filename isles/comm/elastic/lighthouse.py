@@ -26,6 +26,7 @@ from isles.comm.elastic.keys import (
     HELLO,
     LIT,
     PIECE,
+    PRESENT_AS_SEATS,
     REACH,
     REPORTED,
     SeatKeys,
@@ -116,8 +117,8 @@ class Lighthouse:
         session.serve(REACH, self._reach)
         session.serve(ASKED, self._asked)
         session.serve(REPORTED, self._reported)
-        session.watch("isles/seat/*", self._presence)
-        session.watch("isles/place/*/seat/*", self._follower)
+        for there in PRESENT_AS_SEATS:
+            session.watch(there, self._presence)
         session.present(LIT)
         self._ticks: Timer | None = session.later(self._tick_on, _TICK) if session.beats else None
 
@@ -280,17 +281,13 @@ class Lighthouse:
             self._lock.notify_all()
 
     def _presence(self, key: str, there: bool) -> None:
-        name = key.rpartition("/")[2]
-        if name.isdecimal() and len(name) <= 9:
-            self._seen(int(name), 0, there)
-
-    def _follower(self, key: str, there: bool) -> None:
-        *_, place, _, seat = key.split("/")
-        if all(name.isdecimal() and len(name) <= 9 for name in (place, seat)) and 0 < int(place) < self._places:
-            self._seen(int(seat), int(place), there)
-
-    def _seen(self, seat: int, place: int, there: bool) -> None:
         """The connection of a worker came or broke: with it that of its seat, perhaps."""
+        names = [
+            name for name in key.split("/") if name.isdecimal() and len(name) <= 9
+        ]  # a place if it is not 0, a seat
+        if len(names) != key.count("/") // 2 or not 0 <= (place := int(names[0]) if names[1:] else 0) < self._places:
+            return
+        seat = int(names[-1])
         if not there:
             self._whereabouts.forget(seat, place)
         whole = self._whole.changed(seat, place, there)

@@ -56,23 +56,21 @@ class PeerWaits(Protocol):
 
     def give_up(self, seat: int, why: str | PeerLost) -> None:
         """End all that is under way with `seat`; later messages are tried again."""
-        ...
 
     def again(self, tag: Tag) -> None:
         """The attempt of `tag` has begun: nobody waits any more in those of its round before it."""
-        ...
 
 
 class SeatLine:
     """What a worker in the seat of `entry` says. changed: held while what callbacks and its own thread share changes.
     waited: seconds for which that thread has waited here; other threads have lines of their own. waits: its transport,
-    once there is one. meets: called with each view that it hears of.
+    once there is one. meets: called with each view that it knows of, once it is set.
     """
 
     waits: PeerWaits | None = None
 
     def __init__(self, session: ControlSession, entry: Entry) -> None:
-        self.meets: Callable[[View], None] = lambda view: None
+        self.meets: Callable[[View], None] | None = None
         self.session, self.entry, self.changed, self.waited = session, entry, session.condition(), 0.0
         self._reports = Reports(session, self._hand_in)
         self._closed = False

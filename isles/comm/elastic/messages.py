@@ -7,7 +7,6 @@ or `decode` refuses it with one line. Nothing of it becomes code, a path or a ty
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args
 

@@ -67,27 +67,21 @@ class Assembly(Protocol):
 
     def join(self, now: float, description: str, certificates: Sequence[str]) -> list[Order]:
         """A worker asks for a seat. certificates: as in `Hello`."""
-        ...
 
     def gone(self, now: float, seat: int) -> list[Order]:
         """The connection of a worker broke."""
-        ...
 
     def back(self, now: float, seat: int) -> list[Order]:
         """The connection of a worker is there (again)."""
-        ...
 
     def tick(self, now: float) -> list[Order]:
         """Time passes."""
-        ...
 
     def hear(self, now: float, seat: int, message: Any) -> list[Order] | None:
         """What a worker says; None where no worker says that. ValueError for what cannot be."""
-        ...
 
     def about(self) -> tuple[int, int, int]:
         """(workers that train, the newest round or step, the last one or 0)."""
-        ...
 
 
 WorkerState = Literal["outside", "ready", "in", "leaving", "left", "shut"]

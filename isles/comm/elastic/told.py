@@ -96,6 +96,6 @@ class PlaceLine(SeatLine):
 
     def _told(self, query: Query) -> None:
         message = self._orders.take(query)
-        if isinstance(message, View):
+        if isinstance(message, View) and self.meets is not None:
             self.meets(message)
         end_waits(self.waits, message)

@@ -31,7 +31,6 @@ class Waiter(Protocol):
 
     def one_done(self, work: VirtualWork) -> None:
         """It has ended, now."""
-        ...
 
 
 class VirtualWork:

@@ -29,11 +29,9 @@ class Gate(Protocol):
 
     def scores(self, tokens: Tensor, prefix: int) -> Tensor:
         """(E, N) float64 for sequences (N, T), of which the first `prefix` tokens are read; shorter ones whole."""
-        ...
 
     def log_chances(self, scores_EN: Tensor) -> Tensor:
         """(E, N): what the scores mean as probabilities, in logs."""
-        ...
 
 
 class Routers:

@@ -34,11 +34,9 @@ class MessagePattern(Protocol):
 
     def sent(self, position: int, size: int) -> float:
         """Bytes that a position sends, headers included."""
-        ...
 
     def messages(self, size: int) -> int:
         """Of all members."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,19 +24,15 @@ class Queue(Protocol):
 
     def add(self, time: float, task: Task) -> None:
         """What `task` needs is there since `time`."""
-        ...
 
     def take(self, room: bool) -> Task | None:
         """The task to do now, which leaves the queue; without `room` no forward. None: wait for what comes."""
-        ...
 
     def waiting(self) -> Iterable[Task]:
         """All of them."""
-        ...
 
     def due(self) -> Task | None:
         """The task that must come first, where one must."""
-        ...
 
 
 class TaskWire(Protocol):
@@ -48,7 +44,6 @@ class TaskWire(Protocol):
 
     def send(self, task: Task, source: int, target: int) -> None:
         """What `task` at `target` begins with leaves `source` now."""
-        ...
 
 
 class Span(NamedTuple):

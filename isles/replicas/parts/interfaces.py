@@ -36,22 +36,18 @@ class Cadence(Protocol):
     @property
     def fragments(self) -> int:
         """Number of fragments that the model is cut into."""
-        ...
 
     def sends(self, step: int) -> Sequence[int]:
         """Fragments that are sent right after inner step `step`."""
-        ...
 
     @property
     def rounds_late(self) -> int:
         """0: an answer lands before its fragment is sent again. d: when its fragment is sent for the d-th time after;
         a fragment then lands whenever it is sent, the first d times on an answer of nothing.
         """
-        ...
 
     def lands(self, sent: int) -> int:
         """The step after which the answer to what was sent at step `sent` lands (>= sent)."""
-        ...
 
 
 class Mixing(Protocol):
@@ -60,13 +56,11 @@ class Mixing(Protocol):
     @property
     def agrees(self) -> bool:
         """True if all workers receive the same answer, so that their anchors stay equal to the bit."""
-        ...
 
     def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
         """Ascending positions of the group of `position` in round 1, 2, ... of a world of `size`; includes
         `position`.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +86,11 @@ class Reading(Protocol):
     @property
     def needs_own(self) -> bool:
         """True if it asks for what this worker itself sent; anchors are then each worker's own."""
-        ...
 
     def read(self, mean: Tensor, fresh: Tensor | None, own: Tensor | None, participants: int) -> Tensor:
         """The outer gradient's block, which may be `mean`'s memory. fresh: what this worker sends just now, where it
         does; own: what it contributed to the mean; both as the others decode them. participants: of the mean.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,20 +131,17 @@ class Landing(Protocol):
     @property
     def moves_reference(self) -> bool:
         """True if it leaves the live weights elsewhere than on the anchor, and counts their progress from there."""
-        ...
 
     @property
     def kept(self) -> float | None:
         """k, if it is live = k live + (1 - k) anchor and no more: done on a GPU, weights there need not be read for it.
         None: it is something else.
         """
-        ...
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
         """Write the live weights, in place, from anchors of the same shapes (the dtypes may differ), and the reference
         where it moves. All are on the CPU.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,18 +42,13 @@ class ClusterKeeper(SwarmKeeper):
         step = integer(told, "step", 1, self.charter.run.steps)
         parts = integer(told, "parts", 1, 1 << 16)
         stage = integer(told, "stage", 0, parts - 1)
-        self._note_offer(seat, step, stage, parts)
-        return True
-
-    def _note_offer(self, seat: int, step: int, part: int, parts: int) -> None:
-        """Note who offers a part. Only parts of one cluster fit together: those of another one start the step anew."""
         with self._offering:
-            if step <= self.muster.kept or seat not in self.muster.members:
-                return
-            if self._parts.setdefault(step, parts) != parts:
-                self._parts[step] = parts
-                self._offers.pop(step, None)
-            self._offers.setdefault(step, {}).setdefault(part, []).append(seat)
+            if step > self.muster.kept and seat in self.muster.members:
+                if self._parts.setdefault(step, parts) != parts:  # of another cluster, which fit with none of before
+                    self._parts[step] = parts
+                    self._offers.pop(step, None)
+                self._offers.setdefault(step, {}).setdefault(stage, []).append(seat)
+        return True
 
     @override
     def _summary(self, holder: int, seconds: float) -> SummaryTable:

@@ -24,9 +24,9 @@ from isles.pipeline.ravnest.entering import ClusterEntrance
 from isles.training.clustered.node import ClusterWorker
 from isles.training.clustered.opening import enter, found, run_number
 from isles.training.draws import seed_draws
+from isles.training.elastic.given import state_of
 from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left
-from isles.training.swarmed.given import state_of
 from isles.training.swarmed.seat import OwnSeat
 
 _LOOK = 2.0  # seconds between questions to the lighthouse

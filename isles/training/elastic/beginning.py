@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven, NotOffered
@@ -29,34 +30,29 @@ _WAIT = 5.0  # seconds between looks at whether the run has ended
 _AHEAD = 2  # rounds before its first one in which a worker of pairs and groups asks for a newer state
 
 
+@dataclass
 class Beginning:
     """states: what was taken. leaving: set once this worker is to leave. agrees: whether all land one mean."""
 
-    def __init__(
-        self,
-        company: Company,
-        transport: Transport,
-        states: States,
-        leaving: threading.Event,
-        notice: Callable[[str], None],
-        *,
-        agrees: bool,
-    ) -> None:
-        self._company, self._transport, self._states = company, transport, states
-        self._leaving, self._notice, self._agrees = leaving, notice, agrees
-        self._has = 0  # the round of the state that was taken last
-        self._tries = 0  # to have the one that the lighthouse keeps, in succession
+    company: Company
+    transport: Transport
+    states: States
+    leaving: threading.Event
+    notice: Callable[[str], None]
+    agrees: bool
+    _has: int = 0  # the round of the state that was taken last
+    _tries: int = 0  # to have the one that the lighthouse keeps, in succession
 
     def with_state(self, load: Load) -> Decisions[int | None]:
         """Take the state that the lighthouse names. The first round with it; None where there is none now."""
         if not (yield from self._take(load)):
             return None
-        round = yield from self._first(ahead=0 if self._agrees else _AHEAD)
-        if round is not None and not self._agrees:
+        round = yield from self._first(ahead=0 if self.agrees else _AHEAD)
+        if round is not None and not self.agrees:
             round = (yield from self._first()) if (yield from self._freshens(load, round)) else None
         if round is None or not (yield from self._catches_up(load, round)):
             return None
-        round = max(self._company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
+        round = max(self.company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
         self._tell_start(load, round)
         return round
 
@@ -72,7 +68,7 @@ class Beginning:
             yield Decision(kind="draw")
             self._has, left_out = 0, {}
         self._tries = 0
-        self._company.loaded(load, self._has, left_out)
+        self.company.loaded(load, self._has, left_out)
         return True
 
     def _ask_again(self, donor: int, why: NotGiven) -> None:
@@ -86,13 +82,13 @@ class Beginning:
                 "does not help look at RUN/states there"
             )
         whose = "that the lighthouse keeps" if donor < 0 else f"of worker {donor}"
-        self._notice(f"the state {whose} did not come ({why}): asking again")
-        self._company.reload()
+        self.notice(f"the state {whose} did not come ({why}): asking again")
+        self.company.reload()
 
     def _first(self, ahead: int = 0) -> Decisions[int | None]:
         """The first round of this worker, once others are in it, or `ahead` rounds before it. None: it has none now."""
-        round, company = None, self._company
-        while round is None and not company.is_called and company.ended is None and not self._leaving.is_set():
+        round, company = None, self.company
+        while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
             yield Decision(kind="idle")
             round = company.first(_WAIT, ahead)
         return round
@@ -108,36 +104,36 @@ class Beginning:
         try:
             self._has, _ = yield Decision(kind="load", donor=load.donor, seconds=slow, round=round - 2, wait=wait)
         except NotAdopted as why:
-            self._notice(f"a newer state of worker {load.donor} is none ({why}): another state is asked for")
-            self._company.reload()
+            self.notice(f"a newer state of worker {load.donor} is none ({why}): another state is asked for")
+            self.company.reload()
             return False
         except NotGiven as why:
-            self._notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
+            self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
         return True
 
     def _catches_up(self, load: Load, round: int) -> Decisions[bool]:
         """Where all land one mean this worker lands those of the rounds before its first, or is of no use."""
-        if load.donor < 0 or not self._agrees:
+        if load.donor < 0 or not self.agrees:
             return True
         donor, patience = load.donor, SLOW + 2 * load.seconds
         try:
             left_out = yield Decision(kind="catch up", donor=donor, round=self._has + 1, until=round, seconds=patience)
         except NotGiven as why:
-            self._notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
-            self._company.reload()
+            self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
+            self.company.reload()
             return False
-        self._company.leaves_out(left_out)
+        self.company.leaves_out(left_out)
         self._has = round - 1
         return True
 
     def _tell_start(self, load: Load, round: int) -> None:
         line = StartLine(
-            seat=self._company.seat,
+            seat=self.company.seat,
             first=round,
             donor=load.donor if self._has else -1,
-            copied=self._states.of,
+            copied=self.states.of,
             has=self._has,
-            size=self._states.taken,
-            at=self._transport.now(),
+            size=self.states.taken,
+            at=self.transport.now(),
         )
-        self._company.report({"start": as_line(line)})
+        self.company.report({"start": as_line(line)})

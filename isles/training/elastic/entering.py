@@ -76,17 +76,6 @@ def train(worker: Participant, address: str, tell: Callable[[str], None]) -> str
     return f"the run is over; its model and report are at the lighthouse ({address})"
 
 
-@contextmanager
-def in_run(address: str, token: Token, here: Here, *, tell: Callable[[str], None]) -> Iterator[Participant]:
-    """A worker of the run at `address`, in a seat of it until the block ends. tell: called with lines for a person.
-
-    ValueError, in one line, for what a person can mend; OSError where nobody answers.
-    """
-    with ExitStack() as stack:
-        entrance = admitted(stack, address, token, here, tell=tell)
-        yield stack.enter_context(seated(entrance, IslandGroup(), tell=tell))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Entrance:
     """A worker that was let in: its session with the lighthouse, and the run's configuration as it holds here."""
@@ -122,7 +111,9 @@ def admitted(
     fit: Callable[[Config], Config] = in_rounds,
 ) -> Entrance:
     """Come to the lighthouse, until `stack` ends. fit: the run's configuration as workers here take it; ValueError
-    where they cannot. Errors as `in_run`.
+    where they cannot. tell: called with lines for a person.
+
+    ValueError, in one line, for what a person can mend; OSError where nobody answers.
     """
     host, port = parse_address(address, "HOST:PORT")
     refuse_unknown(host)
@@ -135,7 +126,7 @@ def admitted(
 
 @contextmanager
 def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], None]) -> Iterator[Participant]:
-    """A worker in a seat of the run until the block ends; the leader of the island of `places`. Errors as `in_run`."""
+    """A worker in a seat of the run until the block ends, which leads the island `places`. Errors as `admitted`."""
     session, config = entrance.session, entrance.config
     with ExitStack() as stack:
         certificates = entrance.shown(places)

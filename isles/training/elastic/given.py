@@ -18,3 +18,8 @@ def giver_of(seat: int, place: int) -> str:
 def kept_as(place: int) -> str:
     """What the lighthouse calls the state of a place in an island."""
     return f"{STATE}-{place}" if place else STATE
+
+
+def state_of(stage: int, step: int) -> str:
+    """The state of a swarm's stage after a step."""
+    return f"stage-{stage}-step-{step}"

@@ -35,7 +35,7 @@ def island_worker(world: Mesh, address: str, token: Token, here: Here) -> str:
 
 @contextmanager
 def leading(world: Mesh, address: str, token: Token, here: Here) -> Iterator[Participant]:
-    """The leader of an island, in its seat until the block ends. Errors as `in_run`."""
+    """The leader of an island, in its seat until the block ends. Errors as `admitted`."""
     with ExitStack() as stack:
         entrance = admitted(stack, address, token, here, tell=_tell)
         places = IslandGroup(world, entrance.config.world.outer_deadline)
@@ -43,7 +43,7 @@ def leading(world: Mesh, address: str, token: Token, here: Here) -> Iterator[Par
 
 
 def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
-    """Be another worker of an island, until its leader says that this is the end. Errors as `in_run`."""
+    """Be another worker of an island, until its leader says that this is the end. Errors as `admitted`."""
     with ExitStack() as stack:
         entrance = admitted(stack, address, token, here, tell=_tell)
         places = IslandGroup(world, entrance.config.world.outer_deadline)

@@ -146,7 +146,7 @@ class Participant:
         yield from self._enter(round, (round - 1) * every)
         while not self._is_done(round):
             if company.is_called:
-                yield from self._pass(company.member.earliest() - 1)
+                yield Decision(kind="over", round=company.member.earliest() - 1)  # nobody waits for its part in them
                 return "again"
             if company.ended is not None:
                 return "left" if self.leaving.is_set() else "over"

@@ -25,7 +25,7 @@ def take_part(address: str, token: Token, here: Here, *, tell: Callable[[str], N
     """Join the run at `address`, and train until it ends or this worker is told to leave; how it ended, in a line.
     Where the run is one of islands this starts the workers of one, in processes of their own.
 
-    Arguments and errors as `in_run`; OSError also where the run goes on without this worker.
+    Arguments and errors as `admitted`; OSError also where the run goes on without this worker.
     """
     with ExitStack() as stack:
         entrance = admitted(stack, address, token, here, tell=tell)

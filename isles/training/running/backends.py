@@ -25,11 +25,9 @@ class Started(Protocol):
     @property
     def failures(self) -> Sequence[int]:
         """Ranks in the order in which they failed."""
-        ...
 
     def stop(self) -> None:
         """Ask all to stop after a common inner step (`Mesh.stop_here`). May be called from a signal handler."""
-        ...
 
     def join(
         self,
@@ -37,7 +35,6 @@ class Started(Protocol):
         on_failure: Callable[[int, Exception], None] | None = None,
     ) -> list[Any]:
         """All results in rank order, a failed worker's being its exception. Arguments as of `Workers.join`."""
-        ...
 
 
 StartTraining = Callable[[Config, Path, int | None, NodeGroup], Started]
@@ -49,11 +46,9 @@ class Starter(Protocol):
 
     def train(self, config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> Started:
         """The workers of a run. resume: the step of the checkpoint to go on from."""
-        ...
 
     def call(self, worker: Callable[..., Any], workers: int, config: Config, args: Sequence[Any], out: Path) -> Started:
         """`worker(world, *args)` on `workers` workers. out: for their logs."""
-        ...
 
 
 def starter(backend: str) -> Starter:

@@ -25,13 +25,12 @@ from isles.comm.elastic.swarm.words import SwarmNow
 from isles.durable import settle, write_text
 from isles.fields import integer, table
 from isles.training.config.swarmed import stages_of
-from isles.training.elastic.given import MODEL
+from isles.training.elastic.given import MODEL, state_of
 from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, RunKeeper
 from isles.training.records.checked import is_whole
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
-from isles.training.swarmed.given import state_of
 
 _KEPT = 2  # steps whose states stay, for whoever is taking the older one
 _SLOW = 30.0  # seconds without a piece of a state

@@ -31,11 +31,10 @@ from isles.comm.errors import CommError, Diverged, RendezvousFailed
 from isles.errors import printable
 from isles.models import choose_device
 from isles.training.elastic.entering import Entrance, Here, admitted, connect, seat_of
-from isles.training.elastic.given import MODEL
+from isles.training.elastic.given import MODEL, state_of
 from isles.training.elastic.terms import among_peers
 from isles.training.running.interrupts import first_interrupt
 from isles.training.staged import planned_cut
-from isles.training.swarmed.given import state_of
 from isles.training.swarmed.seat import OwnSeat
 from isles.training.swarmed.seated import ANYWHERE, SeatedTrainer
 from isles.training.swarmed.step import identity, number_of

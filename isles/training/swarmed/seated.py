@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from isles.comm.elastic.swarm.words import SwarmBeat
 from isles.comm.errors import Malformed, Refused
-from isles.training.swarmed.given import state_of
+from isles.training.elastic.given import state_of
 from isles.training.swarmed.seat import OwnSeat
 from isles.training.swarmed.trainer import SwarmTrainer
 

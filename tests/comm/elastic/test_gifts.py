@@ -91,6 +91,32 @@ def test_what_was_there_before_is_not_removed(tmp_path: Path) -> None:
         assert not any(path.exists() for path in written) and all(path.exists() for path in there)
 
 
+def test_what_was_written_late_does_not_take_a_newer_one_s_place(tmp_path: Path) -> None:
+    """Two offers of one name, of which the older one takes longer to write: the newer is given, the older removed."""
+    slow, old, new = threading.Event(), tmp_path / "old", tmp_path / "new"
+
+    def slowly(path: Path) -> None:
+        assert slow.wait(20.0)
+        path.write_bytes(b"old")
+
+    with router(tmp_path) as (mine, address, host):
+        giver, dealt_with = Giver(host, "3", print), threading.Event()
+        guest = open_session("client", mine, connect=address)
+        try:
+            giver.offer("state", old, {"round": 1}, slowly)
+            giver.offer("state", new, {"round": 2}, lambda path: path.write_bytes(b"new") and None)
+            asked = GiftRequest(giver="3", what="state", most=1 << 20, seconds=20.0)
+            assert take(guest, asked, tmp_path / "taken")["round"] == 2
+            slow.set()
+            giver.close()
+            host.later(dealt_with.set)
+            assert dealt_with.wait(20.0)
+            assert take(guest, asked, tmp_path / "taken")["round"] == 2 and (tmp_path / "taken").read_bytes() == b"new"
+            assert new.exists() and not old.exists()
+        finally:
+            guest.close()
+
+
 class Known:
     """The guide of the worker in a seat, by the lighthouse's keys."""
 

@@ -15,6 +15,7 @@ from isles.comm.elastic.ballot import NOTHING, Word
 from isles.comm.elastic.calls import RoundsAssembly
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.guards.presence import WholeSeats
+from isles.comm.elastic.identity import identity_of
 from isles.comm.elastic.journal import Journal
 from isles.comm.elastic.keys import ASKED, HELLO, SeatKeys, number_of, signature, told_at
 from isles.comm.elastic.lighthouse import Lighthouse
@@ -26,6 +27,7 @@ from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import Tag
+from isles.comm.view import View
 from tests.comm.elastic.sessions import NOBODYS, router, settled
 
 SEATS = range(3)
@@ -33,7 +35,7 @@ SEATS = range(3)
 
 class Islands:
     """By seat. leaders: their lines, and firsts their sessions; second: transports of the other workers, and sessions
-    theirs.
+    theirs; met: the views that these have heard of.
     """
 
     def __init__(self) -> None:
@@ -42,6 +44,7 @@ class Islands:
         self.entries: list[Entry] = []
         self.sessions: list[Session] = []
         self.firsts: list[Session] = []
+        self.met: list[View] = []
         self.lighthouse: Lighthouse
 
     def waits(self, seat: int, other: int, tag: Tag) -> PostedWork:
@@ -94,6 +97,7 @@ def islands(folder: Path) -> Iterator[Islands]:
             for transport in own:
                 stack.callback(transport.close)
             company.waits, line.waits = own
+            line.meets = world.met.append
             world.leaders.append(company)
             world.second.append(own[1])
             world.entries.append(entry)
@@ -105,6 +109,8 @@ def islands(folder: Path) -> Iterator[Islands]:
             company.loaded(said, 0, {})
         for company in world.leaders:
             assert company.first(20.0) == 1 and company.start_round(1) is not None
+        until(lambda: len(world.met) == 3)  # the other worker of each island hears of it
+        assert {view.identities for view in world.met} == {(identity_of(NOBODYS * 2),) * 3}
         until(lambda: all(len(transport._seen) == 2 for transport in world.second))
         yield world
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,25 @@ from typing_extensions import override
 
 from isles.comm.credentials import parse_token
 from isles.comm.elastic.messages import Over
+from isles.comm.elastic.rounds.island import IslandGroup
 from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.mesh import arrange
 from isles.training.config.sections import Config
-from isles.training.elastic.entering import Here, in_run
+from isles.training.elastic.entering import Here, admitted, seated
 from isles.training.elastic.island import follow, leading
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
 from tests.comm.elastic.sessions import vanish, workers
 from tests.training.lit import LitRun
+
+
+@contextmanager
+def in_run(run: LitRun, here: Here) -> Iterator[Participant]:
+    """A worker of it in a seat."""
+    with ExitStack() as stack:
+        entrance = admitted(stack, run.address, parse_token(run.token), here, tell=run.notices.append)
+        yield stack.enter_context(seated(entrance, IslandGroup(), tell=run.notices.append))
 
 
 class Run(LitRun):
@@ -50,7 +59,7 @@ class Run(LitRun):
         here = self.here(listen=("127.0.0.1", 0), announced="127.0.0.1") if listens else self.here()
 
         def work(number: int) -> Any:
-            with in_run(self.address, parse_token(self.token), here, tell=self.notices.append) as worker:
+            with in_run(self, here) as worker:
                 self.workers[number] = worker
                 return worker.run()
 

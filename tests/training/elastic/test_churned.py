@@ -174,6 +174,32 @@ def test_whoever_waits_for_one_that_stands_still_is_told(tmp_path: Path, method:
         assert line.at - began < 4.0 + 2.0
 
 
+@pytest.mark.parametrize("still", [6.0, 15.0])
+def test_who_comes_back_after_the_others_went_on_does_not_wait_in_its_round(tmp_path: Path, still: float) -> None:
+    """Round 7 of two steps of 1 s begins at 12.7 s. Its rest of 1.7 s follows the pause, and then nobody is waited for:
+    that round is over for it. It begins anew three rounds later, with a state that it gets within one.
+    """
+    config = small(tmp_path, 4, 60, method="diloco", virtual={"step_seconds": 1.0})
+    run = churned(config, [ChurnEvent(13.0, "pause", 1), ChurnEvent(13.0 + still, "resume", 1)], tmp_path)
+    own = [line for line in recorded(run.out)[1] if line.seat == 1 and line.at > 13.0]
+    assert isinstance(own[0], RoundLine) and (own[0].round, own[0].outcome) == (7, "alone")
+    assert own[0].at == pytest.approx(13.0 + still + 1.7, abs=0.1)
+    assert isinstance(own[1], StartLine) and own[1].at - own[0].at < (1 + 3) * 2.1
+
+
+def test_whoever_waits_for_one_that_has_no_part_any_more_is_told(tmp_path: Path) -> None:
+    """Worker 2 stands still for longer than the lease in round 3, in which the others wait for it: until it is back,
+    has done its steps and says that it has no part in that round.
+    """
+    config = small(tmp_path, 3, 12, method="diloco", virtual={"step_seconds": 10.0})
+    run = churned(config, [ChurnEvent(41.0, "pause", 2), ChurnEvent(44.5, "resume", 2)], tmp_path)
+    rounds = [line for line in recorded(run.out)[1] if isinstance(line, RoundLine) and line.round == 3]
+    (late,) = [line for line in rounds if line.seat == 2]
+    assert late.outcome == "alone" and late.at == pytest.approx(60.4 + 3.5, abs=0.3)
+    others = [line for line in rounds if line.seat != 2]
+    assert [line.seats for line in others] == [(0, 1)] * 2 and all(line.at - late.at < 0.3 for line in others)
+
+
 def test_one_that_says_nothing_for_long_is_gone_whatever_the_lease(tmp_path: Path) -> None:
     """25 s of a lease of 60: within 10 s it counts as gone, and as back once it goes on."""
     config = small(tmp_path, 4, 24, virtual={"step_seconds": 2.0}, elastic={"lease": 60.0})

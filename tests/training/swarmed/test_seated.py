@@ -18,10 +18,10 @@ from isles.comm.credentials import parse_token
 from isles.comm.elastic.gifts.taking import NotGiven
 from isles.comm.elastic.swarm.words import Seek
 from isles.pipeline.swarm.post import FORWARD, HOME
-from isles.training.elastic.entering import Here, in_run
+from isles.training.elastic.entering import Here
 from isles.training.swarmed.peering import take_part
 from isles.training.swarmed.seated import SeatedTrainer
-from tests.training.elastic.runs import Run
+from tests.training.elastic.runs import Run, in_run
 from tests.training.elastic.test_runs import small
 from tests.training.swarmed.seats import SwarmRun, seated
 from tests.training.swarmed.test_swarmed import ONE, config, furthest, train
@@ -302,7 +302,7 @@ def test_each_command_joins_its_own_kind_of_run(tmp_path: Path) -> None:
     run = SwarmRun(seated(*settings("[1,1]", 10)), tmp_path / "run")
     with (
         pytest.raises(ValueError, match="isles swarm peer"),
-        in_run(run.address, parse_token(run.token), Here(), tell=run.notices.append),
+        in_run(run, Here()),
     ):
         pass
     run.stop()

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isles.comm.elastic.control import Condition, ControlSession, Query, SideWork
-from isles.comm.elastic.gifts.taking import MOST_FACTS, PIECE, SEALED, GiftRequest, seat_in, take
+from isles.comm.elastic.gifts.taking import MOST_FACTS, PIECE, SEALED, GiftRequest, Guide, Trusting, seat_in, take
 from isles.comm.elastic.keys import LIGHTHOUSE, gift_at, sealed
-from isles.comm.elastic.links.guide import Guide, Trusting
 from isles.fields import OneLine, integer, table, value_of
 from isles.parsing import parse_json
 
@@ -35,31 +34,14 @@ def is_written(path: Path) -> None:
 
 
 class Gifts(Protocol):
-    """What a worker gives and takes."""
+    """What a worker gives and takes: see `Giver`."""
 
-    def is_wanted(self, what: str) -> bool:
-        """See `Giver.is_wanted`."""
-        ...
-
-    def offer(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = is_written) -> None:
-        """See `Giver.offer`."""
-        ...
-
-    def shut(self, what: str) -> None:
-        """See `Giver.shut`."""
-        ...
-
-    def withdraw(self, what: str) -> None:
-        """See `Giver.withdraw`."""
-        ...
-
-    def expect(self, comes: Callable[[str], bool]) -> None:
-        """See `Giver.expect`."""
-        ...
-
-    def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
-        """See `take`."""
-        ...
+    def is_wanted(self, what: str) -> bool: ...
+    def offer(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = ...) -> None: ...
+    def shut(self, what: str) -> None: ...
+    def withdraw(self, what: str) -> None: ...
+    def expect(self, comes: Callable[[str], bool]) -> None: ...
+    def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -168,16 +150,18 @@ class Giver:
             self.notice(f"what another worker asked for could not be written: {made}; it will ask a third one")
             self._refuse(what)
             return
-        if not is_needed:
-            made.drop()
+        if not is_needed or number < self._open.get(what, -1):  # a newer one was written before it
+            self._drop(made)
             return
         self._offers[number] = made
         self._open[what] = number
         for older in [one for one, offer in self._offers.items() if offer.what == what][:-_KEPT]:
-            old = self._offers.pop(older)
-            if all(offer.path != old.path for offer in self._offers.values()):
-                old.drop()
+            self._drop(self._offers.pop(older))
         self._answer()
+
+    def _drop(self, old: _Offer) -> None:
+        if all(offer.path != old.path for offer in self._offers.values()):
+            old.drop()
 
     def _asked(self, query: Query) -> None:
         try:

@@ -12,13 +12,12 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from isles.comm.elastic.control import Condition, ControlSession
 from isles.comm.elastic.keys import LIGHTHOUSE, PROOF, gift_at, sealed
-from isles.comm.elastic.links.guide import Trusting
 from isles.fields import Unfit, integer, table
 from isles.parsing import parse_json
 
@@ -28,11 +27,30 @@ MOST_FACTS = 1 << 16
 """Bytes of what is said beside a file, and of a request."""
 SEALED = b"isles gift "
 """Before a request, under a seal."""
-_TRUSTING = Trusting()
 _NUMBERS = {"size": (0, 1 << 62), "number": (0, 1 << 53), "crc32": (0, (1 << 32) - 1), "step": (0, 1 << 53)}
 _NUMBERS |= {"parts": (1, 1 << 16), "participants": (1, 1 << 30), "digest": (-1 << 63, (1 << 63) - 1)}
 _AGAIN = 0.2  # seconds
 _Answer = tuple[bytes | None, bytes | None]  # a reply, or why there is none
+
+
+class Guide(Protocol):
+    """What givers and takers ask about each other: `Pairs`."""
+
+    def introduction(self, peer: int) -> bytes | None:
+        """By which a message to `peer` is sealed (16 bytes); None while that is not known. May wait."""
+
+    def expected(self, sender: int) -> bytes:
+        """By which a message of `sender` must be sealed."""
+
+
+class Trusting:
+    """Where all are one program's, as in a test: nobody is introduced."""
+
+    def introduction(self, peer: int) -> bytes:
+        return bytes(16)
+
+    def expected(self, sender: int) -> bytes:
+        return bytes(16)
 
 
 class NotGiven(Exception):
@@ -80,7 +98,7 @@ def take(
     asked: GiftRequest,
     path: Path,
     taker: int = -1,
-    introduction: Callable[[int], bytes | None] = _TRUSTING.introduction,
+    introduction: Callable[[int], bytes | None] = lambda seat: bytes(16),
     *,
     lost: Callable[[], bool] = lambda: False,
     changed: Condition | None = None,
@@ -91,7 +109,8 @@ def take(
 
     NotGiven where it does not come, is too long, or is not what was offered. Not for callbacks.
     """
-    taking = _Taking(session, asked, taker, introduction, lost, changed)
+    look = _AGAIN if changed is None else math.inf
+    taking = _Taking(session, asked, taker, introduction, lost, changed or session.condition(), look)
     facts = taking.open(asked.patience)
     size, number = facts["size"], facts["number"]
     if size > asked.most:
@@ -106,46 +125,45 @@ def take(
     return facts
 
 
+@dataclass
 class _Taking:
     """One fetch. Answers come in callbacks; the taker waits for them in its own thread."""
 
-    def __init__(
-        self,
-        session: ControlSession,
-        asked: GiftRequest,
-        taker: int,
-        introduction: Callable[[int], bytes | None],
-        lost: Callable[[], bool],
-        changed: Condition | None,
-    ) -> None:
-        self._session, self._key, self._taker, self._lost = session, gift_at(asked.giver), taker, lost
-        self._what, self._after, self._newest = asked.what, asked.after, asked.newest
-        self._giver, self._introduction, self._word = seat_in(asked.giver), introduction, b""
-        self._answers: dict[int, _Answer] = {}
-        self._changed, self._look = changed or session.condition(), _AGAIN if changed is None else math.inf
+    session: ControlSession
+    asked: GiftRequest
+    taker: int
+    introduction: Callable[[int], bytes | None]
+    lost: Callable[[], bool]
+    changed: Condition
+    look: float  # seconds between looks at whether the giver is lost
+    _word: bytes = b""
+    _answers: dict[int, _Answer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._key, self._giver = gift_at(self.asked.giver), seat_in(self.asked.giver)
 
     def open(self, seconds: float) -> dict[str, Any]:
         """Length, number and facts, once it is offered."""
-        until = self._session.now() + seconds
-        while self._session.now() < until:
+        until = self.session.now() + seconds
+        while self.session.now() < until:
             reply = refusal = None
             if self._is_introduced():
                 self._post(-1, 0, min(seconds, 5.0))
                 reply, refusal = self._wait(0, min(seconds, 5.0))
             if reply is not None:
-                return _facts(reply, range(self._after + 1, self._newest + 1))
+                return _facts(reply, range(self.asked.after + 1, self.asked.newest + 1))
             if refusal == b"never":
                 raise NotOffered("there is none")
-            if self._lost():
+            if self.lost():
                 raise NotGiven("it is gone")
-            with self._changed:
-                self._changed.wait_for(lambda: False, _AGAIN)
+            with self.changed:
+                self.changed.wait_for(lambda: False, _AGAIN)
         raise NotGiven(f"nothing came within {seconds:g} s")
 
     def _is_introduced(self) -> bool:
         """Whether what the giver says can be known to be its own."""
         if self._giver >= 0 and not self._word:
-            self._word = self._introduction(self._giver) or b""
+            self._word = self.introduction(self._giver) or b""
         return self._giver < 0 or bool(self._word)
 
     def pieces(self, number: int, size: int, seconds: float) -> Iterator[bytes]:
@@ -164,16 +182,22 @@ class _Taking:
             yield piece
 
     def _post(self, number: int, offset: int, seconds: float) -> None:
-        said = {"what": self._what, "number": number, "offset": offset, "after": self._after, "taker": self._taker}
+        said = {
+            "what": self.asked.what,
+            "number": number,
+            "offset": offset,
+            "after": self.asked.after,
+            "taker": self.taker,
+        }
         asked = json.dumps(said).encode("ascii")
 
         def answered(reply: bytes | None, refusal: bytes | None) -> None:
-            with self._changed:
+            with self.changed:
                 self._answers[offset] = None if reply is None else self._unsealed(asked, reply), refusal
-                self._changed.notify_all()
+                self.changed.notify_all()
 
         try:
-            self._session.ask(self._key, asked, answered, seconds=seconds)
+            self.session.ask(self._key, asked, answered, seconds=seconds)
         except OSError as error:
             raise NotGiven(str(error)) from None
 
@@ -184,16 +208,16 @@ class _Taking:
         seal, data = reply[:PROOF], reply[PROOF:]
         if hmac.compare_digest(seal, sealed(self._word, SEALED + asked, data)):
             return data
-        self._session.refused.note(-1, "a gift in another's name")
+        self.session.refused.note(-1, "a gift in another's name")
         return None
 
     def _wait(self, offset: int, seconds: float) -> _Answer:
-        until = self._session.now() + seconds + 1.0
-        with self._changed:
-            while offset not in self._answers and (left := until - self._session.now()) > 0:
-                if self._lost():
+        until = self.session.now() + seconds + 1.0
+        with self.changed:
+            while offset not in self._answers and (left := until - self.session.now()) > 0:
+                if self.lost():
                     raise NotGiven("it is gone")
-                self._changed.wait_for(lambda: offset in self._answers or self._lost(), min(self._look, left))
+                self.changed.wait_for(lambda: offset in self._answers or self.lost(), min(self.look, left))
             return self._answers.pop(offset, (None, None))
 
 

@@ -42,14 +42,10 @@ class Keeper(RunKeeper):
 
     joins_with = "isles join"
 
-    def __init__(self, *of: Any) -> None:
-        """As `RunKeeper`."""
-        super().__init__(*of)
-        self.judged: list[float | None] = []
-        self.spread = 0.0
-
     @override
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Assembly:
+        self.judged: list[float | None] = []
+        self.spread = 0.0
         self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
         self._states = Checkpoints(self.out, "states")
         self._offer(self._states.newest_sound(self.on_notice))
