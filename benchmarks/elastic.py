@@ -70,10 +70,11 @@ def router(folder: str, address: str) -> None:
             known.listening(seat, message, lambda answer: query.reply(encode(answer)))
 
     session.serve(ASKED, asked)
+    before = _cpu()
     print("ready", flush=True)
     sys.stdin.read()
     session.close()
-    print(json.dumps({"cpu": _cpu()}), flush=True)
+    print(json.dumps({"cpu": _cpu() - before}), flush=True)
 
 
 def connected(stack: ExitStack, folder: str, address: str, seat: int, size: int, listen: str) -> ElasticTransport:
