@@ -16,6 +16,7 @@ from pydantic_core import from_json, to_json
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.identity import Fingerprint
+from isles.comm.elastic.links.paths import SeatPaths
 from isles.comm.elastic.swarm.words import Apart, Begin, Enter, Seek, StatesKept, SwarmBeat, SwarmNow, Wait
 from isles.comm.view import View
 from isles.fields import MANY, Bool, Exact, Float, Int, Ints, Str, read
@@ -289,7 +290,7 @@ class MemberNow(Exact):
 @dataclass(frozen=True)
 class RunNow(Exact):
     """How a run of whole replicas stands. view: the newest, -1 before the first. round, last: as in `About`. refused:
-    by whom (-1: the lighthouse), of whom (-1: somebody), why, and how often.
+    by whom (-1: the lighthouse), of whom (-1: somebody), why, and how often. paths: by whom, and a `PathRow`.
     """
 
     view: Int
@@ -297,6 +298,7 @@ class RunNow(Exact):
     last: Int
     members: Annotated[tuple[MemberNow, ...], MANY]
     refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
+    paths: SeatPaths = ()
 
 
 @dataclass(frozen=True)

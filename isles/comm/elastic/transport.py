@@ -23,6 +23,7 @@ from torch import Tensor
 
 from isles.comm.elastic.guards.doubts import Doubts
 from isles.comm.elastic.guards.refusals import Refusals
+from isles.comm.elastic.links.paths import MOST, PathRow
 from isles.comm.elastic.p2p.inbox import ANOTHER, Inbox, before
 from isles.comm.elastic.p2p.sending import Outgoing, OutgoingMessage, lost_peer
 from isles.comm.elastic.p2p.stream import ALIVE, KEPT, OVER, PIECE, WAYS, Stream
@@ -87,6 +88,7 @@ class ElasticTransport(OnHostClock):
         self._room = f"isles/place/{place}" if place else "isles"
         self.rank, self.size, self.resent = seat, size, 0
         self.carried: Counter[str] = Counter(dict.fromkeys(WAYS, 0))
+        self._sent, self._taken = Counter[int](), Counter[int]()  # bytes by peer
         self._session, self._gone, self._back = session, gone, back
         self._guide: Connects = guide or Nowhere()
         self._meeting = threading.Lock()
@@ -121,6 +123,15 @@ class ElasticTransport(OnHostClock):
     def way(self, peer: int) -> str:
         """How this worker sends to `peer` now; "" while it does not."""
         return next((stream.way for stream in self._alive.get(peer, ()) if stream.sends), "")
+
+    def paths(self) -> list[PathRow]:
+        """Of each worker that this one has sent to or taken from, those with the most bytes first."""
+        rows = list[PathRow]()
+        with self._lock, self._meeting:
+            for peer, _ in (self._sent + self._taken).most_common(MOST):
+                trip = max((stream.round_trip for stream in self._alive.get(peer, ()) if stream.sends), default=0.0)
+                rows.append((peer, self.way(peer), round(trip, 6), self._sent[peer], self._taken[peer]))
+        return rows
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
         work = PostedWork(peer, data, self.now)
@@ -222,10 +233,11 @@ class ElasticTransport(OnHostClock):
         """That connection is broken."""
         self._goes(peer, stream)
 
-    def sent(self, way: str, size: int) -> None:
-        """So many bytes have left."""
+    def sent(self, peer: int, way: str, size: int) -> None:
+        """So many bytes have left for `peer`."""
         with self._lock:
             self.carried[way] += size
+            self._sent[peer] += size
 
     def passed(self, peer: int, tag: Tag) -> None:
         """`peer` has said that the round of `tag` is over there, and all before: nothing is sent or asked of them."""
@@ -283,6 +295,8 @@ class ElasticTransport(OnHostClock):
         except LinkLost:
             self._inbox.end(seat, head, whole=False)
             raise
+        with self._lock:
+            self._taken[seat] += head.size
         with stream.busy:
             verdict = self._inbox.end(seat, head, whole=True)
             if verdict is not None:

@@ -71,6 +71,10 @@ def test_workers_without_a_route_to_each_other(tmp_path: Path, three: tuple[Mach
         models.append(load_file(str(world.out / "model.safetensors")))
     direct, relayed = ways
     print(ways)
+    for name, told in (("direct", direct), ("relayed", relayed)):
+        assert sorted((pair["by"], pair["to"], pair["way"]) for pair in told["pairs"]) == [(0, 1, name), (1, 0, name)]
+        assert all(pair["round_trip"] > 0 for pair in told["pairs"])
+        assert sum(pair["sent"] for pair in told["pairs"]) == told[name]
     assert direct["relayed"] == 0 and relayed["direct"] == 0
     assert direct["direct"] == relayed["relayed"]
     assert 1.0 <= relayed["relayed_here"] / relayed["relayed"] <= 1.02
