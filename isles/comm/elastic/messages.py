@@ -203,7 +203,7 @@ class Entry(Exact):
 class Listening(Exact):
     """A worker can be reached directly, it thinks; or, at port 0 of "", it is there and not reached. host: "" where the
     lighthouse sees it; session: the name of the session that asks; certificate: its own's fingerprint; place: in its
-    island.
+    island. relays: whether it carries for others.
     """
 
     host: Str
@@ -211,6 +211,7 @@ class Listening(Exact):
     session: Str
     certificate: Fingerprint
     place: Int = 0
+    relays: Bool = False
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,8 @@ class Find(Exact):
 @dataclass(frozen=True)
 class Found(Exact):
     """The answer to `Find`. host, port: as in `Listening`, "" and 0 where it is not reached directly. certificates: as
-    in `Hello`; none where it is not there. introduction: what the worker that asked shows to `seat` (hex).
+    in `Hello`; none where it is not there. introduction: what the worker that asked shows to `seat` (hex). relay: the
+    seat, -1 for none, of who carries for the two where neither reaches the other; ticket: to be shown there (hex).
     """
 
     seat: Int
@@ -244,6 +246,8 @@ class Found(Exact):
     port: Int
     certificates: Fingerprints
     introduction: Str
+    relay: Int = -1
+    ticket: Str = ""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from isles.comm.elastic.guards.refusals import Refusals
 from isles.comm.elastic.links.paths import MOST, PathRow
 from isles.comm.elastic.p2p.inbox import ANOTHER, Inbox, before
 from isles.comm.elastic.p2p.sending import Outgoing, OutgoingMessage, lost_peer
-from isles.comm.elastic.p2p.stream import ALIVE, KEPT, OVER, PIECE, WAYS, Stream
+from isles.comm.elastic.p2p.stream import ALIVE, CARRIED, KEPT, OVER, PIECE, Stream
 from isles.comm.elastic.session import Session
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.host_clock import OnHostClock
@@ -64,7 +64,8 @@ class ElasticTransport(OnHostClock):
     worker's in its island; it reaches the workers at the same place of other islands. beside: the transport inside the
     island; both count together, by one clock.
 
-    resent: messages sent again. carried: bytes of the messages that went out, by "direct" and "relayed".
+    resent: messages sent again. carried: bytes of the messages that went out, by "direct" and "relayed",
+    and of what went through this worker, "relayed_by_workers".
     """
 
     native = False
@@ -87,7 +88,7 @@ class ElasticTransport(OnHostClock):
             self.traffic, self._start = beside.traffic, time.perf_counter() - beside.now()
         self._room = f"isles/place/{place}" if place else "isles"
         self.rank, self.size, self.resent = seat, size, 0
-        self.carried: Counter[str] = Counter(dict.fromkeys(WAYS, 0))
+        self.carried: Counter[str] = Counter(dict.fromkeys(CARRIED, 0))
         self._sent, self._taken = Counter[int](), Counter[int]()  # bytes by peer
         self._session, self._gone, self._back = session, gone, back
         self._guide: Connects = guide or Nowhere()
@@ -236,8 +237,13 @@ class ElasticTransport(OnHostClock):
     def sent(self, peer: int, way: str, size: int) -> None:
         """So many bytes have left for `peer`."""
         with self._lock:
-            self.carried[way] += size
+            self.carried[way.partition(" ")[0]] += size
             self._sent[peer] += size
+
+    def carries(self, size: int) -> None:
+        """So many bytes went through this worker, from others to others."""
+        with self._lock:
+            self.carried["relayed_by_workers"] += size
 
     def passed(self, peer: int, tag: Tag) -> None:
         """`peer` has said that the round of `tag` is over there, and all before: nothing is sent or asked of them."""

@@ -17,7 +17,7 @@ from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven
 from isles.comm.elastic.guards.refusals import Refusals, together, told_rows
 from isles.comm.elastic.links.paths import MOST, told_paths
-from isles.comm.elastic.p2p.stream import WAYS
+from isles.comm.elastic.p2p.stream import CARRIED
 from isles.comm.elastic.rounds.decision import Decision, DecisionKind
 from isles.comm.elastic.rounds.island import IslandGroup
 from isles.comm.elastic.rounds.leader import RoundLeader
@@ -251,8 +251,8 @@ class ElasticWorker:
         """
         transport = self._alone.transport
         assert isinstance(transport, ElasticTransport)
-        told = self._places.gather(*(transport.carried[way] for way in WAYS))
-        carried = {way: sum(numbers) for way, numbers in zip(WAYS, zip(*told, strict=True), strict=True)}
+        told = self._places.gather(*(transport.carried[way] for way in CARRIED))
+        carried = {way: sum(numbers) for way, numbers in zip(CARRIED, zip(*told, strict=True), strict=True)}
         rows = [self.refusals.rows(), transport.paths()]
         told = [parse_json(one) for one in self._places.gather_text(json.dumps(rows).encode("ascii"))]
         paths = [row for _, one in told for row in told_paths(one)]

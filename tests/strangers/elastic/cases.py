@@ -33,7 +33,7 @@ from isles.comm.elastic.messages import (
     decode,
     encode,
 )
-from isles.comm.elastic.p2p.stream import CHUNK, KEPT, PIECE, REFUSED, Head
+from isles.comm.elastic.p2p.stream import CHUNK, KEPT, PIECE, REFUSED, TICKET_SIZE, Head
 from isles.comm.sockets.lost import LinkLost
 from isles.comm.tags import Tag
 from tests.strangers.callers import GARBAGE
@@ -215,7 +215,7 @@ def a_pair_in_the_name_of_another(one: Attacker) -> None:
 @case("engine")
 def a_ticket_of_nobody(one: Attacker) -> None:
     with pytest.raises(OSError):
-        one.session.tied(bytes(16), 5.0)
+        one.session.tied(bytes(TICKET_SIZE), 5.0)
 
 
 # A member.

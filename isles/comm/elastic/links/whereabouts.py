@@ -11,11 +11,13 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from isles.comm import credentials
 from isles.comm.elastic.keys import SeatKeys, introduction
 from isles.comm.elastic.messages import Find, Found, Listening, Reached
 from isles.comm.elastic.p2p.stream import PAIR
+from isles.comm.elastic.p2p.ties import new_ticket
 
 _PATIENCE = 5.0  # seconds that an address is tried for
 _AT_ONCE = 8  # addresses that are tried at the same time
@@ -38,6 +40,7 @@ class Whereabouts:
         self.addresses: dict[SeatPlace, str] = {}
         self._trying = threading.Semaphore(_AT_ONCE)
         self._busy: set[SeatPlace] = set()
+        self._relays: set[SeatPlace] = set()  # who carry for others
 
     def joined(self, seat: int, certificates: Sequence[str]) -> None:
         """Whoever has this seat shows these certificates, see `Hello`."""
@@ -47,11 +50,19 @@ class Whereabouts:
         """The way from a worker of the seat `asker` to another one."""
         there = self._known.get((find.seat, find.place))
         word = introduction(self._keys.of(find.seat), asker).hex()
-        return Found(find.seat, *(there or ("", 0)), self._certificates.get(find.seat, ()) if there else (), word)
+        certificates = self._certificates.get(find.seat, ()) if there else ()
+        found = Found(find.seat, *(there or ("", 0)), certificates, word)
+        both = {asker, find.seat}
+        relays = sorted(seat for seat, place in [*self._relays] if place == find.place and seat not in both)
+        if not relays:
+            return found
+        relay = relays[sum(both) % len(relays)]
+        return replace(found, relay=relay, ticket=new_ticket(self._keys.of(relay).encode("ascii")).hex())
 
     def forget(self, seat: int, place: int) -> None:
         """Forget where that worker listens, for it may not any more."""
         self._known.pop((seat, place), None)
+        self._relays.discard((seat, place))
         self.addresses.pop((seat, place), None)
 
     def listening(self, seat: int, said: Listening, answer: Callable[[Reached], None]) -> None:
@@ -69,6 +80,7 @@ class Whereabouts:
         seen = self._seen(said.session)
         if seat >= 0:
             self._known[place], self.addresses[place] = ("", 0), seen
+            self._relays.discard(place)
         if not is_reached:
             answer(Reached(host, 0, "", seen))
             return
@@ -79,6 +91,8 @@ class Whereabouts:
                 why = unreachable(host, said.port, said.certificate)
             if not why and seat >= 0:
                 self._known[place] = host, said.port
+                if said.relays:
+                    self._relays.add(place)
             self._busy.discard(place)
             answer(Reached(host, said.port, why, seen))
 

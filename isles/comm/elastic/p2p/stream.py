@@ -29,9 +29,11 @@ PAIR, TICKET = b"islp", b"islt"
 """What somebody says first, in the clear: before TLS with a worker, and before a ticket at a lighthouse."""
 CHUNK = 1 << 20
 """Bytes of a piece."""
-TICKET_SIZE = 16
+TICKET_SIZE = 24
 WAYS = ("direct", "relayed")
-"""How what workers say to each other goes."""
+"""How what workers say to each other goes; "relayed by worker N" where that is not the lighthouse."""
+CARRIED = (*WAYS, "relayed_by_workers")
+"""Of which a worker counts bytes: what it sends, and what it carries for others."""
 PIECE, OVER, ALIVE, KEPT, REFUSED, PASSED = range(6)
 _HEAD = struct.Struct(f"<B{len(Tag._fields) + 3}q")
 _BACK = struct.Struct("<Bq")

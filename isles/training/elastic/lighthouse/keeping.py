@@ -28,7 +28,7 @@ from isles.comm.elastic.lighthouse import GRACE, Lighthouse
 from isles.comm.elastic.links.paths import PathRow, SeatPaths, told_paths
 from isles.comm.elastic.messages import encode
 from isles.comm.elastic.orders import Assembly
-from isles.comm.elastic.p2p.stream import WAYS
+from isles.comm.elastic.p2p.stream import CARRIED
 from isles.comm.elastic.session import open_session
 from isles.comm.tcp import room_for
 from isles.durable import no_room
@@ -184,7 +184,7 @@ class RunKeeper(ABC):
 
     def links(self) -> dict[str, Any]:
         """See `ElasticSummary.links`."""
-        ways = {way: sum(one[way] for one in self.carried.values()) for way in WAYS}
+        ways = {way: sum(one[way] for one in self.carried.values()) for way in CARRIED}
         pairs = [dict(zip(_PAIR, row, strict=True)) for row in self.paths()]
         return {**ways, "relayed_here": self.lighthouse.relayed, "pairs": pairs}
 
@@ -213,7 +213,7 @@ class RunKeeper(ABC):
             self.results[seat] = self.schema("done", value, {seat})
         elif kind == "carried":
             carried = table(value, "carried")
-            self.carried[seat] = {way: integer(carried, way, 0, 1 << 62) for way in WAYS}
+            self.carried[seat] = {way: integer(carried, way, 0, 1 << 62) for way in CARRIED}
         elif kind == "paths":
             self._paths[seat] = told_paths(value)
         elif kind == "refused":

@@ -65,11 +65,12 @@ class Splices:
         self._wakes.send(b"x")
 
     def close(self) -> None:
-        """End them all."""
-        if self._thread is not None:
+        """End them all. Safe to call twice."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
             self._new.put(None)
             self._wakes.send(b"x")
-            self._thread.join(5.0)
+            thread.join(5.0)
         self._wakes.close()
         self._awake.close()
 
