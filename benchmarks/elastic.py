@@ -67,6 +67,7 @@ def router(folder: str, address: str) -> None:
         if isinstance(message, Find):
             query.reply(encode(known.find(seat, message)))
         elif isinstance(message, Listening):
+            known.joined(seat, [message.certificate])
             known.listening(seat, message, lambda answer: query.reply(encode(answer)))
 
     session.serve(ASKED, asked)
@@ -87,9 +88,9 @@ def connected(stack: ExitStack, folder: str, address: str, seat: int, size: int,
         reply, _ = session.answer(ASKED, encode(message), attachment=b"%d" % seat, seconds=seconds, urgent=True)
         return decode(reply or b"")
 
-    own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    own = credentials.own(mine.token.secret, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "own")
     entry = Entry(seat, SeatKeys(Path(folder)).of(seat))
-    pairs = Pairs(session, entry, ask, mine.token.secret, own, lease=3.0, notice=lambda line: None)
+    pairs = Pairs(session, entry, ask, own, lease=3.0, notice=lambda line: None)
     stack.callback(pairs.close)
     transport = ElasticTransport(session, seat, size, guide=pairs)
     stack.callback(transport.close)
