@@ -75,13 +75,15 @@ def router(folder: str, address: str) -> None:
         if isinstance(message, Find):
             query.reply(encode(known.find(seat, message)))
         elif isinstance(message, Listening):
+            known.joined(seat, [message.certificate])
             known.listening(seat, message, lambda answer: query.reply(encode(answer)))
 
     session.serve(ASKED, asked)
+    before = _cpu()
     print("ready", flush=True)
     sys.stdin.read()
     session.close()
-    print(json.dumps({"cpu": _cpu()}), flush=True)
+    print(json.dumps({"cpu": _cpu() - before}), flush=True)
 
 
 def connected(stack: ExitStack, folder: str, address: str, seat: int, size: int, listen: str) -> ElasticTransport:
@@ -94,9 +96,9 @@ def connected(stack: ExitStack, folder: str, address: str, seat: int, size: int,
         reply, _ = session.answer(ASKED, encode(message), attachment=b"%d" % seat, seconds=seconds, urgent=True)
         return decode(reply or b"")
 
-    own = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    own = credentials.own(mine.token.secret, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "own")
     entry = Entry(seat, SeatKeys(Path(folder)).of(seat))
-    pairs = Pairs(session, entry, ask, mine.token.secret, own, lease=3.0, notice=lambda line: None)
+    pairs = Pairs(session, entry, ask, own, lease=3.0, notice=lambda line: None)
     stack.callback(pairs.close)
     transport = ElasticTransport(session, seat, size, guide=pairs)
     stack.callback(transport.close)

@@ -193,9 +193,10 @@ class ElasticSummary:
     gifts: int
     """States given to joiners."""
     gift_bytes: int
-    links: Mapping[str, int] | None = None
-    """Bytes that workers sent to each other direct and relayed, and relayed_here, the lighthouse's own count of those,
-    with what frames and encryption add; left out on a simulated network.
+    links: Mapping[str, Any] | None = None
+    """Bytes that workers sent to each other direct and relayed; relayed_by_workers and relayed_here, what those that
+    carry for others and the lighthouse count of these, with what frames and encryption add; pairs: by each worker of
+    each peer the way, the round trip, and bytes sent and taken. Left out on a simulated network.
     """
     refused: list[dict[str, Any]] | None = None
     """By whom (-1: the lighthouse) of which seat, why and how often; left out on a simulated network."""

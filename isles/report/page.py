@@ -48,7 +48,9 @@ def counts_in_words(counts: Any) -> str:
 
 
 def bytes_in_words(links: Any) -> str:
-    """Of a table of bytes."""
+    """Of a table of bytes, without the list of pairs."""
+    if isinstance(links, Mapping):
+        links = {name: value for name, value in links.items() if name != "pairs"}
     return _listed(links, format_bytes)
 
 

@@ -81,6 +81,7 @@ def joins(world: Run) -> tuple[str, ...]:
         (["join", "127.0.0.1", "--token", "0" * 64], ["HOST:PORT"]),
         (["join", "127.0.0.1:1", "--token", "0" * 64, "--workers", "0"], ["--workers 0: choose 1"]),
         (["join", "127.0.0.1:1", "--token", "0" * 64, "--listen", "no"], ["--listen no: choose a port"]),
+        (["join", "127.0.0.1:1", "--token", "0" * 64, "--relay"], ["--relay: others must reach", "--listen PORT"]),
         (["join", "127.0.0.1:1", "--token", "0" * 64, "--workers", "9999"], ["--workers 9999: more than 8 a core"]),
         (["join", "127.0.0.1:1", "--token", "0" * 64, "--device", "gpu"], ["--device = 'gpu' is not known"]),
         (["swarm", "peer", "--join", "a:1", "--token", "0" * 64, "--device", "gpu"], ["--device = 'gpu' is not known"]),

@@ -68,7 +68,7 @@ def test_members_and_seats(tmp_path: Path) -> None:
 
 
 def test_the_page_says_what_happened(tmp_path: Path) -> None:
-    links = {"direct": 2_000_000, "relayed": 1000, "relayed_here": 1100}
+    links = {"direct": 2_000_000, "relayed": 1000, "relayed_here": 1100, "pairs": [{"by": 0}]}
     refused = [{"by": -1, "seat": 3, "reason": "<b>no numbers</b>", "times": 4}]
     summary = {"method": "noloco", "goodput": 0.953, "outcomes": {"whole": 7, "alone": 2}, "outages": 1}
     page = render_page(read_run(written(tmp_path, ENTRIES, LINES, {**summary, "links": links, "refused": refused})))

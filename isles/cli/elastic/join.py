@@ -42,6 +42,9 @@ def join(
             help="Let other workers reach this one directly, at this port; further workers: the next ports.",
         ),
     ] = None,
+    relay: Annotated[
+        bool, typer.Option("--relay", help="With --listen: carry, unread, for workers that do not reach each other.")
+    ] = False,
     apart: Annotated[int, typer.Option(hidden=True, help="Ports from one worker of an island to the next.")] = 1,
 ) -> None:
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves it after
@@ -57,13 +60,15 @@ def join(
     refuse_too_many(workers, "--workers", "start fewer")
     settings = own(data, device, set_)
     there = places(listen, workers)
+    if relay and listen is None:
+        raise ValueError("--relay: others must reach this machine; add --listen PORT")
     if workers > 1:
-        raise typer.Exit(_several(address, parsed, there, as_words(settings)))
+        raise typer.Exit(_several(address, parsed, there, [*as_words(settings), *["--relay"] * relay]))
     from isles.training.elastic.entering import Here
     from isles.training.elastic.part import take_part
 
     listening, announced = place(there[0], address)
-    here = Here(own=settings, listen=listening, announced=announced, apart=apart)
+    here = Here(own=settings, listen=listening, announced=announced, apart=apart, relays=relay)
     print(take_part(address, parsed, here, tell=tell), flush=True)
 
 

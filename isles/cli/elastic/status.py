@@ -18,7 +18,9 @@ def status(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the lighthouse is.")],
     token: RunToken = None,
 ) -> None:
-    """Show who takes part in a run, how far and how fast, by which fingerprint others know it, and what was refused."""
+    """Show who takes part in a run, how far and how fast, by which fingerprint others know it and which way it reaches
+    them, and what was refused.
+    """
     from isles.cli.elastic.asking import run_now
     from isles.cli.table import print_table
     from isles.comm.elastic.messages import RunNow
@@ -28,9 +30,18 @@ def status(
     now = run_now(address, given_token(token))
     heads, rows, names = _replicas(now) if isinstance(now, RunNow) else _swarm(now)
     print_table(Table(heads=heads, rows=rows, names=names))
+    if now.paths:
+        print_table(Table(heads=["path", "way", "round trip", "sent", "taken"], rows=[*map(_path, now.paths)], names=2))
     for by, seat, why, times in now.refused:
         whom = "somebody" if seat < 0 else f"worker {seat}"
         print(f"refused {times} times by {'the lighthouse' if by < 0 else f'worker {by}'}: {whom}: {why}")
+
+
+def _path(row: tuple[int, int, str, float, int, int]) -> list[str]:
+    from isles.report.units import format_bytes, format_seconds
+
+    by, to, way, trip, sent, taken = row
+    return [f"{by} to {to}", way or "-", format_seconds(trip) if trip else "-", format_bytes(sent), format_bytes(taken)]
 
 
 def _replicas(now: RunNow) -> tuple[list[str], list[list[str]], int]:

@@ -7,6 +7,7 @@ or `decode` refuses it with one line. Nothing of it becomes code, a path or a ty
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args
 
@@ -15,6 +16,7 @@ from pydantic_core import from_json, to_json
 
 from isles.comm.elastic.ballot import Word
 from isles.comm.elastic.identity import Fingerprint
+from isles.comm.elastic.links.paths import SeatPaths
 from isles.comm.elastic.swarm.words import Apart, Begin, Enter, Seek, StatesKept, SwarmBeat, SwarmNow, Wait
 from isles.comm.view import View
 from isles.fields import MANY, Bool, Exact, Float, Int, Ints, Str, read
@@ -201,7 +203,7 @@ class Entry(Exact):
 class Listening(Exact):
     """A worker can be reached directly, it thinks; or, at port 0 of "", it is there and not reached. host: "" where the
     lighthouse sees it; session: the name of the session that asks; certificate: its own's fingerprint; place: in its
-    island.
+    island. relays: whether it carries for others.
     """
 
     host: Str
@@ -209,6 +211,7 @@ class Listening(Exact):
     session: Str
     certificate: Fingerprint
     place: Int = 0
+    relays: Bool = False
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,8 @@ class Find(Exact):
 @dataclass(frozen=True)
 class Found(Exact):
     """The answer to `Find`. host, port: as in `Listening`, "" and 0 where it is not reached directly. certificates: as
-    in `Hello`; none where it is not there. introduction: what the worker that asked shows to `seat` (hex).
+    in `Hello`; none where it is not there. introduction: what the worker that asked shows to `seat` (hex). relay: the
+    seat, -1 for none, of who carries for the two where neither reaches the other; ticket: to be shown there (hex).
     """
 
     seat: Int
@@ -242,6 +246,8 @@ class Found(Exact):
     port: Int
     certificates: Fingerprints
     introduction: Str
+    relay: Int = -1
+    ticket: Str = ""
 
 
 @dataclass(frozen=True)
@@ -288,7 +294,7 @@ class MemberNow(Exact):
 @dataclass(frozen=True)
 class RunNow(Exact):
     """How a run of whole replicas stands. view: the newest, -1 before the first. round, last: as in `About`. refused:
-    by whom (-1: the lighthouse), of whom (-1: somebody), why, and how often.
+    by whom (-1: the lighthouse), of whom (-1: somebody), why, and how often. paths: by whom, and a `PathRow`.
     """
 
     view: Int
@@ -296,6 +302,7 @@ class RunNow(Exact):
     last: Int
     members: Annotated[tuple[MemberNow, ...], MANY]
     refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
+    paths: SeatPaths = ()
 
 
 @dataclass(frozen=True)

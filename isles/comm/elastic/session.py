@@ -236,10 +236,12 @@ class Session:
         loop.run(self._uplink.start(seconds))
         self._thread.start()
 
-    def tied(self, ticket: bytes, seconds: float) -> socket.socket:
-        """The connection to whoever comes to this client's hub with the same ticket. OSError where nobody does."""
+    def tied(self, ticket: bytes, seconds: float, where: tuple[str, int] | None = None) -> socket.socket:
+        """The connection to whoever comes to this client's hub, or to `where`, with the same ticket. OSError where
+        nobody does.
+        """
         assert self._uplink is not None
-        line = socket.create_connection(self._uplink.where, seconds)
+        line = socket.create_connection(where or self._uplink.where, seconds)
         try:
             line.sendall(TICKET + ticket)
             if line.recv(1) != TICKET[:1]:

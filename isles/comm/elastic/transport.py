@@ -23,9 +23,10 @@ from torch import Tensor
 
 from isles.comm.elastic.guards.doubts import Doubts
 from isles.comm.elastic.guards.refusals import Refusals
+from isles.comm.elastic.links.paths import MOST, PathRow
 from isles.comm.elastic.p2p.inbox import ANOTHER, Inbox, before
 from isles.comm.elastic.p2p.sending import Outgoing, OutgoingMessage, lost_peer
-from isles.comm.elastic.p2p.stream import ALIVE, KEPT, OVER, PIECE, WAYS, Stream
+from isles.comm.elastic.p2p.stream import ALIVE, CARRIED, KEPT, OVER, PIECE, Stream
 from isles.comm.elastic.session import Session
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.host_clock import OnHostClock
@@ -63,7 +64,8 @@ class ElasticTransport(OnHostClock):
     worker's in its island; it reaches the workers at the same place of other islands. beside: the transport inside the
     island; both count together, by one clock.
 
-    resent: messages sent again. carried: bytes of the messages that went out, by "direct" and "relayed".
+    resent: messages sent again. carried: bytes of the messages that went out, by "direct" and "relayed",
+    and of what went through this worker, "relayed_by_workers".
     """
 
     native = False
@@ -86,7 +88,8 @@ class ElasticTransport(OnHostClock):
             self.traffic, self._start = beside.traffic, time.perf_counter() - beside.now()
         self._room = f"isles/place/{place}" if place else "isles"
         self.rank, self.size, self.resent = seat, size, 0
-        self.carried: Counter[str] = Counter(dict.fromkeys(WAYS, 0))
+        self.carried: Counter[str] = Counter(dict.fromkeys(CARRIED, 0))
+        self._sent, self._taken = Counter[int](), Counter[int]()  # bytes by peer
         self._session, self._gone, self._back = session, gone, back
         self._guide: Connects = guide or Nowhere()
         self._meeting = threading.Lock()
@@ -121,6 +124,15 @@ class ElasticTransport(OnHostClock):
     def way(self, peer: int) -> str:
         """How this worker sends to `peer` now; "" while it does not."""
         return next((stream.way for stream in self._alive.get(peer, ()) if stream.sends), "")
+
+    def paths(self) -> list[PathRow]:
+        """Of each worker that this one has sent to or taken from, those with the most bytes first."""
+        rows = list[PathRow]()
+        with self._lock, self._meeting:
+            for peer, _ in (self._sent + self._taken).most_common(MOST):
+                trip = max((stream.round_trip for stream in self._alive.get(peer, ()) if stream.sends), default=0.0)
+                rows.append((peer, self.way(peer), round(trip, 6), self._sent[peer], self._taken[peer]))
+        return rows
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
         work = PostedWork(peer, data, self.now)
@@ -222,10 +234,16 @@ class ElasticTransport(OnHostClock):
         """That connection is broken."""
         self._goes(peer, stream)
 
-    def sent(self, way: str, size: int) -> None:
-        """So many bytes have left."""
+    def sent(self, peer: int, way: str, size: int) -> None:
+        """So many bytes have left for `peer`."""
         with self._lock:
-            self.carried[way] += size
+            self.carried[way.partition(" ")[0]] += size
+            self._sent[peer] += size
+
+    def carries(self, size: int) -> None:
+        """So many bytes went through this worker, from others to others."""
+        with self._lock:
+            self.carried["relayed_by_workers"] += size
 
     def passed(self, peer: int, tag: Tag) -> None:
         """`peer` has said that the round of `tag` is over there, and all before: nothing is sent or asked of them."""
@@ -283,6 +301,8 @@ class ElasticTransport(OnHostClock):
         except LinkLost:
             self._inbox.end(seat, head, whole=False)
             raise
+        with self._lock:
+            self._taken[seat] += head.size
         with stream.busy:
             verdict = self._inbox.end(seat, head, whole=True)
             if verdict is not None:

@@ -56,13 +56,14 @@ class Here:
 
     own: settings, see `own`. listen: (host, port) of this machine at which other workers reach this one; port 0: any.
     announced: the address that they are told; "": the one under which the lighthouse sees this machine. apart: ports
-    between one worker of an island and the next.
+    between one worker of an island and the next. relays: carry there for others.
     """
 
     own: Tables = field(default_factory=dict)
     listen: tuple[str, int] | None = None
     announced: str = ""
     apart: int = 1
+    relays: bool = False
 
 
 def train(worker: Participant, address: str, tell: Callable[[str], None]) -> str:
@@ -196,7 +197,8 @@ def connect(
     stack.callback(pairs.close)
     if here.listen is not None:
         host, port = here.listen
-        pairs.listen(host, port + place * here.apart if port else 0, announced=here.announced)
+        port = port + place * here.apart if port else 0
+        pairs.listen(host, port, announced=here.announced, relays=here.relays)
     transport = ElasticTransport(
         session,
         entry.seat,

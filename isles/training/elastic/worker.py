@@ -16,7 +16,8 @@ from isles.comm.elastic.cells import Batch
 from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven
 from isles.comm.elastic.guards.refusals import Refusals, together, told_rows
-from isles.comm.elastic.p2p.stream import WAYS
+from isles.comm.elastic.links.paths import MOST, told_paths
+from isles.comm.elastic.p2p.stream import CARRIED
 from isles.comm.elastic.rounds.decision import Decision, DecisionKind
 from isles.comm.elastic.rounds.island import IslandGroup
 from isles.comm.elastic.rounds.leader import RoundLeader
@@ -246,14 +247,17 @@ class ElasticWorker:
 
     def counted(self, said: Decision) -> dict[str, Any]:
         """carried: bytes that all of an island have sent to others, by the way that they went. refused: what all of
-        them have refused.
+        them have refused. paths: of each worker of it.
         """
         transport = self._alone.transport
         assert isinstance(transport, ElasticTransport)
-        told = self._places.gather(*(transport.carried[way] for way in WAYS))
-        carried = {way: sum(numbers) for way, numbers in zip(WAYS, zip(*told, strict=True), strict=True)}
-        refused = self._places.gather_text(json.dumps(self.refusals.rows()).encode("ascii"))
-        return {"carried": carried, "refused": together(told_rows(parse_json(one)) for one in refused)}
+        told = self._places.gather(*(transport.carried[way] for way in CARRIED))
+        carried = {way: sum(numbers) for way, numbers in zip(CARRIED, zip(*told, strict=True), strict=True)}
+        rows = [self.refusals.rows(), transport.paths()]
+        told = [parse_json(one) for one in self._places.gather_text(json.dumps(rows).encode("ascii"))]
+        paths = [row for _, one in told for row in told_paths(one)]
+        refused = together(told_rows(one) for one, _ in told)
+        return {"carried": carried, "refused": refused, "paths": sorted(paths, key=lambda row: -row[3])[:MOST]}
 
     def judge(self, file: Path) -> float | None:
         """Validation loss of the one model, which is in `file`. ValueError where it does not fit this run's."""

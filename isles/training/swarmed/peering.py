@@ -282,4 +282,5 @@ class SeatedPeer:
             self._refused.note(seat, told[seat])
         self._named |= told.keys()
         self.line.report({"carried": dict(self._transport.carried)})
+        self.line.report({"paths": self._transport.paths()})
         self.line.report({"refused": self._refused.rows()})

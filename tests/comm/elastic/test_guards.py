@@ -11,6 +11,7 @@ from isles.comm.elastic.guards.doubts import Doubts
 from isles.comm.elastic.guards.presence import SILENT, Presence
 from isles.comm.elastic.guards.rates import Admissions
 from isles.comm.elastic.guards.refusals import OTHERS, Refusals, told_rows
+from isles.comm.elastic.links.paths import told_paths
 from isles.comm.elastic.session import open_session
 from tests.comm.elastic.sessions import router
 
@@ -31,6 +32,18 @@ def test_what_a_stranger_writes_fills_no_memory() -> None:
 def test_what_is_told_of_refusals_is_looked_at(told: object) -> None:
     with pytest.raises(ValueError, match="none"):
         told_rows(told)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[], [1, "direct", 0.1, 5], [-1, "", 0, 0, 0], [1, "\x1b", 0, 0, 0], [1, "", -1, 0, 0], [1, "", 0, 0.5, 0]],
+)
+def test_what_is_told_of_paths_is_looked_at(row: list[object]) -> None:
+    whole = [1, "direct", 0.1, 5, 6]
+    assert told_paths([whole] * 256) == [tuple(whole)] * 256
+    for told in (None, [whole, row], [whole] * 257):
+        with pytest.raises(ValueError, match="none"):
+            told_paths(told)
 
 
 def test_an_address_has_its_turns_and_more_with_time() -> None:

@@ -19,6 +19,7 @@ PURE = [
     "calls",
     "cells",
     "guards/stalls",
+    "links/paths",
     "identity",
     "guards/strikes",
     "lasting/journalled",

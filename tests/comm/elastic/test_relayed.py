@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 
 from isles.comm import credentials
 from isles.comm.elastic.lasting.journalled import of_another_version
 from isles.comm.elastic.links.relayed import RelayCount
+from isles.comm.elastic.messages import Find
+from isles.comm.elastic.p2p.stream import TICKET_SIZE
+from isles.comm.elastic.p2p.ties import new_ticket
 from isles.comm.elastic.session import open_router, open_session
 from isles.comm.tags import Tag
-from tests.comm.elastic.sessions import router, settled, workers
+from tests.comm.elastic.sessions import router, settled, vanish, workers
 
 MUCH = 3_000_000  # bytes
 
@@ -57,6 +62,54 @@ def test_a_worker_that_ends_has_relayed_what_it_has(tmp_path: Path) -> None:
         two.close()
         pair.sessions[1].close()
         assert 1.0 <= pair.router.relayed / MUCH <= 1.02
+
+
+def test_a_worker_carries_for_two_that_do_not_reach_each_other(tmp_path: Path) -> None:
+    """All of it, by its own count; the lighthouse takes over once it is gone, in the middle of a message."""
+    with workers(tmp_path, 3) as trio:
+        carries, one, two = trio
+        trio.pairs[0].listen("127.0.0.1", 0, relays=True)
+
+        def exchanged(round: int) -> None:
+            sent = [torch.full((MUCH,), round + me, dtype=torch.uint8) for me in (1, 2)]
+            got = [torch.empty_like(data) for data in sent]
+            works = [one.send(2, sent[0], Tag("outer", round)), two.send(1, sent[1], Tag("outer", round))]
+            works += [two.recv(1, got[0], Tag("outer", round)), one.recv(2, got[1], Tag("outer", round))]
+            settled(*works, seconds=20.0)
+            assert not any(work.error for work in works)
+            assert all(map(torch.equal, sent, got))
+
+        exchanged(1)
+        assert one.way(2) == two.way(1) == "relayed by worker 0" and one.carried["relayed"] == MUCH
+        assert 1.0 <= carries.carried["relayed_by_workers"] / (2 * MUCH) <= 1.02
+        assert trio.router.relayed < MUCH / 100
+        began = one.send(2, torch.ones(20 * MUCH, dtype=torch.uint8), Tag("outer", 2))
+        vanish(carries)
+        settled(two.recv(1, torch.empty(20 * MUCH, dtype=torch.uint8), Tag("outer", 2)), began, seconds=20.0)
+        assert began.error is None
+        exchanged(3)
+        assert one.way(2) == two.way(1) == "relayed" and not one.lost & {2} and not two.lost & {1}
+
+
+def test_only_what_the_lighthouse_gave_makes_two_connections_one_and_once(tmp_path: Path) -> None:
+    with workers(tmp_path, 3) as trio:
+        trio.pairs[0].listen("127.0.0.1", 0, relays=True)
+        found = trio.known.whereabouts.find(1, Find(2))
+        there = trio.known.whereabouts.find(1, Find(0))
+        assert found.relay == 0 and there.relay == -1  # nobody carries for itself
+        where, good = (there.host, there.port), bytes.fromhex(found.ticket)
+        other = new_ticket(trio.known.keys.of(1).encode("ascii"))
+        for ticket in (bytes(TICKET_SIZE), other, good[:-1] + bytes([good[-1] ^ 1])):
+            with pytest.raises(OSError):
+                trio.sessions[1].tied(ticket, 5.0, where)
+        with ThreadPoolExecutor(2) as threads:
+            ends = [threads.submit(end.tied, good, 5.0, where) for end in trio.sessions[1:]]
+            one, two = (end.result() for end in ends)
+        with one, two:
+            one.sendall(b"hello")
+            assert two.recv(5) == b"hello"
+        with pytest.raises(OSError):
+            trio.sessions[1].tied(good, 5.0, where)
 
 
 def test_the_address_may_be_a_number_of_ipv6_or_a_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from isles.comm import credentials
 from isles.comm.collectives.basic import all_done
 from isles.comm.credentials import Token
 from isles.comm.elastic.control import Query
+from isles.comm.elastic.links.paths import told_paths
 from isles.comm.elastic.p2p.inbox import EARLY
 from isles.comm.elastic.p2p.stream import CHUNK
 from isles.comm.elastic.session import open_router, open_session
@@ -71,6 +73,10 @@ def test_pairs_of_all_sizes_at_once(tmp_path: Path, direct: bool) -> None:
         assert all(torch.equal(sent, got) for sent, got in checks)
         way = "direct" if direct else "relayed"
         assert all(one.carried == Counter({way: sum(sizes), "relayed": sum(sizes) * (not direct)}) for one in pair)
+        assert within(10.0, lambda: all(one.paths()[0][2] for one in pair))  # a quarter of a lease later
+        for me, one in enumerate(pair):
+            ((peer, told, round_trip, *counts),) = told_paths(json.loads(json.dumps(one.paths())))
+            assert (peer, told, counts) == (1 - me, way, [sum(sizes), sum(sizes)]) and 0 < round_trip < 0.1
 
 
 def test_an_answer_that_does_not_come_is_no_refusal(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from isles.comm.elastic.keys import ASKED, HELLO, TIES, TOLD, gift_at, sealed, s
 from isles.comm.elastic.messages import Entry, Find, Found, Hello, decode, encode
 from isles.comm.elastic.net.words import Frame, FrameKind, packed
 from isles.comm.elastic.p2p.possession import show
-from isles.comm.elastic.p2p.stream import Head, PairHello, Stream, as_dialler
+from isles.comm.elastic.p2p.stream import TICKET_SIZE, Head, PairHello, Stream, as_dialler
 from isles.comm.elastic.session import Session, open_session
 from isles.comm.sockets.frames import HEAD, MARK, URGENT
 from isles.comm.sockets.lost import LinkLost
@@ -101,9 +101,9 @@ class Attacker:
         """Ask the victim to dial somebody."""
         return self.ask(f"isles/mail/{self.victim}", said, word)
 
-    def called(self, seat: int, place: int = 0, ticket: bytes = bytes(16)) -> tuple[bytes, bytes]:
+    def called(self, seat: int, place: int = 0, ticket: bytes = bytes(TICKET_SIZE)) -> tuple[bytes, bytes]:
         """What one says to be dialled, in the name of a seat, and the proof that this one can make."""
-        said = struct.pack("<qH16s", seat, place, ticket)
+        said = struct.pack("<qHq24s", seat, place, -1, ticket)
         return said, sealed(self.introduction, b"isles dials\0", said)
 
     @contextmanager

@@ -32,7 +32,7 @@ from isles.comm.elastic.messages import (
     decode,
     encode,
 )
-from isles.comm.elastic.p2p.stream import CHUNK, KEPT, PIECE, REFUSED, Head
+from isles.comm.elastic.p2p.stream import CHUNK, KEPT, PIECE, REFUSED, TICKET_SIZE, Head
 from isles.comm.elastic.session import open_session
 from isles.comm.sockets.lost import LinkLost
 from isles.comm.sockets.proof import TokenRefused
@@ -216,7 +216,7 @@ def a_pair_in_the_name_of_another(one: Attacker) -> None:
 @case("engine")
 def a_ticket_of_nobody(one: Attacker) -> None:
     with pytest.raises(OSError):
-        one.session.tied(bytes(16), 5.0)
+        one.session.tied(bytes(TICKET_SIZE), 5.0)
 
 
 # A member.

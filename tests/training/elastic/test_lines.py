@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks._machines import Machine, machines, unavailable
+from isles.comm.elastic.lasting.journalled import RELAYED
 from isles.models import build
 from isles.training.config.reading import read_config
 from isles.training.config.world import ElasticConfig
@@ -74,6 +78,10 @@ def test_workers_without_a_route_to_each_other(tmp_path: Path, three: tuple[Mach
         models.append(load_file(str(world.out / "model.safetensors")))
     direct, relayed = ways
     print(ways)
+    for name, told in (("direct", direct), ("relayed", relayed)):
+        assert sorted((pair["by"], pair["to"], pair["way"]) for pair in told["pairs"]) == [(0, 1, name), (1, 0, name)]
+        assert all(pair["round_trip"] > 0 for pair in told["pairs"])
+        assert sum(pair["sent"] for pair in told["pairs"]) == told[name]
     assert direct["relayed"] == 0 and relayed["direct"] == 0
     assert direct["direct"] == relayed["relayed"]
     assert 1.0 <= relayed["relayed_here"] / relayed["relayed"] <= 1.02
@@ -94,6 +102,39 @@ def test_a_port_that_nobody_reaches(tmp_path: Path, three: tuple[Machine, ...]) 
         assert "warning: relayed: the lighthouse does not reach port 29500 of 10.250.0.1" in world.logs()
     finally:
         world.end()
+
+
+@pytest.mark.long
+def test_a_worker_that_carries_for_two_others_is_killed(tmp_path: Path) -> None:
+    """It carries all that they say to each other, and they go on over the lighthouse."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        light, *places = stack.enter_context(machines(4))
+        settings = [*ROUND, "model.d_model=128", "model.ffn=512", "replicas.sync_every=10"]
+        world = Processes(tmp_path, *settings, founders=3, host=light.address, on=light.enter)
+        stack.callback(world.end)
+        carries = world.join("--listen", f"{places[0].address}:29500", "--relay", on=places[0].enter)
+        world.until(lambda: "others reach this worker directly" in world.logs())
+        others = [world.join(on=place.enter) for place in places[1:]]
+        ask = [*light.enter, sys.executable, "-m", "isles", "status", world.address, "--token", world.token]
+
+        def ways() -> dict[str, str]:
+            """By "0 to 1", where a round trip is known and something came."""
+            told = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60.0).stdout
+            rows = [re.split("  +", line.strip()) for line in told.splitlines() if " to " in line]
+            return {pair: way for pair, way, trip, _, taken in rows if trip != "-" and taken != "0 B"}
+
+        world.until(lambda: len(ways()) == 6)
+        assert ways() == {
+            f"{one} to {other}": "direct" if 0 in (one, other) else "relayed by worker 0"
+            for one, other in permutations(range(3), 2)
+        }
+        assert not events(world.out, RELAYED)  # which the journal gets with the first MB
+        carries.kill()
+        world.until(lambda: ways().items() >= {("1 to 2", "relayed"), ("2 to 1", "relayed")})
+        world.until(lambda: events(world.out, RELAYED))
+        assert all(worker.poll() is None for worker in others)
 
 
 def kill(worker: subprocess.Popen[bytes], _: Machine) -> None:

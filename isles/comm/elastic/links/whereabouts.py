@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from isles.comm.elastic.keys import SeatKeys, introduction
 from isles.comm.elastic.messages import Find, Found, Listening, Reached
+from isles.comm.elastic.p2p.ties import new_ticket
 from isles.comm.sockets import loop
 from isles.comm.sockets.reachable import echo_failure
 
@@ -35,6 +37,7 @@ class Whereabouts:
         self.addresses: dict[SeatPlace, str] = {}
         self._trying = asyncio.Semaphore(_AT_ONCE)
         self._busy: set[SeatPlace] = set()
+        self._relays: set[SeatPlace] = set()  # who carry for others
 
     def joined(self, seat: int, certificates: Sequence[str]) -> None:
         """Whoever has this seat shows these certificates, see `Hello`."""
@@ -44,11 +47,19 @@ class Whereabouts:
         """The way from a worker of the seat `asker` to another one."""
         there = self._known.get((find.seat, find.place))
         word = introduction(self._keys.of(find.seat), asker).hex()
-        return Found(find.seat, *(there or ("", 0)), self._certificates.get(find.seat, ()) if there else (), word)
+        certificates = self._certificates.get(find.seat, ()) if there else ()
+        found = Found(find.seat, *(there or ("", 0)), certificates, word)
+        both = {asker, find.seat}
+        relays = sorted(seat for seat, place in [*self._relays] if place == find.place and seat not in both)
+        if not relays:
+            return found
+        relay = relays[sum(both) % len(relays)]
+        return replace(found, relay=relay, ticket=new_ticket(self._keys.of(relay).encode("ascii")).hex())
 
     def forget(self, seat: int, place: int) -> None:
         """Forget where that worker listens, for it may not any more."""
         self._known.pop((seat, place), None)
+        self._relays.discard((seat, place))
         self.addresses.pop((seat, place), None)
 
     def listening(self, seat: int, said: Listening, answer: Callable[[Reached], None]) -> None:
@@ -66,6 +77,7 @@ class Whereabouts:
         seen = self._seen(said.session)
         if seat >= 0:
             self._known[place], self.addresses[place] = ("", 0), seen
+            self._relays.discard(place)
         if not is_reached:
             answer(Reached(host, 0, "", seen))
             return
@@ -76,6 +88,8 @@ class Whereabouts:
                 why = await echo_failure(host, said.port, said.certificate)
             if not why and seat >= 0:
                 self._known[place] = host, said.port
+                if said.relays:
+                    self._relays.add(place)
             self._busy.discard(place)
             answer(Reached(host, said.port, why, seen))
 

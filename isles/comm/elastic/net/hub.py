@@ -22,11 +22,10 @@ from typing import NamedTuple
 from isles.comm.credentials import Credentials
 from isles.comm.elastic.guards.refusals import Refusals
 from isles.comm.elastic.keys import PRESENT_AS_SEATS, SERVED_BY_SEATS
-from isles.comm.elastic.net.splice import Splices
 from isles.comm.elastic.net.words import LONGEST, Frame, FrameKind, frame_of, packed
-from isles.comm.elastic.p2p.stream import TICKET, TICKET_SIZE
+from isles.comm.elastic.p2p.ties import Ties, new_ticket
 from isles.comm.sockets.connection import Connection
-from isles.comm.sockets.listener import Listener, peeked
+from isles.comm.sockets.listener import Listener
 from isles.comm.sockets.lost import SILENCE
 
 _LOG = logging.getLogger(__name__)
@@ -76,16 +75,16 @@ class Hub:
         self._questions: dict[int, _Question] = {}
         self._numbers = count(1)
         self._lines: dict[asyncio.Task[None], Connection] = {}
-        self._tickets: dict[bytes, socket.socket | None] = {}  # and who came with it first
-        self._splices = Splices(self._carry)
+        self._key = secrets.token_bytes(32)
+        self._ties = Ties(self._key, self._carry)
         self._listener = Listener(
-            listening, self._admit, seconds=SILENCE, mine=mine, refused=self._turned_away, raw=self._tie
+            listening, self._admit, seconds=SILENCE, mine=mine, refused=self._turned_away, raw=self._ties.take
         )
 
     def close(self) -> None:
         """Let nobody in any more; not for the loop's thread."""
         self._listener.__exit__()
-        self._splices.close()
+        self._ties.close()
 
     async def end(self) -> None:
         """Close the connections once what was said has left."""
@@ -168,40 +167,9 @@ class Hub:
     def _turned_away(self, address: str, why: str) -> None:
         _LOG.debug("turned away %s: %s", address, why)
 
-    # Pairs of which neither reaches the other
-
     def ticket(self) -> bytes:
-        """With which two connections that come soon become one."""
-        ticket = secrets.token_bytes(TICKET_SIZE)
-        self._tickets[ticket] = None
-        asyncio.get_running_loop().call_later(SILENCE, self._expire, ticket)
-        return ticket
-
-    async def _tie(self, connection: socket.socket) -> bool:
-        if not await peeked(connection, TICKET):
-            return False
-        ticket, own = b"", asyncio.get_running_loop()
-        while len(ticket) < TICKET_SIZE:
-            piece = await own.sock_recv(connection, TICKET_SIZE - len(ticket))
-            if not piece:
-                raise EOFError
-            ticket += piece
-        if ticket not in self._tickets:
-            raise ConnectionError("a ticket of nobody")
-        first = self._tickets[ticket]
-        if first is None:
-            self._tickets[ticket] = connection
-            return True
-        del self._tickets[ticket]
-        for end in (first, connection):
-            end.send(TICKET[:1])
-        self._splices.add(first, connection)
-        return True
-
-    def _expire(self, ticket: bytes) -> None:
-        first = self._tickets.pop(ticket, None)
-        if first is not None:
-            first.close()
+        """For a pair of which neither reaches the other."""
+        return new_ticket(self._key)
 
     def _carry(self, size: int) -> None:
         self.relayed += size

@@ -2,7 +2,8 @@
 
     direct     the sender dials, where the lighthouse knows that the other one is reached; or is dialled by it, where it
                is itself
-    relayed    both dial the lighthouse with one ticket, which makes the two connections one
+    relayed    both dial a worker that carries for others, else the lighthouse, with one ticket, which makes the two
+               connections one
 
 The lighthouse vouches for the certificate of each worker by its fingerprint, which the dialler compares, and gives it
 an introduction, the knowledge of which both prove inside TLS. What it has said is kept, so that two who have met go on
@@ -11,7 +12,6 @@ without it. Which way it goes is told in a line.
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
 import socket
@@ -20,7 +20,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -30,13 +29,13 @@ from isles.comm.elastic.identity import identity_of
 from isles.comm.elastic.keys import LIT, TIES, introduction, sealed
 from isles.comm.elastic.messages import Entry, Find, Found, Listening, Reached
 from isles.comm.elastic.p2p.known import KnownMembers
+from isles.comm.elastic.p2p.listening import PairListener
 from isles.comm.elastic.p2p.possession import show, shown
 from isles.comm.elastic.p2p.stream import PAIR, TICKET_SIZE, PairHello, Stream, as_dialler, as_host, tuned
+from isles.comm.elastic.p2p.ties import Ties
 from isles.comm.elastic.session import Session
 from isles.comm.sockets.addresses import written
-from isles.comm.sockets.listener import MOST, peeked
-from isles.comm.sockets.lost import SILENCE, LinkLost
-from isles.comm.sockets.reachable import EchoServer
+from isles.comm.sockets.lost import LinkLost
 from isles.comm.view import View
 
 _TRIED = 20.0  # seconds for the lighthouse's answer, which tries the address meanwhile
@@ -45,7 +44,8 @@ _CALL = 5.0  # seconds until one that was asked to dial has
 _TICKET = 8.0  # seconds until the other one has come to the lighthouse
 _LOOK = 30.0  # seconds until one that was not reached is dialled again
 _AT_ONCE = 16  # others that this worker dials because they have asked
-_SAID = struct.Struct(f"<qH{TICKET_SIZE}s")
+_SAID = struct.Struct(f"<qHq{TICKET_SIZE}s")
+_LIGHTHOUSE = -1
 _ASKS = b"isles dials\0"
 _SEATS = 1 << 20
 
@@ -61,37 +61,13 @@ class PairedTransport(Protocol):
         """`seat` sends on `stream`, from now on."""
         ...
 
+    def carries(self, size: int) -> None:
+        """So many bytes went through this worker, from others to others."""
+        ...
+
     def cut(self, seat: int) -> None:
         """Break off all connections with `seat`; they are made anew."""
         ...
-
-
-class PairListener(EchoServer):
-    """Listens at host:port for other workers; port 0: any. welcome: called, in a thread of its own, with each that
-    begins as one does; others get the echo by which the lighthouse sees that `name` is reached. ValueError where the
-    address cannot be had.
-    """
-
-    def __init__(self, host: str, port: int, name: str, welcome: Callable[[socket.socket], object]) -> None:
-        self._welcome = welcome
-        self._threads = ThreadPoolExecutor(MOST, "isles-welcomes")
-        super().__init__(host, port, name, SILENCE, self._attends)
-
-    def close(self) -> None:
-        """Stop listening."""
-        self.__exit__()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _attends(self, connection: socket.socket) -> bool:
-        if not await peeked(connection, PAIR):
-            return False
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._welcome, connection)
-        except BaseException:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # its thread waits for nothing any more
-            raise
-        return True
 
 
 class Pairs:
@@ -123,7 +99,7 @@ class Pairs:
         self._known = KnownMembers(entry.seat, identity_of(self._shows), session.refused, notice)
         self._transport: PairedTransport | None = None
         self._listener: PairListener | None = None
-        self._listens, self._announced = False, ""
+        self._listens, self._announced, self._relays = False, "", False
         self._found: dict[int, Found] = {}
         self._ways: dict[int, str] = {}  # what was said of each
         self._unreached: dict[int, float] = {}  # since when
@@ -134,13 +110,14 @@ class Pairs:
         self._lit: list[bool] = []  # how the lighthouse came and went, since it was last told where this worker is
         self._closed = False
 
-    def listen(self, host: str, port: int, *, announced: str = "") -> None:
+    def listen(self, host: str, port: int, *, announced: str = "", relays: bool = False) -> None:
         """Be reached at port `port` of this machine's address `host`; announced: the address for others, "" where the
-        lighthouse sees this machine. Says whether the lighthouse reaches it. ValueError where the address cannot be
-        had.
+        lighthouse sees this machine. relays: carry for others. Says whether the lighthouse reaches it. ValueError where
+        the address cannot be had.
         """
-        self._listener = PairListener(host, port, self._mine.token.fingerprint, self._welcome)
-        self._announced = announced
+        ties = Ties(self._entry.key.encode("ascii"), self._carried) if relays else None
+        self._listener = PairListener(host, port, self._mine.token.fingerprint, self._welcome, ties)
+        self._announced, self._relays = announced, relays
         self._announce()
 
     def start(self, transport: PairedTransport) -> None:
@@ -195,7 +172,7 @@ class Pairs:
         if not soon:
             return None
         try:
-            return self._stream(peer, self._relayed(peer, found), "relayed")
+            return self._stream(peer, *self._relayed(peer, found))
         except OSError as error:
             raise LinkLost(str(error)) from None
 
@@ -229,7 +206,7 @@ class Pairs:
         with self._changed:
             self._awaits.add(peer)
         try:
-            self._call(peer, found, bytes(TICKET_SIZE))
+            self._call(peer, found, _LIGHTHOUSE, bytes(TICKET_SIZE))
             with self._changed:
                 self._changed.wait_for(lambda: self._came.get(peer) or self._closed, _CALL)
                 if came := self._came.pop(peer, []):
@@ -239,13 +216,27 @@ class Pairs:
             with self._changed:
                 self._awaits.discard(peer)
 
-    def _relayed(self, peer: int, found: Found) -> ssl.SSLSocket:
+    def _relayed(self, peer: int, found: Found) -> tuple[ssl.SSLSocket, str]:
+        """And by whom, in words."""
+        if found.relay >= 0:
+            with suppress(OSError, LinkLost, ValueError):
+                line = self._tied(peer, found, found.relay, bytes.fromhex(found.ticket))
+                return line, f"relayed by worker {found.relay}"
         ticket, _ = self._session.answer(TIES, b"", seconds=_CALL, urgent=True)
         if not ticket or len(ticket) != TICKET_SIZE:
             raise LinkLost("the lighthouse does not answer")
-        self._call(peer, found, ticket)
-        line = tuned(self._session.tied(ticket, _TICKET))
-        return self._shown(line, found, sends=True)
+        return self._tied(peer, found, _LIGHTHOUSE, ticket), "relayed"
+
+    def _tied(self, peer: int, found: Found, relay: int, ticket: bytes) -> ssl.SSLSocket:
+        self._call(peer, found, relay, ticket)
+        return self._shown(self._meet(relay, ticket), found, sends=True)
+
+    def _meet(self, relay: int, ticket: bytes) -> socket.socket:
+        """The connection to whoever comes with the same ticket to the worker of that seat, or the lighthouse."""
+        there = None if relay < 0 else self._find(relay)
+        if relay >= 0 and (there is None or not there.host):
+            raise LinkLost("who was to carry is not reached")
+        return tuned(self._session.tied(ticket, _TICKET, None if there is None else (there.host, there.port)))
 
     def _shown(self, line: socket.socket, found: Found, *, sends: bool) -> ssl.SSLSocket:
         host = found.certificates[self._place]
@@ -253,9 +244,9 @@ class Pairs:
         show(talk, self._mine, self._shows, host)
         return talk
 
-    def _call(self, peer: int, found: Found, ticket: bytes) -> None:
-        """Have `peer` dial this worker, or the lighthouse with a ticket. LinkLost where it does not answer."""
-        said = _SAID.pack(self._entry.seat, self._place, ticket)
+    def _call(self, peer: int, found: Found, relay: int, ticket: bytes) -> None:
+        """Have `peer` dial this worker, or with a ticket who carries for both. LinkLost where it does not answer."""
+        said = _SAID.pack(self._entry.seat, self._place, relay, ticket)
         proof = sealed(bytes.fromhex(found.introduction), _ASKS, said)
         try:
             reply, _ = self._session.answer(self._key(peer), said, attachment=proof, seconds=_CALL, urgent=True)
@@ -289,8 +280,8 @@ class Pairs:
             note(-1, "no message of this library")
             query.refuse(b"never")
             return
-        seat, place, ticket = _SAID.unpack(query.payload)
-        if not 0 <= seat < _SEATS or place != self._place:
+        seat, place, relay, ticket = _SAID.unpack(query.payload)
+        if not 0 <= seat < _SEATS or place != self._place or not _LIGHTHOUSE <= relay < _SEATS:
             note(-1, "a message of nobody who is there")
             query.refuse(b"later")
         elif not hmac.compare_digest(query.attachment, sealed(self.expected(seat), _ASKS, query.payload)):
@@ -300,14 +291,15 @@ class Pairs:
             query.refuse(b"later")
         else:
             query.reply()
-            threading.Thread(target=self._go, args=(seat, ticket), name=f"isles-dials-{seat}", daemon=True).start()
+            threading.Thread(
+                target=self._go, args=(seat, relay, ticket), name=f"isles-dials-{seat}", daemon=True
+            ).start()
 
-    def _go(self, seat: int, ticket: bytes) -> None:
+    def _go(self, seat: int, relay: int, ticket: bytes) -> None:
         try:
             with suppress(OSError, LinkLost):
                 if ticket != bytes(TICKET_SIZE):
-                    line = tuned(self._session.tied(ticket, _TICKET))
-                    self._take(seat, self._let_in(line, seat)[0], "relayed")
+                    self._take(seat, self._let_in(self._meet(relay, ticket), seat)[0], "relayed")
                 elif (found := self._find(seat)) is not None and found.host:
                     self._take(seat, self._dial(found, sends=False), "direct")
         finally:
@@ -348,12 +340,21 @@ class Pairs:
         else:
             self._transport.take(seat, Stream(talk, way, self._lease))
 
+    def _carried(self, size: int) -> None:
+        if self._transport is not None:
+            self._transport.carries(size)
+
     # What the lighthouse is told
 
     def _announce(self) -> None:
         port = 0 if self._listener is None else self._listener.port
         said = Listening(
-            self._announced if port else "", port, self._session.name(), self._mine.token.fingerprint, self._place
+            self._announced if port else "",
+            port,
+            self._session.name(),
+            self._mine.token.fingerprint,
+            self._place,
+            self._relays,
         )
         answer = self._ask(said, _TRIED)
         if isinstance(answer, Reached):

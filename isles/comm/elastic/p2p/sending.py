@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from isles.comm.elastic.p2p.stream import ALIVE, CHUNK, KEPT, PASSED, PIECE, REFUSED, Head, Stream
+from isles.comm.elastic.p2p.stream import CHUNK, KEPT, PASSED, PIECE, REFUSED, Head, Stream
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.sockets.lost import LinkLost
@@ -42,8 +42,8 @@ class Carrier(Protocol):
         """That connection is broken."""
         ...
 
-    def sent(self, way: str, size: int) -> None:
-        """So many bytes have left."""
+    def sent(self, peer: int, way: str, size: int) -> None:
+        """So many bytes have left for `peer`."""
         ...
 
     def passed(self, peer: int, tag: Tag) -> None:
@@ -146,13 +146,13 @@ class Outgoing:
             self._waiting = [*self._messages]
             is_over = self._over is not None
         try:
-            said = time.monotonic()
+            said = -stream.lease  # how long a word takes is asked soon
             while not is_over:
                 number = self._next()
                 if number is not None:
                     self._send(stream, number)
                 elif time.monotonic() - said > stream.lease / 4:
-                    self._heard(stream.send(Head(ALIVE)))
+                    self._heard(stream.probe())
                     said = time.monotonic()
                 else:
                     self._heard(stream.wait(stream.lease / 4))
@@ -185,7 +185,7 @@ class Outgoing:
             if number not in self._messages:
                 break
             heard = stream.send(Head(message.kind, number, offset, total, message.tag), piece)
-            self._carrier.sent(stream.way, len(piece))
+            self._carrier.sent(self._peer, stream.way, len(piece))
             self._heard(heard)
         self._sending = -1
 

@@ -29,9 +29,11 @@ PAIR, TICKET = b"islp", b"islt"
 """What somebody says first, in the clear: before TLS with a worker, and before a ticket at a lighthouse."""
 CHUNK = 1 << 20
 """Bytes of a piece."""
-TICKET_SIZE = 16
+TICKET_SIZE = 24
 WAYS = ("direct", "relayed")
-"""How what workers say to each other goes."""
+"""How what workers say to each other goes; "relayed by worker N" where that is not the lighthouse."""
+CARRIED = (*WAYS, "relayed_by_workers")
+"""Of which a worker counts bytes: what it sends, and what it carries for others."""
 PIECE, OVER, ALIVE, KEPT, REFUSED, PASSED = range(6)
 _HEAD = struct.Struct(f"<B{len(Tag._fields) + 3}q")
 _BACK = struct.Struct("<Bq")
@@ -64,11 +66,11 @@ class PairHello(NamedTuple):
 
 class Stream:
     """A connection after its handshake. lease: seconds of silence until it counts as broken. sends: whether this end
-    does.
+    does. round_trip: the shortest so far in seconds, for the end that sends; 0 while unknown.
     """
 
     def __init__(self, line: ssl.SSLSocket, way: str, lease: float) -> None:
-        self.way, self.sends, self.lease = way, False, lease
+        self.way, self.sends, self.lease, self.round_trip = way, False, lease, 0.0
         self._line, self._moment = line, lease / 4
         self._heard = self._said = time.monotonic()
         line.settimeout(self._moment)  # a glance at who has fallen silent
@@ -105,6 +107,10 @@ class Stream:
         self._awake.close()
 
     # The end that sends
+
+    def probe(self) -> list[tuple[int, int]]:
+        """Have the other end show that it is there: it says back when it was asked. As `send`."""
+        return self.send(Head(ALIVE, time.monotonic_ns()))
 
     def send(self, head: Head, data: memoryview | bytes = b"") -> list[tuple[int, int]]:
         """Send a piece; (kind, number) of what was said back meanwhile. LinkLost where it breaks or is silent."""
@@ -147,7 +153,13 @@ class Stream:
         if time.monotonic() - self._heard > self.lease:
             self._ended = f"no sign of life for {self.lease:g} s"
         whole = len(self._back) // _BACK.size * _BACK.size
-        words = [word for word in _BACK.iter_unpack(bytes(self._back[:whole])) if word[0] != ALIVE]
+        words = list[tuple[int, int]]()
+        for kind, number in _BACK.iter_unpack(bytes(self._back[:whole])):
+            trip = (time.monotonic_ns() - number) / 1e9
+            if kind != ALIVE:
+                words.append((kind, number))
+            elif 0 < trip < self.lease:  # else it has said so unasked
+                self.round_trip = min(self.round_trip or trip, trip)
         del self._back[:whole]
         if self._ended and not words:  # what was said before counts
             raise LinkLost(self._ended)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from isles.comm.elastic.links.paths import SeatPaths
 from isles.fields import MANY, Bool, Exact, Float, Int, Ints, Str
 
 ANY = -1
@@ -102,7 +103,7 @@ class PeerNow(Exact):
 class SwarmNow(Exact):
     """How a swarm stands. wanted: what nothing can begin without, "" where it has begun. since: seconds since the
     newest step ended, -1 before the first. kept: the newest step of which the lighthouse keeps all stages' states.
-    refused: by whom, of whom, why, and how often, as in `RunNow`. clustered: whether it is a run in clusters.
+    refused, paths: as in `RunNow`. clustered: whether it is a run in clusters.
     """
 
     epoch: Int
@@ -114,3 +115,4 @@ class SwarmNow(Exact):
     peers: Annotated[tuple[PeerNow, ...], MANY]
     refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
     clustered: Bool
+    paths: SeatPaths = ()

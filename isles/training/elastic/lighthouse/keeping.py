@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,9 +25,10 @@ from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, take
 from isles.comm.elastic.journal import NAME, Journal
 from isles.comm.elastic.keys import LIGHTHOUSE, STATUS, SeatKeys
 from isles.comm.elastic.lighthouse import GRACE, Lighthouse
+from isles.comm.elastic.links.paths import PathRow, SeatPaths, told_paths
 from isles.comm.elastic.messages import encode
 from isles.comm.elastic.orders import Assembly
-from isles.comm.elastic.p2p.stream import WAYS
+from isles.comm.elastic.p2p.stream import CARRIED
 from isles.comm.elastic.session import open_router
 from isles.comm.tcp import room_for
 from isles.durable import no_room
@@ -44,6 +46,8 @@ MODEL_FILE = "model.safetensors"
 _DESCRIPTORS, _SPARE = 3, 512  # open files of a lighthouse: for each member, and beside
 LOOK = 1.0
 """Seconds between looks at what is due."""
+_PAIR = ("by", "to", "way", "round_trip", "sent", "taken")  # of a path in the summary
+_SHOWN = 1000  # paths
 _MOST = 1 << 40  # bytes of a file where the model's are not known
 
 
@@ -70,6 +74,7 @@ class RunKeeper(ABC):
         self.stopping = threading.Event()
         self.results: dict[int, dict[str, Any]] = {}
         self.carried: dict[int, dict[str, int]] = {}
+        self._paths: dict[int, list[PathRow]] = {}
         self.schema = Schema(charter)
 
     def run(self) -> SummaryTable | None:
@@ -123,7 +128,9 @@ class RunKeeper(ABC):
             )
             stack.callback(self.lighthouse.close)
             self.refused = RefusalBook(self.lighthouse.refused, self.on_notice)
-            self.session.serve(STATUS, lambda query: query.reply(encode(self.now())))
+            self.session.serve(
+                STATUS, lambda query: query.reply(encode(replace(self.now(), paths=self.paths()[:_SHOWN])))
+            )
             if is_new and journal.entries:
                 self.on_notice("its credentials were not there: whoever took part must join anew, with the new token")
             self.told(str(mine.token))
@@ -175,10 +182,16 @@ class RunKeeper(ABC):
         except NotGiven as why:
             raise InterruptedError if stops() else why from None
 
-    def links(self) -> dict[str, int]:
-        """Bytes that the workers have sent directly and over the lighthouse, and those by the lighthouse's count."""
-        ways = {way: sum(one[way] for one in self.carried.values()) for way in WAYS}
-        return {**ways, "relayed_here": self.lighthouse.relayed}
+    def links(self) -> dict[str, Any]:
+        """See `ElasticSummary.links`."""
+        ways = {way: sum(one[way] for one in self.carried.values()) for way in CARRIED}
+        pairs = [dict(zip(_PAIR, row, strict=True)) for row in self.paths()]
+        return {**ways, "relayed_here": self.lighthouse.relayed, "pairs": pairs}
+
+    def paths(self) -> SeatPaths:
+        """What workers have told; those with the most bytes first."""
+        told = [(seat, *row) for seat, rows in sorted(self._paths.items()) for row in rows]
+        return tuple(sorted(told, key=lambda row: -row[4]))
 
     def _heard(self, seat: int, event: Any) -> None:
         """What a worker reports, in the session's thread. ValueError refuses it."""
@@ -200,7 +213,9 @@ class RunKeeper(ABC):
             self.results[seat] = self.schema("done", value, {seat})
         elif kind == "carried":
             carried = table(value, "carried")
-            self.carried[seat] = {way: integer(carried, way, 0, 1 << 62) for way in WAYS}
+            self.carried[seat] = {way: integer(carried, way, 0, 1 << 62) for way in CARRIED}
+        elif kind == "paths":
+            self._paths[seat] = told_paths(value)
         elif kind == "refused":
             self.refused.told(seat, value)
         else:

@@ -18,21 +18,20 @@ _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class _Way:
-    """What goes from one connection to the other."""
+    """What goes from one connection to the other. rest: what came and has not left."""
 
     def __init__(self, source: socket.socket, target: socket.socket) -> None:
-        self.source, self.target = source, target
-        self._kept = memoryview(bytearray(_KEPT))
-        self.rest = self._kept[:0]
+        self.source, self.target, self.rest = source, target, memoryview(b"")
 
-    def read(self) -> int:
-        """Bytes that came. EOFError, OSError where it is over."""
+    def read(self, room: memoryview) -> int:
+        """Bytes that came, by way of `room`. EOFError, OSError where it is over."""
         with contextlib.suppress(BlockingIOError):
-            read = self.source.recv_into(self._kept)
+            read = self.source.recv_into(room)
             if not read:
                 raise EOFError
-            self.rest = self._kept[:read]
+            self.rest = room[:read]
             self.write()
+            self.rest = memoryview(bytes(self.rest))
             return read
         return 0
 
@@ -48,6 +47,7 @@ class Splices:
 
     def __init__(self, carried: Callable[[int], None]) -> None:
         self._carried = carried
+        self._room = memoryview(bytearray(_KEPT))
         self._selector = selectors.DefaultSelector()
         self._ways: dict[socket.socket, tuple[_Way, _Way]] = {}  # by connection: from it, to it
         self._events: dict[socket.socket, int] = {}  # that are waited for
@@ -65,11 +65,12 @@ class Splices:
         self._wakes.send(b"x")
 
     def close(self) -> None:
-        """End them all."""
-        if self._thread is not None:
+        """End them all. Safe to call twice."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
             self._new.put(None)
             self._wakes.send(b"x")
-            self._thread.join(5.0)
+            thread.join(5.0)
         self._wakes.close()
         self._awake.close()
 
@@ -101,7 +102,7 @@ class Splices:
         out, into = self._ways[end]
         try:
             if events & _READ:
-                self._carried(out.read())
+                self._carried(out.read(self._room))
             if events & _WRITE:
                 into.write()
         except (EOFError, OSError):
