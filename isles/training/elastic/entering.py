@@ -155,7 +155,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
 
 
 @dataclass(frozen=True, kw_only=True)
-class Connection:
+class SeatParts:
     """What connects a worker in its seat with those of other seats."""
 
     transport: ElasticTransport
@@ -175,7 +175,7 @@ def connect(
     *,
     size: int,
     tell: Callable[[str], None],
-) -> Connection:
+) -> SeatParts:
     """Connect the worker whose line to the lighthouse `line` is with others, until `stack` ends.
 
     It listens where this machine's user has said. places: its island, of which `certificates` are. size: workers of the
@@ -223,7 +223,7 @@ def connect(
 
     gifts = Giver(session, giver_of(entry.seat, place), tell, lost=lost, changed=line.changed, guide=pairs)
     stack.callback(gifts.close)
-    return Connection(transport=transport, gifts=gifts)
+    return SeatParts(transport=transport, gifts=gifts)
 
 
 def _opened(token: Token, address: str, tell: Callable[[str], None]) -> Session:

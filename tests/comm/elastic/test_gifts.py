@@ -101,7 +101,7 @@ def test_what_was_written_late_does_not_take_a_newer_one_s_place(tmp_path: Path)
 
     with router(tmp_path) as (mine, address, host):
         giver, dealt_with = Giver(host, "3", print), threading.Event()
-        guest = open_session("client", mine, connect=address)
+        guest = open_session(mine.token, address)
         try:
             giver.offer("state", old, {"round": 1}, slowly)
             giver.offer("state", new, {"round": 2}, lambda path: path.write_bytes(b"new") and None)
