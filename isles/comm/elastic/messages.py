@@ -7,6 +7,7 @@ or `decode` refuses it with one line. Nothing of it becomes code, a path or a ty
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args
 
@@ -319,15 +320,15 @@ def encode(message: Any) -> bytes:
     return to_json({"kind": type(message).__name__.lower(), **values})
 
 
-def decode(data: bytes, *, limit: int = MAX_BYTES) -> Any:
-    """The message that `encode` was given. ValueError, in one line, where it is none."""
+def decode(data: bytes, kinds: Mapping[str, type] = KINDS, *, limit: int = MAX_BYTES) -> Any:
+    """The message that `encode` was given. ValueError, in one line, where it is none of `kinds`."""
     if len(data) > limit:
         raise ValueError(f"a message of {len(data)} bytes; at most {limit} are read")
     try:
         value = from_json(data, allow_inf_nan=False)
     except ValueError:
         raise ValueError("a message that is not JSON") from None
-    return from_plain(value)
+    return from_plain(value, kinds)
 
 
 def plain(message: Any) -> dict[str, Any]:
@@ -335,11 +336,11 @@ def plain(message: Any) -> dict[str, Any]:
     return from_json(encode(message))
 
 
-def from_plain(value: Any) -> Any:
+def from_plain(value: Any, kinds: Mapping[str, type] = KINDS) -> Any:
     """The message of `plain`. ValueError where anything is not as its class says."""
     if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
         raise ValueError("a message without a kind")
-    kind = KINDS.get(value["kind"])
+    kind = kinds.get(value["kind"])
     if kind is None:
         raise ValueError(f"a message of the unknown kind {ascii(value['kind'])[:60]}")
     return read(kind, {key: part for key, part in value.items() if key != "kind"})
