@@ -317,12 +317,13 @@ class Company(SeatLine):
 
     def _follow(self) -> None:
         """Wait for nobody any more whom a view on its way goes on without, though it did not ask to leave, and for
-        nobody at all in a round that is over for this worker; know by what views name them those that they name.
+        nobody at all in a round that the others do without this worker; know by what views name them those whom they
+        name.
         """
         with self.changed:
             before, self._given_up = self._given_up, self.member.given_up()
             new, views = self._given_up - before, [*self.member.views.values()]
-            round = self.member.round if self._training and self.is_over else None
+            round = self.member.round if self._training and self.is_called else None
         for view in views:
             if self.meets is not None and view.number > self._met:
                 self._met = view.number
