@@ -209,7 +209,7 @@ def test_who_has_another_certificate_or_introduction_is_not_let_in(tmp_path: Pat
         for wrong, why in ((forged, "not the machine"), (unknown, "does not take this token")):
             with pytest.raises(LinkLost, match=why):
                 line._dial(0, wrong, sends=True)
-        line._dial(found, sends=True).close()
+        line._dial(0, found, sends=True).close()
 
 
 def test_another_length_is_refused_on_both_sides(tmp_path: Path) -> None:
