@@ -41,7 +41,7 @@ from isles.comm.view import View
 _TRIED = 20.0  # seconds for the lighthouse's answer, which tries the address meanwhile
 _DIAL = 3.0  # seconds that a worker is dialled for
 _CALL = 5.0  # seconds until one that was asked to dial has
-_TICKET = 8.0  # seconds until the other one has come to the lighthouse
+_TICKET = 8.0  # seconds until the other one has come to the lighthouse; to a worker that carries: _DIAL
 _LOOK = 30.0  # seconds until one that was not reached is dialled again
 _AT_ONCE = 16  # others that this worker dials because they have asked
 _SAID = struct.Struct(f"<qHBq{TICKET_SIZE}s")
@@ -233,10 +233,12 @@ class Pairs:
 
     def _meet(self, relay: int, ticket: bytes) -> socket.socket:
         """The connection to whoever comes with the same ticket to the worker of that seat, or the lighthouse."""
-        there = None if relay < 0 else self._find(relay)
-        if relay >= 0 and (there is None or not there.host):
+        if relay < 0:
+            return tuned(self._session.tied(ticket, _TICKET))
+        there = self._find(relay)
+        if there is None or not there.host:
             raise LinkLost("who was to carry is not reached")
-        return tuned(self._session.tied(ticket, _TICKET, None if there is None else (there.host, there.port)))
+        return tuned(self._session.tied(ticket, _DIAL, (there.host, there.port)))
 
     def _shown(self, line: socket.socket, lane: int, found: Found, *, sends: bool) -> ssl.SSLSocket:
         host = found.certificates[self._place]
