@@ -25,7 +25,7 @@ from isles.comm.elastic.guards.doubts import Doubts
 from isles.comm.elastic.guards.refusals import Refusals
 from isles.comm.elastic.links.paths import MOST, PathRow
 from isles.comm.elastic.p2p.inbox import ANOTHER, Inbox, before
-from isles.comm.elastic.p2p.sending import Outgoing, OutgoingMessage, lost_peer
+from isles.comm.elastic.p2p.sending import Outgoing, OutgoingMessage, PartedWork, lost_peer
 from isles.comm.elastic.p2p.stream import ALIVE, CARRIED, KEPT, OVER, PIECE, Stream
 from isles.comm.elastic.session import Session
 from isles.comm.errors import PeerLost, RoundPassed
@@ -37,13 +37,18 @@ from isles.comm.transport import Transport
 
 _SEAT = "seat"
 _ENDS = 5.0  # seconds for a connection that was broken off
+_LARGE = 1 << 20  # bytes of a message that is spread over the connections of a pair
 _FAREWELL = 0.5  # seconds for others to hear the last word
+
+
+SeatLane = tuple[int, int]
+"""A seat, and which of the connections with it."""
 
 
 class Connects(Protocol):
     """What reaches peers: `Pairs`."""
 
-    def connect(self, peer: int, *, soon: bool) -> Stream | None:
+    def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
         """See `Pairs.connect`."""
         ...
 
@@ -51,7 +56,7 @@ class Connects(Protocol):
 class Nowhere:
     """Where nobody is reached."""
 
-    def connect(self, peer: int, *, soon: bool) -> Stream | None:
+    def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
         raise LinkLost("nobody is reached from here")
 
 
@@ -62,7 +67,8 @@ class ElasticTransport(OnHostClock):
     gone, back: called with a seat, in some thread, when nothing connects this worker with it any more, and when
     something does again. doubt: called with a seat that is waited for in vain. guide: what reaches others. place: this
     worker's in its island; it reaches the workers at the same place of other islands. beside: the transport inside the
-    island; both count together, by one clock.
+    island; both count together, by one clock. connections: with each peer in each direction, over which a large message
+    is spread; the same number at all workers.
 
     resent: messages sent again. carried: bytes of the messages that went out, by "direct" and "relayed",
     and of what went through this worker, "relayed_by_workers".
@@ -82,6 +88,7 @@ class ElasticTransport(OnHostClock):
         guide: Connects | None = None,
         place: int = 0,
         beside: Transport | None = None,
+        connections: int = 1,
     ) -> None:
         super().__init__(Doubts(doubt))
         if beside is not None:
@@ -96,11 +103,11 @@ class ElasticTransport(OnHostClock):
         self._known: set[int] = set()
         self._seen: set[int] = set()  # by the lighthouse
         self._alive: dict[int, list[Stream]] = {}  # by seat: connections with it
-        self._takes: dict[int, tuple[Stream, threading.Thread]] = {}
-        self._inbox = Inbox(session.refused)
+        self._takes: dict[SeatLane, tuple[Stream, threading.Thread]] = {}
+        self._inboxes = [Inbox(session.refused) for _ in range(connections)]
         self._lock = threading.Lock()
         self._lost: frozenset[int] = frozenset()
-        self._outgoing: dict[int, Outgoing] = {}
+        self._outgoing: dict[SeatLane, Outgoing] = {}
         self._numbers = count()
         self._closed = False
         if guide is None:
@@ -114,7 +121,7 @@ class ElasticTransport(OnHostClock):
     @property
     def refused(self) -> Refusals:
         """Messages that were not taken, by (sender, reason)."""
-        return self._inbox.refused
+        return self._session.refused
 
     @property
     def lost(self) -> Collection[int]:
@@ -135,66 +142,84 @@ class ElasticTransport(OnHostClock):
         return rows
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
+        parts = self._parts(data)
         work = PostedWork(peer, data, self.now)
-        with self._lock:
-            line = None if peer in self._lost or self._closed else self._line(peer)
-        if line is None:
-            work.finished(PeerLost(peer, "its connection is gone"))
-        else:
-            line.add(OutgoingMessage(work, data.numpy(), tag))
+        counted = PartedWork(work, len(parts))
+        for lane, part in enumerate(parts):
+            with self._lock:
+                line = None if peer in self._lost or self._closed else self._line(peer, lane)
+            if line is None:
+                counted.finished(PeerLost(peer, "its connection is gone"))
+            else:
+                line.add(OutgoingMessage(counted, part, tag))
         return work
 
-    def _line(self, peer: int) -> Outgoing:
+    def _parts(self, data: Tensor) -> list[np.ndarray]:
+        """What of it goes over each connection: the same at both ends."""
+        lanes = len(self._inboxes) if len(data) >= _LARGE else 1
+        return np.array_split(data.numpy(), lanes)
+
+    def _line(self, peer: int, lane: int = 0) -> Outgoing:
         """To that peer; under the lock."""
-        line = self._outgoing.get(peer)
+        line = self._outgoing.get((peer, lane))
         if line is None:
-            line = self._outgoing[peer] = Outgoing(self, peer)
+            line = self._outgoing[peer, lane] = Outgoing(self, peer, lane)
         return line
+
+    def _lines(self, peer: int) -> list[Outgoing]:
+        with self._lock:
+            return [line for (seat, _), line in self._outgoing.items() if seat == peer]
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
         """Receive from one seat. ValueError for `peer` None: from anyone is not offered."""
         if peer is None:
             raise ValueError("a receive from anyone is not offered where workers come and go: name the seat")
+        parts = self._parts(out)
         work = PostedWork(peer, out, self.now)
+        counted = PartedWork(work, len(parts))
 
         def ended(why: str | PeerLost | None) -> None:
-            work.finished(None if why is None else lost_peer(peer, why))
+            counted.finished(None if why is None else lost_peer(peer, why))
 
-        if peer in self._lost:
-            ended("its connection is gone")
-        else:
-            self._inbox.post(peer, tag, out.numpy(), ended)
-            if peer in self._lost:  # it broke meanwhile
-                self._inbox.drop(peer, "its connection is gone")
+        for inbox, part in zip(self._inboxes, parts, strict=False):
+            if peer in self._lost:
+                ended("its connection is gone")
+            else:
+                inbox.post(peer, tag, part, ended)
+                if peer in self._lost:  # it broke meanwhile
+                    inbox.drop(peer, "its connection is gone")
         return work
 
     def give_up(self, seat: int, why: str | PeerLost) -> None:
         """End all that is under way with `seat`; later messages are tried again."""
         with self._lock:
-            line = self._outgoing.pop(seat, None)
-        if line is not None:
+            lines = [self._outgoing.pop(key) for key in [*self._outgoing] if key[0] == seat]
+        for line in lines:
             line.end(why)
-        self._inbox.drop(seat, why)
+        for inbox in self._inboxes:
+            inbox.drop(seat, why)
 
     def over(self, channel: Channel, round: int) -> None:
         """Rounds of `channel` up to `round` are over here, and no later ones: whoever sends to one of them, or has
         sent, is told so, and waits no longer for this worker's part in it.
         """
         last: dict[int, Tag] = {}
-        for sender, tag in self._inbox.over(channel, round):
-            last[sender] = max(last.get(sender, tag), tag)
+        for inbox in self._inboxes:
+            for sender, tag in inbox.over(channel, round):
+                last[sender] = max(last.get(sender, tag), tag)
         for sender, tag in last.items():
             with self._lock:
                 line = None if sender in self._lost else self._line(sender)
             if line is not None:
                 nothing = np.zeros(0, np.uint8)
-                line.add(OutgoingMessage(PostedWork(sender, nothing, self.now), nothing, tag, OVER))
+                line.add(OutgoingMessage(PartedWork(PostedWork(sender, nothing, self.now), 1), nothing, tag, OVER))
 
     def again(self, tag: Tag) -> None:
         """The attempt of `tag` has begun, without some of those of before: who waits in earlier ones of its round, in a
         part of the exchange that those did not reach, waits no longer.
         """
-        self._inbox.again(tag)
+        for inbox in self._inboxes:
+            inbox.again(tag)
         with self._lock:
             lines = list(self._outgoing.values())
         for line in lines:
@@ -208,7 +233,8 @@ class ElasticTransport(OnHostClock):
         for line in lines:
             line.end("this worker has ended")
         until = time.monotonic() + _FAREWELL
-        takes = [*self._takes.values()]
+        with self._meeting:  # each has begun by then
+            takes = [*self._takes.values()]
         for stream, _ in takes:
             stream.finish()
         for stream, thread in takes:
@@ -222,9 +248,9 @@ class ElasticTransport(OnHostClock):
         """A number, higher than those before."""
         return next(self._numbers)
 
-    def connected(self, peer: int, *, soon: bool) -> Stream | None:
-        """A connection to send to `peer` on. See `Carrier`."""
-        stream = self._guide.connect(peer, soon=soon)
+    def connected(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
+        """See `Carrier`."""
+        stream = self._guide.connect(peer, lane, soon=soon)
         if stream is not None:
             stream.sends = True
             self._comes(peer, stream)
@@ -247,24 +273,23 @@ class ElasticTransport(OnHostClock):
 
     def passed(self, peer: int, tag: Tag) -> None:
         """`peer` has said that the round of `tag` is over there, and all before: nothing is sent or asked of them."""
-        with self._lock:
-            line = self._outgoing.get(peer)
-        if line is not None:
+        for line in self._lines(peer):
             line.drop(lambda sent: sent.channel == tag.channel and sent.round <= tag.round)
-        self._inbox.passed(peer, tag.channel, tag.round, RoundPassed(peer))
+        for inbox in self._inboxes:
+            inbox.passed(peer, tag.channel, tag.round, RoundPassed(peer))
 
     # What comes
 
     def take(self, seat: int, stream: Stream) -> None:
         """`seat` sends on `stream`, from now on."""
         with self._meeting:
-            before_it = self._takes.get(seat)
+            before_it = self._takes.get((seat, stream.lane))
             thread = threading.Thread(
                 target=self._serve, args=(seat, stream, before_it), name=f"isles-from-{seat}", daemon=True
             )
-            self._takes[seat] = stream, thread
+            self._takes[seat, stream.lane] = stream, thread
             thread.start()
-        if self._closed:
+        if self._closed or stream.lane >= len(self._inboxes):
             stream.cut()
 
     def cut(self, seat: int) -> None:
@@ -287,24 +312,24 @@ class ElasticTransport(OnHostClock):
             stream.close()
 
     def _take_one(self, seat: int, stream: Stream) -> None:
-        head = stream.head()
+        head, inbox = stream.head(), self._inboxes[min(stream.lane, len(self._inboxes) - 1)]
         if head.kind == OVER:
             self.passed(seat, head.tag)
         if head.kind != PIECE:
             stream.say(KEPT if head.kind == OVER else ALIVE, head.number)
             return
-        while (place := self._inbox.begin(seat, head, stream.cut)) is None:
+        while (place := inbox.begin(seat, head, stream.cut)) is None:
             stream.holds()
-            self._inbox.wait()
+            inbox.wait()
         try:
             stream.fill(place)
         except LinkLost:
-            self._inbox.end(seat, head, whole=False)
+            inbox.end(seat, head, whole=False)
             raise
         with self._lock:
             self._taken[seat] += head.size
         with stream.busy:
-            verdict = self._inbox.end(seat, head, whole=True)
+            verdict = inbox.end(seat, head, whole=True)
             if verdict is not None:
                 stream.say(verdict, head.number)
 

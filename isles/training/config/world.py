@@ -82,7 +82,13 @@ class ElasticConfig:
     about a third of that for AdamW: its inner rate rises over two rounds.
     """
 
+    connections: int = 1
+    """TLS connections of a pair in each direction, over which messages of 1 MB and more are spread. More help on long
+    lines that lose packets, and where one core is too slow to encrypt.
+    """
+
     def __post_init__(self) -> None:
+        demand(self, "connections", lambda x: 1 <= x <= 16, "choose 1 to 16")
         demand(self, "max_members", lambda x: x >= 1, "choose 1 or more")
         demand(self, "lease", lambda x: _LEAST_LEASE <= x <= _MOST_LEASE, "choose 0.5 to 60 seconds")
 

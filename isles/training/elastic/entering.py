@@ -209,6 +209,7 @@ def connect(
         guide=pairs,
         place=place,
         beside=None if places.mesh is None else places.mesh.transport,
+        connections=entrance.config.world.elastic.connections,
     )
     stack.callback(transport.close)
     line.waits, line.meets = transport, pairs.meet

@@ -88,7 +88,9 @@ class Known:
 
 
 @contextmanager
-def workers(folder: Path, count: int, *, direct: bool = False, lease: float = 3.0) -> Iterator[Workers]:
+def workers(
+    folder: Path, count: int, *, direct: bool = False, lease: float = 3.0, connections: int = 1
+) -> Iterator[Workers]:
     """Transports of seats 0 .. count - 1 that see each other. direct: all but the last listen."""
     with router(folder) as (mine, address, session), ExitStack() as stack:
         known = Known(folder, session)
@@ -99,7 +101,10 @@ def workers(folder: Path, count: int, *, direct: bool = False, lease: float = 3.
             known.pairs(end, seat, mine.token.secret, folder / f"pairs-{seat}", lease=lease)
             for seat, end in enumerate(ends)
         ]
-        transports = Workers(ElasticTransport(end, seat, count, guide=pairs[seat]) for seat, end in enumerate(ends))
+        transports = Workers(
+            ElasticTransport(end, seat, count, guide=pairs[seat], connections=connections)
+            for seat, end in enumerate(ends)
+        )
         transports.router, transports.sessions, transports.pairs, transports.known = session, ends, pairs, known
         transports.guest = lambda: closing(open_session(mine.token, address))
         for seat, (one, transport) in enumerate(zip(pairs, transports, strict=True)):

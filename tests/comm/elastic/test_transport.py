@@ -51,11 +51,11 @@ def random_bytes(size: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_pairs_of_all_sizes_at_once(tmp_path: Path, direct: bool) -> None:
+@pytest.mark.parametrize(("direct", "connections"), [(False, 1), (True, 1), (False, 3), (True, 3)])
+def test_pairs_of_all_sizes_at_once(tmp_path: Path, direct: bool, connections: int) -> None:
     """Both ways at the same time, receives posted before and after; nothing is sent twice on a whole line."""
     sizes = [0, 1, CHUNK, 3 * CHUNK + 5]
-    with workers(tmp_path, 2, direct=direct) as pair:
+    with workers(tmp_path, 2, direct=direct, connections=connections) as pair:
         assert within(10.0, lambda: all(len(one._seen) == 1 for one in pair))
         works, checks = [], []
         for number, size in enumerate(sizes):
@@ -71,6 +71,9 @@ def test_pairs_of_all_sizes_at_once(tmp_path: Path, direct: bool) -> None:
         settled(*works)
         assert [work.error for work in works] == [None] * len(works)
         assert all(torch.equal(sent, got) for sent, got in checks)
+        assert all(
+            {stream.lane for stream in one._alive[1 - me]} == {*range(connections)} for me, one in enumerate(pair)
+        )
         way = "direct" if direct else "relayed"
         assert all(one.carried == Counter({way: sum(sizes), "relayed": sum(sizes) * (not direct)}) for one in pair)
         assert within(10.0, lambda: all(one.paths()[0][2] for one in pair))  # a quarter of a lease later
@@ -98,10 +101,10 @@ def test_an_answer_that_does_not_come_is_no_refusal(tmp_path: Path) -> None:
             session.close()
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_a_connection_that_breaks_is_made_anew(tmp_path: Path, direct: bool) -> None:
+@pytest.mark.parametrize(("direct", "connections"), [(False, 1), (True, 1), (True, 2)])
+def test_a_connection_that_breaks_is_made_anew(tmp_path: Path, direct: bool, connections: int) -> None:
     """In the middle of a message, again and again: it is sent once more, and taken once."""
-    with workers(tmp_path, 2, direct=direct) as (one, two):
+    with workers(tmp_path, 2, direct=direct, connections=connections) as (one, two):
         sent = [random_bytes(8 * CHUNK + seed, seed) for seed in range(8)]
         got = [torch.zeros_like(data) for data in sent]
         works = [one.send(1, data, Tag("outer", 1, number)) for number, data in enumerate(sent)]
@@ -115,7 +118,7 @@ def test_a_connection_that_breaks_is_made_anew(tmp_path: Path, direct: bool) -> 
         settled(*works)
         assert not any(work.error for work in works)
         assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True)) and one.resent >= 1
-        assert not one.lost and not two.lost and two._inbox.held() == 0
+        assert not one.lost and not two.lost and two._inboxes[0].held() == 0
 
 
 def test_who_waits_for_a_round_that_is_over_is_told(tmp_path: Path) -> None:
@@ -168,9 +171,9 @@ def test_what_nobody_asked_for_waits_and_is_delivered_when_it_is(tmp_path: Path)
     with workers(tmp_path, 2) as (one, two):
         sent = [random_bytes(2 * CHUNK, seed) for seed in range(12)]
         works = [one.send(1, data, Tag("outer", 1, number)) for number, data in enumerate(sent)]
-        assert within(10.0, lambda: two._inbox.held() == EARLY)
+        assert within(10.0, lambda: two._inboxes[0].held() == EARLY)
         time.sleep(0.3)
-        assert two._inbox.held() == EARLY and sum(work.done() for work in works) == EARLY // (2 * CHUNK)
+        assert two._inboxes[0].held() == EARLY and sum(work.done() for work in works) == EARLY // (2 * CHUNK)
         got = [torch.zeros_like(data) for data in sent]
         settled(*works, *(two.recv(0, out, Tag("outer", 1, number)) for number, out in enumerate(got)))
         assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
@@ -208,8 +211,8 @@ def test_who_has_another_certificate_or_introduction_is_not_let_in(tmp_path: Pat
         unknown = type(found)(found.seat, found.host, found.port, found.certificates, "0" * 32)
         for wrong, why in ((forged, "not the machine"), (unknown, "does not take this token")):
             with pytest.raises(LinkLost, match=why):
-                line._dial(wrong, sends=True)
-        line._dial(found, sends=True).close()
+                line._dial(0, wrong, sends=True)
+        line._dial(0, found, sends=True).close()
 
 
 def test_another_length_is_refused_on_both_sides(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class Attacker:
 
     def called(self, seat: int, place: int = 0, ticket: bytes = bytes(TICKET_SIZE)) -> tuple[bytes, bytes]:
         """What one says to be dialled, in the name of a seat, and the proof that this one can make."""
-        said = struct.pack("<qHq24s", seat, place, -1, ticket)
+        said = struct.pack("<qHBq24s", seat, place, 0, -1, ticket)
         return said, sealed(self.introduction, b"isles dials\0", said)
 
     @contextmanager

@@ -41,10 +41,10 @@ from isles.comm.view import View
 _TRIED = 20.0  # seconds for the lighthouse's answer, which tries the address meanwhile
 _DIAL = 3.0  # seconds that a worker is dialled for
 _CALL = 5.0  # seconds until one that was asked to dial has
-_TICKET = 8.0  # seconds until the other one has come to the lighthouse
+_TICKET = 8.0  # seconds until the other one has come to the lighthouse; to a worker that carries: _DIAL
 _LOOK = 30.0  # seconds until one that was not reached is dialled again
 _AT_ONCE = 16  # others that this worker dials because they have asked
-_SAID = struct.Struct(f"<qHq{TICKET_SIZE}s")
+_SAID = struct.Struct(f"<qHBq{TICKET_SIZE}s")
 _LIGHTHOUSE = -1
 _ASKS = b"isles dials\0"
 _SEATS = 1 << 20
@@ -104,8 +104,8 @@ class Pairs:
         self._ways: dict[int, str] = {}  # what was said of each
         self._unreached: dict[int, float] = {}  # since when
         self._dialling = threading.Semaphore(_AT_ONCE)
-        self._came: dict[int, list[ssl.SSLSocket]] = {}  # on which this worker is to send
-        self._awaits: set[int] = set()
+        self._came: dict[tuple[int, int], list[ssl.SSLSocket]] = {}  # by (seat, lane): on which this worker is to send
+        self._awaits: set[tuple[int, int]] = set()
         self._changed = threading.Condition()
         self._lit: list[bool] = []  # how the lighthouse came and went, since it was last told where this worker is
         self._closed = False
@@ -156,9 +156,9 @@ class Pairs:
 
     # What the transport asks
 
-    def connect(self, peer: int, *, soon: bool) -> Stream | None:
-        """A connection to send to `peer` on; None where it would be relayed and nothing is to be sent `soon`. LinkLost
-        where it is not reached.
+    def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
+        """That connection to send to `peer` on; None where it would be relayed and nothing is to be sent `soon`.
+        LinkLost where it is not reached.
         """
         if self._closed:
             raise LinkLost("this worker has ended")
@@ -166,87 +166,89 @@ class Pairs:
         if found is None:
             raise LinkLost("the lighthouse does not say where it is")
         self._known.check(peer, identity_of(found.certificates))
-        line = self._directly(peer, found)
+        line = self._directly(peer, lane, found)
         if line is not None:
-            return self._stream(peer, line, "direct")
+            return self._stream(peer, lane, line, "direct")
         if not soon:
             return None
         try:
-            return self._stream(peer, *self._relayed(peer, found))
+            return self._stream(peer, lane, *self._relayed(peer, lane, found))
         except OSError as error:
             raise LinkLost(str(error)) from None
 
-    def _stream(self, peer: int, line: ssl.SSLSocket, way: str) -> Stream:
+    def _stream(self, peer: int, lane: int, line: ssl.SSLSocket, way: str) -> Stream:
         if self._ways.get(peer) != way:
             self._ways[peer] = way
             self._notice(f"worker {peer}: {way}, fingerprint {self._known.spoken(peer)}")
-        return Stream(line, way, self._lease)
+        return Stream(line, way, self._lease, lane)
 
-    def _directly(self, peer: int, found: Found) -> ssl.SSLSocket | None:
+    def _directly(self, peer: int, lane: int, found: Found) -> ssl.SSLSocket | None:
         if time.monotonic() - self._unreached.get(peer, -_LOOK) < _LOOK:
             return None
         try:
             if found.host and self._is_near(found.host):
-                return self._dial(found, sends=True)
+                return self._dial(lane, found, sends=True)
         except (OSError, LinkLost):
             self._unreached[peer] = time.monotonic()
         try:
-            return self._dialled(peer, found) if self._listens else None
+            return self._dialled(peer, lane, found) if self._listens else None
         except LinkLost:
             self._unreached[peer] = time.monotonic()
         return None
 
-    def _dial(self, found: Found, *, sends: bool) -> ssl.SSLSocket:
+    def _dial(self, lane: int, found: Found, *, sends: bool) -> ssl.SSLSocket:
         line = tuned(socket.create_connection((found.host, found.port), _DIAL))
         line.sendall(PAIR)
-        return self._shown(line, found, sends=sends)
+        return self._shown(line, lane, found, sends=sends)
 
-    def _dialled(self, peer: int, found: Found) -> ssl.SSLSocket:
+    def _dialled(self, peer: int, lane: int, found: Found) -> ssl.SSLSocket:
         """Dialled by `peer`, which is asked to."""
         with self._changed:
-            self._awaits.add(peer)
+            self._awaits.add((peer, lane))
         try:
-            self._call(peer, found, _LIGHTHOUSE, bytes(TICKET_SIZE))
+            self._call(peer, lane, found, _LIGHTHOUSE, bytes(TICKET_SIZE))
             with self._changed:
-                self._changed.wait_for(lambda: self._came.get(peer) or self._closed, _CALL)
-                if came := self._came.pop(peer, []):
+                self._changed.wait_for(lambda: self._came.get((peer, lane)) or self._closed, _CALL)
+                if came := self._came.pop((peer, lane), []):
                     return came[-1]
             raise LinkLost("it did not come")
         finally:
             with self._changed:
-                self._awaits.discard(peer)
+                self._awaits.discard((peer, lane))
 
-    def _relayed(self, peer: int, found: Found) -> tuple[ssl.SSLSocket, str]:
+    def _relayed(self, peer: int, lane: int, found: Found) -> tuple[ssl.SSLSocket, str]:
         """And by whom, in words."""
         if found.relay >= 0:
             with suppress(OSError, LinkLost, ValueError):
-                line = self._tied(peer, found, found.relay, bytes.fromhex(found.ticket))
+                line = self._tied(peer, lane, found, found.relay, bytes.fromhex(found.ticket))
                 return line, f"relayed by worker {found.relay}"
         ticket, _ = self._session.answer(TIES, b"", seconds=_CALL, urgent=True)
         if not ticket or len(ticket) != TICKET_SIZE:
             raise LinkLost("the lighthouse does not answer")
-        return self._tied(peer, found, _LIGHTHOUSE, ticket), "relayed"
+        return self._tied(peer, lane, found, _LIGHTHOUSE, ticket), "relayed"
 
-    def _tied(self, peer: int, found: Found, relay: int, ticket: bytes) -> ssl.SSLSocket:
-        self._call(peer, found, relay, ticket)
-        return self._shown(self._meet(relay, ticket), found, sends=True)
+    def _tied(self, peer: int, lane: int, found: Found, relay: int, ticket: bytes) -> ssl.SSLSocket:
+        self._call(peer, lane, found, relay, ticket)
+        return self._shown(self._meet(relay, ticket), lane, found, sends=True)
 
     def _meet(self, relay: int, ticket: bytes) -> socket.socket:
         """The connection to whoever comes with the same ticket to the worker of that seat, or the lighthouse."""
-        there = None if relay < 0 else self._find(relay)
-        if relay >= 0 and (there is None or not there.host):
+        if relay < 0:
+            return tuned(self._session.tied(ticket, _TICKET))
+        there = self._find(relay)
+        if there is None or not there.host:
             raise LinkLost("who was to carry is not reached")
-        return tuned(self._session.tied(ticket, _TICKET, None if there is None else (there.host, there.port)))
+        return tuned(self._session.tied(ticket, _DIAL, (there.host, there.port)))
 
-    def _shown(self, line: socket.socket, found: Found, *, sends: bool) -> ssl.SSLSocket:
+    def _shown(self, line: socket.socket, lane: int, found: Found, *, sends: bool) -> ssl.SSLSocket:
         host = found.certificates[self._place]
-        talk = as_dialler(line, Token(host, found.introduction), PairHello(self._entry.seat, self._place, sends))
+        talk = as_dialler(line, Token(host, found.introduction), PairHello(self._entry.seat, self._place, sends, lane))
         show(talk, self._mine, self._shows, host)
         return talk
 
-    def _call(self, peer: int, found: Found, relay: int, ticket: bytes) -> None:
+    def _call(self, peer: int, lane: int, found: Found, relay: int, ticket: bytes) -> None:
         """Have `peer` dial this worker, or with a ticket who carries for both. LinkLost where it does not answer."""
-        said = _SAID.pack(self._entry.seat, self._place, relay, ticket)
+        said = _SAID.pack(self._entry.seat, self._place, lane, relay, ticket)
         proof = sealed(bytes.fromhex(found.introduction), _ASKS, said)
         try:
             reply, _ = self._session.answer(self._key(peer), said, attachment=proof, seconds=_CALL, urgent=True)
@@ -280,7 +282,7 @@ class Pairs:
             note(-1, "no message of this library")
             query.refuse(b"never")
             return
-        seat, place, relay, ticket = _SAID.unpack(query.payload)
+        seat, place, lane, relay, ticket = _SAID.unpack(query.payload)
         if not 0 <= seat < _SEATS or place != self._place or not _LIGHTHOUSE <= relay < _SEATS:
             note(-1, "a message of nobody who is there")
             query.refuse(b"later")
@@ -292,16 +294,18 @@ class Pairs:
         else:
             query.reply()
             threading.Thread(
-                target=self._go, args=(seat, relay, ticket), name=f"isles-dials-{seat}", daemon=True
+                target=self._go, args=(seat, lane, relay, ticket), name=f"isles-dials-{seat}", daemon=True
             ).start()
 
-    def _go(self, seat: int, relay: int, ticket: bytes) -> None:
+    def _go(self, seat: int, lane: int, relay: int, ticket: bytes) -> None:
         try:
             with suppress(OSError, LinkLost):
                 if ticket != bytes(TICKET_SIZE):
-                    self._take(seat, self._let_in(self._meet(relay, ticket), seat)[0], "relayed")
+                    talk, hello = self._let_in(self._meet(relay, ticket), seat)
+                    self._take(hello, talk, "relayed")
                 elif (found := self._find(seat)) is not None and found.host:
-                    self._take(seat, self._dial(found, sends=False), "direct")
+                    hello = PairHello(seat, self._place, True, lane)
+                    self._take(hello, self._dial(lane, found, sends=False), "direct")
         finally:
             self._dialling.release()
 
@@ -309,11 +313,11 @@ class Pairs:
         """Somebody has dialled this worker. LinkLost where it is not let in."""
         talk, hello = self._let_in(tuned(connection))
         if hello.sends:
-            self._take(hello.seat, talk, "direct")
+            self._take(hello, talk, "direct")
             return
         with self._changed:
-            if hello.seat in self._awaits:
-                self._came.setdefault(hello.seat, []).append(talk)
+            if (hello.seat, hello.lane) in self._awaits:
+                self._came.setdefault((hello.seat, hello.lane), []).append(talk)
                 self._changed.notify_all()
                 return
         talk.close()
@@ -334,11 +338,11 @@ class Pairs:
             raise LinkLost("it is not who was asked")
         return Token(self._mine.token.fingerprint, self.expected(hello.seat).hex())
 
-    def _take(self, seat: int, talk: ssl.SSLSocket, way: str) -> None:
+    def _take(self, hello: PairHello, talk: ssl.SSLSocket, way: str) -> None:
         if self._transport is None or self._closed:
             talk.close()
         else:
-            self._transport.take(seat, Stream(talk, way, self._lease))
+            self._transport.take(hello.seat, Stream(talk, way, self._lease, hello.lane))
 
     def _carried(self, size: int) -> None:
         if self._transport is not None:

@@ -32,9 +32,9 @@ class Carrier(Protocol):
         """A number, higher than those before."""
         ...
 
-    def connected(self, peer: int, *, soon: bool) -> Stream | None:
-        """A connection to send to `peer` on; None where it would be relayed and nothing is to be sent `soon`. LinkLost
-        where it is not reached.
+    def connected(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
+        """That connection of the pair, to send to `peer` on; None where it would be relayed and nothing is to be sent
+        `soon`. LinkLost where it is not reached.
         """
         ...
 
@@ -56,19 +56,36 @@ def lost_peer(peer: int, why: str | PeerLost) -> PeerLost:
     return PeerLost(peer, why) if isinstance(why, str) else why
 
 
-class OutgoingMessage:
-    """One message on its way out: (n,) uint8 `data` for the address `tag`. kind: `PIECE`, or `OVER` without data."""
+class PartedWork:
+    """Of a message in parts: over with the last of them, as the first that fails. Until then its buffer is in use."""
 
-    def __init__(self, work: PostedWork, data: np.ndarray, tag: Tag, kind: int = PIECE) -> None:
+    def __init__(self, work: PostedWork, parts: int) -> None:
+        self._work, self._left, self._lock = work, parts, threading.Lock()
+        self._error: Exception | None = None
+
+    def finished(self, error: Exception | None = None) -> None:
+        """One of them is over."""
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            is_over = not self._left
+        if is_over:
+            self._work.finished(self._error)
+
+
+class OutgoingMessage:
+    """A part of one on its way out: (n,) uint8 `data` for the address `tag`. kind: `PIECE`, or `OVER` without data."""
+
+    def __init__(self, work: PartedWork, data: np.ndarray, tag: Tag, kind: int = PIECE) -> None:
         self.work, self.data, self.tag, self.kind = work, data, tag, kind
         self.was_sent = False
 
 
 class Outgoing:
-    """All messages to `peer`, sent by a thread of this peer's own."""
+    """All messages to `peer` on one connection, sent by a thread of its own."""
 
-    def __init__(self, carrier: Carrier, peer: int) -> None:
-        self._carrier, self._peer = carrier, peer
+    def __init__(self, carrier: Carrier, peer: int, lane: int) -> None:
+        self._carrier, self._peer, self._lane = carrier, peer, lane
         self._messages: OrderedDict[int, OutgoingMessage] = OrderedDict()  # that the peer has not said anything of
         self._waiting: list[int] = []  # numbers of those that are to be sent on this connection
         self._stream: Stream | None = None
@@ -127,7 +144,7 @@ class Outgoing:
         pause = _AGAIN
         while self._over is None:
             try:
-                stream = self._carrier.connected(self._peer, soon=bool(self._messages))
+                stream = self._carrier.connected(self._peer, self._lane, soon=bool(self._messages))
                 if stream is None:
                     with self._changed:
                         self._changed.wait_for(lambda: self._messages or self._over is not None, _LOOK)

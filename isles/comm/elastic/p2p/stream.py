@@ -37,7 +37,7 @@ CARRIED = (*WAYS, "relayed_by_workers")
 PIECE, OVER, ALIVE, KEPT, REFUSED, PASSED = range(6)
 _HEAD = struct.Struct(f"<B{len(Tag._fields) + 3}q")
 _BACK = struct.Struct("<Bq")
-_HELLO = struct.Struct("<qHB")
+_HELLO = struct.Struct("<qHBB")
 _HANDSHAKE = 10.0  # seconds
 
 
@@ -57,19 +57,23 @@ class Head(NamedTuple):
 
 
 class PairHello(NamedTuple):
-    """Who dials: a seat, and a place in its island. sends: whether it is the one that sends."""
+    """Who dials: a seat, and a place in its island. sends: whether it is the one that sends. lane: which of the pair's
+    connections in that direction this is.
+    """
 
     seat: int
     place: int
     sends: bool
+    lane: int = 0
 
 
 class Stream:
     """A connection after its handshake. lease: seconds of silence until it counts as broken. sends: whether this end
-    does. round_trip: the shortest so far in seconds, for the end that sends; 0 while unknown.
+    does. lane: see `PairHello`. round_trip: the shortest so far in seconds, for the end that sends; 0 while unknown.
     """
 
-    def __init__(self, line: ssl.SSLSocket, way: str, lease: float) -> None:
+    def __init__(self, line: ssl.SSLSocket, way: str, lease: float, lane: int = 0) -> None:
+        self.lane = lane
         self.way, self.sends, self.lease, self.round_trip = way, False, lease, 0.0
         self._line, self._moment = line, lease / 4
         self._heard = self._said = time.monotonic()
@@ -228,8 +232,8 @@ def as_host(
 
     async def come() -> PairHello:
         read = _reader(talk)
-        seat, place, sends = _HELLO.unpack(await read(_HELLO.size))
-        hello = PairHello(seat, place, bool(sends))
+        seat, place, sends, lane = _HELLO.unpack(await read(_HELLO.size))
+        hello = PairHello(seat, place, bool(sends), lane)
         await prove_as_host(read, talk.sendall, token_of(hello))
         return hello
 
