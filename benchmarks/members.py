@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from benchmarks._measure import Row, report
 from isles.comm.credentials import parse_token
 from isles.comm.elastic.company import Company
 from isles.comm.elastic.keys import HELLO
-from isles.comm.elastic.messages import Beat, Entry, Hello, Proposal, decode, encode
+from isles.comm.elastic.messages import Beat, Entry, Hello, Load, Proposal, decode, encode
 from isles.comm.elastic.session import open_session
 from isles.version import __version__
 
@@ -49,10 +50,10 @@ class Watched(Company):
         self.noted, self.has = noted, set[int]()
         super().__init__(session, entry)
 
-    def take_in(self, message: Any) -> Any:
+    def _take_in(self, message: Any) -> Any:
         if isinstance(message, Proposal):
             self.noted["proposed"].setdefault(str(message.number), []).append(time.monotonic())
-        answer = super().take_in(message)
+        answer = super()._take_in(message)
         self.look()
         return answer
 
@@ -87,18 +88,19 @@ def serve(address: str, token: str, count: int, round_seconds: float) -> None:
         session = open_session(parse_token(token), address, PATIENCE)
         entry = None
         while not isinstance(entry, Entry):
-            reply, _ = session.answer(HELLO, encode(Hello(__version__, "0" * 64, session.name())), seconds=30.0)
+            hello = Hello(__version__, "0" * 64, session.name(), (secrets.token_hex(16),))
+            reply, _ = session.answer(HELLO, encode(hello), seconds=30.0)
             entry = None if reply is None else decode(reply)
         session.present(f"isles/seat/{entry.seat}")
         line = Watched(session, entry, noted)
         lines.append(line)
         while line.ended is None:
-            if (load := line.load(5.0)) is None:
+            if not isinstance(load := line.next_decision(5.0), Load):
                 continue
             line.loaded(load, 0, {})
             round = line.first(PATIENCE)
             while round is not None and not line.is_over:
-                line.begin(round)
+                line.start_round(round)
                 time.sleep(round_seconds)
                 round += 1
 
