@@ -27,6 +27,10 @@ OwnSettings = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="A setting of this machine's; repeatable."),
 ]
 
+OwnRelay = Annotated[
+    bool, typer.Option("--relay", help="With --listen: carry, unread, for workers that do not reach each other.")
+]
+
 
 def join(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the lighthouse is.")],
@@ -42,9 +46,7 @@ def join(
             help="Let other workers reach this one directly, at this port; further workers: the next ports.",
         ),
     ] = None,
-    relay: Annotated[
-        bool, typer.Option("--relay", help="With --listen: carry, unread, for workers that do not reach each other.")
-    ] = False,
+    relay: OwnRelay = False,
     apart: Annotated[int, typer.Option(hidden=True, help="Ports from one worker of an island to the next.")] = 1,
 ) -> None:
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves it after
@@ -59,9 +61,7 @@ def join(
         raise ValueError(f"--workers {workers}: choose 1 or more")
     refuse_too_many(workers, "--workers", "start fewer")
     settings = own(data, device, set_)
-    there = places(listen, workers)
-    if relay and listen is None:
-        raise ValueError("--relay: others must reach this machine; add --listen PORT")
+    there = places(listen, workers, relay)
     if workers > 1:
         raise typer.Exit(_several(address, parsed, there, [*as_words(settings), *["--relay"] * relay]))
     from isles.training.elastic.entering import Here
@@ -110,9 +110,11 @@ def place(listen: str | None, lighthouse: str) -> tuple[tuple[str, int] | None, 
     return (host, int(port)), host
 
 
-def places(listen: str | None, workers: int) -> list[str | None]:
+def places(listen: str | None, workers: int, relay: bool = False) -> list[str | None]:
     """What --listen is for each worker of this machine: one port behind the other."""
     if listen is None:
+        if relay:
+            raise ValueError("--relay: others must reach this machine; add --listen PORT")
         return [None] * workers
     host, colon, port = listen.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) <= 65536 - workers or bool(host) != bool(colon):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.elastic.join import OwnData, OwnSettings, RunToken, given_token, own, place, places, tell
+from isles.cli.elastic.join import OwnData, OwnRelay, OwnSettings, RunToken, given_token, own, place, places, tell
 from isles.cli.options import OwnDevice
 from isles.cli.signals import end_in_order
 
@@ -30,6 +30,7 @@ def peer(
     listen: Annotated[
         str | None, typer.Option(metavar="[HOST:]PORT", help="Let other peers reach this one directly, at this port.")
     ] = None,
+    relay: OwnRelay = False,
     node: Annotated[
         str | None,
         typer.Option(
@@ -44,7 +45,7 @@ def peer(
     end_in_order()
     parsed = given_token(token)
     described = None if node is None else _described(node)
-    there = places(listen, 1)[0]
+    there = places(listen, 1, relay)[0]
     if stage is not None and stage < 0:
         raise ValueError(f"--stage {stage}: choose 0 or more, or leave it out")
     settings = own(data, device, set_)
@@ -54,7 +55,7 @@ def peer(
     from isles.training.swarmed.seated import ANYWHERE
 
     listening, announced = place(there, join)
-    here = Here(own=settings, listen=listening, announced=announced)
+    here = Here(own=settings, listen=listening, announced=announced, relays=relay)
     kinds = {"ravnest": partial(SeatedClusterPeer, node=described)}
     print(take_part(join, parsed, here, ANYWHERE if stage is None else stage, tell=tell, kinds=kinds), flush=True)
 
