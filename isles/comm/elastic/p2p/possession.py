@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from isles.comm import credentials
 from isles.comm.credentials import Credentials
 from isles.comm.elastic.identity import identity_of
+from isles.comm.elastic.p2p.stream import exactly
 from isles.comm.sockets.lost import LinkLost
 
 _SIZES = struct.Struct("<HHH")
@@ -40,7 +41,7 @@ def show(talk: ssl.SSLSocket, mine: Credentials, certificates: Sequence[str], ho
 def shown(talk: ssl.SSLSocket, host: str, place: int) -> str:
     """The identity of the member whose worker at `place` has dialled this one, of the fingerprint `host`. LinkLost."""
     try:
-        der, said, island = (_read(talk, size) for size in _SIZES.unpack(_read(talk, _SIZES.size)))
+        der, said, island = (exactly(talk, size) for size in _SIZES.unpack(exactly(talk, _SIZES.size)))
         key = x509.load_der_x509_certificate(der).public_key()
         certificates = [island[at : at + _DIGITS].decode("ascii") for at in range(0, len(island), _DIGITS)]
         if not isinstance(key, ec.EllipticCurvePublicKey) or certificates[place] != credentials.fingerprint(der):
@@ -49,13 +50,3 @@ def shown(talk: ssl.SSLSocket, host: str, place: int) -> str:
     except (OSError, EOFError, ValueError, IndexError, InvalidSignature):
         raise LinkLost("it does not show that its certificate is its own") from None
     return identity_of(certificates)
-
-
-def _read(talk: ssl.SSLSocket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        piece = talk.recv(size - len(data))
-        if not piece:
-            raise EOFError
-        data += piece
-    return data

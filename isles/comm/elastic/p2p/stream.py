@@ -261,14 +261,19 @@ def _handshake(line: socket.socket) -> Generator[None]:
         raise
 
 
+def exactly(talk: ssl.SSLSocket, size: int) -> bytes:
+    """So many bytes. EOFError where there are fewer."""
+    data = b""
+    while len(data) < size:
+        piece = talk.recv(size - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data
+
+
 def _reader(talk: ssl.SSLSocket) -> Read:
     async def read(size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            piece = talk.recv(size - len(data))
-            if not piece:
-                raise EOFError
-            data += piece
-        return data
+        return exactly(talk, size)
 
     return read
