@@ -36,7 +36,8 @@ def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def told(lines: list[str]) -> list[list[str]]:
     """Of the peers: stage, seat, step, counted."""
     rows = [line.split() for line in lines[1:]]
-    return [row[:4] for row in rows if row and (row[0] == "waits" or row[0].isdigit())]
+    paths = next((place for place, row in enumerate(rows) if row[:1] == ["path"]), len(rows))
+    return [row[:4] for row in rows[:paths] if row and (row[0] == "waits" or row[0].isdigit())]
 
 
 @pytest.mark.long
