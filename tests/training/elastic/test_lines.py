@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import permutations
 from pathlib import Path
@@ -137,6 +137,19 @@ def test_a_worker_that_carries_for_two_others_is_killed(tmp_path: Path) -> None:
         assert all(worker.poll() is None for worker in others)
 
 
+def at_work(
+    stack: ExitStack, world: Processes, places: Sequence[Machine], *, direct: bool
+) -> tuple[list[subprocess.Popen[bytes]], Diary]:
+    """A worker on each machine, and their diary, once all have done twenty rounds."""
+    listen = [("--listen", f"{place.address}:29500") if direct else () for place in places]
+    workers = [world.join(*more, on=place.enter) for more, place in zip(listen, places, strict=True)]
+    world.until(lambda: (world.out / "metrics.jsonl").exists())
+    diary = Diary(world.out)
+    stack.callback(diary.close)
+    world.until(lambda: len(diary.rounds) == len(places) and min(map(len, diary.rounds.values())) > 20)
+    return workers, diary
+
+
 def kill(worker: subprocess.Popen[bytes], _: Machine) -> None:
     worker.kill()
 
@@ -163,12 +176,7 @@ def test_one_is_lost(
         settings = [*ROUND, f"world.elastic.lease={LEASE}"]
         world = Processes(tmp_path, *settings, founders=3, host=light.address, on=light.enter)
         stack.callback(world.end)
-        listen = [("--listen", f"{place.address}:29500") if direct else () for place in places]
-        workers = [world.join(*more, on=place.enter) for more, place in zip(listen, places, strict=True)]
-        world.until(lambda: (world.out / "metrics.jsonl").exists())
-        diary = Diary(world.out)
-        stack.callback(diary.close)
-        world.until(lambda: len(diary.rounds) == 3 and min(map(len, diary.rounds.values())) > 20)
+        workers, diary = at_work(stack, world, places, direct=direct)
         if direct:
             assert world.logs().count(": direct") == 6
         began = time.monotonic()
@@ -222,12 +230,7 @@ def test_one_among_fast_ones(tmp_path: Path, trouble: str, direct: bool) -> None
         settings = [*ROUND, "model.d_model=64"]  # and the default's lease
         world = Processes(tmp_path, *settings, founders=4, host=light.address, on=light.enter)
         stack.callback(world.end)
-        listen = [("--listen", f"{place.address}:29500") if direct else () for place in places]
-        workers = [world.join(*more, on=place.enter) for more, place in zip(listen, places, strict=True)]
-        world.until(lambda: (world.out / "metrics.jsonl").exists())
-        diary = Diary(world.out)
-        stack.callback(diary.close)
-        world.until(lambda: len(diary.rounds) == 4 and min(map(len, diary.rounds.values())) > 20)
+        workers, diary = at_work(stack, world, places, direct=direct)
         began = time.monotonic()
         TROUBLES[trouble](workers[3], places[3])
         world.until(lambda: time.monotonic() > began + 25.0)
