@@ -51,6 +51,7 @@ class Member:
         self._newest_round = 0  # anybody's, as of the last answer
         self._asked = 0  # the newest round whose group is final
         self._promises: dict[int, Proposal] = {}
+        self._parted: dict[int, int] = {}  # by seat that did not ask to leave: the first round of the view without it
         self.left_out: dict[int, int] = {}  # by seat: the newest view when the others landed a round without it
         self._broken: frozenset[int] = frozenset()
         self._groups: dict[int, Standing] = {}
@@ -125,8 +126,9 @@ class Member:
         return seat in self._broken or seat in self.given_up()
 
     def given_up(self) -> frozenset[int]:
-        """Who is left out of a view that is on its way, though not by its own wish."""
-        return frozenset(seat for promise in self._promises.values() for seat in promise.lost)
+        """Who is left out, though not by its own wish, of a view that is on its way or begins later than this round."""
+        promised = {seat for promise in self._promises.values() for seat in promise.lost}
+        return frozenset(promised | {seat for seat, since in self._parted.items() if since > self.round})
 
     def connection(self, seat: int, *, broken: bool) -> None:
         """What the network says about `seat`."""
@@ -142,7 +144,7 @@ class Member:
         self.call, self.ready = max(self.call, load.call), load.call
         self._entered = self._issued
         self._cells, self._groups, self._skipped = {}, {}, set()
-        self._seen = {load.donor: round} if load.donor >= 0 else {}
+        self._seen, self._parted = {load.donor: round} if load.donor >= 0 else {}, {}
 
     def first(self, ahead: int = 0) -> int | None:
         """The first round of a worker that has begun none since it loaded its state: once others are in a view that it
@@ -168,7 +170,8 @@ class Member:
 
     def answered(self, beat: Beat, answer: BeatReply) -> Ack | None:
         """The lighthouse's answer to `beat`; this worker's to the proposal in it, if there is one."""
-        self.views |= {view.number: view for view in answer.views}
+        for view in answer.views:
+            self._take(view)
         self._known = max(self._known, answer.newest)
         self._issued = max(self._issued, answer.issued)
         self.call = max(self.call, answer.call)
@@ -199,9 +202,15 @@ class Member:
         """A view that was pushed. Taken if nothing before it is missing; otherwise the next answer brings all."""
         promise = self._promises.get(view.number)
         if promise is not None and promise.base <= self._known:
-            self.views[view.number] = view
+            self._take(view)
             self._known = view.number
             self._drop(lambda number: number <= view.number)
+
+    def _take(self, view: View) -> None:
+        self.views[view.number] = view
+        if (promise := self._promises.get(view.number)) is not None:
+            later = {seat: since for seat, since in self._parted.items() if since > self.round}
+            self._parted = later | dict.fromkeys(promise.lost, view.since)
 
     def _decided(self, round: int) -> bool:
         return not any(promise.since <= round for promise in self._promises.values())

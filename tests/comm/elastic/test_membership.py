@@ -330,6 +330,24 @@ def test_who_promised_and_does_not_know_is_alone_and_reads_out_of_turn() -> None
     assert member.start_round(2) is None  # the first answer is final
 
 
+def test_who_is_left_out_of_a_view_that_begins_later_is_lost_until_then() -> None:
+    """By a pushed view, and by one that came with an answer; who asked to leave is there until then."""
+    for is_pushed in (True, False):
+        member, view = settled_member(seats=(0, 1, 2)), View(1, 4, (0,), (4,))
+        member.proposed(Proposal(1, 0, 4, (0,), lost=(1,)))
+        if is_pushed:
+            member.told(view)
+        else:
+            member.answered(member.beat(), answer(issued=1, newest=1, views=(view,)))
+        assert member.group(1).decided and member.group(1).seats == (0, 1, 2)
+        assert member.lost(1) and not member.lost(2) and not member.accept(1, (0, 1)) and member.accept(1, (0, 2))
+        for round in (2, 3):
+            member.start_round(round)
+            assert member.lost(1) and not member.lost(2)
+        member.start_round(4)
+        assert not member.lost(1) and member.group(4).seats == (0,)
+
+
 def test_a_promise_comes_too_late_for_a_round_that_has_begun() -> None:
     member = settled_member()
     member.start_round(2)

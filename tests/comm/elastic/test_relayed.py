@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,8 +14,8 @@ from isles.comm import credentials
 from isles.comm.elastic.lasting.journalled import of_another_version
 from isles.comm.elastic.links.relayed import RelayCount
 from isles.comm.elastic.messages import Find
-from isles.comm.elastic.p2p.stream import TICKET_SIZE
-from isles.comm.elastic.p2p.ties import new_ticket
+from isles.comm.elastic.p2p.stream import TICKET, TICKET_SIZE
+from isles.comm.elastic.p2p.ties import Ties, new_ticket
 from isles.comm.elastic.session import open_router, open_session
 from isles.comm.tags import Tag
 from tests.comm.elastic.sessions import router, settled, vanish, workers
@@ -62,6 +64,29 @@ def test_a_worker_that_ends_has_relayed_what_it_has(tmp_path: Path) -> None:
         two.close()
         pair.sessions[1].close()
         assert 1.0 <= pair.router.relayed / MUCH <= 1.02
+
+
+def test_short_messages_through_a_relay_leave_at_once() -> None:
+    """Neither of the two connections that became one waits for an answer to what it sent before (Nagle's algorithm)."""
+    key, ends, lines = b"key", list[socket.socket](), list[socket.socket]()
+    ties, ticket = Ties(key, lambda _: None), new_ticket(key)
+
+    async def meet(listening: socket.socket) -> None:
+        for _ in range(2):
+            lines.append(socket.create_connection(listening.getsockname()))
+            lines[-1].sendall(TICKET + ticket)
+            ends.append(listening.accept()[0])
+            ends[-1].setblocking(False)
+            assert await ties.take(ends[-1])
+
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            asyncio.run(asyncio.wait_for(meet(listening), 10.0))
+        assert all(end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for end in ends)
+    finally:
+        ties.close()
+        for line in lines:
+            line.close()
 
 
 def test_a_worker_carries_for_two_that_do_not_reach_each_other(tmp_path: Path) -> None:

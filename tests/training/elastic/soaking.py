@@ -59,8 +59,7 @@ class Soak:
         if len(trained) <= 2:  # whose state the run would end with
             free = [worker for worker in free if worker not in trained]
         if len(self.living) < self.most and (what == "join" or len(self.living) <= self.least or not free):
-            self.living.append(self.world.warm_join(pause=self.pause))
-            self._note("join", self.living[-1])
+            self._join()
             return
         if not free:
             self.event(kinds)  # later
@@ -75,6 +74,10 @@ class Soak:
         victim.send_signal(signal.SIGTERM if what == "leave" else signal.SIGKILL)
         if what == "leave":
             self.leaving.append(victim)
+
+    def _join(self) -> None:
+        self.living.append(self.world.warm_join(pause=self.pause))
+        self._note("join", self.living[-1])
 
     def _in_step(self, free: Sequence[Worker]) -> list[Worker]:
         """Those that have the run's state: they are in its newest rounds."""
@@ -93,6 +96,12 @@ class Soak:
                 del self.frozen[worker]
                 worker.send_signal(signal.SIGCONT)
             time.sleep(max(min(until, *self.frozen.values(), until) - now, 0.0))
+
+    def fill(self) -> None:
+        """As many as there may be, all settled."""
+        while len(self.living) < self.most:
+            self._join()
+        self.settle()
 
     def settle(self) -> None:
         """The last view is the living, and they train; those who were told to leave have left."""

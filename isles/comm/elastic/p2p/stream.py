@@ -39,6 +39,7 @@ _HEAD = struct.Struct(f"<B{len(Tag._fields) + 3}q")
 _BACK = struct.Struct("<Bq")
 _HELLO = struct.Struct("<qHBB")
 _HANDSHAKE = 10.0  # seconds
+_SHORT = 1 << 14  # bytes that leave with their head
 
 
 class Head(NamedTuple):
@@ -121,7 +122,8 @@ class Stream:
         channel = CHANNELS.index(head.tag.channel)
         packed = _HEAD.pack(head.kind, head.number, head.offset, head.total, channel, *head.tag[1:])
         heard = list[tuple[int, int]]()
-        for part in (memoryview(packed), memoryview(data)):
+        parts = (packed + data,) if len(data) < _SHORT else (packed, data)
+        for part in map(memoryview, parts):
             while part:
                 try:
                     part = part[self._line.send(part) :]

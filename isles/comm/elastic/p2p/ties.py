@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from isles.comm.elastic.p2p.splice import Splices
-from isles.comm.elastic.p2p.stream import TICKET, TICKET_SIZE
+from isles.comm.elastic.p2p.stream import TICKET, TICKET_SIZE, tuned
 from isles.comm.sockets.listener import peeked
 from isles.comm.sockets.lost import SILENCE
 
@@ -54,7 +54,7 @@ class Ties:
         first = self._first.pop(ticket, None)
         if first is not None:
             for end in (first, connection):
-                end.send(TICKET[:1])
+                tuned(end).send(TICKET[:1])  # else a short message waits for the answer to the one before
             self._splices.add(first, connection)
         elif ticket in self._used or not hmac.compare_digest(ticket, _ticket(self._key, ticket[:_NUMBER])):
             raise ConnectionError("a ticket of nobody")

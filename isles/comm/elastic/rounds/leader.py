@@ -114,6 +114,8 @@ class RoundLeader:
             if standing is None:
                 return postponed
             self._part, self._view = Part(self.seat, round, 0, standing.seats), standing.view
+        if self._lacks(self._part) and (word := self.company.finish_round(round, self._part.attempt, None)) is not None:
+            self._part = self._part.heard(word)  # nobody waits for who cannot come
         part, self._opened = self._part, self._now()
         if part.phase != "exchanging":
             return postponed
@@ -141,6 +143,9 @@ class RoundLeader:
             self.note(round, word.seats, WHOLE)
             return Decision(kind="land", round=round)
         return Decision(kind="retry" if word is not None and part.phase == "exchanging" else "postpone", round=round)
+
+    def _lacks(self, part: Part) -> bool:
+        return part.phase == "exchanging" and any(self.company.lost(seat) for seat in part.seats if seat != self.seat)
 
     def begin_anew(self) -> None:
         """This member has another state: what is known of its rounds before is not valid any more."""
