@@ -57,7 +57,7 @@ def resume(
             f"{option}: the states of all workers must lie in one directory, and one process changes them; "
             "do it without --nodes and torchrun"
         )
-    from isles.training.records.regroup import prepare
+    from isles.training.records.reshard.prepare import prepare
     from isles.training.running.server import start_server
 
     if torchrun.size() is None:

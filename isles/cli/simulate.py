@@ -103,20 +103,19 @@ def _replay(run: str | None, out: Path | None, *, as_json: bool) -> None:
 def _churned(name: str, configs: Configs) -> tuple[Configs, Start]:
     """The same where workers come and go, and what starts them; all that can be refused is, before the first begins."""
     from isles.training.churn import trace_of
-    from isles.training.clustered.churned import ChurnedClusters
-    from isles.training.config.conflicts import PEERS
-    from isles.training.elastic.churn.churned import ChurnedRun
     from isles.training.elastic.terms import going_on
-    from isles.training.swarmed.churned import ChurnedSwarm
+    from isles.training.kinds import kind_of
 
-    kinds = {config.pipeline.routing for config in configs.values()}
-    if kinds.isdisjoint(PEERS):
+    kinds = {kind_of(config.pipeline, elastic=True): config.pipeline.routing for config in configs.values()}
+    if len(kinds) > 1:
+        told = ", ".join(sorted(kinds.values()))
+        raise ValueError(f"--churn: runs by pipeline.routing = {told}: simulate each by itself")
+    (kind,) = kinds
+    if not kind.has_peers:
         configs = {place: going_on(config) for place, config in configs.items()}
-    elif len(kinds) > 1:
-        raise ValueError(f"--churn: runs by pipeline.routing = {', '.join(sorted(kinds))}: simulate each by itself")
     for config in configs.values():
         trace_of(config, name)
-    made = {"swarm": ChurnedSwarm, "ravnest": ChurnedClusters}.get(kinds.pop(), ChurnedRun)
+    made = kind.churned()
 
     def begin(config: Config, folder: Path, on_line: OnLine, on_notice: OnNotice) -> SummaryTable:
         return made(config, name, folder, on_line, on_notice).run()

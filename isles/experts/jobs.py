@@ -21,7 +21,7 @@ from isles.parsing import parse_json
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.regroup import prepare
+from isles.training.records.reshard.prepare import prepare
 from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, TIMELINE, held
 from isles.training.running.run import launch
 

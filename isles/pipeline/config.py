@@ -325,5 +325,28 @@ class PipelineConfig:
         """Workers in a row that reach each other over world.virtual.inner_links: the stages of a replica; with a plan,
         a swarm or clusters none, for their nodes lie where links say.
         """
-        apart = self.ravnest.clusters or self.routing in ("skippipe", "swarm") or not self.together
-        return 1 if apart else self.stages
+        return self.stages if self.is_grid and self.together else 1
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether workers in a row are a replica each: not by a plan, in a swarm, or where clusters are named."""
+        return not (self.skippipe.plan or self.routing == "swarm" or self.ravnest.clusters)
+
+    def peers_of(self, workers: int) -> list[list[int]]:
+        """The ranks of every stage of a swarm at the start. ValueError for others than the peers that were named."""
+        peers = list(self.swarm.peers)
+        if not peers:
+            each, more = divmod(workers, self.stages)
+            peers = [each + (stage < more) for stage in range(self.stages)]
+            if not each:
+                raise ValueError(
+                    f"pipeline.stages = {self.stages}: {workers} workers leave a stage without a peer; set "
+                    f"world.workers to {self.stages} or more"
+                )
+        if sum(peers) != workers:
+            raise ValueError(
+                f"pipeline.swarm.peers = {peers}: they are {sum(peers)} workers, world.workers = {workers}; "
+                f"set it to {sum(peers)}"
+            )
+        begins = [sum(peers[:stage]) for stage in range(len(peers))]
+        return [list(range(begin, begin + count)) for begin, count in zip(begins, peers, strict=True)]

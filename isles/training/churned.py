@@ -29,16 +29,14 @@ from isles.data import Corpus, load_corpus
 from isles.durable import write_text
 from isles.network.engine import ARRIVED
 from isles.training.churn import ChurnedWorkers
-from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.draws import seed_draws
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.recut import cut_facts
-from isles.training.records.regrown import POSITIONS
+from isles.training.records.reshard.clusters import POSITIONS
+from isles.training.records.reshard.stages import run_facts
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, summarise
 from isles.training.running.starting import deadlines
-from isles.version import __version__
 
 W = TypeVar("W")
 
@@ -183,7 +181,5 @@ class ChurnedWorld(ABC, Generic[W]):
         if self._awaited[step] - self._dead - written:
             return
         del self._awaited[step], self._written[step]
-        config = self.config
-        facts = {"isles_version": __version__, "method": config.method, "run": run_name(config)} | cut_facts(config)
-        facts |= {POSITIONS: len(self.begins)}
-        Checkpoints(self.out).commit(step, sorted(written), facts, keep=config.run.keep_checkpoints)
+        facts = run_facts(self.config) | {POSITIONS: len(self.begins)}
+        Checkpoints(self.out).commit(step, sorted(written), facts, keep=self.config.run.keep_checkpoints)

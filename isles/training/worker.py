@@ -7,13 +7,9 @@ from typing import Any
 
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
-from isles.training.clustered.entry import train_clustered
 from isles.training.config.sections import Config
 from isles.training.draws import seed_draws
-from isles.training.placement import layout_of
-from isles.training.records.checkpoint import Checkpoints, seat_of
-from isles.training.swarmed.trainer import SwarmTrainer
-from isles.training.trainer import Trainer
+from isles.training.kinds import kind_of
 
 
 def train_worker(
@@ -23,15 +19,5 @@ def train_worker(
     from. corpus: see `Trainer`.
     """
     seed_draws(config.run.seed, world.rank)
-    world = world.arranged(layout_of(config))
-    if config.pipeline.routing == "ravnest":
-        return train_clustered(world, config, out, resume, corpus)
-    trainer = (SwarmTrainer if config.pipeline.routing == "swarm" else Trainer)(config, world, corpus)
-    with trainer.memory:
-        if resume is not None:
-            assert out is not None
-            checkpoints, seat = Checkpoints(out), world.rank
-            if isinstance(trainer, SwarmTrainer):
-                seat = seat_of(checkpoints, resume, world.rank)
-            trainer.load_state_dict(checkpoints.read_shard(resume, seat))
-        return trainer.run(out)
+    kind = kind_of(config.pipeline)
+    return kind.train(world.arranged(kind.layout(config)), config, out, resume, corpus)

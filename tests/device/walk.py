@@ -41,7 +41,7 @@ from isles.pipeline.wire import StageForm  # noqa: E402
 from isles.replicas.island.island import Copies  # noqa: E402
 from isles.training.clustered.meter import NodeMeter  # noqa: E402
 from isles.training.config.reading import read_config  # noqa: E402
-from isles.training.placement import layout_of  # noqa: E402
+from isles.training.kinds import layout_of  # noqa: E402
 from isles.training.swarmed.trainer import SwarmTrainer  # noqa: E402
 from isles.training.trainer import Trainer  # noqa: E402
 from tests.device import ordered, workers, worlds  # noqa: E402

@@ -24,11 +24,11 @@ from isles.training import staged
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.evaluation import validation_loss
-from isles.training.placement import layout_of
+from isles.training.kinds import layout_of
 from isles.training.plan.run_plan import plan_run
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.recut import first_blocks, with_boundary, with_stages
-from isles.training.records.regroup import _cut_notes, prepare
+from isles.training.records.reshard.prepare import prepare
+from isles.training.records.reshard.stages import cut_notes, first_blocks, with_boundary, with_stages
 from isles.training.records.saved import load_run
 from isles.training.running.run import launch
 from isles.training.running.virtual import VirtualWorkers
@@ -341,7 +341,7 @@ def test_masks_go_on_where_the_stages_are(text: Path) -> None:
     saved = of(text, "pipeline.boundary.kind=dct:0.5")
     config = with_boundary(saved, with_stages(saved, 4, None))
     assert config.pipeline.boundary.kind == "dct:0.5" and first_blocks(config) == [1, 2, 3]
-    assert any("stand behind blocks [0, 1, 2] now" in note for note in _cut_notes(saved, config, 3))
+    assert any("stand behind blocks [0, 1, 2] now" in note for note in cut_notes(saved, config, 3))
 
 
 @pytest.mark.long

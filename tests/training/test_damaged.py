@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from isles.comm.errors import CommError
-from isles.training.records.regroup import prepare
+from isles.training.records.reshard.prepare import prepare
 from isles.training.running.run import launch
 from tests.training.runs import Told, run, tiny, write_text
 

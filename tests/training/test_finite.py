@@ -11,7 +11,7 @@ import torch
 from isles.comm.errors import WorkerFailed
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.finite import first_nan, not_finite
-from isles.training.records.regroup import prepare
+from isles.training.records.reshard.prepare import prepare
 from isles.training.running.run import launch
 from tests.training.runs import POISONED, Told, metrics, run, tiny, write_text
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from isles.training.plan.run_plan import plan_run
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.regroup import prepare
+from isles.training.records.reshard.prepare import prepare
 from isles.training.running.run import launch
 from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.regroup import prepare
+from isles.training.records.reshard.prepare import prepare
 from isles.training.records.spread import Spread
 from isles.training.records.writer import cut_metrics
 from tests.training.dying import AWAITED

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.regroup import prepare
+from isles.training.records.reshard.prepare import prepare
 from isles.training.running.run import launch
 from tests.training.runs import Told, lines_of, run, tiny, write_text
 

@@ -18,7 +18,6 @@ from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
     from isles.training.elastic.lighthouse.charter import Charter
-    from isles.training.elastic.lighthouse.keeping import RunKeeper
     from isles.training.elastic.lighthouse.stand import Stand
 
 _ALONE = "127.0.0.1"
@@ -81,6 +80,7 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
     from isles.cli.progress import ComingAndGoing
     from isles.cli.train import print_summary
     from isles.comm.sockets.addresses import written
+    from isles.training.kinds import kind_of
     from isles.training.running.interrupts import first_interrupt
 
     with ExitStack() as stack:
@@ -104,7 +104,7 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
                 if not keeper.stopping.is_set():
                     started.append(_start(charter, kind.joins_with, address, run, number))
 
-        kind = _kind(charter)
+        kind = kind_of(charter.pipeline, elastic=True).keeper()
         keeper = kind(charter, run, written(stand.host, stand.port), told, progress.line, progress.notice)
         progress.members = keeper.members
         stack.callback(lambda: _end(started, at_once=keeper.stopping.is_set()))
@@ -117,21 +117,6 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
         )
         raise typer.Exit(130)
     print_summary(summary, run)
-
-
-def _kind(charter: Charter) -> type[RunKeeper]:
-    """The class that keeps a run of this kind."""
-    if charter.pipeline.routing == "swarm":
-        from isles.training.swarmed.keeping import SwarmKeeper
-
-        return SwarmKeeper
-    if charter.pipeline.routing == "ravnest":
-        from isles.training.clustered.keeping import ClusterKeeper
-
-        return ClusterKeeper
-    from isles.training.elastic.lighthouse.keeper import Keeper
-
-    return Keeper
 
 
 def _drawn_up(

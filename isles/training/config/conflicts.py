@@ -17,9 +17,8 @@ from isles.replicas import METHODS, method
 from isles.replicas.loop.config import OuterConfig
 from isles.tables import given, parse_value
 from isles.training.config.sections import Config
+from isles.training.kinds import kind_of
 
-PEERS = ("swarm", "ravnest")
-"""Routings whose workers are peers that agree among themselves."""
 TOLD = {
     "workers that come and go": "isles lighthouse and join, isles simulate --churn",
     "a lighthouse": "isles lighthouse and join",
@@ -53,9 +52,9 @@ FOLLOW: dict[str, Callable[[Config], bool]] = {
     'pipeline.routing = "swarm"': lambda config: config.pipeline.routing == "swarm",
     "pipeline.swarm.delay_updates": lambda config: bool(config.pipeline.swarm.delay_updates),
     'pipeline.routing = "ravnest"': lambda config: config.pipeline.routing == "ravnest",
-    "peers": lambda config: config.pipeline.routing in PEERS,
+    "peers": lambda config: kind_of(config.pipeline).has_peers,
     "several clusters": lambda config: config.replicas_in_all > 1,
-    "a plan of paths": lambda config: config.pipeline.routing == "skippipe",
+    "a plan of paths": lambda config: bool(config.pipeline.skippipe.plan),
     "diloco": lambda config: config.method == "diloco",
     "noloco": lambda config: config.method == "noloco",
     "a method with rounds": lambda config: config.method != "none",

@@ -25,7 +25,7 @@ KEPT = tuple(_NAMES.values())
 
 def kept_files(config: Config) -> dict[str, Path]:
     """Those of a run, by the setting that names them."""
-    if config.pipeline.routing != "skippipe":
+    if not config.pipeline.skippipe.plan:
         return {}
     files = {_PLAN: Path(config.pipeline.skippipe.plan)}
     if config.world.is_simulated and config.world.virtual.links.endswith(".toml"):

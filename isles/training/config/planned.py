@@ -18,7 +18,7 @@ _STEPS_WAITED = 5
 
 def plan_of(pipeline: PipelineConfig) -> PipelinePlan | None:
     """The plan of a run; None where its routing has none. ValueError as `read_plan`."""
-    if pipeline.routing != "skippipe":
+    if not pipeline.skippipe.plan:
         return None
     try:
         return read_plan(pipeline.skippipe.plan)

@@ -169,9 +169,8 @@ def resolve(tables: Tables) -> Config:
     for key in settings:
         if key not in known:
             raise ValueError(_foreign(key, name, known))
-    if typed_sections["pipeline"].routing == "swarm":
-        there = wanted('pipeline.routing = "swarm"', name)
-        settings = {key.removeprefix("replicas."): value for key, value in there.items()} | settings
+    there = wanted(f'pipeline.routing = "{typed_sections["pipeline"].routing}"', name)
+    settings = {key.removeprefix("replicas."): value for key, value in there.items()} | settings
     hf = typed_sections["model"].hf
     if hf is not None and "tokenizer" not in tables.get("data", {}) and Path(hf).expanduser().is_dir():
         typed_sections["data"] = replace(typed_sections["data"], tokenizer=hf)

@@ -25,14 +25,8 @@ from isles.tables import refuse
 from isles.training.config.inner import InnerConfig
 from isles.training.config.world import WorldConfig
 
-_ROUTINGS = {
-    "skippipe": "isles.training.config.planned:check",
-    "swarm": "isles.training.config.swarmed:check",
-    "ravnest": "isles.training.config.clustered:check",
-}
-"""What goes with these routings, imported where one is chosen: check(Config) -> workers that read text. ValueError, one
-line that names the key, for what does not.
-"""
+_KIND = "isles.training.kinds:kind_of"
+"""What differs between kinds of worlds, imported where it is asked for: it imports what a configuration is for."""
 _CONFLICTS = "isles.training.config.conflicts:refuse_conflicts"
 """What goes together, imported where anything may not."""
 _LOGGERS = ("tensorboard", "wandb")  # isles.training.records.loggers holds what is behind the names
@@ -125,16 +119,16 @@ class Config:
     @property
     def survives(self) -> bool:
         """Whether the workers that are left go on when others fail."""
-        return self.replicas.survives or self.pipeline.routing in ("ravnest", "swarm")
+        return self.replicas.survives or self._kind.has_peers
 
     @property
     def replicas_in_all(self) -> int:
         """Copies of the model that the workers make up."""
-        if self.pipeline.ravnest.clusters:
-            return len(self.pipeline.ravnest.clusters)
-        if self.pipeline.routing == "swarm":
-            return 1
-        return self.world.workers // (self.pipeline.stages * self.world.inner)
+        return self._kind.replicas(self)
+
+    @property
+    def _kind(self) -> Any:
+        return named("pipeline.routing", _KIND)(self.pipeline)
 
     def _check_boundary(self, shape: Shape) -> None:
         boundary = boundary_name(self.pipeline.boundary.kind)
@@ -147,22 +141,15 @@ class Config:
             )
 
     def _check_pipeline(self) -> None:
-        stages, world, routing = self.pipeline.stages, self.world, self.pipeline.routing
-        if (
-            not self.pipeline.ravnest.clusters
-            and routing not in ("skippipe", "swarm")
-            and world.workers % (stages * world.inner)
-        ):
+        stages, world = self.pipeline.stages, self.world
+        if self.pipeline.is_grid and world.workers % (stages * world.inner):
             inside = f" of {world.inner} workers each" if world.inner > 1 else ""
             raise ValueError(
                 f"pipeline.stages = {stages}: {world.workers} workers do not make whole replicas of {stages} stages"
                 f"{inside}; choose a multiple of {stages * world.inner} as world.workers"
             )
         named("conflicts", _CONFLICTS)(self)
-        readers = self.replicas_in_all
-        if routing in _ROUTINGS:
-            readers = named(f"routing {routing}", _ROUTINGS[routing])(self)
-        sequences = self.data.batch_size_per_worker(readers)
+        sequences = self.data.batch_size_per_worker(self._kind.check(self))
         if sequences % self.pipeline.microbatches:
             raise ValueError(
                 f"pipeline.microbatches = {self.pipeline.microbatches} does not divide a replica's batch of "

@@ -13,10 +13,11 @@ from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
 from isles.models.model_limits import state_bytes
 from isles.replicas.loop.config import WeightedConfig
-from isles.training.config.conflicts import PEERS, refuse_conflicts
+from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.reading import Tables, resolve
 from isles.training.config.sections import Config
 from isles.training.config.tokens import ending, tokens_a_step
+from isles.training.kinds import kind_of
 
 _FAR = 1 << 40
 _OURS = {"on_peer_failure": "solo", "on_broken": "leave out"}
@@ -29,7 +30,7 @@ def elastic(tables: Tables) -> Config:
     ValueError, with the key and the mend, where it cannot be one.
     """
     config = resolve(tables)
-    if config.pipeline.routing in PEERS:
+    if kind_of(config.pipeline).has_peers:
         return among_peers(config)
     ours = {key: value for key, value in _OURS.items() if hasattr(config.replicas, key)}
     given = tables.get("replicas", {})
@@ -74,12 +75,13 @@ def check(config: Config, *, simulated: bool = False) -> None:
 
 def among_peers(config: Config) -> Config:
     """`config`, for peers that join a lighthouse. ValueError, with the key and the mend, where they cannot."""
-    routing = config.pipeline.routing
-    if routing not in PEERS:
-        why = "its workers hold whole replicas" if routing == "fixed" else "its workers do not come and go yet"
-        mend = "join it with isles join" if config.pipeline.stages == 1 else "use isles train --nodes"
-        raise ValueError(f'pipeline.routing = "{routing}": {why}: {mend}')
-    refuse_conflicts(config, "peers that come and go", *(["clusters that come and go"] if routing == "ravnest" else []))
+    kind = kind_of(config.pipeline)
+    if not kind.has_peers:
+        mend = "its workers do not come and go yet: use isles train --nodes"
+        if config.pipeline.stages == 1:
+            mend = "its workers hold whole replicas: join it with isles join"
+        raise ValueError(f'pipeline.routing = "{config.pipeline.routing}": {mend}')
+    refuse_conflicts(config, *kind.situations)
     _refuse_full(config, config.world.workers)
     return config
 
@@ -133,7 +135,7 @@ def batches_in_all(config: Config) -> int:
 def rules(config: Config) -> Rules:
     """The rules that the lighthouse of `config` decides by."""
     weights = _first_bytes(config)
-    if config.pipeline.routing in PEERS:  # a step is a round
+    if kind_of(config.pipeline).has_peers:  # a step is a round
         most, steps = config.world.elastic.max_members, config.run.steps
         return Rules(founders=config.world.workers, sync_every=1, last=steps, most=most, weights=weights)
     return Rules(

@@ -36,8 +36,8 @@ from isles.replicas import method
 from isles.training.config.inner import inner_kind
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
+from isles.training.kinds import layout_of
 from isles.training.memory.refused import refusals, sharded_over
-from isles.training.placement import layout_of
 from isles.training.staged import planned_cut
 from isles.wrapping import SpreadShares, Wrapping
 
@@ -335,7 +335,7 @@ def step_seconds(config: Config) -> float:
     """Of the virtual clock: those of the plan for a named machine, else those of [world]. A plan of paths has seconds
     of its own.
     """
-    if config.pipeline.routing == "skippipe":
+    if config.pipeline.skippipe.plan:
         return 1.0
     if config.memory.method == "none" or not config.memory.machine or config.pipeline.stages > 1:
         return config.world.virtual.step_seconds  # of all stages; a plan knows one of them

@@ -19,6 +19,7 @@ from isles.memory.costs import host_bytes as planned_host_bytes
 from isles.memory.plan import MemoryPlan
 from isles.network.machines import Machine, machine
 from isles.training.config.sections import Config
+from isles.training.kinds import kind_of
 from isles.training.memory.planned import machine_of, profile_of
 from isles.training.plan.computing import device_of
 from isles.training.plan.record import MemoryFit, WorkerPlan
@@ -57,7 +58,7 @@ def _fit(config: Config, worker: WorkerPlan, placed: MemoryPlan | None, here: Ma
     device, host = memory.computing, memory.peak - memory.computing
     if placed is not None:
         device, host = placed.peak, host + placed.host_bytes
-    elif config.pipeline.routing not in ("swarm", "ravnest"):
+    elif not kind_of(config.pipeline).has_peers:
         made = _profile(config, worker.stage or 0)
         activations = None if made is None else _beside_states(config, made, "keep")
         device += activations or 0

@@ -32,7 +32,7 @@ from isles.training.config.planned import plan_of
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
 from isles.training.config.world import WorldConfig
-from isles.training.placement import layout_of
+from isles.training.kinds import layout_of
 from isles.training.plan.record import WorkerPlan
 from isles.training.plan.sketch import HASH_BYTES, RunSketch, clips_model, reduces_first, sketch_run
 

@@ -26,8 +26,8 @@ from isles.training.config.inner import inner_kind
 from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
 from isles.training.inner_optimizer import inner_bytes
+from isles.training.kinds import layout_of
 from isles.training.memory.planned import prepared, step_seconds
-from isles.training.placement import layout_of
 from isles.training.plan.computing import counted_flops, device_of, measured_step
 from isles.training.plan.pipelines import (
     bytes_between,

@@ -29,8 +29,8 @@ from isles.replicas.sync import ReplicaSync
 from isles.training.assemble import wrapped
 from isles.training.config.planned import plan_of
 from isles.training.config.sections import Config
+from isles.training.kinds import layout_of
 from isles.training.memory.planned import sketched
-from isles.training.placement import layout_of
 from isles.training.staged import planned_cut, run_scheme
 
 HASH_BYTES = 8

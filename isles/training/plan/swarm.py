@@ -20,7 +20,6 @@ from isles.pipeline.swarm.swarm import COMERS
 from isles.pipeline.swarm.told import PeerWord
 from isles.training.config.inner import inner_kind
 from isles.training.config.sections import Config
-from isles.training.config.swarmed import stages_of
 from isles.training.inner_optimizer import inner_bytes
 from isles.training.memory.planned import step_seconds
 from isles.training.plan.record import RunPlan, RunTime, WorkerPlan
@@ -61,7 +60,7 @@ class _SwarmPlanner:
         self.rows, parts = config.data.batch_size_per_worker(1), config.pipeline.microbatches
         form = form_of(self.pieces[0], scheme, config.pipeline, batch_size=self.rows, context=self.context, vocab=vocab)
         self.down, self.up = HEAD + form.nbytes(Task("F", 0, 1)), HEAD + form.nbytes(Task("B", 0, 0))
-        self.stages = [at for at, ranks in enumerate(stages_of(config.pipeline, config.world.workers)) for _ in ranks]
+        self.stages = [at for at, ranks in enumerate(config.pipeline.peers_of(config.world.workers)) for _ in ranks]
         self.sums = [sum(own.nbytes for own in piece.parameters() if own.requires_grad) for piece in self.pieces]
         workers, step, last = len(self.stages), step_seconds(config), len(self.pieces) - 1
         book = _OF_BOOKS + (1 if config.pipeline.swarm.consistency == "strict" else words_for(parts))

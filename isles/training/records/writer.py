@@ -13,16 +13,15 @@ from isles.launch.nodes import NodeGroup
 from isles.parsing import parse_json
 from isles.schema import SpreadMetrics
 from isles.training.config.kept import kept_files, kept_names
-from isles.training.config.reading import run_name, to_toml
+from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
-from isles.training.placement import layout_of
+from isles.training.kinds import kind_of, layout_of
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.lock import RunLock
 from isles.training.records.loggers import Loggers
-from isles.training.records.recut import cut_facts
+from isles.training.records.reshard.stages import run_facts
 from isles.training.records.rundir import CONFIG, METRICS, TIMELINE, as_json, keep_config
 from isles.training.records.spread import Spread
-from isles.version import __version__
 
 
 class Records:
@@ -123,7 +122,7 @@ def _sampling(config: Config) -> dict[int, int]:
     """The stage of each worker that sends samples: one of those that hold the same, where there are replicas of it.
     Clusters may be cut differently, and send none.
     """
-    if config.pipeline.routing in ("swarm", "ravnest"):
+    if kind_of(config.pipeline).has_peers:
         return {}
     stages = {rank: at.stage for rank, at in enumerate(layout_of(config).coordinates) if at.inner == 0}
     replicas = Counter(stages.values())
@@ -147,9 +146,8 @@ def commit(config: Config, out: Path, step: int, seats: Sequence[int], node_grou
     keep = config.run.keep_checkpoints
     if keep and node_group.nodes > 1:
         keep = max(keep, 2)  # machines commit a moment apart: the one before stays until all have come to the next
-    facts = {"isles_version": __version__, "method": config.method, "run": run_name(config)} | cut_facts(config)
     own = None if node_group.spec.shared_directory else node_group.shares(config.world.workers)[node_group.node]
-    Checkpoints(out).commit(step, seats, facts, keep=keep, own=own)
+    Checkpoints(out).commit(step, seats, run_facts(config), keep=keep, own=own)
 
 
 def cut_metrics(path: Path, step: int) -> None:

@@ -12,7 +12,6 @@ from isles.comm.layout import Layout
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.training.churned import ChurnedWorld
-from isles.training.config.swarmed import stages_of
 from isles.training.swarmed.trainer import SwarmTrainer
 
 
@@ -21,7 +20,7 @@ class ChurnedSwarm(ChurnedWorld[SwarmTrainer]):
 
     @override
     def work(self, world: Mesh, corpus: Corpus) -> dict[str, Any] | None:
-        stages = stages_of(self.config.pipeline, self.founders)
+        stages = self.config.pipeline.peers_of(self.founders)
         stages[0] += range(self.founders, len(self.begins))  # until they are told where they are wanted
         placed = world.arranged(Layout.columns(stages))
         trainer = self.workers[world.rank] = SwarmTrainer(self.config, placed, corpus, range(self.founders))

@@ -24,7 +24,6 @@ from isles.comm.elastic.swarm.muster import Muster, MusterRules
 from isles.comm.elastic.swarm.words import SwarmNow
 from isles.durable import settle, write_text
 from isles.fields import integer, table
-from isles.training.config.swarmed import stages_of
 from isles.training.elastic.given import MODEL, state_of
 from isles.training.elastic.lighthouse.keeping import LOOK, MODEL_FILE, RunKeeper
 from isles.training.records.checked import is_whole
@@ -56,7 +55,7 @@ class SwarmKeeper(RunKeeper):
     def muster_rules(self) -> MusterRules:
         """The rules by which the first swarm, and later ones, begin."""
         rules = self.charter.rules
-        peers = tuple(len(ranks) for ranks in stages_of(self.charter.pipeline, rules.founders))
+        peers = tuple(len(ranks) for ranks in self.charter.pipeline.peers_of(rules.founders))
         return MusterRules(peers=peers, most=rules.most, last=self.charter.run.steps)
 
     def parts(self, step: int) -> int:

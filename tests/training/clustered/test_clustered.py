@@ -18,7 +18,7 @@ from isles.training.config.reading import read_config, to_toml
 from isles.training.config.sections import Config
 from isles.training.plan.clusters import plan_clusters
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.regroup import prepare
+from isles.training.records.reshard.prepare import prepare
 from isles.training.running.run import launch
 from isles.training.running.starting import deadlines
 from isles.training.worker import train_worker

@@ -14,7 +14,7 @@ from isles.training.clustered.serving import Serving
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.placement import layout_of
+from isles.training.kinds import layout_of
 from isles.training.plan.clusters import plan_clusters
 from isles.training.running.run import launch
 

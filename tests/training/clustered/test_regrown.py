@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.regroup import prepare
+from isles.training.records.reshard.prepare import prepare
 from tests.cli.command import isles
 from tests.training.clustered.changing import Watched, config
 from tests.training.clustered.test_churned import EVENTS

@@ -20,7 +20,7 @@ from isles.replicas.parts.mixing import RandomGroups
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.inner_optimizer import inner_optimizer
-from isles.training.placement import layout_of
+from isles.training.kinds import layout_of
 from isles.training.staged import build_stage, planned_cut, run_scheme
 from isles.training.swarmed.trainer import SwarmTrainer
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from isles.comm.mesh import Mesh
 from isles.data import Corpus, load_corpus
 from isles.training.config.sections import Config
-from isles.training.placement import layout_of
+from isles.training.kinds import layout_of
 from isles.training.staged import planned_cut
 from isles.training.swarmed.step import stage_costs
 from isles.training.swarmed.trainer import SwarmTrainer

@@ -15,7 +15,7 @@ from isles.comm.tags import CHANNELS
 from isles.data import Corpus, load_corpus
 from isles.pipeline.swarm.post import OUTER
 from isles.training.config.sections import Config
-from isles.training.placement import layout_of
+from isles.training.kinds import layout_of
 from tests.training.swarmed import oracle
 from tests.training.swarmed.test_outer import config
 

@@ -19,7 +19,7 @@ from isles.models import build
 from isles.pipeline.swarm.swarm import StageLost
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
-from isles.training.placement import layout_of
+from isles.training.kinds import layout_of
 from isles.training.swarmed import trainer as trainers
 from isles.training.swarmed.trainer import SwarmTrainer
 from tests.cli.command import isles

@@ -22,13 +22,13 @@ from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
 from isles.replicas import method
 from isles.tables import changed
+from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.inner_optimizer import inner_optimizer
 from isles.training.records.shard import State
 from isles.training.staged import planned_cut, run_scheme
+from isles.version import __version__
 
-Counted = dict[str, dict[str, Any]]
-"""What a worker has counted, by channel and key, for others that take its place."""
 _CARRIED = ("lr", "initial_lr", "betas", "eps", "fused")
 """Settings that all groups of an inner optimizer share; by the others (weight decay, rows) they differ."""
 
@@ -46,21 +46,15 @@ class Holding:
 
 def holdings(config: Config) -> list[Holding]:
     """Of each stage of a replica, or of the whole model where it is not cut."""
-    model = sketch(config.model)
     if config.pipeline.stages == 1:
-        return [_holding(config, model)]
-    return [_holding(config, _fitted(config, Stage(model, piece))) for piece in planned_cut(config).pieces]
+        return [whole_holding(config)]
+    model = sketch(config.model)
+    return [_holding(config, Stage(model, piece)) for piece in planned_cut(config).pieces]
 
 
 def whole_holding(config: Config) -> Holding:
     """Of the whole model."""
-    return _holding(config, _fitted(config, sketch(config.model)))
-
-
-def _fitted(config: Config, model: nn.Module) -> nn.Module:
-    if config.pipeline.boundary.kind != "none":
-        run_scheme(config, planned_cut(config)).fit(model)
-    return model
+    return _holding(config, sketch(config.model))
 
 
 def first_blocks(config: Config) -> list[Any]:
@@ -77,10 +71,11 @@ def cut_at(config: Config, blocks: Sequence[int]) -> Config:
     return replace(config, pipeline=replace(config.pipeline, cut=tuple(blocks)))
 
 
-def cut_facts(config: Config) -> dict[str, Any]:
-    """What a manifest says of the stages, where there are some."""
+def run_facts(config: Config) -> dict[str, Any]:
+    """What a manifest says of the run that it is of, and of its stages."""
     stages = config.pipeline.stages
-    return {"stages": stages, "cut": first_blocks(config)} if stages > 1 else {"stages": 1}
+    facts = {"isles_version": __version__, "method": config.method, "run": run_name(config), "stages": stages}
+    return facts | ({"cut": first_blocks(config)} if stages > 1 else {})
 
 
 def with_stages(config: Config, stages: int, workers: int | None) -> Config:
@@ -165,29 +160,26 @@ def recut(states: Sequence[State], before: Sequence[Holding], after: Sequence[Ho
         [holding.trained for holding in after],
     )
     for number, (holding, outer) in enumerate(zip(after, outers, strict=True)):
-        inherited = states if number == 0 else []
-        yield {
+        optimizer = {
+            **first["optimizer"],
+            "shapes": [list(shape) for shape in holding.trained.values()],
+            "inner": _inner(first["optimizer"]["inner"], moments, holding),
+            "outer": outer,
+        }
+        made = {
             **first,
             "model": {name: weights[name] for name in holding.kept},
-            "optimizer": {
-                **first["optimizer"],
-                "shapes": [list(shape) for shape in holding.trained.values()],
-                "inner": _inner(first["optimizer"]["inner"], moments, holding),
-                "outer": outer,
-                "traffic": total_traffic([one["optimizer"]["traffic"] for one in inherited], optimizers[0]["traffic"]),
-                "transport": latest_clock(optimizers[0]["transport"], states),
-            },
+            "optimizer": optimizer,
             "schedule": _schedule(first["schedule"], len(holding.groups)),
             "step": states[-1].get("step") if number == len(after) - 1 else first.get("step"),
             "loader": first["loader"] if number == 0 else None,
-            "tokens": sum(state["tokens"] for state in inherited),
-            "training_seconds": sum(state["training_seconds"] for state in inherited),
-            "clock_seconds": max(state["clock_seconds"] for state in states),
-            "host_seconds": max(state["host_seconds"] for state in states),
         }
+        yield inheriting(made, first, states if number == 0 else [], states)
 
 
 def _holding(config: Config, model: nn.Module) -> Holding:
+    if config.pipeline.boundary.kind != "none":
+        run_scheme(config, planned_cut(config)).fit(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     inner = inner_optimizer(model, config.inner, method(config.method).usual_inner)
     return Holding(
@@ -223,25 +215,43 @@ def _schedule(state: dict[str, Any], groups: int) -> dict[str, Any]:
     return {**state, **lists}
 
 
-def total_traffic(states: Sequence[Counted], like: Counted) -> Counted:
-    """Sum of traffic counters, channel by channel; zeros where there are none."""
-    return {
+def inheriting(state: State, like: State, inherited: Sequence[State], everyone: Sequence[State]) -> State:
+    """`state` of a new worker with the totals of those that it takes the place of; zeros where there are none. like: a
+    worker that counts the same. everyone: of the latest of their clocks; message numbers begin anew.
+    """
+    counted, transport = like["optimizer"]["traffic"], like["optimizer"]["transport"]
+    traffic = {
         channel: {
-            key: sum((state[channel][key] for state in states), start=type(value)()) for key, value in row.items()
+            key: sum((one["optimizer"]["traffic"][channel][key] for one in inherited), start=type(value)())
+            for key, value in row.items()
         }
-        for channel, row in like.items()
+        for channel, row in counted.items()
+    }
+    if "clock" in transport:  # a virtual one
+        latest = max(one["optimizer"]["transport"]["clock"] for one in everyone)
+        transport = {**transport, "clock": latest, "messages": {}, "latest": []}
+    return {
+        **state,
+        "optimizer": {**state["optimizer"], "traffic": traffic, "transport": transport},
+        **{key: sum(one[key] for one in inherited) for key in ("tokens", "training_seconds")},
+        **{key: max(one[key] for one in everyone) for key in ("clock_seconds", "host_seconds")},
     }
 
 
-def latest_clock(transport: dict[str, Any], own: Sequence[State]) -> dict[str, Any]:
-    """A virtual transport's state at the latest clock of the workers' states `own`, its message numbers begun anew; a
-    real one has none.
-    """
-    if "clock" not in transport:
-        return transport
-    latest = max(_transport(state)["clock"] for state in own)
-    return {**transport, "clock": latest, "messages": {}, "latest": []}
-
-
-def _transport(state: State) -> dict[str, Any]:
-    return state["optimizer"]["transport"] if "optimizer" in state else state["transport"]
+def cut_notes(saved: Config, config: Config, step: int) -> list[str]:
+    """What a user should know of stages that are cut anew."""
+    old, new = saved.pipeline.stages, config.pipeline.stages
+    said = f"going on in {new} stage{'s' if new > 1 else ''} a replica instead of {old} after step {step}, cut by name"
+    notes = [said + ": weights, moments, anchors, momenta and what is under way keep their bits"]
+    if first_blocks(saved) != first_blocks(config) and saved.pipeline.boundary.kind.startswith("dct"):
+        masked = [block - 1 for block in first_blocks(config)]
+        notes.append(
+            f"the masks of {saved.pipeline.boundary.kind} are part of the model, and stand behind blocks {masked} now: "
+            "the loss may jump"
+        )
+    codec = str(getattr(config.replicas, "codec", "none"))
+    if codec not in ("none", "bf16", "fp16"):
+        notes.append(f"{codec} has scales over blocks of neighbours, which are others now: rounds differ a little")
+    if old == 1 and config.pipeline.microbatches > 1 and saved.inner.accumulation == 1:
+        notes.append(f"a batch is now summed in {config.pipeline.microbatches} microbatches")
+    return notes

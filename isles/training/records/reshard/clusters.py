@@ -11,7 +11,7 @@ more: who is left of them stands by, and the others read their text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -21,21 +21,21 @@ from isles.durable import write_text
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.tables import changed
-from isles.training.config.reading import run_name, to_toml
+from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.lock import locked
-from isles.training.records.recut import cut_facts
+from isles.training.records.reshard.stages import run_facts
 from isles.training.records.shard import State
-from isles.version import __version__
 
 POSITIONS = "positions"
 """In a manifest: of how many workers, whenever they came, the ranks of its shards are numbers."""
 
 
-def regrown(run: Path, step: int, config: Config, workers: int | None) -> tuple[Config, list[str]]:
-    """The configuration with which the checkpoint of `run` after `step` is gone on from, and what a user should know.
-    workers: that were asked for, if any. ValueError where it is not to go on from; then nothing is changed.
+def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) -> tuple[Config, int, list[str]]:
+    """Make the checkpoint of `run` after `step` one of those who were left: the configuration with which it is gone on
+    from, the step, and what a user should know. workers: that were asked for, if any. ValueError where it cannot be;
+    then nothing is changed.
     """
     checkpoints = Checkpoints(run)
     manifest, saved = checkpoints.manifest(step), checkpoints.seats(step)
@@ -53,8 +53,8 @@ def regrown(run: Path, step: int, config: Config, workers: int | None) -> tuple[
     now = seats.without(dropped).renumbered(kept)
     after = _config(config, now, kept)
     with locked(run):
-        facts = {"isles_version": __version__, "method": config.method, "run": run_name(after)}
-        checkpoints.replace(step, _states(checkpoints, step, kept, now), facts | cut_facts(after))
+        states = (_state(checkpoints.read_shard(step, position), number, now) for number, position in enumerate(kept))
+        checkpoints.replace(step, states, run_facts(after))
         write_text(run / "config.toml", to_toml(after))
     clusters = f"{len(now.clusters)} cluster{'s' * (len(now.clusters) > 1)}"
     notes = [
@@ -64,7 +64,7 @@ def regrown(run: Path, step: int, config: Config, workers: int | None) -> tuple[
     ]
     if dropped:
         notes.append(f"workers {', '.join(map(str, dropped))} stood by: there is no second cluster to load from")
-    return after, notes
+    return after, step, notes
 
 
 def _config(config: Config, seats: ClusterSeats, kept: Sequence[int]) -> Config:
@@ -75,11 +75,6 @@ def _config(config: Config, seats: ClusterSeats, kept: Sequence[int]) -> Config:
     now |= {"world.virtual.step_factors": tuple(factors[position] for position in kept) if given else ()}
     now |= {"pipeline.ravnest.clusters": seats.cuts, "pipeline.ravnest.spares": 0}
     return changed(config, now | {"pipeline.together": PipelineConfig.together})
-
-
-def _states(checkpoints: Checkpoints, step: int, kept: Sequence[int], seats: ClusterSeats) -> Iterator[State]:
-    for number, position in enumerate(kept):
-        yield _state(checkpoints.read_shard(step, position), number, seats)
 
 
 def _state(state: State, number: int, seats: ClusterSeats) -> State:

@@ -1,0 +1,115 @@
+"""Going on from a checkpoint: which one it is, and what its states must be made into first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from isles.tables import read_toml
+from isles.training.config.reading import read_config, run_name
+from isles.training.config.sections import Config
+from isles.training.kinds import kind_of
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.reshard.clusters import POSITIONS, reshard_clusters
+from isles.training.records.reshard.replicas import reshard_replicas
+from isles.training.records.reshard.stages import cut_at, first_blocks, with_boundary, with_stages
+
+_SECTIONS = {"model", "data", "inner", "replicas", "world", "run"}  # of every run's config.toml
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A run ready to go on: its configuration, the step of its checkpoint, and what a user should know."""
+
+    config: Config
+    step: int
+    notes: list[str]
+
+
+def prepare(
+    run: Path, workers: int | None, stages: int | None = None, step: int | None = None, *, trust: bool = False
+) -> Resumption:
+    """Make the checkpoint of `run` after `step` (None: the newest) one of `workers` workers in replicas of `stages`
+    stages (None: as config.toml says, or with `stages` alone as many replicas as before), and config.toml too. trust:
+    import what that names, whoever made the run.
+
+    ValueError: there is no such checkpoint, its weights are no numbers, the run cannot be with so many workers or
+    stages, or it is going on; then nothing is changed.
+    """
+    checkpoints = Checkpoints(run)
+    newest, step = step is None, _chosen(checkpoints, run, step)
+    manifest, path = checkpoints.manifest(step), run / "config.toml"
+    own = read_config(str(path), {}, [], trust=trust)
+    if POSITIONS in manifest:
+        if stages is not None:
+            raise ValueError(f"--stages {stages}: clusters go on as they were; leave it out")
+        return Resumption(*reshard_clusters(run, step, own, workers))
+    if missing := _SECTIONS - read_toml(str(path)).keys():
+        raise ValueError(
+            f"{path}: damaged, for it has no [{sorted(missing)[0]}], as every run's own: take it from a copy"
+        )
+    if stages is None:
+        _refuse_other_cut(own, manifest)
+        saved = own
+        config = own if workers is None else read_config(str(path), {"world.workers": workers}, [], trust=trust)
+    else:
+        saved = _as_cut(own, manifest)
+        config = with_boundary(saved, with_stages(own, stages, workers))
+    kind = kind_of(config.pipeline)
+    if first_blocks(saved) == first_blocks(config):
+        notes = []
+        if manifest.get("run", run_name(config)) != run_name(config):
+            notes = [f"note: {path} was changed since this checkpoint was written: what follows is another run's"]
+        if checkpoints.seats(step) == list(range(config.world.workers)):
+            return Resumption(config, step, notes)
+        as_they_are = kind.lost(run, step, config, newest=newest) if config.world.workers == own.world.workers else None
+        if as_they_are is not None:
+            return Resumption(config, as_they_are[0], notes + as_they_are[1])
+    kind.refuse_reshard(config, run, step)
+    return Resumption(*reshard_replicas(run, step, saved, config))
+
+
+def _as_cut(config: Config, manifest: dict[str, Any]) -> Config:
+    """`config` with the stages of the checkpoint, whatever config.toml says now."""
+    stages = manifest.get("stages", config.pipeline.stages)
+    if stages != config.pipeline.stages:
+        config = replace(config, pipeline=replace(config.pipeline, stages=stages, cut=()))
+    return cut_at(config, manifest.get("cut", first_blocks(config))) if stages > 1 else config
+
+
+def _refuse_other_cut(config: Config, manifest: dict[str, Any]) -> None:
+    """ValueError where config.toml has another cut than the checkpoint, by itself."""
+    stages, here = config.pipeline.stages, first_blocks(config)
+    if stages != manifest.get("stages", stages):
+        raise ValueError(
+            f"pipeline.stages = {stages}: the checkpoint is of {manifest['stages']}; set it back, or resume with "
+            f"--stages {stages}"
+        )
+    if stages > 1 and (blocks := manifest.get("cut", here)) != here:
+        raise ValueError(
+            f"pipeline.cut: the checkpoint's stages begin at blocks {blocks}, config.toml's at {here}; set "
+            f"pipeline.cut = {blocks}, or resume with --stages {stages} to cut it anew"
+        )
+
+
+def _chosen(checkpoints: Checkpoints, run: Path, step: int | None) -> int:
+    """The checkpoint to go on from. ValueError, with the newest good one, where it is none to go on from."""
+    steps = checkpoints.steps()
+    if not run.exists():
+        raise ValueError(f"{run}: there is nothing of that name; give the directory of a run")
+    if not steps:
+        raise ValueError(f"{run}: no whole checkpoint there; set run.checkpoint_every, or start again")
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise ValueError(f"--step {chosen}: there is no whole checkpoint of it; there are {', '.join(map(str, steps))}")
+    if (what := checkpoints.broken(chosen)) is None:
+        return chosen
+    good = next((older for older in reversed(steps) if older < chosen and checkpoints.broken(older) is None), None)
+    mend = (
+        "and none before it is good: start again, with a lower inner.lr"
+        if good is None
+        else f"go back to the newest good one with: isles resume {run} --step {good}, and lower inner.lr in "
+        f"{run / 'config.toml'} first"
+    )
+    raise ValueError(f"{run}: the checkpoint of step {chosen} is not to go on from ({what}); {mend}")
