@@ -106,16 +106,16 @@ def _churned(name: str, configs: Configs) -> tuple[Configs, Start]:
     from isles.training.elastic.terms import going_on
     from isles.training.kinds import kind_of
 
-    kinds = {kind_of(config.pipeline, elastic=True): config.pipeline.routing for config in configs.values()}
+    kinds = {type(kind_of(config.pipeline)): config.pipeline.routing for config in configs.values()}
     if len(kinds) > 1:
         told = ", ".join(sorted(kinds.values()))
         raise ValueError(f"--churn: runs by pipeline.routing = {told}: simulate each by itself")
-    (kind,) = kinds
+    kind = next(iter(kinds))()
     if not kind.has_peers:
         configs = {place: going_on(config) for place, config in configs.items()}
     for config in configs.values():
         trace_of(config, name)
-    made = kind.churned()
+    made = kind.churned
 
     def begin(config: Config, folder: Path, on_line: OnLine, on_notice: OnNotice) -> SummaryTable:
         return made(config, name, folder, on_line, on_notice).run()

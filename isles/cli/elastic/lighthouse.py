@@ -104,7 +104,7 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
                 if not keeper.stopping.is_set():
                     started.append(_start(charter, kind.joins_with, address, run, number))
 
-        kind = kind_of(charter.pipeline, elastic=True).keeper()
+        kind = kind_of(charter.pipeline).keeper
         keeper = kind(charter, run, written(stand.host, stand.port), told, progress.line, progress.notice)
         progress.members = keeper.members
         stack.callback(lambda: _end(started, at_once=keeper.stopping.is_set()))

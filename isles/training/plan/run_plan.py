@@ -31,7 +31,7 @@ def plan_run(config: Config, *, probe: bool = False, machines: int = 1, machine:
     kind, here = kind_of(config.pipeline), known_machine(config, machine)
     if probe and kind.has_peers:
         raise ValueError("--probe: measures a whole model's step, and these workers hold stages; leave it out")
-    plan = kind.plan(config, probe=probe, machines=machines)
+    plan = kind.plan(config) if kind.has_peers else kind.plan(config, probe=probe, machines=machines)
     return plan if here is None else replace(plan, fit=memory_fit(config, plan.workers, plan.placed, here))
 
 

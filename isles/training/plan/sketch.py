@@ -6,6 +6,7 @@ configuration -> model on the meta device -> the method's optimizers around it, 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -192,3 +193,11 @@ def _spread(
     return PlannedExchange(
         moment, moment, 0, "spread", groups, by_size(groups, lambda _: Swap(tuple(each))), number, "inner"
     )
+
+
+def refuse_known(config: Config) -> None:
+    """ValueError for what is refused where replicas are made; of models and methods that Isles knows alone."""
+    if config.model.factory is None and config.model.hf is None and config.method in METHODS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run says it again
+            sketch_run(config)

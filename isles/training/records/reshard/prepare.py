@@ -66,8 +66,30 @@ def prepare(
         as_they_are = kind.lost(run, step, config, newest=newest) if config.world.workers == own.world.workers else None
         if as_they_are is not None:
             return Resumption(config, as_they_are[0], notes + as_they_are[1])
-    kind.refuse_reshard(config, run, step)
+    _refuse_reshard(run, checkpoints, step, config)
     return Resumption(*reshard_replicas(run, step, saved, config))
+
+
+def _refuse_reshard(run: Path, checkpoints: Checkpoints, step: int, config: Config) -> None:
+    """ValueError where the states after `step` cannot be made those of other workers or stages."""
+    seats = checkpoints.seats(step)
+    if kind_of(config.pipeline).has_peers:
+        raise ValueError(
+            f"{run}: after step {step} workers {', '.join(map(str, seats))} saved; clusters and swarms resume with "
+            "all workers of before, clusters from a checkpoint that all wrote (--step names an earlier one)"
+        )
+    if elsewhere := checkpoints.absent(step):
+        raise ValueError(
+            f"{run}: after step {step} the states of workers {', '.join(map(str, elsewhere))} lie on other machines: "
+            f"copy them here, into {checkpoints.folder}, and resume without --nodes"
+        )
+    why = (
+        "a plan is for its nodes"
+        if config.pipeline.skippipe.plan
+        else "the workers of an island have parts of their own"
+    )
+    if config.pipeline.skippipe.plan or config.world.inner > 1:
+        raise ValueError(f"{why}: resume with {len(seats)} workers, as before")
 
 
 def _as_cut(config: Config, manifest: dict[str, Any]) -> Config:

@@ -1,0 +1,158 @@
+"""The kinds of worlds that a run can be in, chosen from its configuration, and what differs between them. Loads no
+torch by itself: what a kind names is imported where it is asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isles.comm.layout import Layout, grid_of
+from isles.imports import named
+from isles.training.config.planned import check as check_plan
+from isles.training.config.planned import plan_of
+from isles.training.records.checkpoint import Checkpoints, newest_whole, seat_of
+
+if TYPE_CHECKING:
+    from isles.pipeline.config import PipelineConfig
+    from isles.training.config.sections import Config
+
+_KINDS = {"swarm": "isles.training.kinds:SwarmWorld", "ravnest": "isles.training.kinds:ClusterWorld"}
+"""By `pipeline.routing`, where the kind is that has workers of its own; all others are a `WorldKind`'s."""
+
+
+class Lazy:
+    """An attribute that is the object at `place`, package.module:name."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __get__(self, kind: object, owner: type | None = None) -> Any:
+        return named("pipeline.routing", self.place)
+
+
+class WorldKind:
+    """Replicas: a worker each, an island's or a stage's part of one, or the columns of a plan of paths. Other kinds
+    say what is otherwise.
+
+    refuse: of a configuration, what `plan` refuses, at less cost. train: as `train_worker`, in a world that is
+    arranged. Where workers come and go, churned is the run on the virtual clock, keeper the lighthouse.
+    """
+
+    has_peers = False
+    """Whether workers are peers that agree among themselves, and go on when others fail."""
+    refuse = Lazy("isles.training.plan.sketch:refuse_known")
+    plan = Lazy("isles.training.plan.replicas:plan_replicas")
+    train = Lazy("isles.training.worker:train_replica")
+    trainer = Lazy("isles.training.trainer:Trainer")
+    churned = Lazy("isles.training.elastic.churn.churned:ChurnedRun")
+    keeper = Lazy("isles.training.elastic.lighthouse.keeper:Keeper")
+
+    def check(self, config: Config) -> int:
+        """Workers that read text. ValueError, one line that names the key, where `config` cannot be."""
+        return check_plan(config) if config.pipeline.skippipe.plan else self.replicas(config)
+
+    def replicas(self, config: Config) -> int:
+        """Copies of the model that the workers make up."""
+        return config.world.workers // (config.pipeline.stages * config.world.inner)
+
+    def layout(self, config: Config) -> Layout:
+        """The place of every worker."""
+        if plan := plan_of(config.pipeline):
+            return Layout.columns(plan.problem.stages)
+        return grid_of(config.world.workers, stage=config.pipeline.stages, inner=config.world.inner)
+
+    def seat(self, checkpoints: Checkpoints, step: int, rank: int) -> int:
+        """The worker whose state of `step` worker `rank` goes on from."""
+        return rank
+
+    def lost(self, run: Path, step: int, config: Config, *, newest: bool) -> tuple[int, list[str]] | None:
+        """Where some workers have not saved after `step`: the step after which all go on, and what a user should know;
+        None where they cannot as they are. newest: no step was asked for. ValueError where there is none.
+        """
+        return None
+
+
+class SwarmWorld(WorldKind):
+    """Peers of stages, which make up one replica."""
+
+    has_peers = True
+    refuse = Lazy("isles.training.staged:planned_cut")
+    plan = Lazy("isles.training.plan.swarm:plan_swarm")
+    trainer = Lazy("isles.training.swarmed.trainer:SwarmTrainer")
+    churned = Lazy("isles.training.swarmed.churned:ChurnedSwarm")
+    keeper = Lazy("isles.training.swarmed.keeping:SwarmKeeper")
+    seat = staticmethod(seat_of)
+
+    def check(self, config: Config) -> int:
+        config.pipeline.peers_of(config.world.workers)
+        return 1
+
+    def replicas(self, config: Config) -> int:
+        return 1
+
+    def layout(self, config: Config) -> Layout:
+        return Layout.columns(config.pipeline.peers_of(config.world.workers))
+
+    def lost(self, run: Path, step: int, config: Config, *, newest: bool) -> tuple[int, list[str]] | None:
+        whole = newest_whole(Checkpoints(run)) if newest else step
+        if whole is None:
+            raise ValueError(f"{run}: no checkpoint has the weights of every stage; start again")
+        absent = _absent(run, whole, config)
+        return whole, [f"workers {absent} begin with what their stages' peers saved"] if absent else []
+
+
+class ClusterWorld(WorldKind):
+    """Nodes of clusters, a replica each, cut alike or each in its own way."""
+
+    has_peers = True
+    refuse = Lazy("isles.training.clustered.cuts:cluster_cuts")
+    plan = Lazy("isles.training.plan.clusters:plan_clusters")
+    train = Lazy("isles.training.clustered.entry:train_clustered")
+    churned = Lazy("isles.training.clustered.churned:ChurnedClusters")
+    keeper = Lazy("isles.training.clustered.keeping:ClusterKeeper")
+
+    def check(self, config: Config) -> int:
+        """Where there are several clusters, more workers may stand by."""
+        clusters, workers = list(map(list, config.pipeline.ravnest.clusters)), config.world.workers
+        nodes = sum(len(cuts) + 1 for cuts in clusters)
+        if workers < nodes:
+            raise ValueError(
+                f"pipeline.ravnest.clusters = {clusters}: they are {nodes} workers, world.workers = {workers}; set it "
+                f"to {nodes}, or to more, who stand by"
+            )
+        if workers > nodes and len(clusters) == 1:
+            raise ValueError(
+                f"world.workers = {workers}, pipeline.ravnest.clusters = {clusters}: who stands by begins with the "
+                f"weights of another cluster, and there is one; set it to {nodes}"
+            )
+        return self.replicas(config)
+
+    def replicas(self, config: Config) -> int:
+        return len(config.pipeline.ravnest.clusters) or super().replicas(config)
+
+    def layout(self, config: Config) -> Layout:
+        lengths = [len(cuts) + 1 for cuts in config.pipeline.ravnest.clusters]
+        return Layout.rows(lengths, aside=config.world.workers - sum(lengths)) if lengths else super().layout(config)
+
+    def lost(self, run: Path, step: int, config: Config, *, newest: bool) -> tuple[int, list[str]] | None:
+        if not config.pipeline.ravnest.clusters:
+            return None
+        told = "had been lost: they load the others' weights at the next average, or stand by"
+        return step, [f"note: workers {_absent(run, step, config)} {told}"]
+
+
+def kind_of(pipeline: PipelineConfig) -> WorldKind:
+    """The kind of a run."""
+    return named("pipeline.routing", _KINDS.get(pipeline.routing, "isles.training.kinds:WorldKind"))()
+
+
+def layout_of(config: Config) -> Layout:
+    """The place of every worker: a grid, the unequal columns of a plan or a swarm, or clusters of unequal length."""
+    return kind_of(config.pipeline).layout(config)
+
+
+def _absent(run: Path, step: int, config: Config) -> str:
+    """Who has not saved after `step`."""
+    saved = Checkpoints(run).seats(step)
+    return ", ".join(str(worker) for worker in range(config.world.workers) if worker not in saved)
