@@ -41,6 +41,8 @@ class WorldKind:
 
     has_peers = False
     """Whether workers are peers that agree among themselves, and go on when others fail."""
+    situations = ("peers that come and go",)
+    """Of `isles.training.config.conflicts.TOLD`, those that hold where peers come and go."""
     refuse = Lazy("isles.training.plan.sketch:refuse_known")
     plan = Lazy("isles.training.plan.replicas:plan_replicas")
     train = Lazy("isles.training.worker:train_replica")
@@ -106,6 +108,7 @@ class ClusterWorld(WorldKind):
     """Nodes of clusters, a replica each, cut alike or each in its own way."""
 
     has_peers = True
+    situations = ("peers that come and go", "clusters that come and go")
     refuse = Lazy("isles.training.clustered.cuts:cluster_cuts")
     plan = Lazy("isles.training.plan.clusters:plan_clusters")
     train = Lazy("isles.training.clustered.entry:train_clustered")

@@ -17,7 +17,7 @@ from isles.cli.options import Set
 from isles.cli.signals import end_in_order
 
 if TYPE_CHECKING:
-    from isles.training.elastic.lighthouse.charter import Charter
+    from isles.training.config.sections import Config
     from isles.training.elastic.lighthouse.stand import Stand
 
 _ALONE = "127.0.0.1"
@@ -62,8 +62,8 @@ def lighthouse(
     host = host or _ALONE
     refuse_unknown(host, "--host ")
     ours = {"world.workers": founders, "world.elastic.max_members": max_members}
-    charter, there = _drawn_up(config, ours, set_ or [], out)
-    _keep(charter, there or new_directory(charter.method), Stand(host=host, port=port, workers=workers))
+    drawn_up, there = _drawn_up(config, ours, set_ or [], out)
+    _keep(drawn_up, there or new_directory(drawn_up.method), Stand(host=host, port=port, workers=workers))
 
 
 def light_again(run: Path, workers: int | None) -> None:
@@ -71,11 +71,11 @@ def light_again(run: Path, workers: int | None) -> None:
     from isles.training.elastic.lighthouse.stand import read_stand
 
     stand = read_stand(run)
-    charter, _ = _drawn_up(str(run), {}, [], None)
-    _keep(charter, run, stand if workers is None else replace(stand, workers=workers))
+    config, _ = _drawn_up(str(run), {}, [], None)
+    _keep(config, run, stand if workers is None else replace(stand, workers=workers))
 
 
-def _keep(charter: Charter, run: Path, stand: Stand) -> None:
+def _keep(config: Config, run: Path, stand: Stand) -> None:
     """Keep the run until it ends, or is stopped."""
     from isles.cli.progress import ComingAndGoing
     from isles.cli.train import print_summary
@@ -84,7 +84,7 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
     from isles.training.running.interrupts import first_interrupt
 
     with ExitStack() as stack:
-        progress = stack.enter_context(ComingAndGoing(charter.method, charter.run.steps))
+        progress = stack.enter_context(ComingAndGoing(config.method, config.run.steps))
         started: list[subprocess.Popen[bytes]] = []
 
         def told(token: str) -> None:
@@ -97,18 +97,18 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
             progress.notice(f"listens at {address}; {whom}")
             joins = f"{kind.joins_with} {address} --token {token}"
             progress.notice(f"to join, on a machine that has isles (pip install .): {joins}")
-            count = charter.rules.founders
+            count = keeper.rules.founders
             workers = "a worker is" if count == 1 else f"{count} workers are"
             progress.notice(f"it begins once {workers} there; what becomes of it: {run}")
             for number in range(stand.workers):
                 if not keeper.stopping.is_set():
-                    started.append(_start(charter, kind.joins_with, address, run, number))
+                    started.append(_start(config, kind.joins_with, address, run, number))
 
-        kind = kind_of(charter.pipeline).keeper
-        keeper = kind(charter, run, written(stand.host, stand.port), told, progress.line, progress.notice)
+        kind = kind_of(config.pipeline).keeper
+        keeper = kind(config, run, written(stand.host, stand.port), told, progress.line, progress.notice)
         progress.members = keeper.members
         stack.callback(lambda: _end(started, at_once=keeper.stopping.is_set()))
-        with first_interrupt(keeper.stopping.set, charter.run.grace):
+        with first_interrupt(keeper.stopping.set, config.run.grace):
             summary = keeper.run()
     if summary is None:
         print(
@@ -121,10 +121,10 @@ def _keep(charter: Charter, run: Path, stand: Stand) -> None:
 
 def _drawn_up(
     config: str | None, ours: dict[str, int | None], assignments: list[str], out: Path | None
-) -> tuple[Charter, Path | None]:
-    """What is to be known of the run, and the run directory where it is that of a run that goes on."""
+) -> tuple[Config, Path | None]:
+    """The run's configuration, and the run directory where it is that of a run that goes on."""
     from isles.training.config.reading import gather
-    from isles.training.elastic.lighthouse.charter import drawn_up
+    from isles.training.elastic.terms import elastic
 
     goes_on = config is not None and Path(config).is_dir()
     if goes_on:
@@ -134,15 +134,16 @@ def _drawn_up(
         config = str(out / "config.toml")
         if not Path(config).exists():
             raise ValueError(f"{out}: holds no run of a lighthouse; name one, or a CONFIG.toml")
-    return drawn_up(gather(config, ours, assignments)), out
+    return elastic(gather(config, ours, assignments)), out
 
 
-def _start(charter: Charter, joins_with: str, address: str, out: Path, number: int) -> subprocess.Popen[bytes]:
+def _start(config: Config, joins_with: str, address: str, out: Path, number: int) -> subprocess.Popen[bytes]:
     """A worker on this machine, with a log of its own, that the others here reach directly. It reads the token from a
     file: arguments can be seen.
     """
     from isles.comm.credentials import read, write_private
     from isles.parsing import parse_toml
+    from isles.training.config.reading import to_toml
     from isles.training.elastic.own import as_words
 
     token = out / "credentials" / "token"
@@ -151,7 +152,7 @@ def _start(charter: Charter, joins_with: str, address: str, out: Path, number: i
     logs.mkdir(exist_ok=True)
     with (logs / f"join-{number}.log").open("ab") as log:
         command = [sys.executable, "-m", *joins_with.split(), address, "--token", f"@{token}"]
-        command += ["--listen", "127.0.0.1:0", *as_words(parse_toml(charter.text))]
+        command += ["--listen", "127.0.0.1:0", *as_words(parse_toml(to_toml(config)))]
         own = {**os.environ, "LOCAL_RANK": str(number)}  # each takes a GPU of its own
         return subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 

@@ -24,10 +24,10 @@ class ClusterKeeper(SwarmKeeper):
 
     @override
     def muster_rules(self) -> MusterRules:
-        pipeline, rules = self.charter.pipeline, self.charter.rules
+        pipeline, rules = self.config.pipeline, self.rules
         least = min(map(len, pipeline.ravnest.clusters)) + 1 if pipeline.ravnest.clusters else pipeline.stages
         peers = (rules.founders,)
-        return MusterRules(peers=peers, least=least, most=rules.most, last=self.charter.run.steps, clustered=True)
+        return MusterRules(peers=peers, least=least, most=rules.most, last=self.config.run.steps, clustered=True)
 
     @override
     def parts(self, step: int) -> int:
@@ -39,7 +39,7 @@ class ClusterKeeper(SwarmKeeper):
         if kind != "offered":
             return False
         told = table(value, "offered")
-        step = integer(told, "step", 1, self.charter.run.steps)
+        step = integer(told, "step", 1, self.config.run.steps)
         parts = integer(told, "parts", 1, 1 << 16)
         stage = integer(told, "stage", 0, parts - 1)
         with self._offering:

@@ -81,7 +81,7 @@ def among_peers(config: Config) -> Config:
         if config.pipeline.stages == 1:
             mend = "its workers hold whole replicas: join it with isles join"
         raise ValueError(f'pipeline.routing = "{config.pipeline.routing}": {mend}')
-    refuse_conflicts(config, "peers that come and go", "clusters that come and go")
+    refuse_conflicts(config, *kind.situations)
     _refuse_full(config, config.world.workers)
     return config
 

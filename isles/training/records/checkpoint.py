@@ -72,8 +72,7 @@ class Checkpoints:
         """
         here = seats if own is None else [worker for worker in own if worker in seats]
         files = {path.name: path.stat().st_size for path in (self.shard(step, worker) for worker in here)}
-        looked = {"finite": True}  # by each worker, before it wrote
-        manifest = {"step": step, "workers": len(seats), "seats": list(seats), **looked, **facts, "files": files}
+        manifest = {"step": step, "workers": len(seats), "seats": list(seats), **facts, "files": files}
         write_checked(self._at(step) / "manifest.json", manifest, indent=2)
         sync_folder(self.folder)
         self.thin(keep)
@@ -111,19 +110,6 @@ class Checkpoints:
     def absent(self, step: int) -> list[int]:
         """Those of `seats` whose shards do not lie here, but on other machines."""
         return [worker for worker in self.seats(step) if not self.shard(step, worker).exists()]
-
-    def broken(self, step: int) -> str | None:
-        """What is wrong with the weights of `step`; None where they are all numbers. They are read where the manifest
-        does not say that each worker has looked before it wrote; shards on other machines are not.
-        """
-        from isles.training.records.finite import first_nan
-
-        if self.manifest(step).get("finite"):
-            return None
-        for worker in sorted({*self.seats(step)} - {*self.absent(step)}):
-            if (path := first_nan(self.read_shard(step, worker))) is not None:
-                return f"worker {worker}'s {path} is no number any more"
-        return None
 
     def read_shard(self, step: int, worker: int) -> State:
         """One worker's state, exactly as written; tensors on the CPU. ValueError where a file is damaged."""

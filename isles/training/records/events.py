@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
@@ -21,7 +21,7 @@ from isles.comm.errors import NodeLost
 from isles.errors import printable
 from isles.fields import UTF8, Float, Unfit, integer, table, value_of
 from isles.schema import TASK_KINDS, USAGE, Metrics
-from isles.training.config.sections import Config, RunConfig
+from isles.training.config.sections import Config
 from isles.training.records.spread import WEIGHTS
 from isles.training.records.timeline import KEPT
 
@@ -59,15 +59,10 @@ _RESULTS = (
 )  # fmt: skip
 
 
-class _Timed(Protocol):
-    @property
-    def run(self) -> RunConfig: ...
-
-
 class Schema:
     """Of the run that `of` says. A call is a check of `isles.launch.relay`."""
 
-    def __init__(self, of: _Timed) -> None:
+    def __init__(self, of: Config) -> None:
         self.steps = _COUNT if of.run.tokens else of.run.steps  # workers may come to more
 
     def __call__(self, kind: str, value: Any, ranks: Container[int]) -> Any:

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from isles import schema
-from isles.pipeline.config import PipelineConfig
-from isles.training.config.sections import RunConfig
-from isles.training.config.world import WorldConfig
+from isles.training.config.sections import Config
 from isles.version import __version__
 
 SummaryTable = dict[str, Any]
-
-
-class Summarised(Protocol):
-    """What of a configuration its summary says again."""
-
-    @property
-    def method(self) -> str: ...
-    @property
-    def world(self) -> WorldConfig: ...
-    @property
-    def run(self) -> RunConfig: ...
-    @property
-    def pipeline(self) -> PipelineConfig: ...
-    @property
-    def replicas_in_all(self) -> int: ...
 
 
 _MEAN_HEADER = 32  # bytes beside a mean
@@ -43,7 +26,7 @@ def by_channel(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, floa
     return {name: {key: total / len(results) for key, total in counts.items()} for name, counts in sums.items()}
 
 
-def summarise(of: Summarised, results: list[dict[str, Any]], wall_seconds: float) -> SummaryTable:
+def summarise(of: Config, results: list[dict[str, Any]], wall_seconds: float) -> SummaryTable:
     """The contents of summary.json from what the workers returned."""
 
     def mean(key: str) -> float:

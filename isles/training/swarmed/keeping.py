@@ -54,13 +54,13 @@ class SwarmKeeper(RunKeeper):
 
     def muster_rules(self) -> MusterRules:
         """The rules by which the first swarm, and later ones, begin."""
-        rules = self.charter.rules
-        peers = tuple(len(ranks) for ranks in self.charter.pipeline.peers_of(rules.founders))
-        return MusterRules(peers=peers, most=rules.most, last=self.charter.run.steps)
+        rules = self.rules
+        peers = tuple(len(ranks) for ranks in self.config.pipeline.peers_of(rules.founders))
+        return MusterRules(peers=peers, most=rules.most, last=self.config.run.steps)
 
     def parts(self, step: int) -> int:
         """Of how many files the state after `step` is made."""
-        return self.charter.pipeline.stages
+        return self.config.pipeline.stages
 
     @override
     def members(self) -> list[int]:
@@ -126,12 +126,12 @@ class SwarmKeeper(RunKeeper):
 
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
         results = [self.results[holder], *(one for seat, one in self.results.items() if seat != holder)]
-        summary = summarise(self.charter, results, seconds)
+        summary = summarise(self.config, results, seconds)
         peers, lit = self.muster.peers.values(), [one for one in self._journal.entries if one["event"] == "lit"]
         summary |= {
             "replicas": 1,
             "replica_std": 0.0,
-            "ddp_bytes_per_worker": parallel_bytes(summary["parameters"], len(results), self.charter.run.steps),
+            "ddp_bytes_per_worker": parallel_bytes(summary["parameters"], len(results), self.config.run.steps),
             "joins": len(peers),
             "deaths": sum(not peer.connected and not peer.left for peer in peers),
             "leaves": sum(peer.left for peer in peers),
@@ -149,8 +149,8 @@ class SwarmKeeper(RunKeeper):
         if kind != "offered":
             return False
         told = table(value, "offered")
-        step = integer(told, "step", 1, self.charter.run.steps)
-        stage = integer(told, "stage", 0, self.charter.pipeline.stages - 1)
+        step = integer(told, "step", 1, self.config.run.steps)
+        stage = integer(told, "stage", 0, self.config.pipeline.stages - 1)
         with self._offering:
             if step > self.muster.kept and seat in self.muster.members:
                 self._offers.setdefault(step, {}).setdefault(stage, []).append(seat)

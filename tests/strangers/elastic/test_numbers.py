@@ -26,7 +26,6 @@ from isles.pipeline.ravnest.entering import ClusterWelcome
 from isles.training.clustered.node import ClusterWorker
 from isles.training.clustered.seated import _restore
 from isles.training.elastic.given import STATE
-from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.events import Schema
@@ -132,7 +131,7 @@ def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> Non
 
                 assert kept.take_in([0], before) == round
             notices: list[str] = []
-            made = Keeper(charter_of(config("run.steps=20")), tmp_path, address, print, print, notices.append)
+            made = Keeper(config("run.steps=20"), tmp_path, address, print, print, notices.append)
             made.session, made.keys, made._states = host, keys, kept
             made.membership = run_of(len(rounds))
             made.membership.hear(0.0, 0, Beat(20, 0, 0))  # one of them alone says that it is there
@@ -158,8 +157,8 @@ def test_lines_of_rounds_that_this_run_has_not(tmp_path: Path) -> None:
         for wrong in ["7", 7.5, True, None, [7], -2, HUGE]:
             with pytest.raises(ValueError, match=key):
                 from_line(as_line(line) | {key: wrong})
-    made = Keeper(charter_of(config("run.steps=20")), tmp_path, "127.0.0.1:1", print, print, print)  # 4 rounds
-    made.membership = RoundsAssembly(made.charter.rules)
+    made = Keeper(config("run.steps=20"), tmp_path, "127.0.0.1:1", print, print, print)  # 4 rounds
+    made.membership = RoundsAssembly(made.rules)
     start = StartLine(seat=1, first=4, donor=0, copied=3, has=1 << 39, size=5, at=1.0)
     for told in (as_line(line) | {"round": 1 << 39}, as_line(start)):
         with pytest.raises(ValueError, match="rounds that this run has not"):
@@ -172,7 +171,7 @@ def test_figures_of_a_result(key: str, wrong: Any) -> None:
     names = "tokens parameters replica_std bytes_sent bytes_received ddp_bytes compute_seconds blocked_seconds"
     good = dict.fromkeys([*names.split(), "train_seconds", "virtual_seconds"], 1)
     good |= {"val_loss": None, "val_loss_replica": float("nan"), "corpus_sha256": "", "memory": None, "channels": {}}
-    schema = Schema(charter_of(config("run.steps=20")))
+    schema = Schema(config("run.steps=20"))
     assert schema("done", good, {1})[key] == 1
     with pytest.raises(Unfit):
         schema("done", good | {key: wrong}, {1})

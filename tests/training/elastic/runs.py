@@ -19,7 +19,6 @@ from isles.training.config.sections import Config
 from isles.training.elastic.entering import Here, admitted, seated
 from isles.training.elastic.island import follow, leading
 from isles.training.elastic.joining import Participant
-from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
 from tests.comm.elastic.sessions import vanish, workers
 from tests.training.lit import LitRun
@@ -43,8 +42,7 @@ class Run(LitRun):
 
     @override
     def made(self, told: Callable[[str], None]) -> Keeper:
-        charter = charter_of(self.config)
-        return Keeper(charter, self.out, self.address, told, self.lines.append, self.notices.append)
+        return Keeper(self.config, self.out, self.address, told, self.lines.append, self.notices.append)
 
     def here(self, **more: Any) -> Here:
         """What a worker says for itself."""

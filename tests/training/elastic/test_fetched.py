@@ -14,7 +14,6 @@ from isles.comm.elastic.gifts.taking import NotGiven
 from isles.comm.elastic.keys import SeatKeys
 from isles.comm.elastic.session import Session, open_session
 from isles.training.elastic.given import MODEL, STATE
-from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
 from tests.comm.elastic.sessions import router
 from tests.comm.elastic.test_gifts import Known
@@ -26,7 +25,7 @@ def met(tmp_path: Path) -> Iterator[tuple[Keeper, Session, SeatKeys]]:
     """A lighthouse's keeper, and the session of a member."""
     with router(tmp_path) as (mine, address, host):
         made = config("run.steps=20")
-        keeper = Keeper(charter_of(made), tmp_path / "run", address, print, print, print)
+        keeper = Keeper(made, tmp_path / "run", address, print, print, print)
         keeper.out.mkdir()
         keeper.session, keeper.keys = host, SeatKeys(tmp_path)
         session = open_session(mine.token, address)

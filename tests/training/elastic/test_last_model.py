@@ -13,7 +13,6 @@ from torch import Tensor
 
 from isles.training.elastic.lighthouse import averaging, keeping
 from isles.training.elastic.lighthouse.averaging import consolidate, same_weights, spread, write_mean
-from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
 from isles.training.records.saved import save_model
 from tests.training.elastic.test_terms import config
@@ -163,7 +162,7 @@ def test_the_keeper_names_whom_it_leaves_out(
     monkeypatch.setattr(keeping, "take", take)
     notices: list[str] = []
     settings = ("run.steps=20", f"replicas.method={method}", f"model.dtype={dtype}")
-    made = Keeper(charter_of(config(*settings)), tmp_path, "127.0.0.1:1", print, print, notices.append)
+    made = Keeper(config(*settings), tmp_path, "127.0.0.1:1", print, print, notices.append)
     made.session = made.keys = type("Nobody", (), {"introduction": None})()  # type: ignore[assignment]
     assert made._collect(range(4)) == [1, 2, 3]
     assert len(notices) == 1 and notices[0].startswith("worker 0's model is left out: it is ")

@@ -17,7 +17,6 @@ from isles.parsing import parse_toml
 from isles.training.config.reading import gather, resolve, words
 from isles.training.elastic.entering import Here, _configuration
 from isles.training.elastic.lighthouse.averaging import write_mean
-from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.lighthouse.keeper import Keeper
 from isles.training.elastic.own import as_words, with_own
 from isles.training.elastic.terms import elastic, in_rounds, last_round, rules
@@ -209,6 +208,6 @@ def test_a_run_of_a_lighthouse_is_lit_again(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(ValueError, match="--step"):
         resume(tmp_path, step=3)
     (tmp_path / "summary.json").touch()
-    keeper = Keeper(charter_of(config("run.steps=20")), tmp_path, "127.0.0.1:1", lambda token: None, print, print)
+    keeper = Keeper(config("run.steps=20"), tmp_path, "127.0.0.1:1", lambda token: None, print, print)
     with pytest.raises(ValueError, match="complete"):
         keeper.run()

@@ -15,7 +15,6 @@ from isles.comm.elastic.messages import Over
 from isles.training.config.reading import gather
 from isles.training.config.sections import Config
 from isles.training.elastic.entering import Here, admitted
-from isles.training.elastic.lighthouse.charter import charter_of
 from isles.training.elastic.terms import among_peers, elastic
 from isles.training.swarmed.keeping import SwarmKeeper
 from isles.training.swarmed.peering import SeatedPeer
@@ -44,7 +43,7 @@ class SwarmRun(LitRun):
 
     @override
     def made(self, told: Callable[[str], None]) -> SwarmKeeper:
-        return self.keeps(charter_of(self.config), self.out, self.address, told, self.lines.append, self.notices.append)
+        return self.keeps(self.config, self.out, self.address, told, self.lines.append, self.notices.append)
 
     def join(self, stage: int = ANYWHERE, *, listens: bool = False, again: bool = True) -> int:
         """Start a peer; its number. listens: for direct links; again: it comes again where it is told to."""

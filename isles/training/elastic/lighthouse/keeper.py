@@ -49,16 +49,16 @@ class Keeper(RunKeeper):
         self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
         self._states = Checkpoints(self.out, "states")
         self._offer(self._states.newest_sound(self.on_notice))
-        self.membership = RoundsAssembly(self.charter.rules, journal.entries, until=until)
+        self.membership = RoundsAssembly(self.rules, journal.entries, until=until)
         return self.membership
 
     @override
     def keep(self) -> SummaryTable | None:
-        began, saved = time.perf_counter(), self._rounds() * self.charter.rules.sync_every
-        every = self.charter.run.checkpoint_every
+        began, saved = time.perf_counter(), self._rounds() * self.rules.sync_every
+        every = self.config.run.checkpoint_every
         while not self.lighthouse.wait(lambda: self._is_done() or self.stopping.is_set(), LOOK):
             self.refused.look()
-            step = self._rounds() * self.charter.rules.sync_every
+            step = self._rounds() * self.rules.sync_every
             if every and step // every > saved // every and self._save():
                 saved = step
         if self.stopping.is_set():
@@ -70,10 +70,10 @@ class Keeper(RunKeeper):
         self._judge(sorted(taken))
         if self.stopping.is_set():
             return None
-        summary = summarise(self.charter, [self.results[seat] for seat in sorted(taken)], time.perf_counter() - began)
+        summary = summarise(self.config, [self.results[seat] for seat in sorted(taken)], time.perf_counter() - began)
         if self.judged:
             summary["val_loss"] = self.judged[0]
-        ddp = parallel_bytes(summary["parameters"], len(taken), self.charter.run.steps)
+        ddp = parallel_bytes(summary["parameters"], len(taken), self.config.run.steps)
         summary |= {"workers": len(taken), "replica_std": self.spread, "ddp_bytes_per_worker": ddp}
         told = figures(*recorded(self.out), self.membership, self.membership.last or 0)
         summary |= replace(told, links=self.links(), refused=self.refused.table()).record()
@@ -107,7 +107,7 @@ class Keeper(RunKeeper):
         """Fetch a member's state, so that the run outlives its workers; whether that is over until the next one."""
         for seat in self.members():
             try:
-                kept = self._states.take_in(range(self.charter.world.inner), partial(self._fetch, seat))
+                kept = self._states.take_in(range(self.config.world.inner), partial(self._fetch, seat))
                 if kept is not None:
                     self._offer(kept)
                     self._states.thin(_KEPT)
@@ -124,7 +124,7 @@ class Keeper(RunKeeper):
     def _fetch(self, seat: int, place: int, path: Path) -> int:
         rounds = sorted(self.membership.workers[one].round for one in self.members())
         newest = rounds[(len(rounds) - 1) // 2] + MARGIN  # so far half of them say that they are, or soon
-        facts = self.fetch(giver_of(seat, place), STATE, path, self.charter.world.outer_deadline, newest=newest)
+        facts = self.fetch(giver_of(seat, place), STATE, path, self.config.world.outer_deadline, newest=newest)
         if not is_whole(path) or "round" not in facts:
             raise NotGiven("it is no state, or of no round")
         return facts["round"]
@@ -138,11 +138,11 @@ class Keeper(RunKeeper):
         left, paths = dict[int, str](), {seat: self.out / f"model-{seat}.partial" for seat in seats}
         for seat, path in paths.items():
             try:
-                self.fetch(str(seat), MODEL, path, self.charter.world.outer_deadline, copies=1)
+                self.fetch(str(seat), MODEL, path, self.config.world.outer_deadline, copies=1)
             except NotGiven as why:
                 left[seat] = str(why)
         taken, out = {seat: path for seat, path in paths.items() if seat not in left}, self.out / MODEL_FILE
-        left |= consolidate(taken, out, alike=self.charter.rules.agrees, ratio=self.charter.world.trust_ratio)
+        left |= consolidate(taken, out, alike=self.rules.agrees, ratio=self.config.world.trust_ratio)
         for seat, why in left.items():
             self.on_notice(f"worker {seat}'s model is left out: {why}")
         kept = [seat for seat in seats if seat not in left]
@@ -157,7 +157,7 @@ class Keeper(RunKeeper):
         for seat in seats:
             if not self.judged:
                 self.lighthouse.tell([seat], Examine())
-                patience = self.charter.world.eval_deadline
+                patience = self.config.world.eval_deadline
                 self.lighthouse.wait(lambda: bool(self.judged) or self.stopping.is_set(), patience)
 
     @override

@@ -33,9 +33,11 @@ from isles.comm.elastic.session import open_router
 from isles.comm.tcp import room_for
 from isles.durable import no_room
 from isles.fields import Unfit, integer, table
+from isles.training.config.reading import to_toml
+from isles.training.config.sections import Config
 from isles.training.elastic.given import BESIDE, COPIES
-from isles.training.elastic.lighthouse.charter import Charter
 from isles.training.elastic.lighthouse.refused import RefusalBook
+from isles.training.elastic.terms import rules
 from isles.training.records.events import Schema
 from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, as_json, held, keep_config
 from isles.training.records.summary import SummaryTable
@@ -52,7 +54,7 @@ _MOST = 1 << 40  # bytes of a file where the model's are not known
 
 
 class RunKeeper(ABC):
-    """The lighthouse of the run `charter` in the directory `out`, at `address`.
+    """The lighthouse of the run `config` in the directory `out`, at `address`.
 
     told: called once it can be joined, with its token. on_line, on_notice: as in `isles.training.running.run.launch`.
     """
@@ -62,20 +64,21 @@ class RunKeeper(ABC):
 
     def __init__(
         self,
-        charter: Charter,
+        config: Config,
         out: Path,
         address: str,
         told: Callable[[str], None],
         on_line: Callable[[dict[str, Any]], None],
         on_notice: Callable[[str], None],
     ) -> None:
-        self.charter, self.out, self.address = charter, out, address
+        self.config, self.out, self.address = config, out, address
+        self.rules, self.text = rules(config), to_toml(config)  # what workers who join get
         self.told, self.on_line, self.on_notice = told, on_line, on_notice
         self.stopping = threading.Event()
         self.results: dict[int, dict[str, Any]] = {}
         self.carried: dict[int, dict[str, int]] = {}
         self._paths: dict[int, list[PathRow]] = {}
-        self.schema = Schema(charter)
+        self.schema = Schema(config)
 
     def run(self) -> SummaryTable | None:
         """Keep it until the run ends; its summary, or None where it was stopped (`stopping`).
@@ -101,9 +104,9 @@ class RunKeeper(ABC):
             if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / NAME).exists()):
                 raise ValueError(f"--out {self.out}: holds a run already; name another directory")
             mine, is_new = host_credentials(self.out, None)
-            room_for(_DESCRIPTORS * self.charter.world.elastic.max_members + _SPARE)
+            room_for(_DESCRIPTORS * self.config.world.elastic.max_members + _SPARE)
             try:
-                self.session = open_router(mine, self.address, self.charter.world.elastic.lease)
+                self.session = open_router(mine, self.address, self.config.world.elastic.lease)
             except (ValueError, OSError):
                 if is_new:
                     forget(self.out)
@@ -112,7 +115,7 @@ class RunKeeper(ABC):
             journal = Journal(self.out)
             stack.callback(journal.close)
             if not (self.out / CONFIG).exists():
-                keep_config(self.charter.text, self.out)
+                keep_config(self.text, self.out)
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
             self.keys = SeatKeys(self.out / CREDENTIALS)
             self.giver = Giver(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
@@ -121,10 +124,10 @@ class RunKeeper(ABC):
                 self._assembled(journal, stack),
                 journal,
                 self.keys,
-                config=self.charter.text,
+                config=self.text,
                 version=__version__,
                 heard=self._heard,
-                places=self.charter.world.inner,
+                places=self.config.world.inner,
             )
             stack.callback(self.lighthouse.close)
             self.refused = RefusalBook(self.lighthouse.refused, self.on_notice)
@@ -174,7 +177,7 @@ class RunKeeper(ABC):
         self, giver: str, what: str, path: Path, seconds: float, copies: int = COPIES, newest: int = 1 << 53
     ) -> dict[str, Any]:
         """`take`, of no more than so many copies of the first model. InterruptedError where the lighthouse stops."""
-        weights, keys, stops = self.charter.rules.weights, self.keys.introduction, self.stopping.is_set
+        weights, keys, stops = self.rules.weights, self.keys.introduction, self.stopping.is_set
         most = copies * weights + BESIDE if weights else _MOST
         try:
             asked = GiftRequest(giver=giver, what=what, most=most, seconds=seconds, newest=newest)
