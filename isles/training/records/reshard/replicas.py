@@ -14,8 +14,7 @@ replicas as before each go on with their own state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -33,7 +32,7 @@ from isles.training.draws import carried_draws, new_draws
 from isles.training.plan.run_plan import plan_run
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.lock import locked
-from isles.training.records.reshard.stages import cut_notes, holdings, inheriting, recut, run_facts, whole_holding
+from isles.training.records.reshard.stages import cut_notes, holdings, inheriting, recut, run_facts
 from isles.training.records.shard import State, join_state, split_state
 
 _PARTS = {  # of a worker's state, by the beginning of the paths of its tensors
@@ -67,9 +66,9 @@ def reshard_replicas(run: Path, step: int, saved: Config, config: Config) -> tup
         if old.is_cut and len(old) == replicas:
             fresh = map(old.read, range(replicas))
         else:
-            common = _common(old, config)
-            fresh = (_replica(common, number, config) for number in range(replicas))
-            notes += _notes(common, before, config.world.workers, step)
+            common, equal, own = _common(old, config)
+            fresh = (_replica(common, own, number, config) for number in range(replicas))
+            notes += _notes(equal, len(own), before, config.world.workers, step)
         fresh = (state | {"loader": _loader(state["loader"], config)} for state in fresh)
         checkpoints.replace(step, old.divided(fresh), run_facts(config) | {"regrouped_from": before})
         write_text(run / "config.toml", to_toml(config))
@@ -90,7 +89,7 @@ class _Replicas:
         self._kind, self._seed, self._stages = method(config.method), config.run.seed, saved.pipeline.stages
         self.is_cut = max(self._stages, config.pipeline.stages) > 1
         if self.is_cut:
-            self._parts, self._whole, self._after = holdings(saved), [whole_holding(config)], holdings(config)
+            self._parts, self._after, self._whole = holdings(saved), holdings(config), holdings(config, whole=True)
 
     def __len__(self) -> int:
         return len(self._seats) // self._stages
@@ -109,16 +108,8 @@ class _Replicas:
                 yield part | (new_draws(self._seed, number * len(self._after) + stage) if stage else {})
 
 
-@dataclass(frozen=True)
-class _Common:
-    """What replicas have in common (`state`), by part whether it was equal in all (`equal`), and each one's own."""
-
-    state: State
-    equal: dict[str, bool]
-    own: list[State]
-
-
-def _common(replicas: _Replicas, config: Config) -> _Common:
+def _common(replicas: _Replicas, config: Config) -> tuple[State, dict[str, bool], list[State]]:
+    """What replicas have in common, by part whether it was equal in all, and each one's own."""
     first = replicas.read(0)
     method(config.method).regrouped(first["optimizer"]["outer"])  # refuses what has no mean, such as other shapes
     structure, tensors = split_state(_large(first))
@@ -145,7 +136,7 @@ def _common(replicas: _Replicas, config: Config) -> _Common:
     large = join_state(structure, means)
     large["outer"] = method(config.method).regrouped(large["outer"])
     optimizer = {**first["optimizer"], "inner": large["inner"], "outer": large["outer"]}
-    return _Common({**first, "model": large["model"], "optimizer": optimizer}, equal, own)
+    return {**first, "model": large["model"], "optimizer": optimizer}, equal, own
 
 
 def _large(state: State) -> State:
@@ -158,18 +149,17 @@ def _small(state: State) -> State:
     return {key: state[key] for key in kept} | carried_draws(state) | {"optimizer": counted}
 
 
-def _replica(common: _Common, number: int, config: Config) -> State:
-    """The state of a new replica: the common one, with totals of its own."""
-    old, new = len(common.own), config.replicas_in_all
-    nearest = common.own[number % old]
-    inherited = [common.own[other] for other in range(number, old, new)]  # none for one that is new
+def _replica(common: State, every: Sequence[State], number: int, config: Config) -> State:
+    """The state of a new replica: the common one, with totals of its own. every: what each old one had of its own."""
+    old, new = len(every), config.replicas_in_all
+    nearest = every[number % old]
+    inherited = [every[other] for other in range(number, old, new)]  # none for one that is new
     draws = carried_draws(nearest) if number < old else new_draws(config.run.seed, number)
-    return inheriting(common.state, nearest, inherited, common.own) | {"losses": nearest["losses"]} | draws
+    return inheriting(common, nearest, inherited, every) | {"losses": nearest["losses"]} | draws
 
 
-def _notes(common: _Common, before: int, after: int, step: int) -> list[str]:
-    kept = [part for part, equal in common.equal.items() if equal]
-    mixed = [part for part, equal in common.equal.items() if not equal]
+def _notes(equal: dict[str, bool], replicas: int, before: int, after: int, step: int) -> list[str]:
+    kept, mixed = ([part for part, is_equal in equal.items() if is_equal == wanted] for wanted in (True, False))
     who = f"{after} workers instead of {before}" if after != before else f"the {after} workers that were left"
     always = ["the step", "the learning rate's schedule", "the place in the data", "totals of tokens and bytes"]
     notes = [
@@ -177,7 +167,7 @@ def _notes(common: _Common, before: int, after: int, step: int) -> list[str]:
         f"kept: {', '.join([*always, *(f'{part} (equal on all)' for part in kept)])}",
     ]
     if mixed:
-        whose = "workers" if before == len(common.own) else "replicas"
-        notes.append(f"replaced by the mean over the {len(common.own)} {whose}: {', '.join(mixed)}")
+        whose = "workers" if before == replicas else "replicas"
+        notes.append(f"replaced by the mean over the {replicas} {whose}: {', '.join(mixed)}")
         notes.append("lost: what set the workers apart in those")
     return notes

@@ -8,11 +8,11 @@ what concerns a worker (totals, clocks, draws) are made anew. What lies where in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
-import torch
 from torch import nn
 
 from isles.models import sketch
@@ -29,32 +29,31 @@ from isles.training.records.shard import State
 from isles.training.staged import planned_cut, run_scheme
 from isles.version import __version__
 
-_CARRIED = ("lr", "initial_lr", "betas", "eps", "fused")
-"""Settings that all groups of an inner optimizer share; by the others (weight decay, rows) they differ."""
+_SHARED = ("lr", "initial_lr", "betas", "eps", "fused")
+"""Settings in which groups of an inner optimizer are alike; by the others (weight decay, rows) they differ."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What a worker holds of the model. trained: shapes by name, in the order of its flat vectors. groups: names in
-    each group of the inner optimizer, with its settings. kept: names in its weights' state.
-    """
+    """What a worker holds of the model, by names: `model` is that part without numbers."""
 
-    trained: Mapping[str, torch.Size]
-    groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]]
-    kept: Sequence[str]
+    def __init__(self, config: Config, model: nn.Module) -> None:
+        if config.pipeline.boundary.kind != "none":
+            run_scheme(config, planned_cut(config)).fit(model)
+        inner = inner_optimizer(model, config.inner, method(config.method).usual_inner)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.trained = {name: own.shape for name, own in model.named_parameters() if own.requires_grad}
+        """Shapes, in the order of its flat vectors."""
+        self.stepped = [names[id(own)] for group in inner.param_groups for own in group["params"]]
+        numbers, self.kept = count(), list(model.state_dict())
+        self.groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in inner.param_groups]
 
 
-def holdings(config: Config) -> list[Holding]:
-    """Of each stage of a replica, or of the whole model where it is not cut."""
-    if config.pipeline.stages == 1:
-        return [whole_holding(config)]
+def holdings(config: Config, *, whole: bool = False) -> list[Holding]:
+    """Of each stage of a replica, or of the whole model."""
     model = sketch(config.model)
-    return [_holding(config, Stage(model, piece)) for piece in planned_cut(config).pieces]
-
-
-def whole_holding(config: Config) -> Holding:
-    """Of the whole model."""
-    return _holding(config, sketch(config.model))
+    if whole or config.pipeline.stages == 1:
+        return [Holding(config, model)]
+    return [Holding(config, Stage(model, piece)) for piece in planned_cut(config).pieces]
 
 
 def first_blocks(config: Config) -> list[Any]:
@@ -152,81 +151,46 @@ def recut(states: Sequence[State], before: Sequence[Holding], after: Sequence[Ho
     weights = {name: tensor for state in states for name, tensor in state["model"].items()}
     moments: dict[str, Any] = {}
     for holding, optimizer in zip(before, optimizers, strict=True):
-        names = [name for _, group in holding.groups for name in group]
-        moments |= {names[index]: own for index, own in optimizer["inner"]["state"].items()}
+        moments |= {holding.stepped[index]: own for index, own in optimizer["inner"]["state"].items()}
     outers = kind.recut(
         [optimizer["outer"] for optimizer in optimizers],
         [holding.trained for holding in before],
         [holding.trained for holding in after],
     )
     for number, (holding, outer) in enumerate(zip(after, outers, strict=True)):
+        inner, schedule = first["optimizer"]["inner"], first["schedule"]
+        shared = {key: value for key, value in inner["param_groups"][0].items() if key in _SHARED}
         optimizer = {
             **first["optimizer"],
             "shapes": [list(shape) for shape in holding.trained.values()],
-            "inner": _inner(first["optimizer"]["inner"], moments, holding),
+            "inner": {
+                "state": {index: moments[name] for index, name in enumerate(holding.stepped) if name in moments},
+                "param_groups": [group | shared for group in holding.groups],
+            },
             "outer": outer,
         }
+        rates = {key: [value[0]] * len(holding.groups) for key, value in schedule.items() if isinstance(value, list)}
         made = {
             **first,
             "model": {name: weights[name] for name in holding.kept},
             "optimizer": optimizer,
-            "schedule": _schedule(first["schedule"], len(holding.groups)),
+            "schedule": schedule | rates,
             "step": states[-1].get("step") if number == len(after) - 1 else first.get("step"),
             "loader": first["loader"] if number == 0 else None,
         }
         yield inheriting(made, first, states if number == 0 else [], states)
 
 
-def _holding(config: Config, model: nn.Module) -> Holding:
-    if config.pipeline.boundary.kind != "none":
-        run_scheme(config, planned_cut(config)).fit(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    inner = inner_optimizer(model, config.inner, method(config.method).usual_inner)
-    return Holding(
-        trained={name: own.shape for name, own in model.named_parameters() if own.requires_grad},
-        groups=[(_settings(group), [names[id(own)] for own in group["params"]]) for group in inner.param_groups],
-        kept=list(model.state_dict()),
-    )
-
-
-def _inner(like: dict[str, Any], moments: Mapping[str, Any], holding: Holding) -> dict[str, Any]:
-    """The inner optimizer's state. like: that of another worker of the replica."""
-    names = [name for _, group in holding.groups for name in group]
-    groups, begin = [], 0
-    for own, group in holding.groups:
-        carried = {key: like["param_groups"][0][key] for key in _CARRIED if key in like["param_groups"][0]}
-        groups.append({**own, **carried, "params": list(range(begin, begin + len(group)))})
-        begin += len(group)
-    return {
-        "state": {index: moments[name] for index, name in enumerate(names) if name in moments},
-        "param_groups": groups,
-    }
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Without `params`, as where there are numbers: then kernels are fused that can be."""
-    own = {key: value for key, value in group.items() if key != "params"}
-    return own | ({"fused": True} if "fused" in own else {})
-
-
-def _schedule(state: dict[str, Any], groups: int) -> dict[str, Any]:
-    """Of so many groups of parameters, all of one rate."""
-    lists = {key: [value[0]] * groups for key, value in state.items() if isinstance(value, list) and value}
-    return {**state, **lists}
-
-
 def inheriting(state: State, like: State, inherited: Sequence[State], everyone: Sequence[State]) -> State:
     """`state` of a new worker with the totals of those that it takes the place of; zeros where there are none. like: a
     worker that counts the same. everyone: of the latest of their clocks; message numbers begin anew.
     """
-    counted, transport = like["optimizer"]["traffic"], like["optimizer"]["transport"]
+    counted = [one["optimizer"]["traffic"] for one in inherited]
     traffic = {
-        channel: {
-            key: sum((one["optimizer"]["traffic"][channel][key] for one in inherited), start=type(value)())
-            for key, value in row.items()
-        }
-        for channel, row in counted.items()
+        channel: {key: sum((one[channel][key] for one in counted), start=type(own)()) for key, own in row.items()}
+        for channel, row in like["optimizer"]["traffic"].items()
     }
+    transport = like["optimizer"]["transport"]
     if "clock" in transport:  # a virtual one
         latest = max(one["optimizer"]["transport"]["clock"] for one in everyone)
         transport = {**transport, "clock": latest, "messages": {}, "latest": []}
