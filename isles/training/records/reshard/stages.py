@@ -45,7 +45,11 @@ class Holding:
         """Shapes, in the order of its flat vectors."""
         self.stepped = [names[id(own)] for group in inner.param_groups for own in group["params"]]
         numbers, self.kept = count(), list(model.state_dict())
-        self.groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in inner.param_groups]
+        self.groups = [
+            {**group, "params": [next(numbers) for _ in group["params"]]}
+            | ({"fused": True} if "fused" in group else {})  # as where there are numbers
+            for group in inner.param_groups
+        ]
 
 
 def holdings(config: Config, *, whole: bool = False) -> list[Holding]:
