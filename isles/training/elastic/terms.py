@@ -32,25 +32,26 @@ def elastic(tables: Tables) -> Config:
     config = resolve(tables)
     if kind_of(config.pipeline).has_peers:
         return among_peers(config)
-    ours = {key: value for key, value in _OURS.items() if hasattr(config.replicas, key)}
     given = tables.get("replicas", {})
     if given.get("on_peer_failure") == "raise":  # as `isles config` prints it
         warnings.warn(
             'replicas.on_peer_failure = "raise": whoever is lost ends nobody here, so it is "solo"', stacklevel=2
         )
         given = {key: value for key, value in given.items() if key != "on_peer_failure"}
-    ours = {key: value for key, value in ours.items() if key not in given}
-    return in_rounds(replace(config, replicas=replace(config.replicas, **ours)))
+    return in_rounds(_as_ours(config, {key: value for key, value in _OURS.items() if key not in given}))
 
 
 def going_on(config: Config) -> Config:
     """`config` for workers that come and go on the virtual clock; they go on without whoever is lost. ValueError as
     `check`.
     """
-    key = "on_peer_failure"
-    if hasattr(config.replicas, key):
-        config = replace(config, replicas=replace(config.replicas, **{key: "solo"}))
-    return in_rounds(config, simulated=True)
+    return in_rounds(_as_ours(config, {"on_peer_failure": "solo"}), simulated=True)
+
+
+def _as_ours(config: Config, ours: dict[str, str]) -> Config:
+    """With those of the settings that its method has."""
+    ours = {key: value for key, value in ours.items() if hasattr(config.replicas, key)}
+    return replace(config, replicas=replace(config.replicas, **ours))
 
 
 def in_rounds(config: Config, *, simulated: bool = False) -> Config:
@@ -97,9 +98,8 @@ def _refuse_full(config: Config, founders: int) -> None:
 
 def goes_on(config: Config) -> bool:
     """Whether its method does its rounds without whoever is lost, with what such runs choose."""
-    ours = {key: value for key, value in _OURS.items() if hasattr(config.replicas, key)}
     try:
-        refuse_conflicts(replace(config, replicas=replace(config.replicas, **ours)), "workers that come and go")
+        refuse_conflicts(_as_ours(config, _OURS), "workers that come and go")
     except ValueError:
         return False
     return True

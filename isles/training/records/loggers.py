@@ -11,26 +11,16 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from isles.training.config.sections import Config
 
 MetricsRecord = Mapping[str, Any]
-
-
-class Logger(Protocol):
-    """Where lines go. `finish(ok)` closes it; ok: the run reached its end."""
-
-    def line(self, record: MetricsRecord) -> None: ...
-
-    def summary(self, summary: MetricsRecord) -> None: ...
-
-    def finish(self, ok: bool) -> None: ...
 
 
 class TensorBoard:
@@ -121,7 +111,10 @@ class WandB:
         wandb.teardown()
 
 
-LOGGERS: dict[str, Callable[[Config, Path, int | None], Logger]] = {"tensorboard": TensorBoard, "wandb": WandB}
+LOGGERS: dict[str, type[TensorBoard | WandB]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+}
 
 
 def require(names: Sequence[str]) -> None:
@@ -140,7 +133,7 @@ class Loggers:
 
     def __init__(self, config: Config, out: Path, resume: int | None) -> None:
         self._where = (config, out, resume)
-        self._open: list[Logger] = []
+        self._open: list[TensorBoard | WandB] = []
 
     def line(self, record: MetricsRecord) -> None:
         """A line of metrics.jsonl."""

@@ -53,17 +53,8 @@ class Timeline:
         self._close_stretch()
         told = [("compute", "", *stretch) for stretch in self._compute] + [tuple(span) for span in spans]
         self._compute = []
-        records = [
-            {
-                "step": step,
-                "worker": self.worker,
-                "kind": kind,
-                "channel": channel,
-                "start": round(start + offset, 6),
-                "end": round(end + offset, 6),
-            }
-            for kind, channel, start, end in sorted(told, key=lambda span: span[3])
-        ]
+        told.sort(key=lambda span: span[3])
+        records = [self._record(step, *of, start + offset, end + offset) for *of, start, end in told]
         if self._head is None:
             self._tail.extend(records)
             return []
@@ -84,17 +75,14 @@ class Timeline:
     def tasks(self, step: int, played: Sequence[Span], offset: float) -> list[SpanRecord]:
         """Records of what inner step `step` consisted of."""
         return [
-            {
-                "step": step,
-                "worker": self.worker,
-                "kind": TASK_KINDS[task.kind],
-                "channel": "pipeline",
-                "start": round(start + offset, 6),
-                "end": round(end + offset, 6),
-                "microbatch": task.microbatch,
-            }
+            self._record(step, TASK_KINDS[task.kind], "pipeline", start + offset, end + offset)
+            | {"microbatch": task.microbatch}
             for _, task, start, end in played[:KEPT]
         ]
+
+    def _record(self, step: int, kind: str, channel: str, start: float, end: float) -> SpanRecord:
+        record = {"step": step, "worker": self.worker, "kind": kind, "channel": channel}
+        return record | {"start": round(start, 6), "end": round(end, 6)}
 
     def _close_stretch(self) -> None:
         if self._stretch is not None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isles.tables import read_toml
+from isles.tables import changed, read_toml
 from isles.training.config.reading import read_config, run_name
 from isles.training.config.sections import Config
 from isles.training.kinds import kind_of
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard.clusters import POSITIONS, reshard_clusters
 from isles.training.records.reshard.replicas import reshard_replicas
-from isles.training.records.reshard.stages import cut_at, first_blocks, with_boundary, with_stages
+from isles.training.records.reshard.stages import first_blocks, with_boundary, with_stages
 
 _SECTIONS = {"model", "data", "inner", "replicas", "world", "run"}  # of every run's config.toml
 
@@ -54,12 +54,13 @@ def prepare(
         saved = own
         config = own if workers is None else read_config(str(path), {"world.workers": workers}, [], trust=trust)
     else:
-        saved = _as_cut(own, manifest)
-        config = with_boundary(saved, with_stages(own, stages, workers))
+        config, cut = with_stages(own, stages, workers), tuple(manifest.get("cut", ()))
+        saved = changed(own, {"pipeline.stages": manifest["stages"], "pipeline.cut": cut})  # whatever own says by now
+        config = with_boundary(saved, config)
     kind = kind_of(config.pipeline)
     if first_blocks(saved) == first_blocks(config):
         notes = []
-        if manifest.get("run", run_name(config)) != run_name(config):
+        if manifest["run"] != run_name(config):
             notes = [f"note: {path} was changed since this checkpoint was written: what follows is another run's"]
         if checkpoints.seats(step) == list(range(config.world.workers)):
             return Resumption(config, step, notes)
@@ -92,23 +93,15 @@ def _refuse_reshard(run: Path, checkpoints: Checkpoints, step: int, config: Conf
         raise ValueError(f"{why}: resume with {len(seats)} workers, as before")
 
 
-def _as_cut(config: Config, manifest: dict[str, Any]) -> Config:
-    """`config` with the stages of the checkpoint, whatever config.toml says now."""
-    stages = manifest.get("stages", config.pipeline.stages)
-    if stages != config.pipeline.stages:
-        config = replace(config, pipeline=replace(config.pipeline, stages=stages, cut=()))
-    return cut_at(config, manifest.get("cut", first_blocks(config))) if stages > 1 else config
-
-
 def _refuse_other_cut(config: Config, manifest: dict[str, Any]) -> None:
     """ValueError where config.toml has another cut than the checkpoint, by itself."""
     stages, here = config.pipeline.stages, first_blocks(config)
-    if stages != manifest.get("stages", stages):
+    if stages != manifest["stages"]:
         raise ValueError(
             f"pipeline.stages = {stages}: the checkpoint is of {manifest['stages']}; set it back, or resume with "
             f"--stages {stages}"
         )
-    if stages > 1 and (blocks := manifest.get("cut", here)) != here:
+    if (blocks := manifest.get("cut", [])) != here:
         raise ValueError(
             f"pipeline.cut: the checkpoint's stages begin at blocks {blocks}, config.toml's at {here}; set "
             f"pipeline.cut = {blocks}, or resume with --stages {stages} to cut it anew"

@@ -69,11 +69,6 @@ def first_blocks(config: Config) -> list[Any]:
     return [piece.blocks.start for piece in planned_cut(config).pieces[1:]]
 
 
-def cut_at(config: Config, blocks: Sequence[int]) -> Config:
-    """`config` with its stages cut before these blocks."""
-    return replace(config, pipeline=replace(config.pipeline, cut=tuple(blocks)))
-
-
 def run_facts(config: Config) -> dict[str, Any]:
     """What a manifest says of the run that it is of, and of its stages."""
     stages = config.pipeline.stages
@@ -140,9 +135,8 @@ def with_boundary(saved: Config, config: Config) -> Config:
             )
         costs = planned_cut(config).costs.to_cut(loss_at_origin=False)
         after = [*cut_points(costs[:inside], stages - 1), inside]
-        config = cut_at(config, after)
-    kept = 0 if inside == after[-1] else inside
-    return changed(config, {"pipeline.boundary.blocks": kept})
+        config = changed(config, {"pipeline.cut": tuple(after)})
+    return changed(config, {"pipeline.boundary.blocks": 0 if inside == after[-1] else inside})
 
 
 def recut(states: Sequence[State], before: Sequence[Holding], after: Sequence[Holding], kind: Any) -> Iterator[State]:
