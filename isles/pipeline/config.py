@@ -318,7 +318,7 @@ class PipelineConfig:
         """`loss_at`, or the place where only that will do."""
         if self.routing == "swarm":
             return "last"
-        return "origin" if self.routing == "skippipe" or self.recovery.stage_loss else self.loss_at
+        return "origin" if self.skippipe.plan or self.recovery.stage_loss else self.loss_at
 
     @property
     def neighbours(self) -> int:

@@ -53,7 +53,7 @@ def wrapped(
             if norm is not None:
                 assert isinstance(inner, Optimizer)
                 inner = ToldNorm(part, inner, norm)
-            elif config.pipeline.routing == "skippipe":
+            elif config.pipeline.skippipe.plan:
                 assert everyone is not None and isinstance(inner, Optimizer)
                 by_stage = config.pipeline.clip == "stage"
                 inner = (
@@ -147,7 +147,7 @@ def _stepped(
 ) -> Optimizer | Plain:
     """What takes the inner steps of `part`: the inner optimizer, or a stage that one steps."""
     inner = manage(part, inner_optimizer(part, config.inner, kind.usual_inner))
-    if peers is None or peers.size == 1 or config.pipeline.routing in ("skippipe", "swarm"):
+    if peers is None or peers.size == 1 or not config.pipeline.is_grid:
         return inner
     over = "peers" if config.pipeline.clip == "model" else "own"
     return Plain(part, inner, peers=peers, clip_over=over, charged=True)

@@ -54,7 +54,9 @@ class Timeline:
         told = [("compute", "", *stretch) for stretch in self._compute] + [tuple(span) for span in spans]
         self._compute = []
         told.sort(key=lambda span: span[3])
-        records = [self._record(step, *of, start + offset, end + offset) for *of, start, end in told]
+        records = [
+            self._record(step, kind, channel, start + offset, end + offset) for kind, channel, start, end in told
+        ]
         if self._head is None:
             self._tail.extend(records)
             return []

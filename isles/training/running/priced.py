@@ -20,6 +20,7 @@ from isles.network.machines import step_seconds, with_gpu
 from isles.network.units import parse_count, parse_latency
 from isles.tables import given
 from isles.training.config.sections import Config
+from isles.training.kinds import kind_of
 from isles.training.plan.run_plan import plan_run
 from isles.training.records.summary import SummaryTable
 
@@ -47,7 +48,7 @@ def priced(config: Config, text: str, over: str | None = None) -> SummaryTable:
     virtual = replace(config.world.virtual, links=over or config.world.virtual.links, step_seconds=step)
     world = replace(config.world, backend="virtual", virtual=virtual)
     waits = [f"world.virtual.{key}" for key, _ in given(virtual) if key in ("step_jitter", "pause_every")]
-    if waits or config.pipeline.routing not in ("fixed", "random"):
+    if waits or config.pipeline.skippipe.plan or kind_of(config.pipeline).has_peers:
         raise ValueError(f"--as {text}: {(*waits, 'pipeline.routing')[0]} makes the run hang on time; leave it out")
     model = ModelConfig(size=size, dtype=config.model.dtype, device="cpu")
     data, run = replace(config.data, tokenizer="bytes"), replace(config.run, start="", priced_as="")

@@ -25,6 +25,7 @@ from isles.tables import changed
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.inner_optimizer import inner_optimizer
+from isles.training.kinds import kind_of
 from isles.training.records.shard import State
 from isles.training.staged import planned_cut, run_scheme
 from isles.version import __version__
@@ -82,10 +83,11 @@ def with_stages(config: Config, stages: int, workers: int | None) -> Config:
     """
     if stages < 1:
         raise ValueError(f"--stages {stages}: choose 1 or more")
-    if config.pipeline.recovery.stage_loss or config.pipeline.routing in ("skippipe", "swarm", "ravnest"):
-        key = "recovery.stage_loss" if config.pipeline.recovery.stage_loss else f'routing = "{config.pipeline.routing}"'
+    pipeline = config.pipeline
+    if pipeline.recovery.stage_loss or pipeline.skippipe.plan or kind_of(pipeline).has_peers:
+        key = "recovery.stage_loss" if pipeline.recovery.stage_loss else f'routing = "{pipeline.routing}"'
         raise ValueError(f"--stages {stages}: pipeline.{key} is for the stages that there are; resume without --stages")
-    world, data, inner, pipeline = config.world, config.data, config.inner, config.pipeline
+    world, data, inner = config.world, config.data, config.inner
     sequences = data.batch_size_per_worker(world.workers // pipeline.stages)
     world = replace(world, workers=config.replicas_in_all * stages * world.inner if workers is None else workers)
     if stages == 1 < pipeline.stages:
