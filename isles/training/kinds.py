@@ -36,7 +36,8 @@ class WorldKind:
     say what is otherwise.
 
     refuse: of a configuration, what `plan` refuses, at less cost. train: as `train_worker`, in a world that is
-    arranged. Where workers come and go, churned is the run on the virtual clock, keeper the lighthouse.
+    arranged. Where workers come and go, churned is the run on the virtual clock, keeper the lighthouse, seated
+    a peer in a seat that it gave.
     """
 
     has_peers = False
@@ -49,6 +50,7 @@ class WorldKind:
     trainer = Lazy("isles.training.trainer:Trainer")
     churned = Lazy("isles.training.elastic.churn.churned:ChurnedRun")
     keeper = Lazy("isles.training.elastic.lighthouse.keeper:Keeper")
+    seated: Any  # of peers
 
     def check(self, config: Config) -> int:
         """Workers that read text. ValueError, one line that names the key, where `config` cannot be."""
@@ -84,6 +86,7 @@ class SwarmWorld(WorldKind):
     trainer = Lazy("isles.training.swarmed.trainer:SwarmTrainer")
     churned = Lazy("isles.training.swarmed.churned:ChurnedSwarm")
     keeper = Lazy("isles.training.swarmed.keeping:SwarmKeeper")
+    seated = Lazy("isles.training.swarmed.peering:SeatedPeer")
     seat = staticmethod(seat_of)
 
     def check(self, config: Config) -> int:
@@ -114,6 +117,7 @@ class ClusterWorld(WorldKind):
     train = Lazy("isles.training.clustered.entry:train_clustered")
     churned = Lazy("isles.training.clustered.churned:ChurnedClusters")
     keeper = Lazy("isles.training.clustered.keeping:ClusterKeeper")
+    seated = Lazy("isles.training.clustered.peering:SeatedClusterPeer")
 
     def check(self, config: Config) -> int:
         """Where there are several clusters, more workers may stand by."""

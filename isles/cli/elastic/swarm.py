@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -49,15 +48,13 @@ def peer(
     if stage is not None and stage < 0:
         raise ValueError(f"--stage {stage}: choose 0 or more, or leave it out")
     settings = own(data, device, set_)
-    from isles.training.clustered.peering import SeatedClusterPeer
     from isles.training.elastic.entering import Here
     from isles.training.swarmed.peering import take_part
     from isles.training.swarmed.seated import ANYWHERE
 
     listening, announced = place(there, join)
-    here = Here(own=settings, listen=listening, announced=announced, relays=relay)
-    kinds = {"ravnest": partial(SeatedClusterPeer, node=described)}
-    print(take_part(join, parsed, here, ANYWHERE if stage is None else stage, tell=tell, kinds=kinds), flush=True)
+    here = Here(own=settings, listen=listening, announced=announced, relays=relay, node=described)
+    print(take_part(join, parsed, here, ANYWHERE if stage is None else stage, tell=tell), flush=True)
 
 
 def _described(path: str) -> ClusterNode:

@@ -29,11 +29,11 @@ _AGAIN = 0.2  # seconds
 
 
 class SeatedClusterPeer(SeatedPeer):
-    """One node in one seat. node: what its machine has; None: it is measured."""
+    """One node in one seat. node: what its machine has; None: as its user says, or measured."""
 
     def __init__(self, *of: Any, node: ClusterNode | None = None) -> None:
         self._node: SeatedNode | None = None
-        self._told, self._closed = node, threading.Event()
+        self._told, self._closed = node or of[1].here.node, threading.Event()
         super().__init__(*of)
         stack: ExitStack = of[0]
         stack.callback(self._closed.set)

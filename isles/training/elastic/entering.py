@@ -34,6 +34,7 @@ from isles.comm.sockets.lost import LinkLost
 from isles.comm.sockets.proof import SecretRefused
 from isles.data import Corpus, load_corpus
 from isles.errors import printable
+from isles.network.clusters.nodes import ClusterNode
 from isles.parsing import parse_toml
 from isles.training.config.reading import Tables, resolve
 from isles.training.config.sections import Config
@@ -56,7 +57,7 @@ class Here:
 
     own: settings, see `own`. listen: (host, port) of this machine at which other workers reach this one; port 0: any.
     announced: the address that they are told; "": the one under which the lighthouse sees this machine. apart: ports
-    between one worker of an island and the next. relays: carry there for others.
+    between one worker of an island and the next. relays: carry there for others. node: what a node of clusters has.
     """
 
     own: Tables = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Here:
     announced: str = ""
     apart: int = 1
     relays: bool = False
+    node: ClusterNode | None = None
 
 
 def train(worker: Participant, address: str, tell: Callable[[str], None]) -> str:

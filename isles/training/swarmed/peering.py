@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from isles.models import choose_device
 from isles.training.elastic.entering import Entrance, Here, admitted, connect, seat_of
 from isles.training.elastic.given import MODEL, state_of
 from isles.training.elastic.terms import among_peers
+from isles.training.kinds import kind_of
 from isles.training.running.interrupts import first_interrupt
 from isles.training.staged import planned_cut
 from isles.training.swarmed.seat import OwnSeat
@@ -46,14 +47,11 @@ _LAST = 3.0  # seconds for the last reports
 _MOST = 1 << 40  # bytes of a state
 _LONGEST_OUTAGE = 600.0  # seconds without the lighthouse, where there is nothing to do without it
 SeatEnding = Literal["finished", "left", "again"]
-Kinds = Mapping[str, Callable[..., "SeatedPeer"]]
 
 
-def take_part(
-    address: str, token: Token, here: Here, wish: int, *, tell: Callable[[str], None], kinds: Kinds | None = None
-) -> str:
+def take_part(address: str, token: Token, here: Here, wish: int, *, tell: Callable[[str], None]) -> str:
     """Join the run at `address`, wishing to serve stage `wish` or `ANYWHERE`, and train until the run ends or this peer
-    has left; how it ended, in a line. kinds: how peers are made, by the run's routing, where they are no swarm's.
+    has left; how it ended, in a line.
 
     ValueError, in one line, for what a person can mend; OSError where nobody answers, or the run goes on without this
     peer.
@@ -73,8 +71,7 @@ def take_part(
                 if not 0 <= wish < entrance.config.pipeline.stages and wish != ANYWHERE:
                     stages = entrance.config.pipeline.stages
                     raise ValueError(f"--stage {wish}: the run has {stages} stages, 0 to {stages - 1}; leave it out")
-                kind = (kinds or {}).get(entrance.config.pipeline.routing, SeatedPeer)
-                peer = kind(stack, entrance, wish, leaving, tell)
+                peer = kind_of(entrance.config.pipeline).seated(stack, entrance, wish, leaving, tell)
                 current[:] = [peer]
                 device = choose_device(entrance.config.model, int(os.environ.get("LOCAL_RANK", 0)))
                 tell(f"in: seat {peer.line.seat} at {address}, on {device}")
