@@ -8,7 +8,7 @@ round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -19,9 +19,6 @@ from torch import Tensor
 
 from isles.network.planner.memory import BLOCK
 from isles.staging import HostCopies, arena, is_away
-
-FlatNames = Mapping[str, torch.Size]
-"""What a flat vector is of: shapes by the parameters' names, in its order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +250,3 @@ def digest(sums: Sequence[Tensor]) -> int:
         return 0
     places = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device="cpu") * 0x9E3779B97F4A7C1
     return int((torch.stack(list(sums)) * places).sum())
-
-
-def recut(vectors: Sequence[Tensor], before: Sequence[FlatNames], after: Sequence[FlatNames]) -> list[Tensor]:
-    """Flat vectors of `before`, one each, as those of `after`: the same entries for each name."""
-    found: dict[str, Tensor] = {}
-    for vector, names in zip(vectors, before, strict=True):
-        found |= dict(zip(names, vector.split([shape.numel() for shape in names.values()]), strict=True))
-    return [torch.cat([found[name] for name in names]) for names in after]

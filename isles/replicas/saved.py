@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from io import BytesIO
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from typing_extensions import override
 from isles.modes import OwnModes
 from isles.replicas.checks import refuse_other_run
 from isles.replicas.copies import WeightCopies, copies_of
-from isles.replicas.flat import FlatNames, copied
+from isles.replicas.flat import copied
 from isles.replicas.foretold import Foretold
 from isles.replicas.guarded import asked_by_torch
 from isles.replicas.names import clean_names
@@ -32,6 +31,10 @@ class Saved(OwnModes, Foretold):
     steps: int
     is_loaded: bool
     level: ClassVar[Any]
+    keeps_flat: ClassVar[bool] = False
+    """Whether stages can be cut anew: each tensor of `outer_state` as long as the trained entries is a flat vector of
+    them.
+    """
 
     def settle(self) -> None:
         """Wait for transfers under way **without** landing them: what a checkpoint calls."""
@@ -144,13 +147,6 @@ class Saved(OwnModes, Foretold):
         if outer:
             raise ValueError(f"{cls.__name__} does not say how its state is regrouped: resume with as many workers")
         return outer
-
-    @classmethod
-    def recut(cls, outers: Sequence[Any], before: Sequence[FlatNames], after: Sequence[FlatNames]) -> list[Any]:
-        """`outer_state` of those that hold `after` of a replica, from those with `before`. ValueError: not said."""
-        if any(outers):
-            raise ValueError(f"{cls.__name__} does not say how its state is cut anew: resume with as many stages")
-        return [outers[0] for _ in after]
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that this worker holds, by name: plain tensors, live."""

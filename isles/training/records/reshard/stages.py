@@ -3,17 +3,19 @@
     states of a replica's stages -> weights, moments and flat vectors by name -> those of other stages, or of the whole
 
 So no bit of a weight, a moment, an anchor, a momentum or an exchange under way is changed; only hashes of vectors and
-what concerns a worker (totals, clocks, draws) are made anew. What lies where in a method's own state says its `recut`.
+what concerns a worker (totals, clocks, draws) are made anew. A method's own state is cut where it `keeps_flat` vectors.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from isles.models import sketch
 from isles.models.cuts import cut_points
@@ -21,6 +23,8 @@ from isles.models.stages import Stage
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
 from isles.replicas import method
+from isles.replicas.flat import FlatParameters
+from isles.replicas.sync import ReplicaSync
 from isles.tables import changed
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
@@ -30,6 +34,7 @@ from isles.training.records.shard import State
 from isles.training.staged import planned_cut, run_scheme
 from isles.version import __version__
 
+_NORMS = ("progress", "left_ratio")  # of what the last round had to send: gauges, until the next one
 _SHARED = ("lr", "initial_lr", "betas", "eps", "fused")
 """Settings in which groups of an inner optimizer are alike; by the others (weight decay, rows) they differ."""
 
@@ -44,6 +49,7 @@ class Holding:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.trained = {name: own.shape for name, own in model.named_parameters() if own.requires_grad}
         """Shapes, in the order of its flat vectors."""
+        self.sizes = [shape.numel() for shape in self.trained.values()]
         self.stepped = [names[id(own)] for group in inner.param_groups for own in group["params"]]
         numbers, self.kept = count(), list(model.state_dict())
         self.groups = [
@@ -141,7 +147,9 @@ def with_boundary(saved: Config, config: Config) -> Config:
     return changed(config, {"pipeline.boundary.blocks": 0 if inside == after[-1] else inside})
 
 
-def recut(states: Sequence[State], before: Sequence[Holding], after: Sequence[Holding], kind: Any) -> Iterator[State]:
+def recut(
+    states: Sequence[State], before: Sequence[Holding], after: Sequence[Holding], kind: type[ReplicaSync]
+) -> Iterator[State]:
     """The states of workers that hold `after` what those of `states` held `before`, of one replica. kind: its method.
     The first of them inherits the replica's totals. ValueError: the method does not say where in its state what lies.
     """
@@ -152,11 +160,7 @@ def recut(states: Sequence[State], before: Sequence[Holding], after: Sequence[Ho
     moments: dict[str, Any] = {}
     for holding, optimizer in zip(before, optimizers, strict=True):
         moments |= {holding.stepped[index]: own for index, own in optimizer["inner"]["state"].items()}
-    outers = kind.recut(
-        [optimizer["outer"] for optimizer in optimizers],
-        [holding.trained for holding in before],
-        [holding.trained for holding in after],
-    )
+    outers = _outer_states([optimizer["outer"] for optimizer in optimizers], before, after, kind)
     for number, (holding, outer) in enumerate(zip(after, outers, strict=True)):
         inner, schedule = first["optimizer"]["inner"], first["schedule"]
         shared = {key: value for key, value in inner["param_groups"][0].items() if key in _SHARED}
@@ -179,6 +183,52 @@ def recut(states: Sequence[State], before: Sequence[Holding], after: Sequence[Ho
             "loader": first["loader"] if number == 0 else None,
         }
         yield inheriting(made, first, states if number == 0 else [], states)
+
+
+def _outer_states(
+    states: Sequence[State], before: Sequence[Holding], after: Sequence[Holding], kind: type[ReplicaSync]
+) -> list[State]:
+    """What the method keeps (`outer_state`). ValueError where it does not say how, or where it is of several fragments,
+    or of bases that belong to places in the model.
+    """
+    if any(states) and not kind.keeps_flat:
+        raise ValueError(f"{kind.__name__} does not say how its state is cut anew: resume with as many stages")
+    for fragments, flights in ((state.get("fragments", ()), state.get("flights", ())) for state in states):
+        if len(fragments) > 1:
+            raise ValueError("fragments are cut from each stage's own blocks: resume with as many stages")
+        if any(flight["at_rest"] for flight in flights):
+            raise ValueError("some parameters were frozen while a round was under way: resume with as many stages")
+        if any(fragment["averaging"] for fragment in fragments):
+            raise ValueError("bases of low-rank factors belong to each stage's matrices: resume with as many stages")
+    made = _entries(states, before, after)
+    for state, holding in zip(made, after, strict=True):
+        for fragment in state.get("fragments", ()):
+            if fragment["digest"]:
+                vector = fragment["anchor"]
+                fragment["digest"] = FlatParameters(vector.split(holding.sizes)).digest(vector)
+    return made
+
+
+def _entries(values: Sequence[Any], before: Sequence[Holding], after: Sequence[Holding]) -> list[Any]:
+    """One entry of all states: a flat vector, what holds such, or what is equal in all stages."""
+    first = values[0]
+    if isinstance(first, Tensor) and [value.numel() for value in values] == [sum(one.sizes) for one in before]:
+        parts: dict[str, Tensor] = {}
+        for vector, holding in zip(values, before, strict=True):
+            parts |= dict(zip(holding.trained, vector.split(holding.sizes), strict=True))
+        return [torch.cat([parts[name] for name in holding.trained]) for holding in after]
+    if isinstance(first, dict):
+        made = {
+            key: [math.hypot(*(value[key] for value in values))] * len(after)
+            if key in _NORMS
+            else _entries([value[key] for value in values], before, after)
+            for key in first
+        }
+        return [{key: parts[number] for key, parts in made.items()} for number in range(len(after))]
+    if isinstance(first, list) and first and isinstance(first[0], dict):
+        rows = [_entries(entries, before, after) for entries in zip(*values, strict=True)]
+        return [[row[number] for row in rows] for number in range(len(after))]
+    return [first] * len(after)
 
 
 def inheriting(state: State, like: State, inherited: Sequence[State], everyone: Sequence[State]) -> State:
