@@ -21,8 +21,7 @@ from isles.network.pauses import KnownPauses
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.memory.planned import step_seconds
-from isles.training.records.claimed import claim
-from isles.training.records.rundir import METRICS, as_json, held
+from isles.training.records.rundir import METRICS, as_json, claim, held
 from isles.training.records.writer import write_config
 
 CHURN = "churn.jsonl"

@@ -35,7 +35,7 @@ from isles.launch.workers import raise_first
 from isles.parsing import parse_json
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.claimed import clear_logs
+from isles.training.records.rundir import clear_logs
 from isles.training.records.writer import write_config
 from isles.training.running.backends import starter
 from isles.training.running.interrupts import first_interrupt

@@ -1,4 +1,6 @@
-"""The run directory: the names of its files, how the first ones are written, whose it is. Loads no torch."""
+"""The run directory: the names of its files, how the first ones are written, whose it is, and what a run that failed
+leaves in it. Loads no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from isles.durable import write_text
+from isles.comm.errors import CommError, RendezvousFailed
+from isles.durable import no_room, write_text
+from isles.launch.nodes import NodeSpec
 from isles.parsing import parse_toml
-from isles.training.config.trust import names_in, vouch
+from isles.training.config.trust import TYPED, names_in, vouch
+from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.lock import RunLock, locked
+from isles.training.records.tokens import forget
 
 CONFIG, METRICS, TIMELINE, SUMMARY, LOGS = "config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "logs"
 
@@ -39,3 +45,76 @@ def as_json(record: dict[str, Any], indent: int | None = None) -> str:
     """JSON of a flat record; a loss that is no number any more (nan, inf) becomes null: JSON has no such numbers."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(finite, indent=indent)
+
+
+@contextlib.contextmanager
+def run_directory(out: Path, resume: int | None, node_spec: NodeSpec) -> Iterator[RunLock]:
+    """`out` as this run's alone until it ends: claimed where the run is new; where it fails, with a word about what is
+    left; else without empty logs. ValueError as `held` and `claim`; OSError, with the mend, for a full disk.
+    """
+    try:
+        with held(out) as lock:
+            if resume is None:
+                claim(out)
+            try:
+                yield lock
+            except BaseException as error:  # Ctrl-C too
+                say_what_is_left(error, out, node_spec)
+                raise
+            clear_logs(out)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # not empty, or not ours to remove
+            out.rmdir()
+        if isinstance(error, OSError) and no_room(error):
+            raise OSError(f"{out}: {no_room(error)} ({error.strerror}); {go_on(out, node_spec)}") from error
+        raise
+
+
+def claim(out: Path) -> None:
+    """Begin a new run in `out`, which is held. ValueError where it holds another run."""
+    there = [name for name in (CONFIG, SUMMARY) if (out / name).exists()]
+    if there or _has_begun(out):
+        raise ValueError(f"--out {out}: holds a run already ({(there or [METRICS])[0]}); name another directory")
+    clear_logs(out, all_of_them=True)  # of a run that failed before it had begun
+    (out / METRICS).touch()
+
+
+def say_what_is_left(error: BaseException, out: Path, node_spec: NodeSpec) -> None:
+    """After a run that failed: remove what is of no use, and note on the error how to go on."""
+    steps = Checkpoints(out).steps()
+    clear_logs(out, all_of_them=isinstance(error, ValueError))
+    if not _has_begun(out) and not steps:
+        (out / METRICS).unlink(missing_ok=True)
+        (out / CONFIG).unlink(missing_ok=True)
+        (out / TYPED).unlink(missing_ok=True)
+        forget(out)
+    if isinstance(error, CommError | OSError) and not no_room(error) and not isinstance(error, RendezvousFailed):
+        error.add_note(
+            f"go on after step {steps[-1]} with: isles resume {out}{node_spec.flags}"
+            if steps
+            else "there was no checkpoint yet (run.checkpoint_every = N saves one every N steps)"
+        )
+        if len(steps) > 1:
+            error.add_note(f"or further back with --step {steps[-2]}")
+
+
+def go_on(out: Path, node_spec: NodeSpec) -> str:
+    """What to do once there is room again."""
+    if Checkpoints(out).steps():
+        return f"make room and go on with: isles resume {out}{node_spec.flags}"
+    return "make room and start again (no checkpoint was written yet, see run.checkpoint_every)"
+
+
+def clear_logs(out: Path, *, all_of_them: bool = False) -> None:
+    """Remove the logs of workers that had nothing to say."""
+    for log in (out / LOGS).glob("worker-*.log"):
+        if all_of_them or log.stat().st_size == 0:
+            log.unlink()
+    with contextlib.suppress(OSError):  # not empty, or not there
+        (out / LOGS).rmdir()
+
+
+def _has_begun(out: Path) -> bool:
+    """Whether a line of metrics was written; an empty file is of a run that was killed while it started."""
+    metrics = out / METRICS
+    return metrics.exists() and metrics.stat().st_size > 0

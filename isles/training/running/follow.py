@@ -20,9 +20,8 @@ from isles.launch.workers import worker_specs
 from isles.training.config.kept import settled
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.claimed import run_directory
 from isles.training.records.events import begun, committed, host_heard
-from isles.training.records.rundir import LOGS, METRICS
+from isles.training.records.rundir import LOGS, METRICS, run_directory
 from isles.training.records.tokens import forget
 from isles.training.records.writer import commit, write_config
 from isles.training.running.agree import met

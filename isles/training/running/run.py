@@ -33,9 +33,8 @@ from isles.training.config.kept import settled
 from isles.training.config.sections import Config
 from isles.training.memory.planned import prepared, refusals
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.claimed import run_directory
 from isles.training.records.loggers import Loggers, require
-from isles.training.records.rundir import SUMMARY, as_json
+from isles.training.records.rundir import SUMMARY, as_json, run_directory
 from isles.training.records.summary import SummaryTable, summarise
 from isles.training.records.tokens import forget
 from isles.training.records.writer import Records

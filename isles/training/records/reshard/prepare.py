@@ -34,8 +34,8 @@ def prepare(
     stages (None: as config.toml says, or with `stages` alone as many replicas as before), and config.toml too. trust:
     import what that names, whoever made the run.
 
-    ValueError: there is no such checkpoint, its weights are no numbers, the run cannot be with so many workers or
-    stages, or it is going on; then nothing is changed.
+    ValueError: there is no such checkpoint, the run cannot be with so many workers or stages, or it is going on; then
+    nothing is changed.
     """
     checkpoints = Checkpoints(run)
     newest, step = step is None, _chosen(checkpoints, run, step)
@@ -84,12 +84,9 @@ def _refuse_reshard(run: Path, checkpoints: Checkpoints, step: int, config: Conf
             f"{run}: after step {step} the states of workers {', '.join(map(str, elsewhere))} lie on other machines: "
             f"copy them here, into {checkpoints.folder}, and resume without --nodes"
         )
-    why = (
-        "a plan is for its nodes"
-        if config.pipeline.skippipe.plan
-        else "the workers of an island have parts of their own"
-    )
-    if config.pipeline.skippipe.plan or config.world.inner > 1:
+    by_plan = bool(config.pipeline.skippipe.plan)
+    if by_plan or config.world.inner > 1:
+        why = "a plan is for its nodes" if by_plan else "the workers of an island have parts of their own"
         raise ValueError(f"{why}: resume with {len(seats)} workers, as before")
 
 
