@@ -22,7 +22,7 @@ from isles.comm.tags import MAX_FRAGMENTS, MAX_MICROBATCHES
 from isles.comm.transport import AnyOf, Steps, Work
 from isles.models.stages import Stage
 from isles.network.routing.routes import Task
-from isles.pipeline.executor import Context
+from isles.pipeline.compute import Context
 from isles.pipeline.wire import StageForm, phase
 
 _BATCHES = 1024  # of a judgement: addresses that follow one another

@@ -41,9 +41,10 @@ from isles.pipeline.assemble import assembled
 from isles.pipeline.boundaries.grassmann import turned
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, scheme_of
+from isles.pipeline.compute import Context
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import Judge
-from isles.pipeline.executor import Announce, Context, Executor, Ways
+from isles.pipeline.executor import Announce, Executor, Ways
 from isles.pipeline.partial import PlannedRoutes
 from isles.pipeline.routers import ExchangedRouter, FixedRouter, RandomRouter, Router
 from isles.pipeline.shares import task_shares

@@ -24,7 +24,8 @@ from isles.models.stages import Stage, check_stages, decoder_stage
 from isles.network.routing.events import Span
 from isles.network.routing.plan import as_json
 from isles.pipeline.boundaries.scheme import Scheme
-from isles.pipeline.executor import Announce, Context
+from isles.pipeline.compute import Context
+from isles.pipeline.executor import Announce
 from isles.pipeline.pipeline import Cut, Pipeline, cut_of
 from isles.pipeline.recovery import LossSettings, Recovery
 from isles.replicas import method

@@ -20,8 +20,8 @@ from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.network.routing.events import Span
 from isles.pipeline.boundaries.scheme import Scheme
+from isles.pipeline.compute import Context
 from isles.pipeline.config import PipelineConfig
-from isles.pipeline.executor import Context
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.recovery import gradient_norm, refuse_unequal
 from isles.pipeline.shares import StageShares, stage_shares
