@@ -1,4 +1,4 @@
-"""A run whose model lies in stages: which piece this worker holds, and the `Step` that runs it.
+"""A run whose model lies in stages: which piece this worker holds, and the `StepRunner` that runs it.
 
 batch of a replica -> microbatches at its origin -> executor -> losses at every stage
 """
@@ -124,7 +124,7 @@ def hold_against_whole(config: Config, cut: Cut) -> str | None:
 
 
 class Staged:
-    """One worker's stage of a pipelined run, as a `Step`."""
+    """One worker's stage of a pipelined run, as a `StepRunner`."""
 
     def __init__(
         self,
