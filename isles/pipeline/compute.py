@@ -145,6 +145,16 @@ class StageCompute:
         out, side = self._through(done)
         return out if goes == "loss" else form.pack(out, side, done.tokens if goes == "on" else None)
 
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """The stage is evaluated, not trained."""
+        was_training = self.stage.training
+        self.stage.eval()
+        try:
+            yield
+        finally:
+            self.stage.train(was_training)
+
     def _begun(self, form: StageForm, tokens: Tensor | None, wire: Tensor | None, goes: Goes) -> OpenPass:
         is_home = tokens is not None and wire is not None
         if tokens is not None:

@@ -228,7 +228,7 @@ class Pipeline:
             autocast=autocast,
             announce=announce,
         )
-        self._judge = Judge(self.stage, world.stage, form, home=self.cut.home, autocast=autocast)
+        self._judge = Judge(self.executor.compute, world.stage, home=self.cut.home)
 
     def step(self, batch: Tensor | None, number: int | None = None) -> Tensor | None:
         """Forward and backward of one inner step, on all workers of all replicas together: `.grad` of the stage is that
