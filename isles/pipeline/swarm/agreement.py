@@ -24,22 +24,30 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from isles.comm.collectives.mail import MailNote
+from isles.comm.collectives.mail import HEAD, MailNote
 from isles.comm.collectives.same import numbers
 from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost, RoundPassed
+from isles.comm.tags import Channel
 from isles.pipeline.swarm.books import as_words, from_words, words_for
 from isles.pipeline.swarm.post import WORD, Post
 
 _DECIDED = 1
 
 
+def agreed_bytes(members: int, said: int) -> int:
+    """That each of them sends in an agreement without a loss, in which everybody says so many numbers."""
+    row = 8 * (1 + words_for(members) + said)
+    return (members - 1) * (2 * HEAD + (1 + members) * row)
+
+
 class Agreement:
     """The members of a swarm, as all who are left know them. patience: seconds without a word of somebody who is not
     known to be lost, after which DeadlinePassed names it: a fixed world has nobody who could say what became of it.
+    channel: whose deadline that is.
     """
 
-    def __init__(self, post: Post, patience: float, members: Sequence[int]) -> None:
-        self.post, self.patience = post, patience
+    def __init__(self, post: Post, patience: float, members: Sequence[int], channel: Channel = "pipeline") -> None:
+        self.post, self.patience, self._channel = post, patience, channel
         self.me = post.mail.group.rank
         self.members = tuple(members)
         """Positions of those who are left, as of the last agreement: the same at all of them."""
@@ -73,7 +81,13 @@ class Agreement:
                 past.setdefault(position, PeerLost(ranks[position], f"as worker {ranks[sender]} says"))
         return past
 
-    def let_go(self, positions: Sequence[int]) -> None:
+    def let_in(self, positions: Collection[int]) -> None:
+        """These are members as well, as all know."""
+        for position in positions:
+            self.post.mail.meet(position)
+        self.members = tuple(sorted({*self.members, *positions}))
+
+    def let_go(self, positions: Collection[int]) -> None:
         """These leave, as all know."""
         self.members = tuple(position for position in self.members if position not in positions)
         for position in positions:
@@ -143,7 +157,7 @@ class Agreement:
                 return heard, None
             if now() >= until:
                 rank = self.post.mail.group.ranks[min(missing)]
-                raise DeadlinePassed(rank, "pipeline", self.patience)
+                raise DeadlinePassed(rank, self._channel, self.patience)
             self.post.mail.wait(until - now())
 
     def _read(self, sender: int, body: Tensor, width: int) -> dict[int, tuple[int, ...]] | None:

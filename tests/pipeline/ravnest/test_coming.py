@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from isles.pipeline.ravnest.quorum import WORDS, Quorum
 
 import isles
 from isles.comm.collectives.mail import MailNote
@@ -18,7 +19,6 @@ from isles.network.clusters.nodes import ClusterNode
 from isles.network.clusters.splitting import ModelLoad
 from isles.network.clusters.telling import SILENT, heard, is_told, told
 from isles.pipeline.ravnest.entering import HELLO, ClusterEntrance, ClusterWelcome
-from isles.pipeline.ravnest.quorum import WORDS, Quorum
 from isles.pipeline.ravnest.seats import ClusterSeats
 
 LOAD = ModelLoad(flops=(1e9,) * 4, weights=(1e6,) * 4, saved=(1e5,) * 4, stream=1e4)
