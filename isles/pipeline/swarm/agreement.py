@@ -166,7 +166,7 @@ class Agreement:
         rows = [numbers[begin : begin + width + 1] for begin in range(0, len(numbers), width + 1)]
         word = {row[0]: tuple(row[1:]) for row in rows}
         fits = len(numbers) % (width + 1) == 0 and len(word) == len(rows) and sender in word
-        if fits and word.keys() <= set(self.members):
+        if fits and word.keys() <= set(self.members) and all(map(self._names_members, word.values())):
             return word
         rank = self.post.mail.group.ranks[sender]
         self.post.mail.refuse(sender, Malformed(rank, "a word that is none of this agreement"))
@@ -186,6 +186,11 @@ class Agreement:
         """Whom it has lost who says that: it begins with a set of members, by their place among them."""
         count = len(self.members)
         return {self.members[place] for place in from_words(said[: words_for(count)], count)}
+
+    def _names_members(self, said: Sequence[int]) -> bool:
+        count = len(self.members)
+        lost = list(said[: words_for(count)])
+        return as_words(from_words(lost, count), count) == lost
 
     def _settle_members(self, left: Collection[int]) -> None:
         before, self.members = self.members, tuple(sorted(left))
