@@ -161,6 +161,10 @@ class ClusterAgreement:
             if self._fit(said, lambda word: word in ((0,), (1,))) and all(word[0] for word in said.values()):
                 return made.result
 
+    def drain(self) -> None:
+        """Take in what is still to come of the last agreement, so that a checkpoint finds nothing under way."""
+        self._own.drain()
+
     def _agree(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
         place, lost = self.seats.place(self.world.rank), self._own.lost
         idles = not self.trains or self._stands or place is None or not lost.isdisjoint(self.seats.clusters[place[0]])

@@ -51,6 +51,8 @@ class Agreement:
         self.me = post.mail.group.rank
         self.members = tuple(members)
         """Positions of those who are left, as of the last agreement: the same at all of them."""
+        self._owing: set[int] = set()
+        """Members whose word of the last decision is still to come."""
         self.missed: list[int] = []
         """Those who were lost, until somebody has been told."""
 
@@ -99,11 +101,23 @@ class Agreement:
         who is lost right now. PeerLost where the others do not count this one any more.
         """
         self.post.turn_over()
+        self._owing = {*self.members} - {self.me}
         places = {position: place for place, position in enumerate(self.members)}
         lost = as_words([places[position] for position in self.lost], len(self.members))
         known = self._flood([*lost, *own])
         self._settle_members(known.keys() - self._accused(known))
         return {position: known[position][len(lost) :] for position in self.members}
+
+    def drain(self) -> None:
+        """Take in what is still to come of the last agreement: nothing of it is under way then."""
+        mail, now = self.post.mail, self.post.mail.group.transport.now
+        until = now() + self.patience
+        while True:
+            self.post.sort()
+            self._owing -= {letter.sender for letter in self.post.words() if letter.note.extra == _DECIDED}
+            if self._owing.isdisjoint({*self.members} - mail.lost.keys()) or now() >= until:
+                return
+            mail.wait(until - now())
 
     def _flood(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
         known = {self.me: tuple(own)}
@@ -136,6 +150,7 @@ class Agreement:
     ) -> tuple[dict[int, dict[int, tuple[int, ...]]], dict[int, tuple[int, ...]] | None]:
         """The words of this round by who said them; or a decision. barred: who is not listened to any more."""
         heard: dict[int, dict[int, tuple[int, ...]]] = {}
+        decision: dict[int, tuple[int, ...]] | None = None
         now = self.post.mail.group.transport.now
         until = now() + self.patience
         while True:
@@ -145,11 +160,14 @@ class Agreement:
                 if word is None:
                     continue
                 if letter.note.extra == _DECIDED:
-                    return heard, word
-                if letter.note.number == number:
+                    self._owing.discard(letter.sender)
+                    decision = word
+                elif letter.note.number == number:
                     heard[letter.sender] = word
                 elif letter.note.number > number:
                     self.post.keep(letter)
+            if decision is not None:
+                return heard, decision
             missing = set(self.members) - {self.me} - heard.keys() - self.lost - set(barred)
             for word in heard.values():  # who is lost to somebody may be silent here for that
                 missing -= {each for said in word.values() for each in self._lost_by(said)}

@@ -226,6 +226,7 @@ class ClusterWorker:
         due = bool(due) or bool(stuck - self._saved_for)
         self._saved_for = stuck
         if out is not None and (stopping or due):
+            self.agreement.drain()
             if (broken := first_nan(state := self.state_dict())) is not None:
                 raise self.meter.diverged(f"its weights are not finite after inner step {step} ({broken})")
             self.saves(out, step, state)
