@@ -20,7 +20,8 @@ from isles.experts.domains import Domain, DomainText
 from isles.experts.registry import ForestMember
 from isles.experts.routing.priors import CACHED_SEQUENCES, cached
 from isles.experts.served import Served
-from isles.training.records.saved import SavedRun, save_model
+from isles.training.records.saved import SavedRun
+from isles.training.records.tensors import save_model
 from isles.training.records.writer import write_config
 
 WEIGHTS = "model.safetensors"

@@ -20,9 +20,8 @@ from isles.comm.call import Call
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS, MAX_MICROBATCHES
 from isles.comm.transport import AnyOf, Steps, Work
-from isles.models.stages import Stage
 from isles.network.routing.routes import Task
-from isles.pipeline.executor import Context
+from isles.pipeline.compute import Goes, StageCompute
 from isles.pipeline.wire import StageForm, phase
 
 _BATCHES = 1024  # of a judgement: addresses that follow one another
@@ -30,25 +29,20 @@ _COUNT, _SIZES, _SUM = range(3)  # phases
 
 
 class Judge:
-    """Mean losses of a replica. group: mesh.stage, whose positions are the stages. home: the loss is computed at
-    stage 0.
+    """Mean losses of a replica. compute: of this worker's stage. group: mesh.stage, whose positions are the stages.
+    home: the loss is computed at stage 0.
     """
 
-    def __init__(self, stage: Stage, group: Group, form: StageForm, *, home: bool, autocast: Context) -> None:
-        self.stage, self.group, self.form, self.home, self.autocast = stage, group, form, home, autocast
-        self.device = next(stage.parameters()).device
+    def __init__(self, compute: StageCompute, group: Group, *, home: bool = False) -> None:
+        self.compute, self.group, self.home = compute, group, home
 
     @torch.no_grad()
     def loss(self, batches: Iterable[Tensor]) -> float:
         """Mean loss in nats over the rows of `batches` (b, T+1), which stage 0 alone has; the same at all stages. NaN
         without rows. All stages of the replica must ask together. PeerLost as soon as any of them is lost.
         """
-        was_training = self.stage.training
-        self.stage.eval()
-        try:
+        with self.compute.judging():
             return _Judgement(self).loss(list(batches) if self.group.rank == 0 else [])
-        finally:
-            self.stage.train(was_training)
 
 
 @dataclass
@@ -58,8 +52,7 @@ class _Judgement:
     judge: Judge
 
     def __post_init__(self) -> None:
-        judge = self.judge
-        self.group, self.form, self.home, self.stage = judge.group, judge.form, judge.home, judge.stage
+        self.compute, self.group, self.home = self.judge.compute, self.judge.group, self.judge.home
         self.call = self.group.call("eval")
         self.call.meet(*self.group.others)
         self.sums = torch.zeros(self.group.size, 2, dtype=torch.float64, device="cpu")
@@ -112,35 +105,25 @@ class _Judgement:
 
     def _forward(self, task: Task, texts: Sequence[Tensor], rows: int) -> float | None:
         """This stage's part of a batch; the loss where it is computed here."""
-        form, last, device = replace(self.form, sequences=rows), self.group.size - 1, self.judge.device
-        if self.group.rank == 0:
-            tokens = texts[task.microbatch].to(device)
-            x = tokens[:, :-1]
-        else:
-            payload, side, ids = form.unpack(self._receive(task, self.group.rank - 1, form), device)
-            assert ids is not None
-            tokens, x = ids, form.boundary.decode(payload, side, ids)
-        ends = self.group.rank == last and (not self.home or last == 0)
-        with self.judge.autocast():
-            out = self.stage(x, form.targets(tokens) if ends else None, enter=self.group.rank == 0, leave=ends)
-        if ends:
+        here, is_last, form = self.group.rank, task.hop == self.group.size - 1, self._form(rows)
+        text = None if here else texts[task.microbatch]
+        wire = self._receive(task, here - 1, form) if here else None
+        goes: Goes = "on" if not is_last else "home" if self.home and here else "loss"
+        out = self.compute.run_alone(form, text, wire, goes)
+        if goes == "loss":
             return float(out)
-        goes_home = self.group.rank == last
-        following = task._replace(kind="L") if goes_home else task._replace(hop=task.hop + 1)
-        payload, side = form.boundary.encode(out, tokens)
-        wire = form.pack(payload, side, None if goes_home else tokens)
+        following = task._replace(kind="L") if goes == "home" else task._replace(hop=task.hop + 1)
         self.sends[:] = [work for work in self.sends if not work.done() or work.error is not None]
-        target = 0 if goes_home else self.group.rank + 1
-        self.sends.append(self._batch(task, target).send(target, wire, phase(following)))
+        target = 0 if goes == "home" else here + 1
+        self.sends.append(self._batch(task, target).send(target, out, phase(following)))
         return None
 
     def _loss_at_home(self, text: Tensor, index: int) -> float:
-        form, last = replace(self.form, sequences=len(text)), self.group.size - 1
-        task, tokens = Task("L", index, last), text.to(self.judge.device)
-        payload, side, _ = form.unpack(self._receive(task, last, form), self.judge.device)
-        with self.judge.autocast():
-            x = form.boundary.decode(payload, side, tokens)
-            return float(self.stage(x, form.targets(tokens), through=False, leave=True))
+        form, last = self._form(len(text)), self.group.size - 1
+        return float(self.compute.run_alone(form, text, self._receive(Task("L", index, last), last, form), "loss"))
+
+    def _form(self, rows: int) -> StageForm:
+        return replace(self.compute.form, sequences=rows)
 
     def _receive(self, task: Task, source: int, form: StageForm) -> Tensor:
         buffer = torch.empty(form.nbytes(task), dtype=torch.uint8, device="cpu")

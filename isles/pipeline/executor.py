@@ -14,14 +14,13 @@ Between steps nothing is in flight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from isles.comm.collectives.basic import all_done
 from isles.comm.group import Group
@@ -31,13 +30,11 @@ from isles.network.routing.events import Span
 from isles.network.routing.orders import orders
 from isles.network.routing.replay import TaskSeconds, seconds_of
 from isles.network.routing.routes import Route, Task
+from isles.pipeline.compute import Context, Goes, OpenPass, StageCompute
 from isles.pipeline.inbox import ARRIVALS, StageInbox, arrived, planned, receives_ahead
 from isles.pipeline.routers import Router
-from isles.pipeline.suspicion import accept, refuse_own
 from isles.pipeline.wire import StageForm, phase, sender
-from isles.staging import to_device
 
-Context = Callable[[], AbstractContextManager[object]]
 Announce = Callable[[Sequence[Task]], None]
 
 
@@ -65,16 +62,6 @@ class Ways:
     gains: Mapping[int, float] | None = None
 
 
-@dataclass(slots=True)
-class _Held:
-    """What a worker keeps of a forward: the payload that came (a leaf, None at the origin) and what the backward pass
-    begins at: the payload that left, or the loss.
-    """
-
-    arrived: Tensor | None
-    left: Tensor
-
-
 class Executor:
     """Runs this worker's tasks of each step through `stage`.
 
@@ -97,10 +84,9 @@ class Executor:
         announce: Announce = lambda tasks: None,
     ) -> None:
         self.announce = announce
+        self.compute = StageCompute(stage, group, form, microbatches, autocast=autocast, recompute=ways.recompute)
         self.stage, self.group, self.router, self.form = stage, group, router, form
-        self.microbatches, self.ways = microbatches, ways
-        self.quiet, self.autocast = quiet, autocast
-        self.device = next(stage.parameters()).device
+        self.ways, self.quiet = ways, quiet
         self.most_held = 0
         """Forwards held at once at the most, in all steps so far."""
         self.played: Sequence[Span] = ()
@@ -138,10 +124,10 @@ class _Share:
 
     def __init__(self, executor: Executor, routes: dict[int, Route], tokens: Mapping[int, Tensor], first: int) -> None:
         self.executor, self.routes = executor, routes
-        self.group, self.form, self.stage = executor.group, executor.form, executor.stage
+        self.group, self.form, self.compute = executor.group, executor.form, executor.compute
         self.inbox = StageInbox(self.group, self.form, routes, first)
         self.tokens = dict(tokens)
-        self.held: dict[tuple[int, int], _Held] = {}
+        self.held: dict[tuple[int, int], OpenPass] = {}
         self.local: dict[Task, Tensor] = {}
         """Messages of a worker to itself."""
         self.since = {Task("F", m, 0): 0.0 for m, route in routes.items() if route.after is None}
@@ -196,76 +182,33 @@ class _Share:
                 self.since[Task("F", microbatch, 0)] = now
 
     def _forward(self, task: Task) -> None:
-        route = self.routes[task.microbatch]
-        leaf, x = self._begins(task)
-        (tokens,) = to_device([self.tokens[task.microbatch]], self.executor.device)
-        ends = task.hop == route.last and not route.home
-        out = self._through(x, self.form.targets(tokens) if ends else None, enter=task.hop == 0)
-        if ends:
-            self.losses[task.microbatch] = out.detach()
-            self.held[task[1:]] = _Held(leaf, out / self.executor.microbatches)
-            self._charge(task)
-            return
-        payload, side = self.form.boundary.encode(out, tokens)
-        self.held[task[1:]] = _Held(leaf, payload)
+        route, text = self.routes[task.microbatch], None if task.hop else self.tokens[task.microbatch]
+        ends = task.hop == route.last
+        goes: Goes = "on" if not ends else "home" if route.home else "loss"
+        wire = self._message(task) if task.hop else None
+        done, sent = self.compute.run_forward(task, text, wire, sender(route, task), goes)
+        self.held[task[1:]] = done
         self._charge(task)
-        following = route.following(task)
-        assert following is not None
-        refuse_own(self.group, "its activations", payload)
-        self._send(following, self.form.pack(payload, side, tokens if following.kind == "F" else None))
-        _give_up_numbers(payload)
+        if done.loss is not None:
+            self.losses[task.microbatch] = done.loss
+        self._send(task, sent)
 
     def _loss(self, task: Task) -> None:
-        """The loss at the origin."""
-        (tokens,) = to_device([self.tokens[task.microbatch]], self.executor.device)
-        leaf, x = self._arrived(task)
-        with self.executor.autocast():
-            loss = self.stage(x, self.form.targets(tokens), through=False, leave=True)
-        (loss / self.executor.microbatches).backward()
-        self.losses[task.microbatch] = loss.detach()
-        self._charge(task)
-        self._send_back(task, leaf)
+        """The loss at the origin, and its gradient."""
+        text, wire = self.tokens[task.microbatch], self._message(task)
+        done, _ = self.compute.run_forward(task, text, wire, sender(self.routes[task.microbatch], task), "loss")
+        self._back(task, done, None)
 
     def _backward(self, task: Task) -> None:
-        held = self.held.pop(task[1:])
+        done = self.held.pop(task[1:])
         self.tokens.pop(task.microbatch, None)  # all of its forwards here are done
-        route = self.routes[task.microbatch]
-        if task.hop == route.last and not route.home:
-            held.left.backward()
-        else:
-            gradient, loss = self.form.unpack_back(self._message(task), self.executor.device)
-            self._judge(task, gradient)
-            self.losses[task.microbatch] = loss
-            held.left.backward(gradient)
+        self._back(task, done, self._message(task) if done.loss is None else None)
+
+    def _back(self, task: Task, done: OpenPass, wire: Tensor | None) -> None:
+        source = sender(self.routes[task.microbatch], task)
+        self.losses[task.microbatch], sent = self.compute.run_backward(task, done, wire, source)
         self._charge(task)
-        if task.hop:
-            self._send_back(task, held.arrived)
-
-    def _through(self, x: Tensor, targets: Tensor | None, *, enter: bool) -> Tensor:
-        """The stage's forward pass; with targets, the loss."""
-
-        def forward(x: Tensor) -> Tensor:
-            with self.executor.autocast():
-                return self.stage(x, targets, enter=enter, leave=targets is not None)
-
-        if self.executor.ways.recompute:
-            return checkpoint(forward, x, use_reentrant=False)
-        return forward(x)
-
-    def _begins(self, task: Task) -> tuple[Tensor | None, Tensor]:
-        """What a forward reads: the tokens at the origin, else what has come; and the leaf that its gradient is of."""
-        if task.hop == 0:
-            return None, to_device([self.tokens[task.microbatch]], self.executor.device)[0][:, :-1]
-        return self._arrived(task)
-
-    def _arrived(self, task: Task) -> tuple[Tensor, Tensor]:
-        """The payload that `task` begins with as a leaf, and the stream that it stands for."""
-        payload, side, tokens = self.form.unpack(self._message(task), self.executor.device)
-        self._judge(task, payload)
-        if tokens is not None:
-            self.tokens[task.microbatch] = tokens
-        leaf = payload.requires_grad_()
-        return leaf, self.form.boundary.decode(leaf, side, self.tokens[task.microbatch])
+        self._send(task, sent)
 
     def _message(self, task: Task) -> Tensor:
         if task in self.local:
@@ -275,22 +218,14 @@ class _Share:
         self.began = self.group.transport.now()
         return wire
 
-    def _judge(self, task: Task, vector: Tensor) -> None:
-        """Refused, by name, where what `task` begins with came from another worker and cannot be what it should be."""
-        source = sender(self.routes[task.microbatch], task)
-        if source is not None:
-            accept(self.group, phase(task), source, vector)
-
-    def _send_back(self, task: Task, leaf: Tensor | None) -> None:
-        """The gradient of what `task` began with, to whoever sent that."""
-        following = self.routes[task.microbatch].following(task)
-        assert following is not None and leaf is not None and leaf.grad is not None
-        refuse_own(self.group, "its gradients", leaf.grad)
-        self._send(following, self.form.pack_back(leaf.grad, self.losses[task.microbatch]))
-
-    def _send(self, following: Task, wire: Tensor) -> None:
-        """What `following` begins with, to its worker."""
-        target = self.routes[following.microbatch].worker(following)
+    def _send(self, task: Task, wire: Tensor | None) -> None:
+        """What follows `task`, to its worker."""
+        if wire is None:
+            return
+        route = self.routes[task.microbatch]
+        following = route.following(task)
+        assert following is not None
+        target = route.worker(following)
         if target == self.group.rank:
             self.local[following] = wire
             return
@@ -305,11 +240,6 @@ class _Share:
         share = seconds_of(shares, self.routes[task.microbatch], self.group.rank, task)
         transport = self.group.transport
         transport.compute(share * transport.step_seconds)
-
-
-def _give_up_numbers(sent: Tensor) -> None:
-    """Free what has been sent: its backward pass begins at its shape. What autograd has kept of it stays."""
-    sent.data = sent.data.new_zeros(()).expand(sent.shape)
 
 
 @lru_cache(maxsize=16)  # workers of one process ask for the same

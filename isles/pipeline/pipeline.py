@@ -41,9 +41,10 @@ from isles.pipeline.assemble import assembled
 from isles.pipeline.boundaries.grassmann import turned
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, scheme_of
+from isles.pipeline.compute import Context
 from isles.pipeline.config import PipelineConfig
 from isles.pipeline.evaluation import Judge
-from isles.pipeline.executor import Announce, Context, Executor, Ways
+from isles.pipeline.executor import Announce, Executor, Ways
 from isles.pipeline.partial import PlannedRoutes
 from isles.pipeline.routers import ExchangedRouter, FixedRouter, RandomRouter, Router
 from isles.pipeline.shares import task_shares
@@ -227,7 +228,7 @@ class Pipeline:
             autocast=autocast,
             announce=announce,
         )
-        self._judge = Judge(self.stage, world.stage, form, home=self.cut.home, autocast=autocast)
+        self._judge = Judge(self.executor.compute, world.stage, home=self.cut.home)
 
     def step(self, batch: Tensor | None, number: int | None = None) -> Tensor | None:
         """Forward and backward of one inner step, on all workers of all replicas together: `.grad` of the stage is that

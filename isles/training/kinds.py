@@ -47,7 +47,7 @@ class WorldKind:
     refuse = Lazy("isles.training.plan.sketch:refuse_known")
     plan = Lazy("isles.training.plan.replicas:plan_replicas")
     train = Lazy("isles.training.worker:train_replica")
-    trainer = Lazy("isles.training.trainer:Trainer")
+    trainer = Lazy("isles.training.parts:trainer_of")
     churned = Lazy("isles.training.elastic.churn.churned:ChurnedRun")
     keeper = Lazy("isles.training.elastic.lighthouse.keeper:Keeper")
     seated: Any  # of peers

@@ -1,4 +1,4 @@
-"""A run whose model lies in stages: which piece this worker holds, and the `Step` that runs it.
+"""A run whose model lies in stages: which piece this worker holds, and the `StepRunner` that runs it.
 
 batch of a replica -> microbatches at its origin -> executor -> losses at every stage
 """
@@ -24,7 +24,8 @@ from isles.models.stages import Stage, check_stages, decoder_stage
 from isles.network.routing.events import Span
 from isles.network.routing.plan import as_json
 from isles.pipeline.boundaries.scheme import Scheme
-from isles.pipeline.executor import Announce, Context
+from isles.pipeline.compute import Context
+from isles.pipeline.executor import Announce
 from isles.pipeline.pipeline import Cut, Pipeline, cut_of
 from isles.pipeline.recovery import LossSettings, Recovery
 from isles.replicas import method
@@ -123,7 +124,7 @@ def hold_against_whole(config: Config, cut: Cut) -> str | None:
 
 
 class Staged:
-    """One worker's stage of a pipelined run, as a `Step`."""
+    """One worker's stage of a pipelined run, as a `StepRunner`."""
 
     def __init__(
         self,

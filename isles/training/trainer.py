@@ -9,101 +9,48 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
-from isles.comm.roster import Roster
-from isles.comm.trust import JUMPS
-from isles.data import Corpus
-from isles.models import autocast, build, limits
-from isles.models.factory import take_device
-from isles.models.own import check_contract
-from isles.models.stages import Stage
-from isles.pipeline.boundaries.scheme import Scheme
-from isles.pipeline.pipeline import Cut
-from isles.pipeline.recovery import Recovery
-from isles.replicas.loop.outer import OuterSync
-from isles.replicas.sync import ReplicaSync
 from isles.schema import Metrics
 from isles.staging import to_device
-from isles.training.assemble import weighs_samples, wrapped
 from isles.training.config.inner import lr_factor
-from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
-from isles.training.cores import take_cores
 from isles.training.draws import draws_state, restore_draws
 from isles.training.evaluation import validation_loss
-from isles.training.expected import expectation
 from isles.training.inner_optimizer import rate_schedule
-from isles.training.memory.at_work import PlannedMemory
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.finite import refuse_losses, refuse_state
-from isles.training.records.saved import save_model, start_weights
 from isles.training.records.spread import Sample
+from isles.training.records.tensors import save_model
 from isles.training.records.timeline import Timeline
-from isles.training.staged import (
-    Staged,
-    build_stage,
-    hold_against_whole,
-    planned_cut,
-    recovery_of,
-    run_scheme,
-    told_by_first,
-)
-from isles.training.step import WAITS, Step, Whole
+from isles.training.step import WAITS, StageRecovery, TrainerParts
 from isles.training.step_clock import StepClock
-from isles.training.text import Text
 
 
 class Trainer:
-    """One worker of a run. corpus: that of `config.data`, where it was loaded already. roster: of the replicas, where
-    they come and go.
-    """
+    """One worker of a run. parts: what it trains and judges with; see `isles.training.parts`."""
 
-    def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None, roster: Roster | None = None) -> None:
+    def __init__(self, config: Config, world: Mesh, parts: TrainerParts) -> None:
         self.config, self.world, self.workers = config, world, world.size
-        by_plan = bool(config.pipeline.skippipe.plan)  # some nodes learn more than others, as more comes by them
-        uneven = not config.pipeline.is_grid and (by_plan or config.method != "none")
-        world.world.ledger.trust.ratio = config.world.trust_ratio * (JUMPS if uneven else 1.0)
-        self.text = self._text(corpus) if world.place.stage == 0 else None
-        self.judges = self._judging()
-        """Whether text was kept for validation, known to all who judge."""
-        cut = planned_cut(config) if config.pipeline.stages > 1 else None
-        scheme = None if cut is None else run_scheme(config, cut)
-        self.memory = PlannedMemory(config, take_device(config.model, world.local_rank), world.place.stage)
-        take_cores(config, self.memory.computes)
-        model = self._whole_model() if cut is None or scheme is None else self._stage(cut, scheme)
-        self.optimizer, notices = self._wrapped(model, roster, self.memory.manage)
+        self.text, self.judges, self.optimizer, self.name = parts.text, parts.judges, parts.optimizer, parts.name
+        self.memory, self.model_step, self.recovery = parts.memory, parts.runner, parts.recovery
+        self.scaler, self.autocast = parts.scaler, parts.autocast
         self.model = self.optimizer.model
-        if weighs_samples(config):
-            notices += self._weigh()
         self.device = self.memory.device(self.model)
         self.schedule = rate_schedule(self.optimizer, config)
-        line = world.transport.line()
-        expected = [] if line is None else [expectation(self.optimizer, config, line)]
-        for notice in [*notices, *self.memory.notices, *expected]:
+        for notice in parts.notices:
             if world.rank == 0:
                 world.report({"notice": notice})
-        fp16 = config.model.autocast == "fp16"
-        self.scaler = torch.amp.GradScaler(self.device.type) if fp16 else None
-        self.autocast = partial(autocast, config.model, self.device)
-        self.model_step: Step = (
-            Whole(self.optimizer, self.model, self.autocast, self.scaler, batches=config.inner.accumulation)
-            if cut is None or scheme is None
-            else self._staged(cut, scheme)
-        )
-        self.recovery = None if cut is None else recovery_of(config, world, cut, cast(Stage, self.model))
         self.tokens = 0
         self.clock_before = 0.0
         self.started = time.perf_counter()
@@ -115,53 +62,6 @@ class Trainer:
         self.step_clock = StepClock(world.transport, self.device, simulated=config.world.is_simulated)
         for channel in WAITS:  # the clock of steps begins now, and what the start has waited for is in none of them
             world.world.traffic[channel].blocked_seconds = 0.0
-
-    def _text(self, corpus: Corpus | None) -> Text:
-        """What a worker of the first stage reads."""
-        return Text(self.config, self.world, corpus)
-
-    def _judging(self) -> bool:
-        """With a plan the first column judges for all."""
-        judges = told_by_first(self.world.stage, self.text is not None and self.text.judges)
-        return judges and (not self.config.pipeline.skippipe.plan or self.world.place.replica == 0)
-
-    def _wrapped(
-        self, model: nn.Module, roster: Roster | None, manage: Callable[[nn.Module, Optimizer], Optimizer]
-    ) -> tuple[ReplicaSync, list[str]]:
-        """The optimizer of the run, or a refusal; and what is to be said of it."""
-        world = self.world
-        return wrapped(
-            self.config, model, roster or world.outer, world.inner, world.stage, manage, everyone=world.world
-        )
-
-    def _staged(self, cut: Cut, scheme: Scheme) -> Step:
-        """How this worker runs its stage."""
-        return Staged(self.config, self.world, cut, scheme, self.optimizer, self.autocast, self.memory.announce)
-
-    def _weigh(self) -> list[str]:
-        """Tell the others how much text this worker has."""
-        assert isinstance(self.optimizer, OuterSync) and self.text is not None
-        loader = self.text.loader
-        self.optimizer.weigh(loader.sequences)
-        told = 'weights = "samples": all workers have equal shares of the text with data.split = "iid"'
-        return [] if loader.split == "by_file" else [told]
-
-    def _whole_model(self) -> nn.Module:
-        """The model of the run."""
-        config = self.config
-        model = build(config.model, config.run.seed, self.world.local_rank, self.memory.home)
-        if config.model.factory is not None:
-            check_contract(model, config.model.factory, limits(config.model).context)
-        if config.run.start:
-            start_weights(model, config.run.start)
-        return model
-
-    def _stage(self, cut: Cut, scheme: Scheme) -> Stage:
-        """This worker's piece of it. The first worker holds all pieces against the whole before anybody trains."""
-        world = self.world
-        if world.rank == 0 and (notice := hold_against_whole(self.config, cut)) is not None:
-            world.report({"notice": notice})
-        return build_stage(self.config, cut, scheme, world.place.stage, world.local_rank, self.memory.home)
 
     def run(self, out: Path | None) -> dict[str, Any] | None:
         """Train the steps that are left; rank 0 writes OUT/model.safetensors. Returns this worker's share of the
@@ -190,7 +90,7 @@ class Trainer:
         """This worker's part of the checkpoint of `step`."""
         state = self.state_dict()
         self._refuse_broken(step, state)
-        Checkpoints(out).write_shard(step, self.world.rank, state, run_name(self.config))
+        Checkpoints(out).write_shard(step, self.world.rank, state, self.name)
         self.world.report({"checkpoint": step, "worker": self.world.rank})
 
     def state_dict(self) -> dict[str, Any]:
@@ -262,7 +162,7 @@ class Trainer:
         self.schedule.step()
         self.losses += losses
 
-    def _mend(self, recovery: Recovery) -> None:
+    def _mend(self, recovery: StageRecovery) -> None:
         """Lose and mend stages, where that is asked for."""
         lost, factor = recovery.after_step(self.optimizer.steps, self.optimizer.inner)
         self.optimizer.take_in()

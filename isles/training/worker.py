@@ -17,7 +17,7 @@ def train_worker(
     world: Mesh, config: Config, out: Path | None = None, resume: int | None = None, corpus: Corpus | None = None
 ) -> dict[str, Any] | None:
     """What each worker of a run does; the function that launchers start. resume: the step of the checkpoint to go on
-    from. corpus: see `Trainer`.
+    from. corpus: see `trainer_of`.
     """
     seed_draws(config.run.seed, world.rank)
     kind = kind_of(config.pipeline)

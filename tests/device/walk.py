@@ -42,6 +42,7 @@ from isles.replicas.island.island import Copies  # noqa: E402
 from isles.training.clustered.meter import NodeMeter  # noqa: E402
 from isles.training.config.reading import read_config  # noqa: E402
 from isles.training.kinds import layout_of  # noqa: E402
+from isles.training.parts import trainer_of  # noqa: E402
 from isles.training.swarmed.trainer import SwarmTrainer  # noqa: E402
 from isles.training.trainer import Trainer  # noqa: E402
 from tests.device import ordered, workers, worlds  # noqa: E402
@@ -332,7 +333,7 @@ def _measured(_: Path) -> dict[str, Any]:
     on = [*TINY[:-2], "model.device=cuda:1", "world.threads=1"]
     lines: list[dict[str, Any]] = []
     world = replace(isles.init(), report=lines.append)
-    trainer = Trainer(read_config(None, {"replicas.method": "none", "world.workers": 1, "run.steps": 6}, on), world)
+    trainer = trainer_of(read_config(None, {"replicas.method": "none", "world.workers": 1, "run.steps": 6}, on), world)
     steps: list[dict[str, int]] = []
     stretches: list[float] = []
     step, trainer.timeline.step = trainer.step, lambda start, end: stretches.append(end - start)

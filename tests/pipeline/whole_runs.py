@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ def train(world: Mesh, method: str, options: dict[str, Any], stages: int, steps:
         history.append({name: parameter.detach().clone() for name, parameter in stage.named_parameters()})
     sent = world.transport.traffic["outer"].bytes_sent
     optimizer.consolidate()
-    judge = Judge(stage, mesh.stage, form, home=tied, autocast=nullcontext)
+    judge = Judge(executor.compute, mesh.stage, home=tied)
     texts = [batch(99, step)[: 4 - step] for step in range(3)]  # of 4, 3 and 2 rows
     judged = [judge.loss(texts if stage_number == 0 else []) for _ in range(2)]
     assert judged[0] == judged[1]

@@ -21,7 +21,7 @@ from isles.comm.mesh import Mesh
 from isles.comm.tags import Tag
 from isles.comm.trust import PeerTrust, mean_square
 from isles.models import Decoder, Shape
-from isles.pipeline.suspicion import refuse_own
+from isles.pipeline.compute import refuse_own
 from tests.gloo import run_gloo
 from tests.replicas.workers import LINKS, sgd
 

@@ -25,6 +25,7 @@ from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.evaluation import validation_loss
 from isles.training.kinds import layout_of
+from isles.training.parts import trainer_of
 from isles.training.plan.run_plan import plan_run
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard.prepare import prepare
@@ -32,7 +33,6 @@ from isles.training.records.reshard.stages import cut_notes, first_blocks, with_
 from isles.training.records.saved import load_run
 from isles.training.running.run import launch
 from isles.training.running.virtual import VirtualWorkers
-from isles.training.trainer import Trainer
 from isles.training.worker import train_worker
 from tests.training.runs import Told, run, tiny, write_text
 
@@ -77,7 +77,7 @@ def test_a_dry_run_counts_basis_and_table_at_every_stage(text: Path) -> None:
 
 def trained(world: Mesh, config: Config) -> tuple[float, str]:
     """Largest share of a writer outside the subspace in all steps, and the subspace's checksum at the end."""
-    trainer = Trainer(config, world.arranged(layout_of(config)))
+    trainer = trainer_of(config, world.arranged(layout_of(config)))
     worst = [0.0]
     for _ in range(config.run.steps):
         trainer.step()

@@ -14,7 +14,7 @@ from isles.comm.transport import Line
 from isles.comm.virtual.transport import VirtualTransport
 from isles.replicas.loop.outer import OuterSync
 from isles.training.expected import expectation
-from isles.training.trainer import Trainer
+from isles.training.parts import trainer_of
 from tests.training.runs import ON_VIRTUAL, Told, lines_of, run, tiny, write_text
 
 
@@ -94,7 +94,7 @@ def test_a_long_run_is_not_planned_to_its_end(text: Path, monkeypatch: pytest.Mo
 
     def told(world: Mesh, steps: int) -> str:
         config = tiny(text, f"run.steps={steps}", method="noloco")
-        return expectation(Trainer(config, world).optimizer, config, Line(0.5e6, True))
+        return expectation(trainer_of(config, world).optimizer, config, Line(0.5e6, True))
 
     short, long = (run_virtual(told, 3, args=(steps,)) for steps in (60, 60_000))
     assert short == long

@@ -22,10 +22,10 @@ from isles.network.planner.planned import fed
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
+from isles.training.parts import trainer_of
 from isles.training.plan.computing import counted_flops
 from isles.training.plan.record import MemoryFit, RunPlan
 from isles.training.plan.run_plan import plan_run
-from isles.training.trainer import Trainer
 from isles.training.worker import train_worker
 from tests.cli.command import Command
 from tests.covers import share
@@ -118,7 +118,7 @@ def test_memory_is_what_the_method_allocates(text: Path, case: str) -> None:
     kept = [held for held in planned.fullest.memory.held if held.when != "end" and held.what != "messages under way"]
 
     def worker(world: Mesh) -> tuple[int, int, int, int]:
-        trainer = Trainer(config, world)
+        trainer = trainer_of(config, world)
         for _ in range(7):
             trainer.step()
         optimizer = trainer.optimizer

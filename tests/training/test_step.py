@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import isles
 from isles.comm.mesh import Mesh
 from isles.comm.virtual.run import run_virtual
+from isles.training.parts import trainer_of
 from isles.training.step import Whole
-from isles.training.trainer import Trainer
 from tests.training.runs import BATCH, CONTEXT, tiny, write_text
 
 STEP_SECONDS, BATCHES = 0.8, 4
@@ -110,7 +110,7 @@ def test_a_trainer_drives_a_worker_that_neither_reads_nor_holds_the_model(text: 
     config = tiny(text, "run.validate_every=1", method="none", workers=1, steps=3)
 
     def work(world: Mesh) -> Any:
-        trainer = Trainer(config, world)
+        trainer = trainer_of(config, world)
         trainer.model_step = Elsewhere(trainer.optimizer)
         return trainer.run(tmp_path)
 
@@ -128,7 +128,7 @@ def test_batches_are_read_when_they_are_wanted(text: Path) -> None:
     config = tiny(text, "inner.accumulation=3", method="none", workers=1, steps=3)
 
     def work(world: Mesh) -> tuple[int, int]:
-        trainer = Trainer(config, world)
+        trainer = trainer_of(config, world)
         run, seen = trainer.model_step.run, []
         trainer.model_step.run = lambda given: run(seen.append(trainer.tokens) or one for one in given)  # type: ignore[method-assign]
         trainer.step()

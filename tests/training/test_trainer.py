@@ -22,6 +22,7 @@ from isles.models.sizes import parameters as count_parameters
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
+from isles.training.parts import trainer_of
 from isles.training.plan.run_plan import plan_run
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.trainer import Trainer
@@ -74,7 +75,7 @@ def losses(config: Config) -> list[list[float]]:
 
 def with_one(config: Config, look: Any) -> Any:
     """look(trainer) for the trainer of the only worker."""
-    return run_virtual(lambda world: look(Trainer(config, world)), 1)[0]
+    return run_virtual(lambda world: look(trainer_of(config, world)), 1)[0]
 
 
 def refused(config: Config, out: Path) -> str:
@@ -362,7 +363,7 @@ def test_by_file_gives_each_worker_its_own_documents(tmp_path: Path) -> None:
 
     def letters(config: Config) -> list[set[str]]:
         def look(world: Mesh) -> set[str]:
-            loader = Trainer(config, world).text.loader
+            loader = trainer_of(config, world).text.loader
             return {chr(token) for _ in range(30) for token in next(loader).flatten().tolist()} - {"\n"}
 
         return run_virtual(look, config.world.workers)

@@ -33,6 +33,8 @@ from isles.comm.transport import AnyOf, Bell, Steps, Work
 MAGIC = 0x49534C45534D4131  # "ISLESMA1"
 _HEAD, _BODY = 62, 63  # phases that no task of a pipeline has (`isles.pipeline.wire.phase`)
 _NUMBERS = 10
+HEAD = 8 * _NUMBERS
+"""Bytes of a letter's head."""
 _ADDRESSES = 1024  # of letters, that come round again
 _UNREAD = 256  # letters of one sender that may lie here before no more are taken from it
 

@@ -36,7 +36,8 @@ from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.saved import SavedRun, save_model
+from isles.training.records.saved import SavedRun
+from isles.training.records.tensors import save_model
 
 
 @dataclass(frozen=True, kw_only=True)

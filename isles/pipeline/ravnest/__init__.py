@@ -6,6 +6,6 @@ and average with each other from time to time, though they are cut at different 
 `refinement`   who averages which parameters with whom, where clusters are cut at different blocks
 `averaging`    those averages, segment by segment at the same time
 `seats`        who serves which stage of which cluster, where nodes are lost, come and leave
-`quorum`       which clusters are whole, agreed on by all who are left; `words`: what they say for that
+`agreement`    which clusters are whole, agreed on by all who are left, and whether what they did together counts
 `entering`     how a node comes to clusters that are at work
 """

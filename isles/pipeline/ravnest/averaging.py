@@ -34,8 +34,9 @@ from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import Refused, WorkerFailed
 from isles.comm.group import Group
+from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Steps
-from isles.pipeline.ravnest.quorum import WORDS, Attempt, Quorum
+from isles.pipeline.ravnest.agreement import Attempt, ClusterAgreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +88,22 @@ class ClusterAverage:
     """
 
     def __init__(
-        self, quorum: Quorum, segments: Sequence[SharedSegment], *, by_samples: bool = False, with_state: bool = False
+        self,
+        agreement: ClusterAgreement,
+        segments: Sequence[SharedSegment],
+        *,
+        by_samples: bool = False,
+        with_state: bool = False,
     ) -> None:
-        self.quorum = quorum
+        self.agreement = agreement
         self.recut(segments)
         self._by_samples, self._with_state = by_samples, with_state
         self._optimizer: Optimizer | None = None
 
     def recut(self, segments: Sequence[SharedSegment]) -> None:
         """The segments of the clusters that are now. Who holds something says so again (`serve`)."""
-        if len(segments) > WORDS:
-            raise ValueError(f"{len(segments)} segments: {WORDS} at most; cut fewer clusters differently")
+        if len(segments) > MAX_FRAGMENTS:
+            raise ValueError(f"{len(segments)} segments: {MAX_FRAGMENTS} at most; cut fewer clusters differently")
         self._segments = list(enumerate(segments))
         self._shares = []
 
@@ -105,7 +111,7 @@ class ClusterAverage:
         """This node holds `stage`, its parameters by their names in the whole model, in the place that it has now, or
         gives away.
         """
-        seats, rank = self.quorum.seats, self.quorum.world.rank
+        seats, rank = self.agreement.seats, self.agreement.world.rank
         place = seats.place(next((taker for giver, taker in seats.handed if giver == rank), rank))
         assert place is not None
         cluster, here = place
@@ -120,7 +126,7 @@ class ClusterAverage:
     def begin(self) -> None:
         """All clusters take the first one's weights. Who stands by has no part in it."""
         for share in self._shares:
-            group = self._among(share, range(len(self.quorum.seats.clusters)))
+            group = self._among(self.agreement.world, share, range(len(self.agreement.seats.clusters)))
             flat = _flat(share.parameters)
             call = group.call("control", fragment=share.number)
             group.start(broadcast(call, flat), "control", nbytes=2 * flat.nbytes).wait()
@@ -135,10 +141,10 @@ class ClusterAverage:
         cannot be.
         """
         tensors = [self._tensors(share, self._with_state) for share in self._shares]
-        buffers = self.quorum.together(lambda number: self._mean(tensors, number, step, samples))
+        buffers = self.agreement.together(lambda: self._mean(tensors, step, samples))
         for buffer, own in zip(buffers, tensors, strict=bool(buffers)):
             _put(buffer[:-1] / buffer[-1] if self._by_samples else buffer, own)
-        return self.quorum.seats.whole
+        return self.agreement.seats.whole
 
     def load(self, step: int) -> None:
         """Clusters that are complete again have the others' weights, optimizer state and `step` afterwards, and who
@@ -146,7 +152,7 @@ class ClusterAverage:
         (`serve`).
         """
         tensors = {share.number: self._tensors(share, True) for share in self._shares}
-        found, joined = self.quorum.together(lambda number: self._gifts(tensors, number))
+        found, joined = self.agreement.together(lambda: self._gifts(tensors))
         for number, flat in found.items():
             _put(flat, tensors[number])
         if found and self._optimizer is not None:
@@ -154,29 +160,29 @@ class ClusterAverage:
                 for value in state.values():
                     if isinstance(value, Tensor) and not value.ndim:
                         value.fill_(step)
-        self.quorum.seats = self.quorum.seats.joined(joined)
+        self.agreement.join(joined)
 
-    def _mean(self, tensors: Sequence[Sequence[Tensor]], number: int, step: int, samples: int) -> Attempt[list[Tensor]]:
-        clusters = self.quorum.seats.whole
+    def _mean(self, tensors: Sequence[Sequence[Tensor]], step: int, samples: int) -> Attempt[list[Tensor]]:
+        clusters = self.agreement.seats.whole
         buffers, protocols = [], []
-        for share, own in zip(self._shares, tensors, strict=True) if self.quorum.trains else ():
-            group, buffer = self._among(share, clusters), self._weighed(_flat(own), samples)
+        for share, own in zip(self._shares, tensors, strict=True) if self.agreement.trains else ():
+            buffer = self._weighed(_flat(own), samples)
             if not buffer.isfinite().all():
                 told = "its weights are not finite: lower the learning rate (inner.lr)"
-                raise WorkerFailed(self.quorum.world.transport.rank, told)
-            call = group.call("outer", round=number, fragment=share.number)
+                raise WorkerFailed(self.agreement.world.transport.rank, told)
+            call = self._among(self.agreement.letters, share, clusters).call(fragment=share.number, round=0)
             protocols.append(mean(call, buffer, codec("none"), Stamp(step=step)))
             buffers.append(buffer)
         return Attempt(buffers, protocols, 2 * sum(buffer.nbytes for buffer in buffers))
 
-    def _gifts(self, tensors: dict[int, list[Tensor]], number: int) -> Attempt[tuple[dict[int, Tensor], list[int]]]:
-        seats, world = self.quorum.seats, self.quorum.world
+    def _gifts(self, tensors: dict[int, list[Tensor]]) -> Attempt[tuple[dict[int, Tensor], list[int]]]:
+        seats, world = self.agreement.seats, self.agreement.letters
         first, joined = seats.whole[0], seats.complete
         found: dict[int, Tensor] = {}
         protocols: list[Steps[Any]] = []
         nbytes = 0
         for fragment, source, takers in self._given(first, joined):
-            call = world.call("outer", round=number, fragment=fragment)
+            call = world.call(fragment=fragment, round=0)
             if world.rank == source and takers:
                 flat = _flat(tensors[fragment])
                 protocols.append(_sent(lambda taker, call=call, flat=flat: call.send(taker, flat), takers))
@@ -193,7 +199,7 @@ class ClusterAverage:
 
     def _given(self, first: int, joined: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
         """Of each segment who gives it to whom: cluster `first` to those that join, who leaves to its successor."""
-        seats = self.quorum.seats
+        seats = self.agreement.seats
         successors = dict(seats.handed)
         for fragment, segment in self._segments:
             takers = [seats.clusters[cluster][segment.holders[cluster]] for cluster in joined]
@@ -210,9 +216,9 @@ class ClusterAverage:
             return flat
         return torch.cat([flat * samples, flat.new_tensor([samples])])
 
-    def _among(self, share: _Share, clusters: Sequence[int]) -> Group:
-        seats = self.quorum.seats.clusters
-        return self.quorum.world.among([seats[one][share.segment.holders[one]] for one in clusters], "outer")
+    def _among(self, world: Group, share: _Share, clusters: Sequence[int]) -> Group:
+        seats = self.agreement.seats.clusters
+        return world.among([seats[one][share.segment.holders[one]] for one in clusters], "outer")
 
     def _tensors(self, share: _Share, with_state: bool) -> list[Tensor]:
         """Parameters, and what the optimizer keeps of them in their shape."""

@@ -24,7 +24,7 @@ One message at most is awaited from each neighbour, and never more than `in_flig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,13 +38,11 @@ from isles.comm.transport import Work
 from isles.models.stages import Stage
 from isles.network.routing.events import Span
 from isles.network.routing.routes import Task
-from isles.pipeline.executor import Context
+from isles.pipeline.compute import Context, OpenPass, StageCompute
 from isles.pipeline.ravnest.mailbox import BROKEN, LAST, MORE, Mailbox, letter
 from isles.pipeline.ravnest.versions import WeightVersions
 from isles.pipeline.shares import StageShares
-from isles.pipeline.suspicion import accept, refuse_own
 from isles.pipeline.wire import StageForm, phase
-from isles.staging import to_device
 
 StaleUpdate = Callable[[int], None]
 """Steps the newest weights by the gradients in place and clears them; told how many updates old these are at most."""
@@ -84,19 +82,6 @@ class Passed:
     applied: int
 
 
-@dataclass(slots=True)
-class _Held:
-    """Of a forward pass, for its backward pass. payload: what it sent, with its graph; None where it is run again."""
-
-    leaf: Tensor | None
-    tokens: Tensor
-    version: int
-    payload: Tensor | None
-    random: Tensor | None
-    on_device: Tensor | None
-    is_last: bool
-
-
 class AsyncStage:
     """One node's stage. group: its cluster, whose positions are the stages. update: see `StaleUpdate`.
 
@@ -115,7 +100,10 @@ class AsyncStage:
         *,
         autocast: Context = nullcontext,
     ) -> None:
-        self.stage, self.group, self.form, self.ways, self.autocast = stage, group, form, ways, autocast
+        here, last = group.rank, group.size - 1
+        self.stage, self.group, self.form, self.ways = stage, group, form, ways
+        again = ways.recompute and here < last
+        self.compute = StageCompute(stage, group, form, ways.every, autocast=autocast, recompute=again)
         self.versions = WeightVersions(parameter for parameter in stage.parameters() if parameter.requires_grad)
         self.most_versions, self.most_held = 1, 0
         """Versions of the weights, and inputs, that were in memory at once."""
@@ -126,9 +114,8 @@ class AsyncStage:
         self.losses: list[Tensor] = []
         """Of the run under way, or the last one: of every microbatch whose backward pass is over, nats."""
         self._update, self._next = update, 0
-        self._held: dict[int, _Held] = {}
-        self._device = next(stage.parameters()).device
-        here, last = group.rank, group.size - 1
+        self._held: dict[int, tuple[OpenPass, int, bool]] = {}
+        """The version of the weights that each was computed at, and whether it is the last."""
         self._is_leaf = here == last
         self._room = ways.room(here)
         sizes = form.nbytes(Task("F", 0, 0)), form.nbytes(Task("B", 0, 0))
@@ -166,6 +153,7 @@ class _Stretch:
 
     def __init__(self, node: AsyncStage, batches: Iterable[Tensor]) -> None:
         self.node, self.group, self.form, self.held = node, node.group, node.form, node._held
+        self.here = self.group.rank
         self.texts = _with_last(batches)
         self.forward = self.backward = node._next
         """Microbatches of the run that have gone each way here."""
@@ -233,91 +221,51 @@ class _Stretch:
         return max((box.nbytes for box in (self.node._down, self.node._up) if box is not None), default=0)
 
     def _forward(self) -> None:
-        node, began = self.node, self.group.transport.now()
-        leaf, x, tokens = self._begins()
-        number, self.forward = self.forward, self.forward + 1
+        node, began, task = self.node, self.group.transport.now(), Task("F", self.forward, self.here)
+        text, wire, source = None, None, None
+        if node._down is None:
+            text, self.ended = next(self.texts)
+        else:
+            came = node._down.take()
+            self.ended, wire, source = came.is_last, came.body, self.here - 1
+        self.forward += 1
         if not self.ended and node._down is not None:
             node._down.post(self.forward)
         if node._is_leaf:
-            self._leaf(number, leaf, x, tokens)
-            self._ended(Task("F", number, self.group.rank), began)
-            return
-        again, random, on_device = node.ways.recompute, None, None
-        if again:
-            on_device = torch.cuda.get_rng_state(node._device) if node._device.type == "cuda" else None
-            random = torch.get_rng_state()
-        held = self.held[number] = _Held(leaf, tokens, node.versions.hold(), None, random, on_device, self.ended)
-        node.most_held = max(node.most_held, len(self.held))
-        with torch.no_grad() if again else node.versions.saving(), node.autocast():
-            payload, side = self.form.boundary.encode(node.stage(x, enter=leaf is None), tokens)
-        if not again:
-            held.payload, payload = payload, payload.detach()
-        self._charge("forward")
-        refuse_own(self.group, "its activations", payload)
-        self._send(self.group.rank + 1, Task("F", number, self.group.rank + 1), self.form.pack(payload, side, tokens))
-        assert node._up is not None
-        node._up.post(self.backward)
-        self._ended(Task("F", number, self.group.rank), began)
-
-    def _begins(self) -> tuple[Tensor | None, Tensor, Tensor]:
-        """What a forward pass begins with: the payload that came as a leaf (None at the root), the stream or tokens
-        that it stands for, and the text.
-        """
-        node = self.node
-        if node._down is None:
-            text, self.ended = next(self.texts)
-            (text,) = to_device([text], node._device)
-            return None, text[:, :-1], text
-        came = node._down.take()
-        self.ended = came.is_last
-        payload, side, tokens = self.form.unpack(came.body, node._device)
-        assert tokens is not None
-        accept(self.group, phase(Task("F", 0, self.group.rank)), self.group.rank - 1, payload)
-        leaf = payload.requires_grad_()
-        return leaf, self.form.boundary.decode(leaf, side, tokens), tokens
-
-    def _leaf(self, number: int, leaf: Tensor | None, x: Tensor, tokens: Tensor) -> None:
-        node = self.node
-        with node.autocast():
-            loss = node.stage(x, self.form.targets(tokens), enter=leaf is None, leave=True)
-        (loss / node.ways.every).backward()
-        self.losses.append(loss.detach())
-        self._charge("both")
-        if leaf is not None:
-            self._send_back(number, leaf, self.ended)
-        self._passed(number, node.versions.newest)
+            done, _ = node.compute.run_forward(task, text, wire, source, "loss")
+            self._back(task, done, None, self.ended)
+            self._passed(task.microbatch, node.versions.newest)
+        else:
+            with nullcontext() if node.ways.recompute else node.versions.saving():
+                done, sent = node.compute.run_forward(task, text, wire, source)
+            self.held[task.microbatch] = done, node.versions.hold(), self.ended
+            node.most_held = max(node.most_held, len(self.held))
+            self._charge("forward")
+            self._send(task._replace(hop=self.here + 1), sent, is_last=self.ended)
+            assert node._up is not None
+            node._up.post(self.backward)
+        self._ended(task, began)
 
     def _backward(self) -> None:
         node, began = self.node, self.group.transport.now()
         assert node._up is not None
         came = node._up.take()
-        number, self.backward = came.number, self.backward + 1
-        gradient, loss = self.form.unpack_back(came.body, node._device)
-        accept(self.group, phase(Task("B", 0, self.group.rank)), self.group.rank + 1, gradient)
-        held = self.held.pop(number)
+        task, self.backward = Task("B", came.number, self.here), self.backward + 1
+        done, version, is_last = self.held.pop(came.number)
         if self.held:
             node._up.post(self.backward)
-        self.losses.append(loss)
-        with node.versions.at(held.version):
-            if held.payload is None:
-                with _drawing(held, node._device):
-                    self._again(held).backward(gradient)
-            else:
-                held.payload.backward(gradient)
-        self._charge("backward")
-        if held.leaf is not None:
-            self._send_back(number, held.leaf, held.is_last)
-        node.versions.release(held.version)
-        self._passed(number, held.version)
-        self._ended(Task("B", number, self.group.rank), began)
+        with node.versions.at(version):
+            self._back(task, done, came.body, is_last)
+        node.versions.release(version)
+        self._passed(came.number, version)
+        self._ended(task, began)
 
-    def _again(self, held: _Held) -> Tensor:
-        """The payload of a forward pass, this time with a graph."""
-        node, form = self.node, self.form
-        x = held.tokens[:, :-1] if held.leaf is None else form.boundary.decode(held.leaf, None, held.tokens)
-        with node.autocast():
-            out = node.stage(x, enter=held.leaf is None)
-        return form.boundary.encode(out, held.tokens)[0]
+    def _back(self, task: Task, done: OpenPass, wire: Tensor | None, is_last: bool) -> None:
+        loss, sent = self.node.compute.run_backward(task._replace(kind="B"), done, wire, self.here + 1)
+        self.losses.append(loss)
+        self._charge("both" if wire is None else "backward")
+        if sent is not None:
+            self._send(Task("B", task.microbatch, self.here - 1), sent, is_last=is_last)
 
     def _passed(self, number: int, used: int) -> None:
         """A microbatch's gradient has been added."""
@@ -331,17 +279,12 @@ class _Stretch:
         node._update(self.oldest)
         self.oldest = self.in_update = 0
 
-    def _send_back(self, number: int, leaf: Tensor, is_last: bool) -> None:
-        assert leaf.grad is not None
-        refuse_own(self.group, "its gradients", leaf.grad)
-        body = self.form.pack_back(leaf.grad, self.losses[-1])
-        self._send(self.group.rank - 1, Task("B", number, self.group.rank - 1), body, is_last=is_last)
-
-    def _send(self, position: int, task: Task, body: Tensor, *, is_last: bool | None = None) -> None:
-        node = self.node
-        wire = letter(task.microbatch, LAST if (self.ended if is_last is None else is_last) else MORE, body)
+    def _send(self, task: Task, body: Tensor | None, *, is_last: bool) -> None:
+        """What `task` begins with, to the neighbour that does it."""
+        assert body is not None
+        node, wire = self.node, letter(task.microbatch, LAST if is_last else MORE, body)
         node._sends = [work for work in node._sends if not work.done() or work.error is not None]
-        node._sends.append(self.group.call("pipeline", round=task.microbatch).send(position, wire, phase(task)))
+        node._sends.append(self.group.call("pipeline", round=task.microbatch).send(task.hop, wire, phase(task)))
 
     def _charge(self, what: Literal["forward", "backward", "both"]) -> None:
         shares, transport = self.node.ways.shares, self.group.transport
@@ -350,17 +293,6 @@ class _Stretch:
 
     def _ended(self, task: Task, began: float) -> None:
         self.node.played.append(Span(self.group.rank, task, began, self.group.transport.now()))
-
-
-@contextmanager
-def _drawing(held: _Held, device: torch.device) -> Iterator[None]:
-    """What draws at random draws what it drew in the first pass, and then goes on as if it had not."""
-    assert held.random is not None
-    with torch.random.fork_rng(devices=[] if held.on_device is None else [device]):
-        torch.set_rng_state(held.random)
-        if held.on_device is not None:
-            torch.cuda.set_rng_state(held.on_device, device)
-        yield
 
 
 def _with_last(batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, bool]]:

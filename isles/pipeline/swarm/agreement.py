@@ -24,25 +24,35 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from isles.comm.collectives.mail import MailNote
+from isles.comm.collectives.mail import HEAD, MailNote
 from isles.comm.collectives.same import numbers
 from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost, RoundPassed
+from isles.comm.tags import Channel
 from isles.pipeline.swarm.books import as_words, from_words, words_for
 from isles.pipeline.swarm.post import WORD, Post
 
 _DECIDED = 1
 
 
+def agreed_bytes(members: int, said: int) -> int:
+    """That each of them sends in an agreement without a loss, in which everybody says so many numbers."""
+    row = 8 * (1 + words_for(members) + said)
+    return (members - 1) * (2 * HEAD + (1 + members) * row)
+
+
 class Agreement:
     """The members of a swarm, as all who are left know them. patience: seconds without a word of somebody who is not
     known to be lost, after which DeadlinePassed names it: a fixed world has nobody who could say what became of it.
+    channel: whose deadline that is.
     """
 
-    def __init__(self, post: Post, patience: float, members: Sequence[int]) -> None:
-        self.post, self.patience = post, patience
+    def __init__(self, post: Post, patience: float, members: Sequence[int], channel: Channel = "pipeline") -> None:
+        self.post, self.patience, self._channel = post, patience, channel
         self.me = post.mail.group.rank
         self.members = tuple(members)
         """Positions of those who are left, as of the last agreement: the same at all of them."""
+        self._owing: set[int] = set()
+        """Members whose word of the last decision is still to come."""
         self.missed: list[int] = []
         """Those who were lost, until somebody has been told."""
 
@@ -73,7 +83,13 @@ class Agreement:
                 past.setdefault(position, PeerLost(ranks[position], f"as worker {ranks[sender]} says"))
         return past
 
-    def let_go(self, positions: Sequence[int]) -> None:
+    def let_in(self, positions: Collection[int]) -> None:
+        """These are members as well, as all know."""
+        for position in positions:
+            self.post.mail.meet(position)
+        self.members = tuple(sorted({*self.members, *positions}))
+
+    def let_go(self, positions: Collection[int]) -> None:
         """These leave, as all know."""
         self.members = tuple(position for position in self.members if position not in positions)
         for position in positions:
@@ -85,11 +101,23 @@ class Agreement:
         who is lost right now. PeerLost where the others do not count this one any more.
         """
         self.post.turn_over()
+        self._owing = {*self.members} - {self.me}
         places = {position: place for place, position in enumerate(self.members)}
         lost = as_words([places[position] for position in self.lost], len(self.members))
         known = self._flood([*lost, *own])
         self._settle_members(known.keys() - self._accused(known))
         return {position: known[position][len(lost) :] for position in self.members}
+
+    def drain(self) -> None:
+        """Take in what is still to come of the last agreement: nothing of it is under way then."""
+        mail, now = self.post.mail, self.post.mail.group.transport.now
+        until = now() + self.patience
+        while True:
+            self.post.sort()
+            self._owing -= {letter.sender for letter in self.post.words() if letter.note.extra == _DECIDED}
+            if self._owing.isdisjoint({*self.members} - mail.lost.keys()) or now() >= until:
+                return
+            mail.wait(until - now())
 
     def _flood(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
         known = {self.me: tuple(own)}
@@ -122,6 +150,7 @@ class Agreement:
     ) -> tuple[dict[int, dict[int, tuple[int, ...]]], dict[int, tuple[int, ...]] | None]:
         """The words of this round by who said them; or a decision. barred: who is not listened to any more."""
         heard: dict[int, dict[int, tuple[int, ...]]] = {}
+        decision: dict[int, tuple[int, ...]] | None = None
         now = self.post.mail.group.transport.now
         until = now() + self.patience
         while True:
@@ -131,11 +160,14 @@ class Agreement:
                 if word is None:
                     continue
                 if letter.note.extra == _DECIDED:
-                    return heard, word
-                if letter.note.number == number:
+                    self._owing.discard(letter.sender)
+                    decision = word
+                elif letter.note.number == number:
                     heard[letter.sender] = word
                 elif letter.note.number > number:
                     self.post.keep(letter)
+            if decision is not None:
+                return heard, decision
             missing = set(self.members) - {self.me} - heard.keys() - self.lost - set(barred)
             for word in heard.values():  # who is lost to somebody may be silent here for that
                 missing -= {each for said in word.values() for each in self._lost_by(said)}
@@ -143,7 +175,7 @@ class Agreement:
                 return heard, None
             if now() >= until:
                 rank = self.post.mail.group.ranks[min(missing)]
-                raise DeadlinePassed(rank, "pipeline", self.patience)
+                raise DeadlinePassed(rank, self._channel, self.patience)
             self.post.mail.wait(until - now())
 
     def _read(self, sender: int, body: Tensor, width: int) -> dict[int, tuple[int, ...]] | None:
@@ -152,7 +184,7 @@ class Agreement:
         rows = [numbers[begin : begin + width + 1] for begin in range(0, len(numbers), width + 1)]
         word = {row[0]: tuple(row[1:]) for row in rows}
         fits = len(numbers) % (width + 1) == 0 and len(word) == len(rows) and sender in word
-        if fits and word.keys() <= set(self.members):
+        if fits and word.keys() <= set(self.members) and all(map(self._names_members, word.values())):
             return word
         rank = self.post.mail.group.ranks[sender]
         self.post.mail.refuse(sender, Malformed(rank, "a word that is none of this agreement"))
@@ -172,6 +204,11 @@ class Agreement:
         """Whom it has lost who says that: it begins with a set of members, by their place among them."""
         count = len(self.members)
         return {self.members[place] for place in from_words(said[: words_for(count)], count)}
+
+    def _names_members(self, said: Sequence[int]) -> bool:
+        count = len(self.members)
+        lost = list(said[: words_for(count)])
+        return as_words(from_words(lost, count), count) == lost
 
     def _settle_members(self, left: Collection[int]) -> None:
         before, self.members = self.members, tuple(sorted(left))

@@ -1,22 +1,71 @@
-"""How a peer comes to a swarm that is at work: it asks everybody, and is told where and when to begin.
+"""How a peer comes to others that are at work: it asks them, and is told where and when to begin.
 
-ASK        to all, once it is here; they name it when they agree on the step under way
-WELCOME    from all who were there before, at the border of the step that it takes part in
+ASK        to all, once it is here; they name it when they agree
+WELCOME    from all who were there before, from the turn on in which it is one of them; one is enough
+
+What is told is data of the system: here that of a swarm, where a welcome comes at the border of the step that the peer
+takes part in. A letter that cannot be ends the mail from its sender, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from isles.comm.collectives.mail import MailLetter, MailNote
 from isles.comm.collectives.same import numbers
 from isles.comm.errors import DeadlinePassed, Malformed, PeerLost
 from isles.pipeline.swarm.arrangement import NOWHERE, StageChange
-from isles.pipeline.swarm.post import ASK, ROW, WELCOME, as_bits, as_number
+from isles.pipeline.swarm.post import ASK, ROW, WELCOME, Post, as_bits, as_number
 from isles.pipeline.swarm.swarm import Swarm
+
+W = TypeVar("W")
+_PATIENCE = 100  # times the deadline of what the others do meanwhile
+_LOOK = 1.0  # seconds
+
+
+def ask(
+    post: Post,
+    others: Sequence[int],
+    read: Callable[[Tensor], W],
+    patience: float,
+    *,
+    number: int = 0,
+    body: Tensor | None = None,
+    gives_up: Callable[[], bool] = lambda: False,
+) -> W | None:
+    """Ask `others`, some of whom are there, to be let in, and wait for a welcome: what `read` makes of it, which raises
+    ValueError for what is none. number, body: what is asked. None once this peer `gives_up`.
+
+    PeerLost where all of them are lost first; DeadlinePassed where nobody answers in 100 times `patience`.
+    """
+    mail, came, patience = post.mail, list[W](), _PATIENCE * patience
+
+    def hear(letter: MailLetter) -> None:
+        try:
+            came.append(read(letter.body))
+        except ValueError as error:
+            mail.refuse(letter.sender, Malformed(mail.group.ranks[letter.sender], str(error)))
+
+    now, post.answers[WELCOME] = mail.group.transport.now, hear
+    for other in others:
+        mail.meet(other)
+        mail.send(other, MailNote(ASK, 0, number=number), body)
+    until = now() + patience
+    while not gives_up():
+        post.sort()
+        if came:
+            del post.answers[WELCOME]
+            return came[0]
+        if set(others) <= mail.lost.keys():
+            raise PeerLost(-1, "everybody who was asked to let this one in")
+        if now() >= until:
+            raise DeadlinePassed(-1, mail.group.channel, patience)
+        mail.wait(min(_LOOK, until - now()))
+    return None
 
 
 class Welcome(NamedTuple):
@@ -45,32 +94,14 @@ def welcome(swarm: Swarm, step: int) -> None:
 
 
 def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> Welcome:
-    """Ask `others`, some of whom are there, to serve stage `wish`, and wait until told. PeerLost where all are lost
-    first; DeadlinePassed where nobody answers.
-    """
+    """Come to the swarm that `others` are of, to serve stage `wish`; see `ask`."""
     post, agreement = swarm.agreement.post, swarm.agreement
-    came: list[list[int]] = []
-    post.answers[WELCOME] = lambda letter: came.extend(_read(swarm, letter))
-    for other in others:
-        post.mail.meet(other)
-        post.mail.send(other, MailNote(ASK, 0, number=wish + 1))
-    until = swarm.peer.now() + 100 * agreement.patience  # steps take their time
-    while not came:
-        post.sort()
-        if came:
-            break
-        if set(others) <= post.mail.lost.keys():
-            raise PeerLost(-1, "everybody who was asked to let this peer in")
-        if swarm.peer.now() >= until:
-            raise DeadlinePassed(-1, "pipeline", 100 * agreement.patience)
-        post.mail.wait(until - swarm.peer.now())
-    del post.answers[WELCOME]
-    turn, step, look, *rest = came[0]
+    came = ask(post, others, lambda body: _read(swarm, body), agreement.patience, number=wish + 1)
+    assert came is not None
+    turn, step, look, *rest = came
     rows = [rest[begin : begin + ROW] for begin in range(0, len(rest), ROW)]
     post.begin_at(turn)
-    agreement.members = tuple(peer for peer, _, _, is_member, _ in rows if is_member)
-    for member in agreement.members:
-        post.mail.meet(member)
+    agreement.let_in([peer for peer, _, _, is_member, _ in rows if is_member])
     arrangement = swarm.arrangement
     stages = arrangement.stages
     for peer, stage, *_ in rows:
@@ -82,14 +113,12 @@ def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> Welcome:
     return Welcome(step, StageChange(swarm.me, NOWHERE, stages[swarm.me]))
 
 
-def _read(swarm: Swarm, letter: MailLetter) -> list[list[int]]:
-    """Its numbers, in a list; empty where it is no welcome: then its sender is not read any more."""
-    numbers = letter.body.view(torch.int64).tolist()
+def _read(swarm: Swarm, body: Tensor) -> list[int]:
+    """Its numbers. ValueError where it is no welcome."""
+    numbers = body.view(torch.int64).tolist()
     rows = [numbers[begin : begin + ROW] for begin in range(3, len(numbers), ROW)]
     known = {peer: stage for peer, stage, *_ in rows} if len(numbers) % ROW == 3 % ROW else {}
     fits = bool(known) and len(known) == len(rows) and min(numbers[:2]) >= 1 and swarm.me in known
     if fits and all(0 <= peer < len(swarm.stages) and 0 <= known[peer] < swarm.count for peer in known):
-        return [numbers]
-    mail = swarm.agreement.post.mail
-    mail.refuse(letter.sender, Malformed(mail.group.ranks[letter.sender], "a welcome that is none"))
-    return []
+        return numbers
+    raise ValueError("a welcome that is none")

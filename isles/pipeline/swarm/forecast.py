@@ -18,9 +18,6 @@ from isles.network.engine import LAST, EventQueue, Wire, WireMessage
 from isles.network.topology import Topology
 from isles.pipeline.swarm.balancer import PeerBalancer
 
-HEAD = 80
-"""Bytes of a letter's head."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmLoad:

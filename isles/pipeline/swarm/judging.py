@@ -36,12 +36,11 @@ class SwarmJudge:
         """Mean loss in nats over the rows of `batches` (b, T+1), which origins alone are asked for; the same at all
         peers. NaN without rows. mend: see `Swarm.step`.
         """
-        was_training = self.work.stage.training
-        try:
+        with self.work.judging():
             while True:
                 self.agreement.agree([])
                 self.swarm.place(mend)
-                self.work.stage.eval()
+                self.work.stage.eval()  # which may be another one by now
                 origin = self.swarm.peers(0)[0]
                 if origin == self.swarm.me:
                     own = self._ask(batches())
@@ -53,8 +52,6 @@ class SwarmJudge:
                 if origin in said and said[origin][1] >= 0:
                     total, rows = as_number(said[origin][0]), said[origin][1]
                     return total / rows if rows else float("nan")
-        finally:
-            self.work.stage.train(was_training)
 
     def _ask(self, batches: Iterable[Tensor]) -> tuple[float, int]:
         """The sum of the losses over rows, and how many rows; (0, -1) where a stage was lost meanwhile."""
@@ -76,8 +73,8 @@ class SwarmJudge:
             if waiting and len(under_way) < _UNDER_WAY * len(self.swarm.peer.stages[1]):
                 number = waiting.popleft()
                 receiver = next(peer for peer in turns if peer not in lost)
-                tokens = parts[number]
-                self._send(receiver, number, self.swarm.me, self._through(tokens[:, :-1], tokens), tokens)
+                form = replace(self.work.form, sequences=len(parts[number]))
+                self._send(receiver, number, self.swarm.me, form, self.work.run_alone(form, parts[number], None, "on"))
                 under_way[number] = receiver
             elif len(losses) < len(parts):
                 self._wait()
@@ -101,44 +98,30 @@ class SwarmJudge:
                 self._wait()
 
     def _pass_on(self, letter: MailLetter) -> None:
-        form = self._form(letter.note.extra)
-        if form is None or letter.body.numel() != form.nbytes(Task("F", 0, 1)):
+        rows, ends = letter.note.extra, self.work.ends
+        form = replace(self.work.form, sequences=min(max(rows, 1), self.work.form.sequences))
+        if form.sequences != rows or letter.body.numel() != form.nbytes(Task("F", 0, 1)):
             rank = self.post.mail.group.ranks[letter.sender]
             self.post.mail.refuse(letter.sender, Malformed(rank, "a batch of another length"))
             return
         try:
-            payload, side, tokens = form.unpack(letter.body, self.work.device)
-            assert tokens is not None
-            out = self._through(form.boundary.decode(payload, side, tokens), tokens)
+            out = self.work.run_alone(form, None, letter.body, "loss" if ends else "on")
         except Refused as error:
             self.post.mail.refuse(letter.sender, error)
             return
         origin, number = letter.note.queue, letter.note.number
-        if not self.work.ends:
+        if not ends:
             lost = self.agreement.lost
             following = [peer for peer in self.swarm.peer.stages[self.swarm.peer.stage + 1] if peer not in lost]
             if following:
-                self._send(following[number % len(following)], number, origin, out, tokens)
+                self._send(following[number % len(following)], number, origin, form, out)
         elif origin in self.agreement.members and origin != self.swarm.me:
-            body = out.detach().to(device="cpu", dtype=torch.float64).reshape(1).view(torch.uint8)
+            body = out.to(device="cpu", dtype=torch.float64).reshape(1).view(torch.uint8)
             self.post.mail.send(origin, MailNote(LOSS, 0, self.post.turn, number), body)
 
-    @torch.no_grad()
-    def _through(self, x: Tensor, tokens: Tensor) -> Tensor:
-        work = self.work
-        targets = work.form.targets(tokens.to(work.device)) if work.ends else None
-        with work.autocast():
-            return work.stage(x.to(work.device), targets, enter=self.swarm.peer.stage == 0, leave=work.ends)
-
-    def _send(self, receiver: int, number: int, origin: int, out: Tensor, tokens: Tensor) -> None:
-        form = self._form(len(tokens))
-        assert form is not None
-        payload, side = form.boundary.encode(out, tokens)
-        note = MailNote(LOOK, 0, self.post.turn, number, queue=origin, extra=len(tokens))
-        self.post.mail.send(receiver, note, form.pack(payload, side, tokens))
-
-    def _form(self, rows: int) -> StageForm | None:
-        return replace(self.work.form, sequences=rows) if 1 <= rows <= self.work.form.sequences else None
+    def _send(self, receiver: int, number: int, origin: int, form: StageForm, wire: Tensor) -> None:
+        note = MailNote(LOOK, 0, self.post.turn, number, queue=origin, extra=form.sequences)
+        self.post.mail.send(receiver, note, wire)
 
     def _letters(self) -> Sequence[MailLetter]:
         self.post.sort()

@@ -23,7 +23,7 @@ from isles.pipeline.swarm.agreement import Agreement
 from isles.pipeline.swarm.balancer import PeerBalancer
 from isles.pipeline.swarm.books import Fixes, PartialRoute
 from isles.pipeline.swarm.post import BACKWARD, FORWARD, HOME, TAKEN, Post
-from isles.pipeline.swarm.stage_work import Booked, OpenPass, StageWork
+from isles.pipeline.swarm.stage_work import Booked, OpenWork, StageWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class _Under:
     asked: all whom it went to, whose gradients are taken.
     """
 
-    done: OpenPass
+    done: OpenWork
     sender: int | None
     receiver: int | None = None
     since: float = 0.0

@@ -31,6 +31,8 @@ _FORMS = 2
 """How many times a gradient's bytes a codec may make of it."""
 _FIGURES = 32
 """Numbers of a word at the most, beside sets of peers and of microbatches."""
+COMERS = 8
+"""Of whom one peer tells at once that they ask to come; the others are told of later."""
 ROW = 5
 """Numbers of a peer in a welcome."""
 

@@ -32,14 +32,12 @@ from isles.pipeline.swarm.agreement import Agreement
 from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, PeerTold, StageChange, origins
 from isles.pipeline.swarm.books import as_words, fixes, from_words, lacking
 from isles.pipeline.swarm.peer import SwarmPeer
-from isles.pipeline.swarm.post import ASK, as_bits, as_number
+from isles.pipeline.swarm.post import ASK, COMERS, as_bits, as_number
 from isles.pipeline.swarm.reduction import StageSum, StageSums
 from isles.pipeline.swarm.told import PeerWord, SwarmStep
 
 _NO_SQUARE = -1.0
 """Of a gradient of nothing."""
-COMERS = 8
-"""Of whom one peer tells at once that they ask to come; the others are told of later."""
 NOBODY = -1
 Said = dict[int, tuple[int, ...]]
 """What peers have said in an agreement, by position."""
@@ -121,9 +119,7 @@ class Swarm:
         ]
         self.arrangement.apply(self.changes)
         comers = [change.peer for change in self.changes if change.before == NOWHERE]
-        for comer in comers:
-            self.agreement.post.mail.meet(comer)
-        self.agreement.members = tuple(sorted({*self.agreement.members, *comers}))
+        self.agreement.let_in(comers)
         for comer in comers:
             self._asking.pop(comer, None)
         return self.changes

@@ -50,7 +50,7 @@ class ChurnedClusters(ChurnedWorld[ClusterWorker]):
 
     @override
     def is_gone(self, worker: ClusterWorker) -> bool:
-        return worker.quorum.is_gone
+        return worker.agreement.is_gone
 
     @override
     def leave(self, worker: ClusterWorker) -> None:
@@ -58,10 +58,10 @@ class ChurnedClusters(ChurnedWorld[ClusterWorker]):
 
     @override
     def saving(self, rank: int) -> Collection[int]:
-        return self.workers[rank].quorum.seats.living
+        return self.workers[rank].agreement.seats.living
 
     @override
     def counted(self) -> dict[str, Any]:
         """Clusters are those that were whole at the end."""
         ended = next(self.workers[rank] for rank in self.results)
-        return self.counts | {"replicas": len(ended.quorum.seats.whole)}
+        return self.counts | {"replicas": len(ended.agreement.seats.whole)}

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from isles.comm.mesh import Mesh
 from isles.models import limits, sketch
 from isles.models.cuts import PieceCosts, decoder_costs
 from isles.models.loads import load_of
 from isles.models.stages import Stage
 from isles.network.clusters.splitting import ModelLoad
 from isles.pipeline.pipeline import Cut, cut_of
+from isles.pipeline.ravnest.agreement import cluster_post
 from isles.pipeline.ravnest.averaging import SharedSegment, refinement
+from isles.pipeline.swarm.post import Post
 from isles.training.config.inner import inner_kind, inner_notices
 from isles.training.config.sections import Config
 from isles.training.staged import hold_against_whole, planned_cut
+from isles.training.swarmed.step import number_of, of_all
+
+_MOMENTS, _SPARE = 8, 1 << 20
+"""Tensors that an optimizer keeps of a parameter, in its shape, and bytes beside."""
 
 
 def cluster_cuts(config: Config) -> list[Cut]:
@@ -65,6 +72,17 @@ def shared_segments(config: Config, cuts: list[Cut]) -> list[SharedSegment]:
             named[key] = [[name for name, _ in Stage(model, piece).named_parameters()] for piece in cut.pieces]
         held.append(dict(enumerate(named[key])))
     return refinement(held)
+
+
+def post_of(config: Config, world: Mesh, met: Sequence[int] | None = None) -> Post:
+    """The letters of a run in clusters; see `cluster_post`. A message holds the weights and their moments at most."""
+    weights = sum(parameter.nbytes for parameter in sketch(config.model).parameters())
+    return cluster_post(world.world, run_number(config), (1 + _MOMENTS) * weights + _SPARE, met)
+
+
+def run_number(config: Config) -> int:
+    """That all workers of this run share, and those of another configuration do not."""
+    return number_of(of_all(config))
 
 
 def opening_notices(config: Config, cuts: Sequence[Cut]) -> list[str]:

@@ -15,7 +15,7 @@ from isles.training.clustered.serving import Serving
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.saved import save_model
+from isles.training.records.tensors import save_model
 from isles.training.staged import on_host
 
 

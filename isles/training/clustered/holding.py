@@ -13,8 +13,8 @@ from collections.abc import Callable
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.pipeline.pipeline import Cut
+from isles.pipeline.ravnest.agreement import ClusterAgreement
 from isles.pipeline.ravnest.averaging import ClusterAverage
-from isles.pipeline.ravnest.quorum import Quorum
 from isles.training.clustered.cuts import cuts_at, first_blocks, shared_segments
 from isles.training.clustered.serving import Serving, layout_of_seats
 from isles.training.config.sections import Config
@@ -31,17 +31,17 @@ class NodeHolding:
         config: Config,
         world: Mesh,
         corpus: Corpus | None,
-        quorum: Quorum,
+        agreement: ClusterAgreement,
         cuts: list[Cut],
         update: Callable[[int], None],
         *,
         is_open: bool,
     ) -> None:
-        self._config, self._world, self._corpus, self._quorum = config, world, corpus, quorum
+        self._config, self._world, self._corpus, self._agreement = config, world, corpus, agreement
         self._update, self._is_open = update, is_open
         self.cuts = cuts
         self.average = ClusterAverage(
-            quorum,
+            agreement,
             shared_segments(config, cuts),
             by_samples=getattr(config.replicas, "weights", "equal") == "samples",
             with_state=config.pipeline.ravnest.average_optimizer,
@@ -53,7 +53,7 @@ class NodeHolding:
         self.tokens_before = 0
         """Read in places that this worker had before."""
         self._recut()
-        if quorum.trains:
+        if agreement.trains:
             self._serve()
 
     @property
@@ -64,7 +64,7 @@ class NodeHolding:
     @property
     def trains(self) -> bool:
         """Whether it takes part in what its cluster does now."""
-        return self._quorum.trains and not self.is_broken
+        return self._agreement.trains and not self.is_broken
 
     @property
     def tokens(self) -> int:
@@ -78,7 +78,7 @@ class NodeHolding:
 
     def take_place(self, steps: int, sequences: int) -> None:
         """Hold what this worker's place asks for now, after so many updates and sequences of the data's order."""
-        seats, here = self._quorum.seats, self._world.rank
+        seats, here = self._agreement.seats, self._world.rank
         is_recut = self._recut()
         place, serving = seats.place(here), self.serving
         gives, takes = ([pair[side] for pair in seats.handed] for side in (0, 1))
@@ -98,7 +98,7 @@ class NodeHolding:
 
     def _recut(self) -> bool:
         """Whether the clusters are cut anew: then what is averaged with whom is, too."""
-        wanted = self._quorum.seats.cuts
+        wanted = self._agreement.seats.cuts
         if wanted == tuple(map(first_blocks, self.cuts)):
             return False
         self.cuts = cuts_at(self._config, wanted)
@@ -107,7 +107,7 @@ class NodeHolding:
 
     def _begin_at(self, cluster: int, stage: int, steps: int, sequences: int) -> None:
         """In a cluster that wants the others' weights, or a place whose holder leaves."""
-        is_new, seats = self.serving is None, self._quorum.seats
+        is_new, seats = self.serving is None, self._agreement.seats
         self._serve().begin_after(steps, sequences)
         if is_new:
             told = f"worker {self._world.rank} serves stage {stage} of cluster {cluster} from step {steps} on"
@@ -128,7 +128,7 @@ class NodeHolding:
         self.tokens_before, self.serving, self.is_broken = self.tokens, None, False
 
     def _arranged(self) -> Mesh:
-        return self._world.arranged(layout_of_seats(self._quorum.seats, self._world.size))
+        return self._world.arranged(layout_of_seats(self._agreement.seats, self._world.size))
 
     def note(self, text: str) -> None:
         """Tell whoever started the run."""

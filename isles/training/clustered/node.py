@@ -7,7 +7,7 @@
         validate, save, stop                          as any worker, see `isles.training.trainer`
 
 Steps are updates; each stage counts its own, and all have done as many where a stretch ends. A worker that is lost
-takes its cluster out (`isles.pipeline.ravnest.quorum`), until at an average one that stands by takes its place; the
+takes its cluster out (`isles.pipeline.ravnest.agreement`), until at an average one that stands by takes its place; the
 others go on to the end.
 
 Which text the clusters of a run read, where new ones begin and others end: at each step every cluster the next
@@ -31,10 +31,11 @@ from isles.data import Corpus
 from isles.fields import integer
 from isles.models.factory import take_device
 from isles.network.clusters.growing import ClusterGrowth
-from isles.pipeline.ravnest.entering import ClusterEntrance, ClusterWelcome
-from isles.pipeline.ravnest.quorum import Quorum
+from isles.pipeline.ravnest.agreement import ClusterAgreement
+from isles.pipeline.ravnest.entering import ClusterWelcome, let_in
 from isles.pipeline.ravnest.seats import ClusterSeats
-from isles.training.clustered.cuts import cluster_cuts, first_blocks, opening_notices
+from isles.pipeline.swarm.post import Post
+from isles.training.clustered.cuts import cluster_cuts, first_blocks, opening_notices, post_of
 from isles.training.clustered.ending import conclude, write_shard
 from isles.training.clustered.holding import NodeHolding
 from isles.training.clustered.meter import NodeMeter
@@ -105,7 +106,8 @@ class Stretches:
 
 class ClusterWorker:
     """One worker. corpus: that of `config.data`, where it was loaded already. seats: who serves what; None: as the run
-    begins. entrance: where others may come and leave. growth: how new clusters are made then.
+    begins. post: letters between all, those who may come included; None: made here. growth: how new clusters are made;
+    None: nobody comes or leaves.
     """
 
     def __init__(
@@ -115,14 +117,14 @@ class ClusterWorker:
         corpus: Corpus | None = None,
         seats: ClusterSeats | None = None,
         *,
-        entrance: ClusterEntrance | None = None,
+        post: Post | None = None,
         growth: ClusterGrowth | None = None,
     ) -> None:
-        self.config, self.world, self._entrance = config, world, entrance
+        self.config, self.world = config, world
         world.world.ledger.trust.ratio = config.world.trust_ratio
         cuts = cluster_cuts(config)
         seats = seats or ClusterSeats.of([first_blocks(cut) for cut in cuts], range(world.size))
-        self.quorum = Quorum(world.world, seats, growth)
+        self.agreement = ClusterAgreement(post or post_of(config, world), world.world, seats, growth)
         for notice in opening_notices(config, cuts) if not world.rank else ():
             world.report({"notice": notice})
         self.device = take_device(config.model, world.local_rank)
@@ -145,7 +147,7 @@ class ClusterWorker:
         self.stale, self._has_come = 0.0, False
         self._end_at = 0
         self.meter = NodeMeter(config, world, self.device)
-        self._holding = NodeHolding(config, world, corpus, self.quorum, cuts, self._update, is_open=self._is_open)
+        self._holding = NodeHolding(config, world, corpus, self.agreement, cuts, self._update, is_open=self._is_open)
         self.average = self._holding.average
 
     def meet(self, present: Sequence[int]) -> None:
@@ -158,14 +160,13 @@ class ClusterWorker:
 
     def _know(self, *, judges: int, most: int) -> None:
         """most: clusters that the text is enough for."""
-        self.judges, self.quorum.most = bool(judges), most
+        self.judges, self.agreement.most = bool(judges), most
 
     def come(self, welcome: ClusterWelcome) -> None:
         """Take part in a run that is at work, as was told."""
         facts, last = welcome.facts, self.config.run.steps
         step, since = (integer(facts, key, 0, last) for key in ("step", "since"))
         before, most, judges = (integer(facts, key, 0, 1 << 53) for key in ("before", "most", "judges"))
-        self.quorum.enter(welcome.swaps, welcome.seats)
         self._know(judges=judges, most=most)
         self.steps = self.averaged = step
         self.reading = replace(self.reading, since=since, before=before)
@@ -199,10 +200,10 @@ class ClusterWorker:
 
     def conclude(self, out: Path | None) -> dict[str, Any]:
         """Judge the averaged weights and write the model, with who is left; this worker's share of the summary."""
-        is_first = self.trains and self.world.rank in self.quorum.seats.clusters[self.quorum.seats.whole[0]]
+        is_first = self.trains and self.world.rank in self.agreement.seats.clusters[self.agreement.seats.whole[0]]
         result = conclude(
             self.config,
-            len(self.quorum.seats.living),
+            len(self.agreement.seats.living),
             self.serving if self.trains else None,
             self.meter,
             out if is_first else None,
@@ -221,10 +222,11 @@ class ClusterWorker:
             self._report(judged)
         stopping = self.world.stop_here(step) and not ends
         due = run.checkpoint_every and step % run.checkpoint_every == 0 and not ends
-        stuck = frozenset() if self.goes is None or ends else self.quorum.seats.leaving
+        stuck = frozenset() if self.goes is None or ends else self.agreement.seats.leaving
         due = bool(due) or bool(stuck - self._saved_for)
         self._saved_for = stuck
         if out is not None and (stopping or due):
+            self.agreement.drain()
             if (broken := first_nan(state := self.state_dict())) is not None:
                 raise self.meter.diverged(f"its weights are not finite after inner step {step} ({broken})")
             self.saves(out, step, state)
@@ -235,7 +237,7 @@ class ClusterWorker:
     @property
     def _is_open(self) -> bool:
         """Whether workers come and leave."""
-        return self._entrance is not None
+        return self.agreement.growth is not None
 
     @property
     def _stretches(self) -> Stretches:
@@ -249,19 +251,19 @@ class ClusterWorker:
             self._train(updates)
             self.steps = until
             if self._stretches.averages(until):
-                if self._entrance is not None:
-                    self._entrance.hear(self.quorum, leaving=self.leaving)
+                if self.leaving:
+                    self.agreement.leave()
                 self.average.average(until, (until - self.averaged) * self._holding.samples)
                 self.averaged = until
                 self._admit()
                 self._mend()
             elif self._stretches.settles(until):
-                self.quorum.settle()
+                self.agreement.settle()
 
     def _train(self, updates: int) -> None:
         """A loss ends it: what this cluster did is worthless then."""
         serving = self.serving
-        if serving is None or not self.quorum.trains:
+        if serving is None or not self.agreement.trains:
             return
         if self._holding.is_broken:
             serving.at(self.steps)
@@ -286,7 +288,7 @@ class ClusterWorker:
         """A node of this cluster is lost: PeerLost where nobody else has its part."""
         if not self._stretches.every:
             raise error
-        self.quorum.miss(error.rank)
+        self.agreement.miss(error.rank)
         self._holding.is_broken = True
         self.meter.drop()
 
@@ -301,29 +303,29 @@ class ClusterWorker:
 
     def _admit(self) -> None:
         """Those who came, unless all is done."""
-        if self._entrance is None or self.steps == self.config.run.steps:
+        if not self._is_open or self.steps == self.config.run.steps:
             return
-        facts = {"step": self.steps, "judges": int(self.judges), "most": self.quorum.most}
+        facts = {"step": self.steps, "judges": int(self.judges), "most": self.agreement.most}
         facts |= {"since": self.reading.since, "before": self.reading.before}
-        for comer in self._entrance.let_in(self.quorum, facts):
-            if self.world.rank == self.quorum.seats.living[0]:  # who says what all know
+        for comer in let_in(self.agreement, facts):
+            if self.world.rank == self.agreement.seats.living[0]:  # who says what all know
                 self._holding.note(f"worker {comer} has come, and stands by from step {self.steps} on")
 
     def _mend(self) -> None:
         """Where somebody stands by for who was lost or leaves, their clusters go on from the others' weights; so do new
         ones.
         """
-        while self.quorum.mend() and not self.quorum.is_gone:
+        while self.agreement.mend() and not self.agreement.is_gone:
             self._take_place()
             self.average.load(self.steps)
         if self._is_open:
-            if self.quorum.is_gone:
+            if self.agreement.is_gone:
                 self._holding.note(f"worker {self.world.rank} leaves after step {self.steps}")
                 raise Left
             self._take_place()  # others may have left without a successor
 
     def _take_place(self) -> None:
-        self.reading = self.reading.among(len(self.quorum.seats.clusters), self.steps)
+        self.reading = self.reading.among(len(self.agreement.seats.clusters), self.steps)
         self._holding.take_place(self.steps, self.reading.after(self.steps))
 
     # Records
@@ -341,7 +343,7 @@ class ClusterWorker:
         """Everything that the next steps of this worker depend on, and its running totals. Nothing is in flight."""
         return {
             "serving": self.serving.state_dict() if self.serving is not None and self.trains else None,
-            "seats": self.quorum.seats.to_plain(),
+            "seats": self.agreement.seats.to_plain(),
             "steps": self.steps,
             "averaged": self.averaged,
             "tokens_before": self._holding.tokens_before,

@@ -19,9 +19,8 @@ from isles.comm.elastic.swarm.words import Begin, Enter, SwarmNow
 from isles.models import choose_device
 from isles.network.clusters.nodes import ClusterNode
 from isles.network.clusters.telling import SILENT, told
-from isles.training.clustered.cuts import cluster_cuts
+from isles.training.clustered.cuts import cluster_cuts, run_number
 from isles.training.clustered.describing import forward_speed, memory
-from isles.training.clustered.opening import run_number
 from isles.training.clustered.seated import SeatedNode
 from isles.training.swarmed.peering import SeatedPeer, SeatEnding
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from isles.comm.elastic.swarm.words import SwarmBeat
 from isles.comm.errors import Malformed
 from isles.fields import integer
-from isles.pipeline.ravnest.entering import ClusterEntrance
+from isles.training.clustered.cuts import post_of
 from isles.training.clustered.node import ClusterWorker
-from isles.training.clustered.opening import enter, found, run_number
+from isles.training.clustered.opening import enter, found
 from isles.training.draws import seed_draws
 from isles.training.elastic.given import state_of
 from isles.training.records.shard import State, StateCopy, read_state
@@ -55,7 +55,7 @@ class SeatedNode:
         self._seat, self.config, self.epoch, self._told = seat, seat.config, epoch, told
         self._seats, self._members = sorted(seats), members
         self.world = seat.mesh({})
-        self._entrance = ClusterEntrance(self.world.world, run_number(self.config), met=(*self._seats, *members))
+        self._post = post_of(self.config, self.world, met=(*self._seats, *members))
         self._worker: ClusterWorker | None = None
         self._leaving, self.has_left = False, False
         self._members_now, self._await_kept = members_now, await_kept
@@ -70,7 +70,7 @@ class SeatedNode:
 
     def meet(self, seat: int) -> None:
         """Listen to `seat` from now on. May be called in any thread."""
-        self._entrance.mail.meet(seat)
+        self._post.mail.meet(seat)
 
     def leave(self) -> None:
         """Leave after the next average. May be called in any thread."""
@@ -99,8 +99,8 @@ class SeatedNode:
     def _begun(self) -> ClusterWorker:
         config, world, corpus = self.config, self.world, self._seat.corpus
         if self._seats:
-            return found(config, world, corpus, self._seats, self._entrance)
-        return enter(config, world, corpus, self._members, self._told, self._entrance, self._gives_up)
+            return found(config, world, corpus, self._seats, self._post)
+        return enter(config, world, corpus, self._members, self._told, self._post, self._gives_up)
 
     def _gives_up(self) -> bool:
         """While it waits to be let in: also where nobody of those whom it has asked is at work any more."""
@@ -124,38 +124,36 @@ class SeatedNode:
     def conclude(self, out: Path) -> dict[str, Any]:
         """Put the model together again, with the nodes that are left: who was to do it is lost."""
         assert self._worker is not None
-        self._worker.quorum.miss(self.first)
-        self._worker.quorum.settle()
+        self._worker.agreement.miss(self.first)
+        self._worker.agreement.settle()
         return self._worker.conclude(out)
 
     @property
     def first(self) -> int:
         """The seat that puts the model together at the end: the root of the first whole cluster."""
         assert self._worker is not None
-        seats = self._worker.quorum.seats
+        seats = self._worker.agreement.seats
         return seats.clusters[seats.whole[0]][0]
 
     def lost(self, seat: int) -> bool:
         """Whether `seat` is lost: nothing comes from it any more."""
-        return seat in self._entrance.mail.lost
+        return seat in self._post.mail.lost
 
     def refusals(self) -> dict[int, str]:
         """By seat, why nothing of it is read any more, where it sent what cannot be."""
-        lost = self._entrance.mail.lost
-        why = {seat: error.detail for seat, error in [*lost.items()] if isinstance(error, Malformed)}
-        words = {} if self._worker is None else self._worker.quorum.refused
-        return {**dict.fromkeys(words, "a word that is none of this agreement"), **why}
+        lost = self._post.mail.lost
+        return {seat: error.detail for seat, error in [*lost.items()] if isinstance(error, Malformed)}
 
     def settle(self) -> None:
         """Wait until what was sent is gone."""
-        self._entrance.mail.settle()
+        self._post.mail.settle()
 
     def beat(self) -> SwarmBeat | None:
         """How this node is at work now; None before it is. May be called in any thread."""
         worker = self._worker
-        if worker is None or worker.quorum.is_gone:
+        if worker is None or worker.agreement.is_gone:
             return None
-        seats, now = worker.quorum.seats, self.world.transport.now()
+        seats, now = worker.agreement.seats, self.world.transport.now()
         living, place = tuple(seats.living), seats.place(self.world.rank)
         if self.world.rank not in living:
             return None
@@ -170,7 +168,7 @@ class SeatedNode:
     def _offer(self, out: Path, step: int, state: dict[str, Any]) -> None:
         worker = self._worker
         assert worker is not None
-        seats, serving = worker.quorum.seats, worker.serving
+        seats, serving = worker.agreement.seats, worker.serving
         place = seats.place(self.world.rank)
         if serving is None or place is None or not worker.trains or place[0] != seats.whole[0]:
             return

@@ -66,7 +66,7 @@ class Serving:
         form = form_of(self.model, scheme, config.pipeline, batch_size=self.samples, context=context, vocab=vocab)
         cast = partial(autocast, config.model, self.device)
         self.node = AsyncStage(self.model, self._update, world.stage, form, self._ways(), autocast=cast)
-        self.judge = Judge(self.model, world.stage, form, home=False, autocast=cast)
+        self.judge = Judge(self.node.compute, world.stage)
 
     def regroup(self, world: Mesh, updates: int, sequences: int) -> None:
         """Hold the same, among others or beside other clusters, after so many updates and sequences of the data."""

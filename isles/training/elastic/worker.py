@@ -40,9 +40,9 @@ from isles.training.elastic.means import Means, shadow
 from isles.training.elastic.states import WARM_UP, States
 from isles.training.elastic.terms import lands_together, sync_every
 from isles.training.evaluation import validation_loss
+from isles.training.parts import trainer_of
 from isles.training.records.saved import load_weights
 from isles.training.records.summary import by_channel
-from isles.training.trainer import Trainer
 
 T = TypeVar("T")
 _TRIES = 5
@@ -86,7 +86,7 @@ class ElasticWorker:
         place, workers = self.reader
         torch.manual_seed(draws_seed(config.run.seed, self.seat * workers + place))
         self._world, self._roster = world, ElasticRoster(alone, places, leader)
-        self.trainer = Trainer(config, world, corpus, self._roster)
+        self.trainer = trainer_of(config, world, corpus, self._roster)
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
         self.optimizer, self._text = self.trainer.optimizer, self.trainer.text
         self.means = Means(self.optimizer, gifts, folder)
@@ -162,7 +162,7 @@ class ElasticWorker:
     def draw(self, said: Decision) -> None:
         """Go back to the weights as drawn, the same everywhere, for nobody has a state of the run."""
         if not self.states.are_drawn:
-            trainer = Trainer(self._config, self._world, self._corpus, self._roster)
+            trainer = trainer_of(self._config, self._world, self._corpus, self._roster)
             assert isinstance(trainer.optimizer, OuterSync)
             self.states.become(trainer.optimizer)
             trainer.memory.close()

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 from math import ceil
 
+import torch
+
 from isles.comm.codecs import codec
-from isles.comm.collectives.mean import sent_bytes
+from isles.comm.collectives.mail import HEAD
+from isles.comm.collectives.mean import pattern
 from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.network.clusters.splitting import ModelLoad
@@ -15,9 +18,9 @@ from isles.network.planner.memory import Held, WorkerMemory
 from isles.network.routing.routes import Task
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.ravnest.mailbox import HEADER
-from isles.pipeline.ravnest.quorum import word_bytes
 from isles.pipeline.ravnest.stage import AsyncWays, most_versions
 from isles.pipeline.shares import stage_shares
+from isles.pipeline.swarm.agreement import agreed_bytes
 from isles.pipeline.wire import StageForm
 from isles.training.clustered.cuts import cluster_cuts, model_load, ranks_of, shared_segments
 from isles.training.config.inner import inner_kind
@@ -33,10 +36,11 @@ def plan_clusters(config: Config) -> RunPlan:
     model, (context, vocab) = sketch(config.model), limits(config.model)
     sequences, load = config.data.batch_size_per_worker(clusters), model_load(config, cuts[0].costs)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    word = 2 * word_bytes(world.workers) * (world.workers - 1)  # of each time that all agree
+    settled = agreed_bytes(world.workers, 0)  # in an agreement on who is left
+    word = settled + agreed_bytes(world.workers, 1)  # in those of an average
     weighed = getattr(config.replicas, "weights", "equal") == "samples"
     copies = 3 if pipeline.ravnest.average_optimizer and inner_kind(config.inner, "adamw") == "adamw" else 1
-    dtype, lossless = next(model.parameters()).dtype, codec("none")
+    dtype = next(model.parameters()).dtype
     workers = []
     for number, (cut, ranks) in enumerate(zip(cuts, ranks_of(cuts), strict=True)):
         first, scheme = Stage(model, cut.pieces[0]), run_scheme(config, cut)
@@ -44,7 +48,7 @@ def plan_clusters(config: Config) -> RunPlan:
         for stage, rank in enumerate(ranks):
             own = [segment for segment in segments if segment.holders[number] == stage]
             counts = [copies * sum(sizes[name] for name in segment.names) + weighed for segment in own]
-            average = word + sum(sent_bytes(count, dtype, lossless, clusters, number) for count in counts)
+            average = word + sum(_mean_bytes(count, dtype, clusters, number) for count in counts)
             workers.append(_worker(config, cut, load, form, (number, stage, rank), average if clusters > 1 else 0))
     every, looks = getattr(config.replicas, "sync_every", steps), config.run.validate_every
     judged = range(looks, steps, looks) if looks and config.data.validation_fraction else ()
@@ -66,12 +70,18 @@ def plan_clusters(config: Config) -> RunPlan:
         tokens_per_step=clusters * sequences * context,
         workers=tuple(workers),
         standby=standby,
-        bytes_sent=tuple(agreements * word + sent for sent in [*serving, *[averages * word] * standby]),
+        bytes_sent=tuple(agreements * settled + sent for sent in [*serving, *[averages * word] * standby]),
         averages=averages,
         segments=len(segments),
         agreements=agreements,
         notices=tuple(notices),
     )
+
+
+def _mean_bytes(count: int, dtype: torch.dtype, clusters: int, number: int) -> int:
+    """That the holder in cluster `number` sends in a mean of so many entries, by letters."""
+    made = pattern(count, dtype, codec("none"), clusters)
+    return int(made.sent(number, clusters)) + HEAD * (made.messages(clusters) // clusters)
 
 
 def _worker(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import ceil
 
+from isles.comm.collectives.mail import HEAD
 from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.network.named import links
@@ -13,10 +14,11 @@ from isles.network.routing.routes import Task
 from isles.network.topology import Topology
 from isles.pipeline.pipeline import form_of
 from isles.pipeline.shares import stage_shares
+from isles.pipeline.swarm.agreement import agreed_bytes
 from isles.pipeline.swarm.arrangement import origins
 from isles.pipeline.swarm.books import words_for
-from isles.pipeline.swarm.forecast import HEAD, SwarmForecast, SwarmLoad, forecast
-from isles.pipeline.swarm.swarm import COMERS
+from isles.pipeline.swarm.forecast import SwarmForecast, SwarmLoad, forecast
+from isles.pipeline.swarm.post import COMERS
 from isles.pipeline.swarm.told import PeerWord
 from isles.training.config.inner import inner_kind
 from isles.training.config.sections import Config
@@ -64,8 +66,7 @@ class _SwarmPlanner:
         self.sums = [sum(own.nbytes for own in piece.parameters() if own.requires_grad) for piece in self.pieces]
         workers, step, last = len(self.stages), step_seconds(config), len(self.pieces) - 1
         book = _OF_BOOKS + (1 if config.pipeline.swarm.consistency == "strict" else words_for(parts))
-        rows = [8 * (1 + words_for(workers) + said) for said in (book, _OF_VERDICT)]
-        self.agreed = sum((workers - 1) * (2 * HEAD + (1 + workers) * row) for row in rows)
+        self.agreed = sum(agreed_bytes(workers, said) for said in (book, _OF_VERDICT))
         shares = [stage_shares(piece, self.cut.costs, parts, recompute=False) for piece in self.cut.pieces]
         both = [share.both if at == last else share.forward + share.backward for at, share in enumerate(shares)]
         self.passes = [

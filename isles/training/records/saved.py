@@ -1,4 +1,4 @@
-"""A finished run read back: its configuration and its one model, which is also written here."""
+"""A finished run read back: its configuration and its one model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import torch
 from torch import nn
 
 from isles.data.tokenizer import Tokenizer, load_tokenizer
-from isles.durable import replacing
 from isles.models import build, limits
 from isles.models.own import next_token_scores
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.records.finite import not_finite
-from isles.training.records.tensors import write_tensors
 from isles.training.staged import planned_cut, run_scheme
 
 
@@ -107,17 +105,3 @@ def load_run(run: Path, *, device: str = "auto", trust: bool = False, masked: bo
         model = run_scheme(config, planned_cut(config)).restored(model)
     load_weights(model, weights, str(run / "config.toml"))
     return SavedRun(config, model.eval(), load_tokenizer(config.data.tokenizer))
-
-
-def save_model(model: nn.Module, path: Path) -> None:
-    """Write the weights as safetensors, one after the other, all or nothing; tied tensors once, by the first name."""
-    kept, tied = dict[str, torch.Tensor](), dict[str, str]()
-    names = dict[tuple[Any, ...], str]()
-    for name, tensor in sorted(model.state_dict().items()):
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (name,)
-        if names.setdefault(key, name) == name:
-            kept[name] = tensor
-        else:
-            tied[name] = names[key]
-    with replacing(path) as partial:
-        write_tensors(partial, kept, tied)

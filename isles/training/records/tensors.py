@@ -10,11 +10,12 @@ import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from isles.durable import replacing
 from isles.training.records.checked import CHECK_AT
 
 _NAMES = {
@@ -63,6 +64,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str,
     except OSError:
         path.unlink(missing_ok=True)  # it would take room from what is written next
         raise
+
+
+def save_model(model: nn.Module, path: Path) -> None:
+    """Write the weights as safetensors, one after the other, all or nothing; tied tensors once, by the first name."""
+    kept, tied = dict[str, Tensor](), dict[str, str]()
+    names = dict[tuple[Any, ...], str]()
+    for name, tensor in sorted(model.state_dict().items()):
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        if names.setdefault(key, name) == name:
+            kept[name] = tensor
+        else:
+            tied[name] = names[key]
+    with replacing(path) as partial:
+        write_tensors(partial, kept, tied)
 
 
 def write_into(file: BinaryIO, tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> None:

@@ -1,6 +1,6 @@
 """Runs whose stages are served by a swarm of peers (`pipeline.routing = "swarm"`, `isles.pipeline.swarm`).
 
-`trainer`      `SwarmTrainer`: the trainer of one peer; `step`: its `Step`, from microbatches to gradients
+`trainer`      `SwarmTrainer`: the trainer of one peer; `step`: its `StepRunner`, from microbatches to gradients
 `dry`          the plan of such a run
 `churned`      a run whose peers come and go on the virtual clock
 

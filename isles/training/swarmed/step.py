@@ -1,4 +1,4 @@
-"""A peer of a swarm as a trainer's `Step`: microbatches by number, the swarm's step, and the model put together."""
+"""A peer of a swarm as a `StepRunner`: microbatches by number, the swarm's step, and the model put together."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.network.routing.events import Span
 from isles.pipeline.boundaries.scheme import Scheme
+from isles.pipeline.compute import Context
 from isles.pipeline.config import PipelineConfig
-from isles.pipeline.executor import Context
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.recovery import gradient_norm, refuse_unequal
 from isles.pipeline.shares import StageShares, stage_shares
@@ -61,9 +61,7 @@ class Swarmed:
     """One peer of a swarm.
 
     stage, scheme, text: what it serves at the start; text: None where its stage is not the first. present: ranks that
-    are there from the start. met: ranks that it listens to from the start; None: all. state: this peer's state between
-    two steps, for peers that come to its stage. become(stage, state): makes this worker a peer of another stage from
-    such a state. revive(stage, states): the same for a stage that has no peer left, from states of its neighbours.
+    are there from the start. met: ranks that it listens to from the start; None: all.
 
     last: what all peers know of the newest step. step: its number. moves, rebuilt: stages that this peer came to, and
     those of them that it made anew. tokens: that this peer has read for microbatches it has counted. block_norm: of the
@@ -84,26 +82,35 @@ class Swarmed:
         autocast: Context,
         *,
         present: Sequence[int],
-        state: Callable[[], bytes],
-        become: Callable[[int, Tensor], NewStage],
-        revive: Callable[[int, Sequence[Tensor]], NewStage],
         met: Sequence[int] | None = None,
     ) -> None:
         self.config, self.world, self.cut = config, world, cut
         self.stage, self.scheme, self.text = stage, scheme, text
-        self._become, self._revive = become, revive
         self.rebuilds = config.pipeline.swarm.stage_lost == "rebuild"
         if self.rebuilds:
             refuse_unequal([len(piece.blocks) for piece in cut.pieces], 'pipeline.swarm.stage_lost = "rebuild"')
         self.rows = config.data.batch_size_per_worker(1)
         post = self._post(met)
-        self._gifts = StateGifts(post, state)
+        self._gifts = StateGifts(post, lambda: self._state())
         self.swarm = self._swarm(post, present, autocast)
         self._judge = SwarmJudge(self.swarm)
         self.step = self.tokens = self.moves = self.rebuilt = 0
         self.block_norm = 0.0
         self.last: SwarmStep | None = None
         self._is_arranged = self._has_declined = False
+
+    def serve_others(
+        self,
+        state: Callable[[], bytes],
+        *,
+        become: Callable[[int, Tensor], NewStage],
+        revive: Callable[[int, Sequence[Tensor]], NewStage],
+    ) -> None:
+        """state: this peer's between two steps, for peers that come to its stage. become(stage, state): makes this
+        worker a peer of another stage from such a state. revive(stage, states): the same for a stage that has no peer
+        left, from states of its neighbours.
+        """
+        self._state, self._become, self._revive = state, become, revive
 
     def _post(self, met: Sequence[int] | None) -> Post:
         """The letters between all who may ever be in the run."""

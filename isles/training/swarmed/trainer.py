@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from isles.comm.errors import Malformed
 from isles.comm.mesh import Mesh
-from isles.comm.roster import Roster
 from isles.data import Corpus
 from isles.fields import Nonnegative, integer, value_of
 from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.scheme import Scheme
+from isles.pipeline.compute import Context
 from isles.pipeline.pipeline import Cut
 from isles.pipeline.recovery import RATE, block_parameters, merged, sources
 from isles.pipeline.swarm.roster import SwarmRoster
@@ -28,15 +27,68 @@ from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.inner_optimizer import rate_schedule
+from isles.training.parts import PartsMaker
 from isles.training.records.shard import StateCopy, state_from_bytes
 from isles.training.staged import build_stage, run_scheme, told_by_first
-from isles.training.step import Left, Step
+from isles.training.step import Left, StepRunner
 from isles.training.swarmed.step import NewStage, Swarmed, begin_alike
 from isles.training.text import Text
 from isles.training.trainer import Trainer
 
 _FAREWELL = 2.0
 """Seconds in which what a peer has sent before it leaves must be gone. The others need none of it by then."""
+
+
+class SwarmParts(PartsMaker):
+    """What a `SwarmTrainer` is handed. See there."""
+
+    def __init__(
+        self, config: Config, world: Mesh, corpus: Corpus | None, *, present: Sequence[int], met: Sequence[int] | None
+    ) -> None:
+        super().__init__(config, world, corpus)
+        self._present, self._met = present, met
+        alone = world.world.among([world.rank])  # what it knows of others the swarm tells it
+        self._peers = alone if config.method == "none" else SwarmRoster(alone)
+        self.runner: Swarmed | None = None
+
+    @override
+    def text(self) -> Text:
+        return Text(self.config, self.world, self.corpus, share=(0, 1))
+
+    @override
+    def wrapped(self, model: nn.Module) -> tuple[ReplicaSync, list[str]]:
+        return wrapped(self.config, model, self._peers, self.world.inner, norm=self._norm)
+
+    def _norm(self) -> float:
+        assert self.runner is not None
+        return self.runner.norm
+
+    @override
+    def _judges(self, text: Text | None) -> bool:
+        if self.world.rank not in self._present:
+            return self.text().judges
+        places = self.world.layout.coordinates
+        everyone = self.world.world.among(sorted(self._present, key=lambda rank: places[rank].stage))  # who reads first
+        return told_by_first(everyone, text is not None and text.judges)
+
+    @override
+    def _stage(self, cut: Cut, scheme: Scheme) -> Stage:
+        stage = super()._stage(cut, scheme)
+        if self.world.rank in self._present:
+            begin_alike(self.config, self.world, cut, stage, self._present)
+        return stage
+
+    @override
+    def _staged(
+        self, cut: Cut, scheme: Scheme, optimizer: ReplicaSync, text: Text | None, cast_to: Context
+    ) -> StepRunner:
+        stage = cast(Stage, optimizer.model)
+        self.runner = Swarmed(
+            self.config, self.world, cut, scheme, stage, text, cast_to, present=self._present, met=self._met
+        )
+        if isinstance(self._peers, SwarmRoster):
+            self._peers.serve(self.runner.swarm)
+        return self.runner
 
 
 class SwarmTrainer(Trainer):
@@ -61,10 +113,13 @@ class SwarmTrainer(Trainer):
         present: Sequence[int] | None = None,
         met: Sequence[int] | None = None,
     ) -> None:
-        self._corpus, self._present, self._met = corpus, range(world.size) if present is None else present, met
-        alone = world.world.among([world.rank])  # what it knows of others the swarm tells it
-        self._peers = alone if config.method == "none" else SwarmRoster(alone)
-        super().__init__(config, world, corpus)
+        self._present = range(world.size) if present is None else present
+        self._maker = SwarmParts(config, world, corpus, present=self._present, met=met)
+        super().__init__(config, world, self._maker.made())
+        cut = self.model_step.cut
+        self.model_step.serve_others(
+            lambda: self._state().to_bytes(), become=partial(self._become, cut), revive=partial(self._revive, cut)
+        )
 
     @override
     def run(self, out: Path | None) -> dict[str, Any] | None:
@@ -98,52 +153,6 @@ class SwarmTrainer(Trainer):
     def step(self) -> None:
         super().step()
         self.tokens = self.model_step.tokens
-
-    @override
-    def _text(self, corpus: Corpus | None) -> Text:
-        return Text(self.config, self.world, corpus, share=(0, 1))
-
-    @override
-    def _judging(self) -> bool:
-        if self.world.rank not in self._present:
-            return self._text(self._corpus).judges
-        places = self.world.layout.coordinates
-        everyone = self.world.world.among(sorted(self._present, key=lambda rank: places[rank].stage))  # who reads first
-        return told_by_first(everyone, self.text is not None and self.text.judges)
-
-    @override
-    def _wrapped(
-        self, model: nn.Module, roster: Roster | None, manage: Callable[[nn.Module, Optimizer], Optimizer]
-    ) -> tuple[ReplicaSync, list[str]]:
-        return wrapped(self.config, model, self._peers, self.world.inner, norm=lambda: self.model_step.norm)
-
-    @override
-    def _stage(self, cut: Cut, scheme: Scheme) -> Stage:
-        stage = super()._stage(cut, scheme)
-        if self.world.rank in self._present:
-            begin_alike(self.config, self.world, cut, stage, self._present)
-        return stage
-
-    @override
-    def _staged(self, cut: Cut, scheme: Scheme) -> Step:
-        stage = cast(Stage, self.optimizer.model)
-        step = Swarmed(
-            self.config,
-            self.world,
-            cut,
-            scheme,
-            stage,
-            self.text,
-            self.autocast,
-            present=self._present,
-            state=lambda: self._state().to_bytes(),
-            become=partial(self._become, cut),
-            revive=partial(self._revive, cut),
-            met=self._met,
-        )
-        if isinstance(self._peers, SwarmRoster):
-            self._peers.serve(step.swarm)
-        return step
 
     def _state(self) -> StateCopy:
         """This peer's state between two steps; what another one `_become`s from."""
@@ -195,9 +204,9 @@ class SwarmTrainer(Trainer):
         """What serves `stage`, as drawn."""
         scheme = run_scheme(self.config, cut)
         if stage == 0 and self.text is None:
-            self.text = self._text(self._corpus)
+            self.text = self._maker.text()
         made = build_stage(self.config, cut, scheme, stage, self.world.local_rank)
-        self.optimizer, _ = self._wrapped(made, None, self.memory.manage)
+        self.optimizer, _ = self._maker.wrapped(made)
         self.model = self.optimizer.model
         self.schedule = rate_schedule(self.optimizer, self.config)
         return made, scheme, self.text if stage == 0 else None

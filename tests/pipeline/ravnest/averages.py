@@ -16,8 +16,8 @@ from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.models.cuts import pieces
 from isles.models.stages import Stage
+from isles.pipeline.ravnest.agreement import ClusterAgreement, cluster_post
 from isles.pipeline.ravnest.averaging import ClusterAverage, refinement
-from isles.pipeline.ravnest.quorum import Quorum
 from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
 from tests.pipeline.ravnest import nodes
@@ -85,22 +85,24 @@ class Member:
         self.world, self.plan = world, plan
         stages = parts(plan)
         names = [{n: [name for name, _ in part.named_parameters()] for n, part in enumerate(own)} for own in stages]
-        self.quorum = Quorum(world.world, ClusterSeats.of(plan.cuts, range(world.size)))
+        self.agreement = ClusterAgreement(
+            cluster_post(world.world, 5, 1 << 20), world.world, ClusterSeats.of(plan.cuts, range(world.size))
+        )
         self.average = ClusterAverage(
-            self.quorum, refinement(names), by_samples=plan.weights == "samples", with_state=plan.with_state
+            self.agreement, refinement(names), by_samples=plan.weights == "samples", with_state=plan.with_state
         )
         self.cluster, self.broken, self.node = -1, False, None
-        if self.quorum.trains:
+        if self.agreement.trains:
             self.serve()
 
     def serve(self) -> None:
-        place = self.quorum.seats.place(self.world.rank)
+        place = self.agreement.seats.place(self.world.rank)
         assert place is not None
         self.cluster, here = place
         self.stage = parts(self.plan)[self.cluster][here]
         self.optimizer = nodes.stepper(self.plan.optimizer, list(self.stage.parameters()))
         self.average.serve(self.stage, self.optimizer)
-        group = self.world.world.among(self.quorum.seats.clusters[self.cluster], "pipeline")
+        group = self.world.world.among(self.agreement.seats.clusters[self.cluster], "pipeline")
         self.node = AsyncStage(self.stage, self.step, group, nodes.form(), AsyncWays(in_flight=group.size))
         self.broken = False
 
@@ -109,7 +111,7 @@ class Member:
         self.optimizer.zero_grad()
 
     def stretch(self, numbers: range) -> None:
-        if self.node is None or not self.quorum.trains:
+        if self.node is None or not self.agreement.trains:
             return
         self.node.resume(numbers.start, numbers.start)
         if self.broken:
@@ -119,13 +121,13 @@ class Member:
             is_root = self.node.group.rank == 0
             self.node.run((text(self.cluster, number) for number in numbers) if is_root else ())
         except PeerLost as error:
-            self.quorum.miss(error.rank)
+            self.agreement.miss(error.rank)
             self.broken = True
 
     def mend(self, updates: int) -> None:
-        while self.quorum.mend():
-            place = self.quorum.seats.place(self.world.rank)
-            if place is not None and place[0] in self.quorum.seats.complete:
+        while self.agreement.mend():
+            place = self.agreement.seats.place(self.world.rank)
+            if place is not None and place[0] in self.agreement.seats.complete:
                 self.serve()
                 for weight in self.stage.parameters():
                     weight.grad = torch.zeros_like(weight)
@@ -140,7 +142,7 @@ def train(world: Mesh, plan: Plan, how: str = "raise") -> dict[str, Any]:
     own.average.begin()
     if plan.moved:
         _move(own.stage, own.optimizer, own.cluster)
-    before = world.transport.traffic["outer"].bytes_sent
+    before = [world.transport.traffic[channel].bytes_sent for channel in ("outer", "inner")]
     if world.rank == plan.victim:
         end_after(world, plan.after, how)
     whole: Sequence[int] = ()
@@ -151,10 +153,11 @@ def train(world: Mesh, plan: Plan, how: str = "raise") -> dict[str, Any]:
         own.mend((round + 1) * plan.each)
     found = {
         "cluster": own.cluster,
-        "trains": own.quorum.trains,
-        "seats": own.quorum.seats,
+        "trains": own.agreement.trains,
+        "seats": own.agreement.seats,
         "whole": list(whole),
-        "sent": world.transport.traffic["outer"].bytes_sent - before,
+        "sent": world.transport.traffic["outer"].bytes_sent - before[0],
+        "told": world.transport.traffic["inner"].bytes_sent - before[1],
         "weights": {},
         "moments": {},
     }

@@ -10,6 +10,7 @@ import torch
 
 import isles
 from isles.comm.collectives.mail import MailNote
+from isles.comm.collectives.same import numbers
 from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.network.clusters.forming import form_clusters
@@ -17,9 +18,10 @@ from isles.network.clusters.growing import ClusterGrowth
 from isles.network.clusters.nodes import ClusterNode
 from isles.network.clusters.splitting import ModelLoad
 from isles.network.clusters.telling import SILENT, heard, is_told, told
-from isles.pipeline.ravnest.entering import HELLO, ClusterEntrance, ClusterWelcome
-from isles.pipeline.ravnest.quorum import WORDS, Quorum
+from isles.pipeline.ravnest.agreement import ClusterAgreement, cluster_post
+from isles.pipeline.ravnest.entering import ClusterWelcome, ask_in, let_in
 from isles.pipeline.ravnest.seats import ClusterSeats
+from isles.pipeline.swarm.post import ASK, COMERS, WORD
 
 LOAD = ModelLoad(flops=(1e9,) * 4, weights=(1e6,) * 4, saved=(1e5,) * 4, stream=1e4)
 GROWTH = ClusterGrowth(LOAD)
@@ -117,69 +119,71 @@ def test_a_new_cluster_holds_the_model_and_spares_stay() -> None:
     assert tiny.mended(GROWTH).clusters[0] == (5, 1)  # the first has not the memory for the place
 
 
+def begun(world: Mesh, seats: ClusterSeats, run: int = 5) -> ClusterAgreement:
+    return ClusterAgreement(cluster_post(world.world, run, 1 << 10), world.world, seats, GROWTH)
+
+
 def agree(world: Mesh, how: str) -> Any:
     """Three agree twice; the last one says what cannot be, the second time."""
-    quorum = Quorum(world.world, ClusterSeats.of([[1], []], range(3)), GROWTH)
-    quorum.settle()
+    agreement = begun(world, ClusterSeats.of([[1], []], range(3)))
+    agreement.settle()
+    mail = agreement.post.mail
     if world.rank == 2:
-        numbers = quorum._form.numbers
-        word = torch.zeros(numbers + (1 if how == "long" else 0), dtype=torch.int64)
-        word[0] = 7 if how == "state" else 0
-        word[1] = 1 << 60 if how == "who" else 0
-        if how == "told":
-            word[3:5] = torch.tensor([1, -5])
-        call = world.world.call("outer", round=quorum.swaps + 1, fragment=WORDS)
+        lost, leaves, told = 1 << 60 if how == "who" else 0, 7 if how == "leaves" else 0, -5 if how == "told" else 0
+        rows = [1, told] + [0] * (2 * COMERS - 2) if told else [0] * (2 * COMERS)
+        word = numbers(2, lost, leaves, *rows, *([0] if how == "long" else []))
         for other in (0, 1):
-            call.send(other, word)
+            mail.send(other, MailNote(WORD, 0, agreement.post.turn + 1, 1), word.view(torch.uint8))
+        mail.settle()
         return None
     try:
-        quorum.settle()
+        agreement.settle()
     except PeerLost as error:
         return str(error)
-    return quorum.seats, dict(quorum.refused), quorum.swaps
+    return agreement.seats, dict(mail.refused)
 
 
-@pytest.mark.parametrize("how", ["long", "state", "who", "told"])
+@pytest.mark.parametrize("how", ["long", "leaves", "who", "told"])
 def test_a_word_that_cannot_be_costs_its_sender_its_seat_and_nothing_else(how: str) -> None:
     left = isles.run_virtual(agree, 3, args=(how,))[:2]
     assert left[0] == left[1]
-    seats, refused, _ = left[0]
+    seats, refused = left[0]
     assert refused == {2: 1} and seats.lost == {2} and seats.whole == [0]
 
 
 def knock(world: Mesh, how: str) -> Any:
     """Two are at work; others come, of whom the first says what cannot be."""
-    entrance = ClusterEntrance(world.world, 5 if world.rank != 2 or how != "run" else 6)
+    post = cluster_post(world.world, 5 if world.rank != 2 or how != "run" else 6, 1 << 10)
     if world.rank >= 2:
         world.transport.compute(1.0)
     if world.rank == 2:
         body = {"long": torch.ones(9, dtype=torch.uint8), "numbers": torch.tensor([2]).view(torch.uint8)}
         sent = body.get(how, torch.tensor([SILENT]).view(torch.uint8))
         for other in (0, 1):
-            entrance.mail.send(other, MailNote(HELLO, 0), sent)
+            post.mail.send(other, MailNote(ASK, 0), sent)
         world.transport.compute(9.0)
         return None
     if world.rank == 3:
-        welcome = entrance.ask(range(2), SILENT)
-        return welcome.swaps, welcome.seats.waiting, dict(welcome.facts)
-    quorum = Quorum(world.world, ClusterSeats.of([[1]], range(2)), GROWTH)
+        welcome = ask_in(post, range(2), SILENT)
+        assert welcome is not None
+        return welcome.turn, welcome.seats.waiting, dict(welcome.facts)
+    agreement = ClusterAgreement(post, world.world, ClusterSeats.of([[1]], range(2)), GROWTH)
     world.transport.compute(2.0)
-    entrance.hear(quorum, leaving=False)
-    quorum.settle()
-    comers = entrance.let_in(quorum, {"step": 4})
+    agreement.settle()
+    comers = let_in(agreement, {"step": 4})
     world.transport.compute(3.0)
-    return comers, dict(entrance.mail.refused)
+    return comers, dict(post.mail.refused)
 
 
 @pytest.mark.parametrize("how", ["run", "long", "numbers"])
 def test_who_says_hello_in_a_way_that_cannot_be_stays_out(how: str) -> None:
     first, second, _, third = isles.run_virtual(knock, 4, args=(how,))
     assert first == second == ([3], {2: 1})
-    assert third == (2, (3,), {"step": 4})
+    assert third == (1, (3,), {"step": 4})
 
 
 @pytest.mark.parametrize(
-    "body", [b"{", b"[]", b'{"swaps":1,"seats":[],"facts":{}}', b'{"swaps":-1,"seats":[],"facts":{}}']
+    "body", [b"{", b"[]", b'{"turn":1,"seats":[],"facts":{}}', b'{"turn":-1,"seats":[],"facts":{}}']
 )
 def test_what_is_no_welcome_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.models.cuts import pieces
 from isles.models.stages import Stage
+from isles.pipeline.compute import StageCompute
 from isles.pipeline.evaluation import Judge
 from tests.pipeline.ravnest import nodes
 from tests.pipeline.ravnest.averages import Killed, end_after
@@ -25,7 +25,7 @@ def judge(world: Mesh, ranks: list[int]) -> Judge:
     """Of a cluster of three."""
     group = world.world.among(ranks, "pipeline")
     cut = pieces((1, 3), BLOCKS, loss_at_origin=False)
-    return Judge(Stage(Wet(0.0), cut[group.rank]), group, nodes.form(), home=False, autocast=nullcontext)
+    return Judge(StageCompute(Stage(Wet(0.0), cut[group.rank]), group, nodes.form(), 1), group)
 
 
 def texts(first: int) -> list[torch.Tensor]:

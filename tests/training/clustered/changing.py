@@ -77,18 +77,18 @@ class Watched(ChurnedClusters):
         average, load, read = ClusterAverage.average, ClusterAverage.load, Loader.read
 
         def averaged(own: ClusterAverage, step: int, samples: int) -> list[int]:
-            rank = own.quorum.world.rank
-            if own.quorum.trains:
+            rank = own.agreement.world.rank
+            if own.agreement.trains:
                 self.before[step][rank] = state_of(own)
             whole = average(own, step, samples)
-            if own.quorum.trains:
+            if own.agreement.trains:
                 self.after[step][rank] = state_of(own)
             return whole
 
         def loaded(own: ClusterAverage, step: int) -> None:
             load(own, step)
-            if own.quorum.trains:
-                self.loaded[step][own.quorum.world.rank] = state_of(own)
+            if own.agreement.trains:
+                self.loaded[step][own.agreement.world.rank] = state_of(own)
 
         def reads(own: Loader, positions: Any) -> Tensor:
             self.read += positions.tolist()
@@ -127,8 +127,8 @@ class Watched(ChurnedClusters):
 
     def check(self) -> None:
         """Those who came to the end are in the same seats, and all whole clusters hold the same."""
-        seats = self.finished[0].quorum.seats
-        assert all(worker.quorum.seats == seats for worker in self.finished)
+        seats = self.finished[0].agreement.seats
+        assert all(worker.agreement.seats == seats for worker in self.finished)
         alike(self.after[self.config.run.steps], seats.clusters)
         for own in (worker.serving for worker in self.finished if worker.serving is not None and worker.trains):
             counts = {int(state["step"]) for state in own.optimizer.state.values()}

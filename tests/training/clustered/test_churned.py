@@ -50,7 +50,7 @@ def test_who_comes_makes_clusters_takes_places_and_holds_the_others_bits(
     run.watch(monkeypatch)
     summary = run.run()
     run.check()
-    seats = run.finished[0].quorum.seats
+    seats = run.finished[0].agreement.seats
     assert seats.clusters == ((0, 6), (7, 3), (4, 5)) and seats.whole == [0, 1, 2]
     assert {key: summary[key] for key in ("joins", "deaths", "leaves", "replicas", "workers")} == {
         "joins": 4, "deaths": 1, "leaves": 1, "replicas": 3, "workers": 6,
@@ -79,7 +79,7 @@ def test_what_nodes_tell_of_themselves_says_where_a_new_cluster_is_cut(
     run.run()
     run.check()
     (cluster,) = form_clusters(nodes, growth_of(made).load)
-    seats = run.finished[0].quorum.seats
+    seats = run.finished[0].agreement.seats
     assert seats.clusters[2] == tuple(4 + number for number in cluster.nodes)
     assert seats.cuts == ((2,), (2,), cluster.split.cuts) and cluster.split.cuts != (2,)
     means(run, 8)
@@ -157,7 +157,7 @@ def test_who_leaves(tmp_path: Path, events: Any, clusters: Any) -> None:
         run.watch(patched)
         run.run()
     run.check()
-    seats = run.finished[0].quorum.seats
+    seats = run.finished[0].agreement.seats
     assert tuple(seats.clusters[number] for number in seats.whole) == clusters
 
 
@@ -170,7 +170,7 @@ def test_one_cluster_that_others_join(tmp_path: Path) -> None:
         run.watch(patched)
         summary = run.run()
     run.check()
-    assert run.finished[0].quorum.seats.clusters == ((4, 1), (2, 3)) and summary["replicas"] == 2
+    assert run.finished[0].agreement.seats.clusters == ((4, 1), (2, 3)) and summary["replicas"] == 2
 
 
 @LONG

@@ -80,7 +80,7 @@ def test_a_run_resumes_exactly_and_sends_what_its_dry_run_says(tmp_path: Path) -
     ages = {line["worker"]: line["staleness"] for line in lines(whole)}
     assert ages[2] == ages[4] == ages[5] == 0  # leaves
     plan = plan_clusters(read)
-    counted = sum(summary["channels"][name]["bytes_sent"] for name in ("pipeline", "outer"))
+    counted = sum(summary["channels"][name]["bytes_sent"] for name in ("pipeline", "outer", "inner"))
     assert sum(plan.bytes_sent) / 7 == counted
     assert plan.averages == 2 and plan.agreements == plan.standby == 1
 

@@ -23,10 +23,10 @@ def takes_the_wrong_segment(patch: Patch) -> None:
     """A part of it lies where the one beside it should."""
     gifts = ClusterAverage._gifts
 
-    def mutant(own: ClusterAverage, tensors: dict[int, list[Any]], number: int) -> Any:
+    def mutant(own: ClusterAverage, tensors: dict[int, list[Any]]) -> Any:
         counts = {share.number: len(share.parameters) for share in own._shares}
         turned = {key: [*held[1 : counts[key]], held[0], *held[counts[key] :]] for key, held in tensors.items()}
-        return gifts(own, turned, number)
+        return gifts(own, turned)
 
     patch.setattr(ClusterAverage, "_gifts", mutant)
 
@@ -42,7 +42,7 @@ def counts_twice(patch: Patch) -> None:
     mean = ClusterAverage._mean
 
     def mutant(own: ClusterAverage, tensors: list[list[Any]], *more: int) -> Any:
-        came = own.quorum.world.rank in own.quorum.seats.told
+        came = own.agreement.world.rank in own.agreement.seats.told
         return mean(own, [[2 * held if came else held for held in each] for each in tensors], *more)
 
     patch.setattr(ClusterAverage, "_mean", mutant)

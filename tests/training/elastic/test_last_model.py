@@ -14,7 +14,7 @@ from torch import Tensor
 from isles.training.elastic.lighthouse import averaging, keeping
 from isles.training.elastic.lighthouse.averaging import consolidate, same_weights, spread, write_mean
 from isles.training.elastic.lighthouse.keeper import Keeper
-from isles.training.records.saved import save_model
+from isles.training.records.tensors import save_model
 from tests.training.elastic.test_terms import config
 
 NOTES = {"head": "embedding"}

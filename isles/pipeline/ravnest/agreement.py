@@ -1,0 +1,215 @@
+"""Which clusters are whole, agreed on by all who are left, and whether what they did together counts.
+
+All take part, those of broken clusters and those who stand by as well, as often as it takes:
+
+    agree      who is left, who leaves, who has come: all know of the same clusters
+    then the work is tried over those that are whole, by letters of this turn; whoever hears that somebody is lost, or
+               agrees already, has failed
+    agree      done | failed      all done: it counts. Else from the top
+
+Guarantee, that of `isles.pipeline.swarm.agreement`: whoever is lost, as many as there are and at any moment, all who
+are left come to the same clusters, and either all of them count what was done or none does. A worker that is late and
+not lost (DeadlinePassed) ends the run by name: it may come back, so nobody goes on without it. Who serves what changes
+by what all have agreed on alone. Who has come is one of them from the next time on (`admit`).
+
+    word     of a world of fixed size: nothing but who is lost. Where nodes come and leave: leaves | `COMERS` x (who
+             came, what it tells of itself, see `isles.network.clusters.telling`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from isles.comm.collectives.mail import Mail, MailLetter
+from isles.comm.errors import Malformed, PeerLost
+from isles.comm.group import Group
+from isles.comm.transport import Steps, Transfer
+from isles.network.clusters.growing import ClusterGrowth
+from isles.network.clusters.telling import is_told
+from isles.pipeline.ravnest.seats import ClusterSeats
+from isles.pipeline.swarm.agreement import Agreement
+from isles.pipeline.swarm.books import words_for
+from isles.pipeline.swarm.letters import LetterTransport
+from isles.pipeline.swarm.post import ASK, COMERS, OUTER, WELCOME, WORD, Post
+
+_IDLE = 100.0  # times as long as others wait for each other those wait who train nothing meanwhile
+_LONGEST = 1 << 20  # bytes of a welcome
+_FIGURES = 1 + 2 * COMERS
+T = TypeVar("T")
+
+
+def cluster_post(world: Group, run: int, largest: int, met: Sequence[int] | None = None) -> Post:
+    """The letters between all positions of `world`, also of nodes that are not here yet.
+
+    run: a number that all nodes of this run share and others do not. largest: bytes of a message of what is done
+    together. met: positions that this node listens to from the start; None: all others.
+    """
+    words = 8 * world.size * (1 + words_for(world.size) + _FIGURES)
+    lengths = {
+        WORD: range(0, words + 1, 8),
+        OUTER: range(largest + 1),
+        ASK: range(8, 9),
+        WELCOME: range(2, _LONGEST),
+    }
+    group = world.among(range(world.size), "inner")  # which nodes of clusters use for nothing else
+    return Post(Mail(group, run=run, lengths=lengths, met=met))
+
+
+@dataclass(frozen=True)
+class Attempt(Generic[T]):
+    """What is tried: protocols that run side by side, after which `result` is what it should be. nbytes: that this
+    worker sends.
+    """
+
+    result: T
+    protocols: Sequence[Steps[Any]]
+    nbytes: int
+
+
+class ClusterAgreement:
+    """Over `world`, in whose positions `seats` are told, by `post` of all of these. growth: how new clusters are made
+    of those who come; None: nobody comes or leaves.
+    """
+
+    def __init__(self, post: Post, world: Group, seats: ClusterSeats, growth: ClusterGrowth | None = None) -> None:
+        self.post, self.world, self.seats, self.growth = post, world, seats, growth
+        """`seats`: as all have agreed on."""
+        self._own = Agreement(post, world.deadlines.outer, (), "outer")
+        self._own.let_in(seats.living)
+        self.letters = replace(world, transport=LetterTransport(self._own, world.transport))
+        """`world`, for what is done together."""
+        self.most = 1 << 30
+        """Clusters at most."""
+        self._leaves = self._stands = False
+        self._met: dict[int, int] = {}
+        self._leaving: Collection[int] = ()
+        self._told: dict[int, int] = {}
+        if growth is not None:
+            post.answers[ASK] = self._hear
+
+    @property
+    def trains(self) -> bool:
+        """Whether this worker's cluster is whole."""
+        return self.seats.trains(self.world.rank)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether this worker has left."""
+        return self.world.rank in self.seats.lost
+
+    def mend(self) -> bool:
+        """Who stands by takes places of the lost and of those who leave, and makes new clusters; whether there is
+        something to load or to arrange now. All ask together.
+        """
+        before = self.seats
+        self._take(before.mended(None if self.growth is None else replace(self.growth, most=self.most)))
+        return bool(self.seats.complete or self.seats.handed) or self.seats.clusters != before.clusters
+
+    def join(self, clusters: Collection[int]) -> None:
+        """Those have the others' weights, and who had to give its state has done so. All say so together."""
+        self._take(self.seats.joined(clusters))
+
+    def leave(self) -> None:
+        """This worker wants to go."""
+        self._leaves = True
+
+    def admit(self) -> list[int]:
+        """All who came, as was agreed on when they were last together, stand by from now on: who they are. Who wants
+        to leave may. All ask together.
+        """
+        before = self.seats
+        self.seats = before.met(self._told, self._leaving)
+        comers = [position for position in self.seats.waiting if position not in before.waiting]
+        self._own.let_in(comers)
+        return comers
+
+    def miss(self, rank: int) -> None:
+        """The worker of that rank (-1: of somebody of this one's cluster) is lost, as this one has heard."""
+        if rank in self.world.ranks:
+            self.post.mail.give_up(self.world.ranks.index(rank), PeerLost(rank, "it was missed"))
+        self._stands = self._stands or rank < 0
+
+    def settle(self) -> None:
+        """Agree on who is left; all ask together. PeerLost where no cluster is whole."""
+        own = [] if self.growth is None else [int(self._leaves), *self._comers()]
+        while not self._fit(said := self._agree(own), self._is_word):
+            pass
+        self.seats = self.seats.without({*self.seats.living} - {*said})
+        self._stands = False
+        if not self.seats.whole:
+            raise PeerLost(-1, "a node of the last cluster that was whole")
+        if self.growth is not None:
+            self._leaving = [position for position, word in said.items() if word[0]]
+            rows = [row for word in said.values() for row in zip(word[1::2], word[2::2], strict=True) if row[1]]
+            self._told = {position: max(told for one, told in rows if one == position) for position, _ in rows}
+
+    def together(self, attempt: Callable[[], Attempt[T]]) -> T:
+        """The result of `attempt` once all who are left have made it. It may be called again where a node is lost
+        meanwhile: it must leave nothing behind, go by `seats`, on which all have agreed then, and send by `letters`.
+        DeadlinePassed where somebody is late, PeerLost where no cluster is whole.
+        """
+        while True:
+            self.settle()
+            made = attempt()
+            runs = [self.letters.start(protocol, "outer", nbytes=made.nbytes) for protocol in made.protocols]
+            held = [_holds(transfer) for transfer in runs]  # each is waited for: others may still need it
+            said = self._agree([int(all(held))])
+            if self._fit(said, lambda word: word in ((0,), (1,))) and all(word[0] for word in said.values()):
+                return made.result
+
+    def drain(self) -> None:
+        """Take in what is still to come of the last agreement, so that a checkpoint finds nothing under way."""
+        self._own.drain()
+
+    def _agree(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        place, lost = self.seats.place(self.world.rank), self._own.lost
+        idles = not self.trains or self._stands or place is None or not lost.isdisjoint(self.seats.clusters[place[0]])
+        self._own.patience = self.world.deadlines.outer * (_IDLE if idles else 1.0)
+        return self._own.agree(own)
+
+    def _fit(self, said: Mapping[int, tuple[int, ...]], can_be: Callable[[tuple[int, ...]], bool]) -> bool:
+        """Whether all said what can be. Who did not is not read any more: all know of the same."""
+        odd = [position for position, word in said.items() if not can_be(word)]
+        for position in odd:
+            self.post.mail.refuse(position, Malformed(self.world.ranks[position], "a word that cannot be"))
+        return not odd
+
+    def _is_word(self, word: tuple[int, ...]) -> bool:
+        rows = [*zip(word[1::2], word[2::2], strict=True)]
+        fits = all(
+            (0 <= position < self.world.size and is_told(told)) or not (position or told) for position, told in rows
+        )
+        return fits and all(leaves in (0, 1) for leaves in word[:1])
+
+    def _comers(self) -> list[int]:
+        """Who has come by now, as this one has heard, and is none of them yet."""
+        self.post.mail.wait(0.0)
+        self.post.sort()
+        known = {*self.seats.living, *self.seats.lost}
+        rows = [number for one in sorted(self._met.keys() - known)[:COMERS] for number in (one, self._met[one])]
+        return rows + [0] * (2 * COMERS - len(rows))
+
+    def _hear(self, letter: MailLetter) -> None:
+        told = int(letter.body.view(torch.int64))
+        if is_told(told):
+            self._met[letter.sender] = told
+        else:
+            why = Malformed(self.world.ranks[letter.sender], "numbers that no node tells of itself")
+            self.post.mail.refuse(letter.sender, why)
+
+    def _take(self, seats: ClusterSeats) -> None:
+        self.seats = seats
+        self._own.let_go({*self._own.members} - {*seats.living})
+
+
+def _holds(transfer: Transfer[Any]) -> bool:
+    """Waits for it; False where somebody who has part in it is lost, or sent what is no message."""
+    try:
+        transfer.wait()
+    except (PeerLost, Malformed):
+        return False
+    return True

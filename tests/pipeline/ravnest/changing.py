@@ -1,0 +1,151 @@
+"""Nodes of clusters that are killed, leave and come while they average; each round moves what a node holds by numbers
+that anybody can add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from isles.comm.errors import CommError
+from isles.comm.mesh import Mesh
+from isles.models.cuts import pieces
+from isles.models.stages import Stage
+from isles.network.clusters.growing import ClusterGrowth
+from isles.network.clusters.splitting import ModelLoad
+from isles.network.clusters.telling import SILENT
+from isles.pipeline.ravnest.agreement import ClusterAgreement, cluster_post
+from isles.pipeline.ravnest.averaging import ClusterAverage, SharedSegment, refinement
+from isles.pipeline.ravnest.entering import ask_in, let_in
+from isles.pipeline.ravnest.seats import ClusterSeats
+from tests.pipeline.ravnest.averages import THREE
+from tests.pipeline.ravnest.nodes import BLOCKS, Wet, stepper
+
+GROWTH = ClusterGrowth(ModelLoad(flops=(1e9,) * BLOCKS, weights=(1e6,) * BLOCKS, saved=(1e5,) * BLOCKS, stream=1e4))
+FOUNDERS = 6
+
+
+@dataclass(frozen=True)
+class Fates:
+    """comes: by rank behind the founders, the second at which it asks to come. leaves: by rank, after which round."""
+
+    rounds: int
+    comes: dict[int, float] = field(default_factory=dict)
+    leaves: dict[int, int] = field(default_factory=dict)
+
+
+class Averaged(NamedTuple):
+    """What a node has after a round: which clusters the mean is of, who is in which seat, and what it holds."""
+
+    whole: list[int]
+    seats: ClusterSeats
+    held: dict[str, Tensor]
+
+
+def moved(round: int, cluster: int, shape: torch.Size) -> Tensor:
+    """By how much a cluster moves every tensor of that shape in a round: a multiple of 1/64, so that sums are exact."""
+    drawn = torch.randint(-64, 65, shape, generator=torch.Generator().manual_seed(1009 * round + cluster))
+    return drawn.float() / 64
+
+
+@cache
+def segments(cuts: tuple[tuple[int, ...], ...]) -> list[SharedSegment]:
+    """Of clusters that are cut there."""
+    model = Wet(0.0)
+    stages = [[Stage(model, piece) for piece in pieces(own, BLOCKS, loss_at_origin=False)] for own in cuts]
+    return refinement([{n: [*dict(s.named_parameters())] for n, s in enumerate(own)} for own in stages])
+
+
+@cache
+def start() -> dict[str, Tensor]:
+    return {name: own.detach().double() for name, own in Wet(0.0).named_parameters()}
+
+
+class ChangingNode:
+    """One node, from its first round on."""
+
+    def __init__(self, world: Mesh, agreement: ClusterAgreement) -> None:
+        self.world, self.agreement = world, agreement
+        self.average = ClusterAverage(agreement, segments(agreement.seats.cuts))
+        self.stage: Stage | None = None
+
+    def serve(self) -> None:
+        """Hold what this node's place asks for; nothing where it has none."""
+        seats, rank = self.agreement.seats, self.world.rank
+        self.average.recut(segments(seats.cuts))
+        place = seats.place(rank)
+        gives = any(rank == giver for giver, _ in seats.handed)
+        if place is not None:
+            cluster, here = place
+            piece = pieces(seats.cuts[cluster], BLOCKS, loss_at_origin=False)[here]
+            if self.stage is None or self.stage.piece != piece:
+                self.stage = Stage(Wet(0.0), piece)
+        if (place is not None or gives) and self.stage is not None:
+            self.average.serve(self.stage, stepper("sgd", list(self.stage.parameters())))
+
+    def round(self, number: int) -> Averaged | None:
+        """One more; None where this node has left after it."""
+        agreement, place = self.agreement, self.agreement.seats.place(self.world.rank)
+        if agreement.trains and self.stage is not None and place is not None:
+            with torch.no_grad():
+                for own in self.stage.parameters():
+                    own += moved(number, place[0], own.shape)
+        self.world.transport.compute(1.0)
+        whole = self.average.average(number, 1)
+        trained = agreement.trains and self.stage is not None
+        held = {name: own.detach().clone() for name, own in self.stage.named_parameters()} if trained else {}  # type: ignore[union-attr]
+        told = Averaged(whole, agreement.seats, held)
+        let_in(agreement, {"round": number})
+        while agreement.mend() and not agreement.is_gone:
+            self.serve()
+            self.average.load(number)
+        if agreement.is_gone:
+            return None
+        self.serve()
+        return told
+
+
+def change(world: Mesh, fates: Fates) -> dict[int, Averaged]:
+    """By round, what this node had; until it has left, or is lost."""
+    torch.set_num_threads(1)
+    post, rank, first = cluster_post(world.world, 5, 1 << 20), world.rank, 0
+    if rank < FOUNDERS:
+        agreement = ClusterAgreement(post, world.world, ClusterSeats.of(THREE, range(FOUNDERS)), GROWTH)
+    else:
+        world.transport.compute(fates.comes[rank])
+        try:
+            welcome = ask_in(post, range(rank), SILENT)
+        except CommError:  # everybody whom it could have met has gone
+            return {}
+        assert welcome is not None
+        agreement = ClusterAgreement(post, world.world, welcome.seats, GROWTH)
+        first = welcome.facts["round"] + 1
+    node = ChangingNode(world, agreement)
+    if first:
+        while agreement.mend():
+            node.serve()
+            node.average.load(first - 1)
+    node.serve()
+    found: dict[int, Averaged] = {}
+    for number in range(first, fates.rounds):
+        if fates.leaves.get(rank, fates.rounds) <= number:
+            agreement.leave()
+        told = node.round(number)
+        if told is None:
+            break
+        found[number] = told
+    return found
+
+
+def expected(before: dict[str, Tensor], number: int, whole: list[int]) -> dict[str, Tensor]:
+    """What everybody holds after a round: what all held before, and the mean of what the clusters that were whole moved
+    by.
+    """
+    return {
+        name: own + torch.stack([moved(number, one, own.shape).double() for one in whole]).mean(0)
+        for name, own in before.items()
+    }

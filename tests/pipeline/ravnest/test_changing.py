@@ -1,0 +1,47 @@
+"""Nodes of clusters that are killed at any message, leave and come: what is averaged is by the numbers the mean of the
+clusters that are whole, and the same everywhere.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+import isles
+from tests.pipeline.ravnest.changing import FOUNDERS, Averaged, Fates, change, expected, start
+from tests.pipeline.swarm import killing
+
+LINKS = isles.Links(bandwidth=1e8, latency=0.01, jitter=0.8)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))])
+def test_sixty_rounds_under_kills_leaves_and_joins(seed: int) -> None:
+    """Cluster 2 is one node that stays, so that there is always somebody to go on from."""
+    draw, rounds, workers, stays = random.Random(seed), 60, 12, 5
+    comers = range(FOUNDERS, workers)
+    fates = Fates(
+        rounds,
+        comes={rank: draw.uniform(1.0, 40.0) for rank in comers},
+        leaves={rank: draw.randrange(50) for rank in draw.sample([0, 3, *comers], 3)},
+    )
+    mortal = [rank for rank in range(workers) if rank != stays and rank not in fates.leaves]
+    deaths = {rank: draw.randint(1, 4000) for rank in draw.sample(mortal, 5)}
+    done = killing.run(change, workers, (fates,), deaths, links=LINKS, step_seconds=0.0)
+    told = {rank: one[0] for rank, one in enumerate(done) if one is not None}
+    assert [*told[stays]] == [*range(rounds)]
+
+    want, whole = start(), list[list[int]]()
+    for number in range(rounds):
+        there: dict[int, Averaged] = {rank: own[number] for rank, own in told.items() if number in own}
+        seats, clusters = there[stays].seats, there[stays].whole
+        assert all((one.seats, one.whole) == (seats, clusters) for one in there.values()), number
+        assert all(seats.lost.isdisjoint(seats.clusters[cluster]) for cluster in clusters)
+        want = expected(want, number, clusters)
+        for one in there.values():
+            for name, held in one.held.items():
+                assert (held.double() - want[name]).abs().max() <= 2e-5, (number, name)
+        whole.append(clusters)
+    assert any(len(after) < len(before) for before, after in pairwise(whole))
+    assert any(len(after) > len(before) for before, after in pairwise(whole))
