@@ -121,6 +121,7 @@ class ClusterAgreement:
         """All who came, as was agreed on when they were last together, stand by from now on: who they are. Who wants
         to leave may. All ask together.
         """
+        self._count_out()  # who was lost since all agreed on who is left: who comes is told of the same ones
         before = self.seats
         self.seats = before.met(self._told, self._leaving)
         comers = [position for position in self.seats.waiting if position not in before.waiting]
@@ -138,10 +139,8 @@ class ClusterAgreement:
         own = [] if self.growth is None else [int(self._leaves), *self._comers()]
         while not self._fit(said := self._agree(own), self._is_word):
             pass
-        self.seats = self.seats.without({*self.seats.living} - {*said})
+        self._count_out()
         self._stands = False
-        if not self.seats.whole:
-            raise PeerLost(-1, "a node of the last cluster that was whole")
         if self.growth is not None:
             self._leaving = [position for position, word in said.items() if word[0]]
             rows = [row for word in said.values() for row in zip(word[1::2], word[2::2], strict=True) if row[1]]
@@ -200,6 +199,11 @@ class ClusterAgreement:
         else:
             why = Malformed(self.world.ranks[letter.sender], "numbers that no node tells of itself")
             self.post.mail.refuse(letter.sender, why)
+
+    def _count_out(self) -> None:
+        self.seats = self.seats.without({*self.seats.living} - {*self._own.members})
+        if not self.seats.whole:
+            raise PeerLost(-1, "a node of the last cluster that was whole")
 
     def _take(self, seats: ClusterSeats) -> None:
         self.seats = seats
