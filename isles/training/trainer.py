@@ -73,8 +73,8 @@ class Trainer:
 
     def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None, roster: Roster | None = None) -> None:
         self.config, self.world, self.workers = config, world, world.size
-        by_plan = bool(config.pipeline.skippipe.plan)  # some nodes learn more than others, as more comes by them
-        uneven = not config.pipeline.is_grid and (by_plan or config.method != "none")
+        routing = config.pipeline.routing  # some nodes learn more than others, as more comes by them
+        uneven = routing == "skippipe" or (routing == "swarm" and config.method != "none")
         world.world.ledger.trust.ratio = config.world.trust_ratio * (JUMPS if uneven else 1.0)
         self.text = self._text(corpus) if world.place.stage == 0 else None
         self.judges = self._judging()
@@ -123,7 +123,7 @@ class Trainer:
     def _judging(self) -> bool:
         """With a plan the first column judges for all."""
         judges = told_by_first(self.world.stage, self.text is not None and self.text.judges)
-        return judges and (not self.config.pipeline.skippipe.plan or self.world.place.replica == 0)
+        return judges and (self.config.pipeline.routing != "skippipe" or self.world.place.replica == 0)
 
     def _wrapped(
         self, model: nn.Module, roster: Roster | None, manage: Callable[[nn.Module, Optimizer], Optimizer]
