@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from isles.comm.layout import Layout, grid_of
 from isles.imports import named
-from isles.training.config.planned import check as check_plan
-from isles.training.config.planned import plan_of
 from isles.training.records.checkpoint import Checkpoints, newest_whole, seat_of
 
 if TYPE_CHECKING:
@@ -44,6 +42,7 @@ class WorldKind:
     """Whether workers are peers that agree among themselves, and go on when others fail."""
     situations = ("peers that come and go",)
     """Of `isles.training.config.conflicts.TOLD`, those that hold where peers come and go."""
+    check_plan, plan_of = (Lazy(f"isles.training.config.planned:{name}") for name in ("check", "plan_of"))
     refuse = Lazy("isles.training.plan.sketch:refuse_known")
     plan = Lazy("isles.training.plan.replicas:plan_replicas")
     train = Lazy("isles.training.worker:train_replica")
@@ -54,7 +53,7 @@ class WorldKind:
 
     def check(self, config: Config) -> int:
         """Workers that read text. ValueError, one line that names the key, where `config` cannot be."""
-        return check_plan(config) if config.pipeline.skippipe.plan else self.replicas(config)
+        return self.check_plan(config) if config.pipeline.skippipe.plan else self.replicas(config)
 
     def replicas(self, config: Config) -> int:
         """Copies of the model that the workers make up."""
@@ -62,8 +61,8 @@ class WorldKind:
 
     def layout(self, config: Config) -> Layout:
         """The place of every worker."""
-        if plan := plan_of(config.pipeline):
-            return Layout.columns(plan.problem.stages)
+        if config.pipeline.skippipe.plan:
+            return Layout.columns(self.plan_of(config.pipeline).problem.stages)
         return grid_of(config.world.workers, stage=config.pipeline.stages, inner=config.world.inner)
 
     def seat(self, checkpoints: Checkpoints, step: int, rank: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from isles.training.config.sections import Config
 from isles.training.kinds import Lazy, WorldKind, kind_of, layout_of
 from isles.training.plan.run_plan import plan_run, refuse
 from isles.training.records.reshard.prepare import prepare
+from isles.training.running.server import PRELOAD
 from isles.training.worker import train_worker
 from tests.training.runs import VirtualWorkers, run, tiny, write_text
 
@@ -62,6 +65,21 @@ def test_every_place_of_a_kind_is_there() -> None:
         for name, value in vars(kind).items():
             if isinstance(value, Lazy):
                 assert callable(getattr(kind(), name)), name
+
+
+def test_a_fork_server_has_loaded_what_workers_train_with() -> None:
+    """Else every worker would, for seconds."""
+    code = f"""
+import importlib, sys
+for name in {PRELOAD}:
+    importlib.import_module(name)
+from isles.training import kinds
+for kind in (kinds.WorldKind, kinds.SwarmWorld, kinds.ClusterWorld):
+    for name in {{"train", "trainer"}} & vars(kind).keys():
+        assert vars(kind)[name].place.partition(":")[0] in sys.modules, vars(kind)[name].place
+print("loaded")
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"loaded\n"
 
 
 def test_a_swarm_goes_on_with_as_many_peers(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ a method or a model of one's own.
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any, cast
 
 from isles.comm.elastic import cells
@@ -13,6 +12,7 @@ from isles.comm.elastic.orders import Rules
 from isles.comm.view import View
 from isles.models.model_limits import state_bytes
 from isles.replicas.loop.config import WeightedConfig
+from isles.tables import changed
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.reading import Tables, resolve
 from isles.training.config.sections import Config
@@ -50,8 +50,7 @@ def going_on(config: Config) -> Config:
 
 def _as_ours(config: Config, ours: dict[str, str]) -> Config:
     """With those of the settings that its method has."""
-    ours = {key: value for key, value in ours.items() if hasattr(config.replicas, key)}
-    return replace(config, replicas=replace(config.replicas, **ours))
+    return changed(config, {f"replicas.{key}": value for key, value in ours.items() if hasattr(config.replicas, key)})
 
 
 def in_rounds(config: Config, *, simulated: bool = False) -> Config:

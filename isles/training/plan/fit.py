@@ -18,6 +18,7 @@ from isles.memory.costs import Placement, Profile, least_peak
 from isles.memory.costs import host_bytes as planned_host_bytes
 from isles.memory.plan import MemoryPlan
 from isles.network.machines import Machine, machine
+from isles.tables import changed
 from isles.training.config.sections import Config
 from isles.training.kinds import kind_of
 from isles.training.memory.planned import machine_of, profile_of
@@ -98,11 +99,6 @@ def _beside_states(config: Config, made: Profile, activations: str) -> int:
     return max(least_peak(made, placements, batches) - states, 0) + waiting
 
 
-def _with_plan(config: Config) -> Config:
-    """With a plan of memory that may move blocks."""
-    return replace(config, memory=replace(config.memory, method="auto"))
-
-
 def _mends(
     config: Config, worker: WorkerPlan, made: Profile | None, here: Machine, device: int, host: int
 ) -> list[str]:
@@ -120,12 +116,12 @@ def _mends(
         lean = (Placement("host" if here.host_bytes else "device", "recompute"),) * len(made.units)
         if kept + _beside_states(config, made, "recompute") <= room:
             found.append('memory.method = "checkpoint"')
-        elif here.host_bytes and (moved := _profile(_with_plan(config), 0)) is not None:
+        elif here.host_bytes and (moved := _profile(changed(config, {"memory.method": "auto"}), 0)) is not None:
             peak = least_peak(moved, lean, config.inner.accumulation)
             if max(peak - room, host + planned_host_bytes(moved, lean) - here.host_bytes) <= 0:
                 found.append('memory.method = "auto"')
     if made is not None and host <= host_room and config.pipeline.stages > 1 and not config.pipeline.recompute:
-        lean = replace(config, pipeline=replace(config.pipeline, recompute=True))
+        lean = changed(config, {"pipeline.recompute": True})
         less = _beside_states(config, made, "keep") - _beside_states(lean, made, "keep")
         found += ["pipeline.recompute = true"] if device - less <= room else []
     for key in ('world.inner = {} (inside = "fsdp")', "pipeline.stages = {}"):

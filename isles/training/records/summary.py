@@ -10,8 +10,6 @@ from isles.training.config.sections import Config
 from isles.version import __version__
 
 SummaryTable = dict[str, Any]
-
-
 _MEAN_HEADER = 32  # bytes beside a mean
 
 

@@ -10,7 +10,11 @@ import multiprocessing
 import signal
 from multiprocessing import forkserver, resource_tracker
 
-PRELOAD = ["isles.training.running.processes", "isles.launch.preload"]
+PRELOAD = [
+    "isles.training.running.processes",
+    *("isles.training.clustered.entry", "isles.training.swarmed.trainer"),  # what workers of `kinds` come to
+    "isles.launch.preload",
+]
 """Modules that it loads, in this order."""
 
 
