@@ -17,7 +17,7 @@ batch of one order (`isles.data.loader`), so no two read the same, and what is r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from isles.training.clustered.cuts import cluster_cuts, first_blocks, opening_no
 from isles.training.clustered.holding import NodeHolding
 from isles.training.clustered.serving import Serving, SharedReading
 from isles.training.config.reading import run_name
-from isles.training.config.sections import Config, RunConfig
+from isles.training.config.sections import Config
 from isles.training.cores import take_cores
 from isles.training.loop import TrainingLoop
 from isles.training.records.finite import refuse_losses, refuse_state
@@ -50,32 +50,6 @@ from isles.training.step import Left
 
 LONGEST = 200
 """Updates after which a cluster drains to hear whether it should stop."""
-
-
-@dataclass(frozen=True)
-class Stretches:
-    """every: updates between averages; 0: there are none. judges: whether text was kept for validation."""
-
-    run: RunConfig
-    every: int
-    judges: bool
-
-    def until(self, step: int) -> int:
-        """The update after which the stretch behind `step` ends."""
-        run = self.run
-        marks = [
-            (step // every + 1) * every for every in (self.every, run.validate_every, run.checkpoint_every) if every
-        ]
-        return min([*marks, step + LONGEST, run.steps])
-
-    def averages(self, step: int) -> bool:
-        """Whether clusters average there."""
-        return bool(self.every) and (step % self.every == 0 or step == self.run.steps)
-
-    def settles(self, step: int) -> bool:
-        """Whether all agree on who is left there, though they do not average: who judges must know of losses."""
-        every = self.run.validate_every
-        return bool(self.every) and not self.averages(step) and self.judges and every > 0 and step % every == 0
 
 
 class ClusterWorker(TrainingLoop):
@@ -218,10 +192,23 @@ class ClusterWorker(TrainingLoop):
         return self.agreement.growth is not None
 
     @property
-    def _stretches(self) -> Stretches:
+    def _every(self) -> int:
+        """Updates between averages; 0: there are none."""
         averages = len(self._holding.cuts) > 1 or self._is_open
-        every = getattr(self.config.replicas, "sync_every", 0) if averages else 0
-        return Stretches(self.config.run, every, self.judges)
+        return getattr(self.config.replicas, "sync_every", 0) if averages else 0
+
+    def _until(self) -> int:
+        """The update after which the next stretch ends."""
+        run, step = self.config.run, self.steps
+        marks = [
+            (step // every + 1) * every for every in (self._every, run.validate_every, run.checkpoint_every) if every
+        ]
+        return min([*marks, step + LONGEST, run.steps])
+
+    def _settles(self, step: int) -> bool:
+        """Whether all agree on who is left there, though they do not average: who judges must know of losses."""
+        every = self.config.run.validate_every
+        return bool(self._every) and self.judges and every > 0 and step % every == 0
 
     @override
     def step(self) -> None:
@@ -229,19 +216,19 @@ class ClusterWorker(TrainingLoop):
         if self._has_come:
             self._has_come = False
             return
-        self._end_at, self._taken = self._stretches.until(self.steps), 0
+        self._end_at, self._taken = self._until(), 0
         until = self._end_at
         with self.step_clock.step(self.timeline):
             self._train(until - self.steps)
             self.steps = until
-            if self._stretches.averages(until):
+            if self._every and (until % self._every == 0 or until == self.config.run.steps):
                 if self.leaving:
                     self.agreement.leave()
                 self.average.average(until, (until - self.averaged) * self._holding.samples)
                 self.averaged = until
                 self._admit()
                 self._mend()
-            elif self._stretches.settles(until):
+            elif self._settles(until):
                 self.agreement.settle()
 
     def _train(self, updates: int) -> None:
@@ -273,7 +260,7 @@ class ClusterWorker(TrainingLoop):
 
     def _broken_by(self, error: PeerLost) -> None:
         """A node of this cluster is lost: PeerLost where nobody else has its part."""
-        if not self._stretches.every:
+        if not self._every:
             raise error
         self.agreement.miss(error.rank)
         self._holding.is_broken = True
