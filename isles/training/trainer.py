@@ -25,7 +25,7 @@ from isles.training.loop import TrainingLoop
 from isles.training.records.finite import refuse_state
 from isles.training.records.spread import Sample
 from isles.training.records.tensors import save_model
-from isles.training.step import WAITS, StageRecovery, TrainerParts
+from isles.training.step import WAITS, TrainerParts
 
 
 class Trainer(TrainingLoop):
@@ -106,14 +106,16 @@ class Trainer(TrainingLoop):
         if self.device.type == "cpu":  # elsewhere a look would wait for the device: `metrics` looks there
             self._refuse_not_finite(self.optimizer.steps + 1, losses)  # before anyone is sent what came of it
         self.optimizer.step(scaler=self.scaler)
-        if self.recovery is not None:
-            self._mend(self.recovery)
+        self._mend()
         self.optimizer.zero_grad()
         self.schedule.step()
         self.losses += losses
 
-    def _mend(self, recovery: StageRecovery) -> None:
+    def _mend(self) -> None:
         """Lose and mend stages, where that is asked for."""
+        recovery = self.recovery
+        if recovery is None:
+            return
         lost, factor = recovery.after_step(self.optimizer.steps, self.optimizer.inner)
         self.optimizer.take_in()
         self.schedule.base_lrs = [rate * factor for rate in self.schedule.base_lrs]
