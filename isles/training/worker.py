@@ -7,7 +7,7 @@ from typing import Any
 
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
-from isles.training.clustered.entry import train_clustered
+from isles.training.clustered.opening import train_clustered
 from isles.training.config.sections import Config
 from isles.training.draws import seed_draws
 from isles.training.placement import layout_of

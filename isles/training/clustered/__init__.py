@@ -2,7 +2,7 @@
 `isles.pipeline.ravnest`).
 
 `node`         `ClusterWorker`: one worker, stretch after stretch until the last step
-`entry`        how it begins in a fixed world; `opening`: where workers come and leave
+`opening`      how it begins, in a fixed world and where workers come and leave
 `stretches`    at which updates a stretch ends; `reading`: which text each cluster reads in it
 `holding`      what a worker holds as its place changes; `serving`: a stage with its optimizer, and the text at the root
 `meter`        what it reports; `ending`: its share of the summary, and the model
