@@ -53,7 +53,7 @@ class TrainingLoop(ABC):
         self.step_clock = StepClock(world.transport, device, simulated=config.world.is_simulated)
 
     @abstractmethod
-    def done(self) -> int:
+    def steps_done(self) -> int:
         """Inner steps so far."""
 
     @abstractmethod
@@ -80,9 +80,9 @@ class TrainingLoop(ABC):
         """Train the steps that are left; the first worker writes OUT/model.safetensors. Returns this worker's share of
         the summary, or None where the run was stopped (its state is then in a checkpoint).
         """
-        while self.done() < self.config.run.steps:
+        while self.steps_done() < self.config.run.steps:
             self.step()
-            if self._stops_after(self.done(), out):
+            if self._stops_after(self.steps_done(), out):
                 self._report_last_spans()
                 return None
         return self.conclude(out)
@@ -131,7 +131,9 @@ class TrainingLoop(ABC):
     def report(self, val_loss: float | None) -> None:
         """Tell the launcher how far this worker is."""
         self.world.report(asdict(self.metrics(val_loss)) | self._gauges())
-        self._report_spans(self.timeline.take(self.done(), self.world.world.traffic.take_spans(), self.clock_before))
+        self._report_spans(
+            self.timeline.take(self.steps_done(), self.world.world.traffic.take_spans(), self.clock_before)
+        )
 
     @abstractmethod
     def _gauges(self) -> dict[str, float]:
@@ -139,7 +141,7 @@ class TrainingLoop(ABC):
 
     def metrics(self, val_loss: float | None) -> Metrics:
         """The line for the steps since the last one."""
-        step = self.done()
+        step = self.steps_done()
         self._refuse_not_finite(step, self.losses)
         loss = self._mean(self.losses) if self.losses else math.nan
         self.losses.clear()
@@ -169,7 +171,7 @@ class TrainingLoop(ABC):
             self.world.report({"spans": spans})
 
     def _report_last_spans(self) -> None:
-        tasks = self.timeline.tasks(self.done(), self.played(), self.clock_before)
+        tasks = self.timeline.tasks(self.steps_done(), self.played(), self.clock_before)
         self._report_spans(self.timeline.rest())
         self._report_spans(tasks)
 
@@ -177,7 +179,7 @@ class TrainingLoop(ABC):
         """Its share of the summary, of what was counted and measured so far; all spans are told."""
         self.step_clock.read()
         traffic = self.world.world.traffic
-        self.timeline.take(self.done(), traffic.take_spans(), self.clock_before)
+        self.timeline.take(self.steps_done(), traffic.take_spans(), self.clock_before)
         self._report_last_spans()
         blocked = traffic.total("blocked_seconds", *WAITS)
         return {

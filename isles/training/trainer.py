@@ -49,7 +49,7 @@ class Trainer(TrainingLoop):
             world.world.traffic[channel].blocked_seconds = 0.0
 
     @override
-    def done(self) -> int:
+    def steps_done(self) -> int:
         return self.optimizer.steps
 
     @override
@@ -148,7 +148,7 @@ class Trainer(TrainingLoop):
         if self.sample is not None:
             self.optimizer.catch_up()
             sample = {"sample": self.sample.read(), "weights": self.sample.weights}
-            self.world.report(sample | {"step": self.done(), "worker": self.world.rank})
+            self.world.report(sample | {"step": self.steps_done(), "worker": self.world.rank})
 
     @override
     def _gauges(self) -> dict[str, float]:

@@ -80,7 +80,7 @@ class ClusterAgreement:
         """`seats`: as all have agreed on."""
         self._own = Agreement(post, world.deadlines.outer, (), "outer")
         self._own.let_in(seats.living)
-        self.letters = replace(world, transport=LetterTransport(self._own, world.transport))
+        self.letters = replace(world, transport=LetterTransport(self._own, world.transport), channel="outer")
         """`world`, for what is done together."""
         self.most = 1 << 30
         """Clusters at most."""
@@ -121,6 +121,7 @@ class ClusterAgreement:
         """All who came, as was agreed on when they were last together, stand by from now on: who they are. Who wants
         to leave may. All ask together.
         """
+        self._count_out()  # who was lost since all agreed on who is left: who comes is told of the same ones
         before = self.seats
         self.seats = before.met(self._told, self._leaving)
         comers = [position for position in self.seats.waiting if position not in before.waiting]
@@ -138,14 +139,11 @@ class ClusterAgreement:
         own = [] if self.growth is None else [int(self._leaves), *self._comers()]
         while not self._fit(said := self._agree(own), self._is_word):
             pass
-        self.seats = self.seats.without({*self.seats.living} - {*said})
+        self._count_out()
         self._stands = False
-        if not self.seats.whole:
-            raise PeerLost(-1, "a node of the last cluster that was whole")
         if self.growth is not None:
             self._leaving = [position for position, word in said.items() if word[0]]
-            rows = [row for word in said.values() for row in zip(word[1::2], word[2::2], strict=True) if row[1]]
-            self._told = {position: max(told for one, told in rows if one == position) for position, _ in rows}
+            self._told = dict(sorted(row for word in said.values() for row in _rows(word)))
 
     def together(self, attempt: Callable[[], Attempt[T]]) -> T:
         """The result of `attempt` once all who are left have made it. It may be called again where a node is lost
@@ -179,11 +177,8 @@ class ClusterAgreement:
         return not odd
 
     def _is_word(self, word: tuple[int, ...]) -> bool:
-        rows = [*zip(word[1::2], word[2::2], strict=True)]
-        fits = all(
-            (0 <= position < self.world.size and is_told(told)) or not (position or told) for position, told in rows
-        )
-        return fits and all(leaves in (0, 1) for leaves in word[:1])
+        can_be = (0 <= position < self.world.size and is_told(told) for position, told in _rows(word))
+        return all(can_be) and all(leaves in (0, 1) for leaves in word[:1])
 
     def _comers(self) -> list[int]:
         """Who has come by now, as this one has heard, and is none of them yet."""
@@ -201,9 +196,19 @@ class ClusterAgreement:
             why = Malformed(self.world.ranks[letter.sender], "numbers that no node tells of itself")
             self.post.mail.refuse(letter.sender, why)
 
+    def _count_out(self) -> None:
+        self.seats = self.seats.without({*self.seats.living} - {*self._own.members})
+        if not self.seats.whole:
+            raise PeerLost(-1, "a node of the last cluster that was whole")
+
     def _take(self, seats: ClusterSeats) -> None:
         self.seats = seats
         self._own.let_go({*self._own.members} - {*seats.living})
+
+
+def _rows(word: Sequence[int]) -> list[tuple[int, int]]:
+    """Who came, beside what it tells of itself."""
+    return [row for row in zip(word[1::2], word[2::2], strict=True) if row != (0, 0)]
 
 
 def _holds(transfer: Transfer[Any]) -> bool:

@@ -2,7 +2,7 @@
 `isles.pipeline.ravnest`).
 
 `node`         `ClusterWorker`: one worker, whose step is a stretch of updates (`isles.training.loop`)
-`opening`      how it begins where workers come and leave
+`opening`      how it begins, in a fixed world and where workers come and leave
 `holding`      what a worker holds as its place changes; `serving`: a stage with its optimizer, and the text at the root
 `cuts`         where each cluster cuts the model; `describing`: what this machine offers to one
 `dry`          the plan of such a run

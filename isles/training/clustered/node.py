@@ -128,7 +128,7 @@ class ClusterWorker(TrainingLoop):
         return self._holding.trains
 
     @override
-    def done(self) -> int:
+    def steps_done(self) -> int:
         return self.steps
 
     @override
