@@ -113,9 +113,7 @@ class StageCompute:
             done.loss = out.detach()
             return done, None
         refuse_own(self.group, "its activations", out)
-        sent = self.form.pack(out, side, done.tokens if goes == "on" else None)
-        _give_up_numbers(out)
-        return done, sent
+        return done, self.form.pack(out, side, done.tokens if goes == "on" else None)
 
     def run_backward(
         self, task: Task, done: OpenPass, wire: Tensor | None, source: int | None = None
@@ -181,12 +179,12 @@ class StageCompute:
         assert done.random is not None
         with _drawing(*done.random, self.device):
             out, _ = self._through(done)
-        _give_up_numbers(out)
+        give_up_numbers(out)
         return out
 
 
-def _give_up_numbers(out: Tensor) -> None:
-    """The backward pass begins at its shape. What autograd has kept of it stays."""
+def give_up_numbers(out: Tensor) -> None:
+    """Free what a pass has sent: its backward pass begins at its shape. What autograd has kept of it stays."""
     out.data = out.data.new_zeros(()).expand(out.shape)
 
 

@@ -28,13 +28,15 @@ _BATCHES = 1024  # of a judgement: addresses that follow one another
 _COUNT, _SIZES, _SUM = range(3)  # phases
 
 
+@dataclass(frozen=True, slots=True)
 class Judge:
     """Mean losses of a replica. compute: of this worker's stage. group: mesh.stage, whose positions are the stages.
     home: the loss is computed at stage 0.
     """
 
-    def __init__(self, compute: StageCompute, group: Group, *, home: bool = False) -> None:
-        self.compute, self.group, self.home = compute, group, home
+    compute: StageCompute
+    group: Group
+    home: bool = False
 
     @torch.no_grad()
     def loss(self, batches: Iterable[Tensor]) -> float:

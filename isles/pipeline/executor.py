@@ -30,7 +30,7 @@ from isles.network.routing.events import Span
 from isles.network.routing.orders import orders
 from isles.network.routing.replay import TaskSeconds, seconds_of
 from isles.network.routing.routes import Route, Task
-from isles.pipeline.compute import Context, Goes, OpenPass, StageCompute
+from isles.pipeline.compute import Context, Goes, OpenPass, StageCompute, give_up_numbers
 from isles.pipeline.inbox import ARRIVALS, StageInbox, arrived, planned, receives_ahead
 from isles.pipeline.routers import Router
 from isles.pipeline.wire import StageForm, phase, sender
@@ -192,6 +192,8 @@ class _Share:
         if done.loss is not None:
             self.losses[task.microbatch] = done.loss
         self._send(task, sent)
+        if done.out is not None and done.loss is None:
+            give_up_numbers(done.out)
 
     def _loss(self, task: Task) -> None:
         """The loss at the origin, and its gradient."""

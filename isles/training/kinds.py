@@ -113,7 +113,7 @@ class ClusterWorld(WorldKind):
     situations = ("peers that come and go", "clusters that come and go")
     refuse = Lazy("isles.training.clustered.cuts:cluster_cuts")
     plan = Lazy("isles.training.plan.clusters:plan_clusters")
-    train = Lazy("isles.training.clustered.entry:train_clustered")
+    train = Lazy("isles.training.clustered.opening:train_clustered")
     churned = Lazy("isles.training.clustered.churned:ChurnedClusters")
     keeper = Lazy("isles.training.clustered.keeping:ClusterKeeper")
     seated = Lazy("isles.training.clustered.peering:SeatedClusterPeer")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,10 @@ from isles.network.routing.events import Span
 from isles.replicas.sync import ReplicaSync
 from isles.training.evaluation import validation_loss
 from isles.training.text import Text
+
+if TYPE_CHECKING:
+    from isles.pipeline.recovery import Recovery
+    from isles.training.memory.at_work import PlannedMemory
 
 WAITS: tuple[Channel, ...] = ("outer", "inner", "pipeline")
 """What a worker that waits is said to wait for."""
@@ -57,41 +61,6 @@ class StepRunner(Protocol):
         """End the run and give the one model that came of it; None where another worker holds it."""
 
 
-class StepMemory(Protocol):
-    """The memory of a worker: as it is, or under a plan (`isles.training.memory`). It is closed at the end."""
-
-    def device(self, model: nn.Module) -> torch.device:
-        """Where the model computes; its parameters may lie elsewhere."""
-
-    def metered(self) -> AbstractContextManager[Any]:
-        """Around the passes of each step."""
-
-    def told(self, seconds: float) -> dict[str, Any] | None:
-        """For the summary. seconds: of a step, as it was."""
-
-    def close(self) -> None:
-        """Let what is under way land."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
-
-
-class StageRecovery(Protocol):
-    """What loses stages, and mends them (`isles.pipeline.recovery`)."""
-
-    @property
-    def kind(self) -> str:
-        """How lost stages are mended."""
-
-    def after_step(self, step: int, inner: Any) -> tuple[list[int], float]:
-        """The stages that were lost, and what this worker's learning rate is multiplied with."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerParts:
     """What a trainer is made of. name: of the run's configuration. text: None where this worker reads none. judges:
@@ -102,10 +71,10 @@ class TrainerParts:
     name: str
     text: Text | None
     judges: bool
-    memory: StepMemory
+    memory: PlannedMemory
     optimizer: ReplicaSync
     runner: StepRunner
-    recovery: StageRecovery | None
+    recovery: Recovery | None
     scaler: Any
     autocast: Callable[[], AbstractContextManager[object]]
     notices: list[str]

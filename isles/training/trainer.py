@@ -7,97 +7,59 @@ at the end: finish, judge the replicas, consolidate, judge the one model, save i
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from isles.comm.codecs import codec
-from isles.comm.collectives.mean import sent_bytes
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
-from isles.schema import Metrics
+from isles.network.routing.events import Span
 from isles.staging import to_device
-from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
-from isles.training.draws import draws_state, restore_draws
 from isles.training.evaluation import validation_loss
 from isles.training.inner_optimizer import rate_schedule
-from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.finite import refuse_losses, refuse_state
+from isles.training.loop import TrainingLoop
+from isles.training.records.finite import refuse_state
 from isles.training.records.spread import Sample
 from isles.training.records.tensors import save_model
-from isles.training.records.timeline import Timeline
-from isles.training.step import WAITS, StageRecovery, TrainerParts
-from isles.training.step_clock import StepClock
+from isles.training.step import WAITS, TrainerParts
 
 
-class Trainer:
+class Trainer(TrainingLoop):
     """One worker of a run. parts: what it trains and judges with; see `isles.training.parts`."""
 
     def __init__(self, config: Config, world: Mesh, parts: TrainerParts) -> None:
-        self.config, self.world, self.workers = config, world, world.size
-        self.text, self.judges, self.optimizer, self.name = parts.text, parts.judges, parts.optimizer, parts.name
+        self.text, self.judges, self.optimizer, self.workers = parts.text, parts.judges, parts.optimizer, world.size
         self.memory, self.model_step, self.recovery = parts.memory, parts.runner, parts.recovery
         self.scaler, self.autocast = parts.scaler, parts.autocast
         self.model = self.optimizer.model
-        self.device = self.memory.device(self.model)
         self.schedule = rate_schedule(self.optimizer, config)
         for notice in parts.notices:
             if world.rank == 0:
                 world.report({"notice": notice})
-        self.tokens = 0
-        self.clock_before = 0.0
-        self.started = time.perf_counter()
-        self.losses: list[Tensor] = []
+        whole = None if config.pipeline.stages > 1 else self.model
+        super().__init__(config, world, parts.name, self.memory.device(self.model), whole)
         speaks = world.inner.rank == 0  # for those that hold the same
         compared = world.outer.size > 1 and speaks and self.optimizer.shares
         self.sample = Sample(self.optimizer.shares) if compared else None
-        self.timeline = Timeline(world.rank)
-        self.step_clock = StepClock(world.transport, self.device, simulated=config.world.is_simulated)
         for channel in WAITS:  # the clock of steps begins now, and what the start has waited for is in none of them
             world.world.traffic[channel].blocked_seconds = 0.0
 
-    def run(self, out: Path | None) -> dict[str, Any] | None:
-        """Train the steps that are left; rank 0 writes OUT/model.safetensors. Returns this worker's share of the
-        summary, or None where the run was stopped (its state is then in a checkpoint).
-        """
-        run = self.config.run
-        for step in range(self.optimizer.steps + 1, run.steps + 1):
-            self.step()
-            validating = self.judges and run.validate_every and step % run.validate_every == 0 and step < run.steps
-            if validating or step % run.log_every == 0 or step == run.steps:
-                self.report(self.validate() if validating else None)
-            stopping = self.world.stop_here(step) and step < run.steps
-            if out is not None and (stopping or (self._saves_after(step) and step < run.steps)):
-                self._refuse_not_finite(step, self.losses)
-                self._save(out, step)
-            if stopping:
-                self._report_last_spans()
-                return None
-        return self.conclude(out)
+    @override
+    def steps_done(self) -> int:
+        return self.optimizer.steps
 
-    def _saves_after(self, step: int) -> bool:
-        every = self.config.run.checkpoint_every
-        return bool(every) and step % every == 0
+    @override
+    def played(self) -> Sequence[Span]:
+        return self.model_step.played
 
-    def _save(self, out: Path, step: int) -> None:
-        """This worker's part of the checkpoint of `step`."""
-        state = self.state_dict()
-        self._refuse_broken(step, state)
-        Checkpoints(out).write_shard(step, self.world.rank, state, self.name)
-        self.world.report({"checkpoint": step, "worker": self.world.rank})
-
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next steps of this worker depend on, and its running totals: live tensors, no copies."""
         with self.step_clock.step():
             optimizer = self.optimizer.live_state()  # first: it waits for what is under way
-        self.step_clock.read()
         return {
             "optimizer": optimizer,
             "model": self.optimizer.weights(),
@@ -107,11 +69,7 @@ class Trainer:
             "step": self.model_step.state_dict(),
             "loader": None if self.text is None else self.text.state_dict(),
             "tokens": self.tokens,
-            "losses": torch.stack(self.losses) if self.losses else None,
-            "training_seconds": self.step_clock.seconds,
-            "clock_seconds": self.clock(),
-            "host_seconds": time.perf_counter() - self.started,
-            **draws_state(self.device),
+            **self.records(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -133,17 +91,9 @@ class Trainer:
         if self.text is not None:
             self.text.load_state_dict(state["loader"])
         self.tokens = state["tokens"]
-        self.losses = [] if state["losses"] is None else list(state["losses"].to(self.device))
-        self.step_clock.seconds = state["training_seconds"]
-        self.clock_before = state["clock_seconds"] - self.world.transport.now()
-        self.timeline = Timeline(self.world.rank, resumed=True)
-        self.started = time.perf_counter() - state["host_seconds"]
-        restore_draws(state, self.device)
+        self.load_records(state)
 
-    def clock(self) -> float:
-        """Seconds of the run, those before it was resumed included."""
-        return self.clock_before + self.world.transport.now()
-
+    @override
     def step(self) -> None:
         """One inner step: `accumulation` batches, the optimizer, the schedule."""
         with self.step_clock.step(self.timeline):
@@ -156,14 +106,16 @@ class Trainer:
         if self.device.type == "cpu":  # elsewhere a look would wait for the device: `metrics` looks there
             self._refuse_not_finite(self.optimizer.steps + 1, losses)  # before anyone is sent what came of it
         self.optimizer.step(scaler=self.scaler)
-        if self.recovery is not None:
-            self._mend(self.recovery)
+        self._mend()
         self.optimizer.zero_grad()
         self.schedule.step()
         self.losses += losses
 
-    def _mend(self, recovery: StageRecovery) -> None:
+    def _mend(self) -> None:
         """Lose and mend stages, where that is asked for."""
+        recovery = self.recovery
+        if recovery is None:
+            return
         lost, factor = recovery.after_step(self.optimizer.steps, self.optimizer.inner)
         self.optimizer.take_in()
         self.schedule.base_lrs = [rate * factor for rate in self.schedule.base_lrs]
@@ -172,9 +124,7 @@ class Trainer:
                 told = f'stage {stage} was lost after inner step {self.optimizer.steps}, mended by "{recovery.kind}"'
                 self.world.report({"notice": told})
 
-    def _refuse_not_finite(self, last: int, losses: Sequence[Tensor]) -> None:
-        refuse_losses(self.config, self.world.rank, last, losses)
-
+    @override
     def _refuse_broken(self, step: int, state: Mapping[str, Any]) -> None:
         refuse_state(self.config, self.world.rank, step, state, {name for name, _ in self.model.named_parameters()})
 
@@ -187,91 +137,43 @@ class Trainer:
             self.tokens += tokens[:, 1:].numel()
             yield tokens
 
+    @override
     def validate(self) -> float | None:
-        """Validation loss of this worker's evaluation weights, nats per token; None without validation text."""
         with self.optimizer.evaluation_weights():
             return self._judge()
 
+    @override
     def report(self, val_loss: float | None) -> None:
-        """Tell the launcher how far this worker is."""
-        step, rank = self.optimizer.steps, self.world.rank
-        self.world.report(asdict(self.metrics(val_loss)) | self._gauges())
+        super().report(val_loss)
         if self.sample is not None:
             self.optimizer.catch_up()
             sample = {"sample": self.sample.read(), "weights": self.sample.weights}
-            self.world.report(sample | {"step": step, "worker": rank})
-        self._report_spans(self.timeline.take(step, self.world.world.traffic.take_spans(), self.clock_before))
+            self.world.report(sample | {"step": self.steps_done(), "worker": self.world.rank})
 
+    @override
     def _gauges(self) -> dict[str, float]:
         return self.optimizer.gauges()
 
-    def _report_spans(self, spans: list[dict[str, Any]]) -> None:
-        if spans:
-            self.world.report({"spans": spans})
-
-    def _report_last_spans(self) -> None:
-        tasks = self.timeline.tasks(self.optimizer.steps, self.model_step.played, self.clock_before)
-        self._report_spans(self.timeline.rest())
-        self._report_spans(tasks)
-
-    def metrics(self, val_loss: float | None) -> Metrics:
-        """The line for the steps since the last one."""
-        self._refuse_not_finite(self.optimizer.steps, self.losses)
-        loss = float(torch.stack(self.losses).mean()) if self.losses else math.nan
-        self.losses.clear()
-        self.step_clock.read()
-        traffic = self.world.world.traffic
-        blocked = traffic.total("blocked_seconds", *WAITS)
-        return Metrics(
-            step=self.optimizer.steps,
-            worker=self.world.rank,
-            loss=loss,
-            lr=lr_factor(self.optimizer.steps, self.config.run.steps, self.config.inner) * self.config.inner.lr,
-            tokens=self.tokens,
-            bytes_sent=int(traffic.total("bytes_sent")),
-            bytes_received=int(traffic.total("bytes_received")),
-            blocked_seconds=blocked,
-            compute_seconds=self.step_clock.seconds - blocked,
-            clock_seconds=self.clock(),
-            val_loss=val_loss,
-            **self.step_clock.usage(None if self.config.pipeline.stages > 1 else self.model, self.tokens),
-        )
-
+    @override
     def conclude(self, out: Path | None) -> dict[str, Any]:
-        """Finish, judge replicas and the consolidated model, save it."""
-        traffic, workers = self.world.world.traffic, self.workers
         self.step_clock.read()
-        computing = self.step_clock.seconds - traffic.total("blocked_seconds", *WAITS)
+        computing = self.step_clock.seconds - self.world.world.traffic.total("blocked_seconds", *WAITS)
         self.optimizer.land_all()  # all do as many steps; `whole` proves that they end as one
         self._refuse_broken(self.optimizer.steps, {"model": self.optimizer.weights()})
-        self.step_clock.read()
-        self.timeline.take(self.optimizer.steps, traffic.take_spans(), self.clock_before)
-        self._report_last_spans()
-        sent, received = int(traffic.total("bytes_sent")), int(traffic.total("bytes_received"))
-        channels = traffic.by_channel()
-        blocked = traffic.total("blocked_seconds", *WAITS)
-        clock, seconds = self.clock(), time.perf_counter() - self.started
+        totals = self.totals()
         replica_loss, spread = self._judge(), self.optimizer.replica_std()
         model = self.model_step.whole(self.optimizer)
         final = model if self.optimizer.together(lambda group: self._save_first(group, model, out)) else None
         parameters = 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
-        dtype = self.optimizer.parameters[0].dtype
-        ddp = [sent_bytes(parameters, dtype, codec("none"), workers, position) for position in range(workers)]
         return {
+            **totals,
+            **self.compared(parameters, self.optimizer.parameters[0].dtype, self.workers, self.text),
             "tokens": self.tokens,
             "parameters": parameters,
             "val_loss": None if final is None else self._judge_whole(final),
             "val_loss_replica": replica_loss,
             "replica_std": spread,
-            "bytes_sent": sent,
-            "bytes_received": received,
-            "ddp_bytes": self.config.run.steps * sum(ddp) / len(ddp),
             "compute_seconds": computing,
-            "blocked_seconds": blocked,
-            "train_seconds": seconds,
-            "virtual_seconds": clock,
-            "channels": channels,
-            "corpus_sha256": "" if self.text is None else self.text.corpus.sha256,
             "memory": self.memory.told(computing / self.config.run.steps),
         }
 

@@ -39,9 +39,10 @@ from isles.memory.engines.cuda import CudaMoves  # noqa: E402
 from isles.pipeline.boundaries.base import FullStream  # noqa: E402
 from isles.pipeline.wire import StageForm  # noqa: E402
 from isles.replicas.island.island import Copies  # noqa: E402
-from isles.training.clustered.meter import NodeMeter  # noqa: E402
+from isles.training.clustered.node import ClusterWorker  # noqa: E402
 from isles.training.config.reading import read_config  # noqa: E402
 from isles.training.kinds import layout_of  # noqa: E402
+from isles.training.loop import TrainingLoop  # noqa: E402
 from isles.training.parts import trainer_of  # noqa: E402
 from isles.training.swarmed.trainer import SwarmTrainer  # noqa: E402
 from isles.training.trainer import Trainer  # noqa: E402
@@ -263,18 +264,20 @@ def _node_seconds(_: Path) -> dict[str, Any]:
     """Kernels of two stretches of a node of a cluster, with a line in the middle of either; its seconds."""
     config, own = read_config(None, {"replicas.method": "none", "world.workers": 1}, []), torch.ones(4, device="cuda:1")
     lines: list[dict[str, Any]] = []
-    meter = NodeMeter(config, replace(isles.init(), report=lines.append), own.device)
+    node: Any = object.__new__(ClusterWorker)
+    TrainingLoop.__init__(node, config, replace(isles.init(), report=lines.append), "", own.device, None)
+    node._gauges, node.played, node.steps_done = dict, list, lambda: step
     kernels = [fake_cuda.counts(1)["kernels"]]
     for step in (1, 2):
-        with meter.stretch():
-            meter.take([own.sum()])
-            meter.line(step, 8 * step, None, {})
+        with node.step_clock.step(node.timeline):
+            node.losses, node.tokens = [own.sum()], 8 * step
+            TrainingLoop.report(node, None)
             own.add_(1)
         kernels.append(fake_cuda.counts(1)["kernels"])
         time.sleep(0.002)  # of no stretch
-    meter.conclude(2, [])
+    totals = node.totals()
     told = [line for line in lines if "loss" in line]
-    return {"kernels": kernels[-1] - kernels[0], "seconds": meter.totals()["compute_seconds"], "lines": told}
+    return {"kernels": kernels[-1] - kernels[0], "seconds": totals["compute_seconds"], "lines": told}
 
 
 def _ordered(judge: Callable[[str], dict[str, Any]], name: str, _: Path) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class ClusterAgreement:
         """`seats`: as all have agreed on."""
         self._own = Agreement(post, world.deadlines.outer, (), "outer")
         self._own.let_in(seats.living)
-        self.letters = replace(world, transport=LetterTransport(self._own, world.transport))
+        self.letters = replace(world, transport=LetterTransport(self._own, world.transport), channel="outer")
         """`world`, for what is done together."""
         self.most = 1 << 30
         """Clusters at most."""
@@ -143,8 +143,7 @@ class ClusterAgreement:
         self._stands = False
         if self.growth is not None:
             self._leaving = [position for position, word in said.items() if word[0]]
-            rows = [row for word in said.values() for row in zip(word[1::2], word[2::2], strict=True) if row[1]]
-            self._told = {position: max(told for one, told in rows if one == position) for position, _ in rows}
+            self._told = dict(sorted(row for word in said.values() for row in _rows(word)))
 
     def together(self, attempt: Callable[[], Attempt[T]]) -> T:
         """The result of `attempt` once all who are left have made it. It may be called again where a node is lost
@@ -178,11 +177,8 @@ class ClusterAgreement:
         return not odd
 
     def _is_word(self, word: tuple[int, ...]) -> bool:
-        rows = [*zip(word[1::2], word[2::2], strict=True)]
-        fits = all(
-            (0 <= position < self.world.size and is_told(told)) or not (position or told) for position, told in rows
-        )
-        return fits and all(leaves in (0, 1) for leaves in word[:1])
+        can_be = (0 <= position < self.world.size and is_told(told) for position, told in _rows(word))
+        return all(can_be) and all(leaves in (0, 1) for leaves in word[:1])
 
     def _comers(self) -> list[int]:
         """Who has come by now, as this one has heard, and is none of them yet."""
@@ -208,6 +204,11 @@ class ClusterAgreement:
     def _take(self, seats: ClusterSeats) -> None:
         self.seats = seats
         self._own.let_go({*self._own.members} - {*seats.living})
+
+
+def _rows(word: Sequence[int]) -> list[tuple[int, int]]:
+    """Who came, beside what it tells of itself."""
+    return [row for row in zip(word[1::2], word[2::2], strict=True) if row != (0, 0)]
 
 
 def _holds(transfer: Transfer[Any]) -> bool:

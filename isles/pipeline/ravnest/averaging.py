@@ -20,22 +20,20 @@ at the same time, each over its holders: Ravnest's parallel rings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from isles.comm.codecs import codec
-from isles.comm.collectives.basic import all_done, broadcast
+from isles.comm.collectives.basic import broadcast
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import Refused, WorkerFailed
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS
-from isles.comm.transport import Steps
 from isles.pipeline.ravnest.agreement import Attempt, ClusterAgreement
 
 
@@ -149,11 +147,13 @@ class ClusterAverage:
     def load(self, step: int) -> None:
         """Clusters that are complete again have the others' weights, optimizer state and `step` afterwards, and who
         takes a place from one that leaves has what that one had. All nodes ask together, those who take ready for it
-        (`serve`).
+        (`serve`). Refused, naming who gives, where what comes are no weights.
         """
         tensors = {share.number: self._tensors(share, True) for share in self._shares}
         found, joined = self.agreement.together(lambda: self._gifts(tensors))
-        for number, flat in found.items():
+        for number, (source, flat) in found.items():
+            if not flat.isfinite().all():
+                raise Refused(self.agreement.world.ranks[source], "weights that are not finite")
             _put(flat, tensors[number])
         if found and self._optimizer is not None:
             for state in self._optimizer.state.values():
@@ -175,32 +175,25 @@ class ClusterAverage:
             buffers.append(buffer)
         return Attempt(buffers, protocols, 2 * sum(buffer.nbytes for buffer in buffers))
 
-    def _gifts(self, tensors: dict[int, list[Tensor]]) -> Attempt[tuple[dict[int, Tensor], list[int]]]:
-        seats, world = self.agreement.seats, self.agreement.letters
-        first, joined = seats.whole[0], seats.complete
-        found: dict[int, Tensor] = {}
-        protocols: list[Steps[Any]] = []
-        nbytes = 0
-        for fragment, source, takers in self._given(first, joined):
-            call = world.call(fragment=fragment, round=0)
-            if world.rank == source and takers:
+    def _gifts(self, tensors: dict[int, list[Tensor]]) -> Attempt[tuple[dict[int, tuple[int, Tensor]], list[int]]]:
+        """What this node is given, by segment, beside who gives it."""
+        letters, joined = self.agreement.letters, self.agreement.seats.complete
+        found: dict[int, tuple[int, Tensor]] = {}
+        protocols, nbytes = [], 0
+        for fragment, source, takers in self._given(joined):
+            if takers and letters.rank in (source, *takers):
                 flat = _flat(tensors[fragment])
-                protocols.append(_sent(lambda taker, call=call, flat=flat: call.send(taker, flat), takers))
-                nbytes += len(takers) * flat.nbytes
-            elif world.rank in takers:
-                found[fragment] = flat = torch.empty_like(_flat(tensors[fragment]))
-                protocols.append(
-                    _taken(
-                        lambda call=call, flat=flat, source=source: call.recv(source, flat), flat, world.ranks[source]
-                    )
-                )
-                nbytes += flat.nbytes
+                call = letters.among([source, *takers]).call(fragment=fragment, round=0)
+                protocols.append(broadcast(call, flat))
+                nbytes += 2 * flat.nbytes
+                if letters.rank != source:
+                    found[fragment] = source, flat
         return Attempt((found, joined), protocols, nbytes)
 
-    def _given(self, first: int, joined: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
-        """Of each segment who gives it to whom: cluster `first` to those that join, who leaves to its successor."""
+    def _given(self, joined: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+        """Of each segment who gives it to whom: the first whole cluster to `joined`, who leaves to its successor."""
         seats = self.agreement.seats
-        successors = dict(seats.handed)
+        first, successors = seats.whole[0], dict(seats.handed)
         for fragment, segment in self._segments:
             takers = [seats.clusters[cluster][segment.holders[cluster]] for cluster in joined]
             sources = {seats.holder(first, segment.holders[first]): takers}
@@ -230,17 +223,6 @@ class ClusterAverage:
             if isinstance(value, Tensor) and value.shape == parameter.shape
         ]
         return [*share.parameters, *states]
-
-
-def _sent(send: Callable[[int], Any], takers: Sequence[int]) -> Steps[None]:
-    yield from all_done([send(taker) for taker in takers])
-
-
-def _taken(receive: Callable[[], Any], flat: Tensor, rank: int) -> Steps[None]:
-    """Refused, naming the giver, where what comes are no weights."""
-    yield from all_done([receive()])
-    if not flat.isfinite().all():
-        raise Refused(rank, "weights that are not finite")
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:

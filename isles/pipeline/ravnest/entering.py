@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from isles.comm.collectives.mail import MailNote
 from isles.comm.collectives.same import numbers
-from isles.parsing import parse_json
+from isles.fields import Int, Str, read_json
 from isles.pipeline.ravnest.agreement import ClusterAgreement
 from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.pipeline.swarm.entering import ask
 from isles.pipeline.swarm.post import WELCOME, Post
+
+_Told = tuple[Annotated[Int, Field(ge=0)], Any, dict[Str, Int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +36,14 @@ class ClusterWelcome:
 
     def packed(self) -> Tensor:
         """As bytes (n,) uint8."""
-        told = {"turn": self.turn, "seats": self.seats.to_plain(), "facts": dict(self.facts)}
+        told = [self.turn, self.seats.to_plain(), dict(self.facts)]
         return torch.frombuffer(bytearray(json.dumps(told).encode("ascii")), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, body: Tensor, size: int) -> ClusterWelcome:
         """From `packed`. size: positions of the world. ValueError for what is no welcome there."""
-        told: Any = parse_json(body.numpy().tobytes())
-        if not isinstance(told, dict) or told.keys() != {"turn", "seats", "facts"}:
-            raise ValueError("no welcome")
-        turn, facts = told["turn"], told["facts"]
-        if not isinstance(turn, int) or not isinstance(facts, dict):
-            raise ValueError("no welcome")
-        if turn < 0 or not all(isinstance(value, int) and value >= 0 for value in facts.values()):
-            raise ValueError("no welcome")
-        return cls(turn=turn, seats=ClusterSeats.of_plain(told["seats"], size), facts=facts)
+        turn, seats, facts = read_json(_Told, body.numpy().tobytes())
+        return cls(turn=turn, seats=ClusterSeats.of_plain(seats, size), facts=facts)
 
 
 def let_in(agreement: ClusterAgreement, facts: Mapping[str, int]) -> list[int]:

@@ -62,11 +62,6 @@ class StageWork(StageCompute):
         self.text: Callable[[int], Tensor] | None = None
         self.shares = shares
 
-    def serve(self, stage: Stage, form: StageForm, shares: StageShares | None) -> None:
-        """This stage from now on."""
-        self.hold(stage, form)
-        self.shares = shares
-
     @property
     def ends(self) -> bool:
         """Whether this stage makes the loss."""

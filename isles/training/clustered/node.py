@@ -16,98 +16,46 @@ batch of one order (`isles.data.loader`), so no two read the same, and what is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.collectives.same import numbers
 from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.fields import integer
+from isles.models import sketch
 from isles.models.factory import take_device
 from isles.network.clusters.growing import ClusterGrowth
+from isles.network.routing.events import Span
 from isles.pipeline.ravnest.agreement import ClusterAgreement
 from isles.pipeline.ravnest.entering import ClusterWelcome, let_in
 from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.pipeline.swarm.post import Post
 from isles.training.clustered.cuts import cluster_cuts, first_blocks, opening_notices, post_of
-from isles.training.clustered.ending import conclude, write_shard
 from isles.training.clustered.holding import NodeHolding
-from isles.training.clustered.meter import NodeMeter
-from isles.training.clustered.serving import Serving
-from isles.training.config.sections import Config, RunConfig
+from isles.training.clustered.serving import Serving, SharedReading
+from isles.training.config.reading import run_name
+from isles.training.config.sections import Config
 from isles.training.cores import take_cores
-from isles.training.draws import draws_state, restore_draws
-from isles.training.records.finite import first_nan
+from isles.training.loop import TrainingLoop
+from isles.training.records.finite import refuse_losses, refuse_state
 from isles.training.step import Left
-
-
-@dataclass(frozen=True, slots=True)
-class SharedReading:
-    """`clusters` clusters read `batch` sequences each in every step after `since`; `before` of the order's come before
-    that.
-    """
-
-    clusters: int
-    batch: int
-    since: int = 0
-    before: int = 0
-
-    def after(self, step: int) -> int:
-        """Sequences of the order that come before what is read next."""
-        return self.before + (step - self.since) * self.clusters * self.batch
-
-    def among(self, clusters: int, step: int) -> SharedReading:
-        """So many clusters read after `step`."""
-        if clusters == self.clusters:
-            return self
-        return SharedReading(clusters, self.batch, step, self.after(step))
-
 
 LONGEST = 200
 """Updates after which a cluster drains to hear whether it should stop."""
 
 
-@dataclass(frozen=True)
-class Stretches:
-    """every: updates between averages; 0: there are none. judges: whether text was kept for validation."""
-
-    run: RunConfig
-    every: int
-    judges: bool
-
-    def until(self, step: int) -> int:
-        """The update after which the stretch behind `step` ends."""
-        run = self.run
-        marks = [
-            (step // every + 1) * every for every in (self.every, run.validate_every, run.checkpoint_every) if every
-        ]
-        return min([*marks, step + LONGEST, run.steps])
-
-    def averages(self, step: int) -> bool:
-        """Whether clusters average there."""
-        return bool(self.every) and (step % self.every == 0 or step == self.run.steps)
-
-    def validates(self, step: int) -> bool:
-        """Whether clusters judge there; at the end they do so anyway."""
-        every = self.run.validate_every
-        return self.judges and bool(every) and step % every == 0 and step != self.run.steps
-
-    def settles(self, step: int) -> bool:
-        """Whether all agree on who is left there, though they do not average: who judges must know of losses."""
-        every = self.run.validate_every
-        return bool(self.every) and not self.averages(step) and self.judges and every > 0 and step % every == 0
-
-
-class ClusterWorker:
-    """One worker. corpus: that of `config.data`, where it was loaded already. seats: who serves what; None: as the run
-    begins. post: letters between all, those who may come included; None: made here. growth: how new clusters are made;
-    None: nobody comes or leaves.
+class ClusterWorker(TrainingLoop):
+    """One worker, whose `step` is a stretch of updates. corpus: that of `config.data`, where it was loaded already.
+    seats: who serves what; None: as the run begins. post: letters between all, those who may come included; None: made
+    here. growth: how new clusters are made; None: nobody comes or leaves.
     """
 
     def __init__(
@@ -120,19 +68,15 @@ class ClusterWorker:
         post: Post | None = None,
         growth: ClusterGrowth | None = None,
     ) -> None:
-        self.config, self.world = config, world
+        device = take_device(config.model, world.local_rank)
+        super().__init__(config, world, run_name(config), device, None)
         world.world.ledger.trust.ratio = config.world.trust_ratio
         cuts = cluster_cuts(config)
         seats = seats or ClusterSeats.of([first_blocks(cut) for cut in cuts], range(world.size))
         self.agreement = ClusterAgreement(post or post_of(config, world), world.world, seats, growth)
         for notice in opening_notices(config, cuts) if not world.rank else ():
             world.report({"notice": notice})
-        self.device = take_device(config.model, world.local_rank)
-        take_cores(config, self.device)
-        self.judges = False
-        """Whether text was kept for validation."""
-        self.saves: Callable[[Path, int, dict[str, Any]], None] = partial(write_shard, config, world)
-        """Given a directory, the step and `state_dict`, at a checkpoint."""
+        take_cores(config, device)
         self.leaving = False
         """Set it to have this worker leave after the next average, where workers may."""
         self.goes: Callable[[int], bool] | None = None
@@ -145,8 +89,8 @@ class ClusterWorker:
         batch = config.data.batch_size_per_worker(config.replicas_in_all)
         self.reading = SharedReading(len(seats.clusters), batch)
         self.stale, self._has_come = 0.0, False
-        self._end_at = 0
-        self.meter = NodeMeter(config, world, self.device)
+        self._end_at = self._taken = 0
+        """Losses of the stretch under way that are among `losses`, or were told."""
         self._holding = NodeHolding(config, world, corpus, self.agreement, cuts, self._update, is_open=self._is_open)
         self.average = self._holding.average
 
@@ -183,54 +127,62 @@ class ClusterWorker:
         """Whether it takes part in what its cluster does now."""
         return self._holding.trains
 
-    def run(self, out: Path | None) -> dict[str, Any] | None:
-        """Train the steps that are left; the first worker that is left writes OUT/model.safetensors. Returns this
-        worker's share of the summary, or None where the run was stopped (its state is then in a checkpoint). Left where
-        this worker alone has gone.
-        """
-        begins = self._has_come
-        while self.steps < self.config.run.steps:
-            if not begins:
-                self._stretch(self._stretches.until(self.steps) - self.steps)
-            begins = False
-            if self._at_border(out):
-                self.meter.stop()
-                return None
-        return self.conclude(out)
+    @override
+    def steps_done(self) -> int:
+        return self.steps
 
+    @override
+    def played(self) -> Sequence[Span]:
+        serving = self.serving if self.trains else None
+        return [] if serving is None else serving.node.played[-4 * len(serving.cut.pieces) :]
+
+    @override
     def conclude(self, out: Path | None) -> dict[str, Any]:
-        """Judge the averaged weights and write the model, with who is left; this worker's share of the summary."""
-        is_first = self.trains and self.world.rank in self.agreement.seats.clusters[self.agreement.seats.whole[0]]
-        result = conclude(
-            self.config,
-            len(self.agreement.seats.living),
-            self.serving if self.trains else None,
-            self.meter,
-            out if is_first else None,
-            steps=self.steps,
-            judges=self.judges,
-            tells=is_first,
-        )
-        return result | {"tokens": self._holding.tokens if self.trains else self._holding.tokens_before}
+        """With who is left. Tokens are those of this worker's updates."""
+        serving, seats, totals = self.serving if self.trains else None, self.agreement.seats, self.totals()
+        is_first = serving is not None and self.world.rank in seats.clusters[seats.whole[0]]
+        loss = serving.judge.loss(serving.validation()) if serving is not None and self.judges else None
+        if serving is not None and is_first:
+            serving.write_whole(out)
+        text = None if serving is None else serving.text
+        whole, tells = sketch(self.config.model), is_first and text is not None  # the summary goes by who has the model
+        parameters = sum(parameter.numel() for parameter in whole.parameters())
+        return {
+            **totals,
+            **self.compared(parameters, next(whole.parameters()).dtype, len(seats.living), text),
+            "tokens": self._holding.tokens if self.trains else self._holding.tokens_before,
+            "parameters": parameters if tells else 0,
+            "val_loss": loss if tells else None,
+            "val_loss_replica": loss if text is not None else None,
+            "replica_std": 0.0,  # all have just taken the same mean
+            "memory": None,
+        }
 
-    def _at_border(self, out: Path | None) -> bool:
-        """Validate, save, and whether to stop."""
-        run, step, ends = self.config.run, self.steps, self.steps == self.config.run.steps
-        validating = self._stretches.validates(step)
-        judged = self._judged() if self.trains and validating else None
-        if self.trains and (validating or step % run.log_every == 0 or ends):
-            self._report(judged)
-        stopping = self.world.stop_here(step) and not ends
-        due = run.checkpoint_every and step % run.checkpoint_every == 0 and not ends
-        stuck = frozenset() if self.goes is None or ends else self.agreement.seats.leaving
-        due = bool(due) or bool(stuck - self._saved_for)
-        self._saved_for = stuck
-        if out is not None and (stopping or due):
-            self.agreement.drain()
-            if (broken := first_nan(state := self.state_dict())) is not None:
-                raise self.meter.diverged(f"its weights are not finite after inner step {step} ({broken})")
-            self.saves(out, step, state)
-        return stopping or (self.goes is not None and self.world.rank in stuck and self.goes(step))
+    @override
+    def _stops_after(self, step: int, out: Path | None) -> bool:
+        if super()._stops_after(step, out):
+            return True
+        stuck = step != self.config.run.steps and self.world.rank in self._saved_for
+        return stuck and self.goes is not None and self.goes(step)
+
+    @override
+    def _saves_after(self, step: int) -> bool:
+        stuck = frozenset() if self.goes is None else self.agreement.seats.leaving
+        before, self._saved_for = self._saved_for, stuck
+        return super()._saves_after(step) or bool(stuck - before)
+
+    @override
+    def _save(self, out: Path, step: int) -> None:
+        self.agreement.drain()
+        super()._save(out, step)
+
+    @override
+    def _refuse_not_finite(self, last: int, losses: Sequence[Tensor]) -> None:
+        refuse_losses(self.config, self.world.rank, last, losses, each=self.config.pipeline.microbatches)
+
+    @override
+    def _refuse_broken(self, step: int, state: Mapping[str, Any]) -> None:
+        refuse_state(self.config, self.world.rank, step, {"model": {}, **state}, ())
 
     # Stretches
 
@@ -240,24 +192,43 @@ class ClusterWorker:
         return self.agreement.growth is not None
 
     @property
-    def _stretches(self) -> Stretches:
+    def _every(self) -> int:
+        """Updates between averages; 0: there are none."""
         averages = len(self._holding.cuts) > 1 or self._is_open
-        every = getattr(self.config.replicas, "sync_every", 0) if averages else 0
-        return Stretches(self.config.run, every, self.judges)
+        return getattr(self.config.replicas, "sync_every", 0) if averages else 0
 
-    def _stretch(self, updates: int) -> None:
-        self._end_at = until = self.steps + updates
-        with self.meter.stretch():
-            self._train(updates)
+    def _until(self) -> int:
+        """The update after which the next stretch ends."""
+        run, step = self.config.run, self.steps
+        marks = [
+            (step // every + 1) * every for every in (self._every, run.validate_every, run.checkpoint_every) if every
+        ]
+        return min([*marks, step + LONGEST, run.steps])
+
+    def _settles(self, step: int) -> bool:
+        """Whether all agree on who is left there, though they do not average: who judges must know of losses."""
+        every = self.config.run.validate_every
+        return bool(self._every) and self.judges and every > 0 and step % every == 0
+
+    @override
+    def step(self) -> None:
+        """A stretch, with all that follows it."""
+        if self._has_come:
+            self._has_come = False
+            return
+        self._end_at, self._taken = self._until(), 0
+        until = self._end_at
+        with self.step_clock.step(self.timeline):
+            self._train(until - self.steps)
             self.steps = until
-            if self._stretches.averages(until):
+            if self._every and (until % self._every == 0 or until == self.config.run.steps):
                 if self.leaving:
                     self.agreement.leave()
                 self.average.average(until, (until - self.averaged) * self._holding.samples)
                 self.averaged = until
                 self._admit()
                 self._mend()
-            elif self._stretches.settles(until):
+            elif self._settles(until):
                 self.agreement.settle()
 
     def _train(self, updates: int) -> None:
@@ -271,33 +242,41 @@ class ClusterWorker:
             return
         try:
             serving.node.run(serving.batches(updates))
-            self.meter.take(serving.node.losses)
+            self._take(serving)
         except PeerLost as error:
             self._broken_by(error)
 
-    def _judged(self) -> float | None:
-        """The loss on the text kept for it; None where a node of this cluster is lost meanwhile."""
-        assert self.serving is not None
+    @override
+    def validate(self) -> float | None:
+        """None also where a node of this cluster is lost meanwhile."""
+        if self.serving is None or not self.trains:
+            return None
         try:
-            return self.serving.judge.loss(self.serving.validation())
+            loss = self.serving.judge.loss(self.serving.validation())
+            return loss if self.serving.text is not None else None
         except PeerLost as error:
             self._broken_by(error)
             return None
 
     def _broken_by(self, error: PeerLost) -> None:
         """A node of this cluster is lost: PeerLost where nobody else has its part."""
-        if not self._stretches.every:
+        if not self._every:
             raise error
         self.agreement.miss(error.rank)
         self._holding.is_broken = True
-        self.meter.drop()
+        self.losses.clear()  # what was trained since the last line is worth nothing
 
     def _update(self, stale: int) -> None:
         assert self.serving is not None
         self.serving.step(stale)
         self.steps, self.stale = self.steps + 1, float(stale)
         if self.steps % self.config.run.log_every == 0 and self.steps < self._end_at:
-            self._report(None)
+            self.report(None)
+
+    def _take(self, serving: Serving) -> None:
+        """The losses of the stretch so far."""
+        self.losses += serving.node.losses[self._taken :]
+        self._taken = len(serving.node.losses)
 
     # Who serves what
 
@@ -330,17 +309,30 @@ class ClusterWorker:
 
     # Records
 
-    def _report(self, val_loss: float | None) -> None:
-        serving = self.serving
-        assert serving is not None
-        self.meter.take(serving.node.losses)
-        gauges = {"staleness": self.stale, "weight_versions": float(serving.node.versions.live)}
-        self.meter.line(self.steps, self._holding.tokens, val_loss if serving.text is not None else None, gauges)
+    @override
+    def report(self, val_loss: float | None) -> None:
+        """Where there is a loss to tell: it may have just taken a place."""
+        if self.serving is None or not self.trains:
+            return
+        self._take(self.serving)
+        self.tokens = self._holding.tokens
+        if self.losses:
+            super().report(val_loss)
+
+    @override
+    def _gauges(self) -> dict[str, float]:
+        assert self.serving is not None
+        return {"staleness": self.stale, "weight_versions": float(self.serving.node.versions.live)}
+
+    @override
+    def _mean(self, losses: Sequence[Tensor]) -> float:
+        return sum(torch.stack(list(losses)).tolist()) / len(losses)
 
     # Checkpoints
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next steps of this worker depend on, and its running totals. Nothing is in flight."""
+        """Nothing is in flight."""
         return {
             "serving": self.serving.state_dict() if self.serving is not None and self.trains else None,
             "seats": self.agreement.seats.to_plain(),
@@ -348,8 +340,9 @@ class ClusterWorker:
             "averaged": self.averaged,
             "tokens_before": self._holding.tokens_before,
             "read": self.reading.after(self.steps),
-            **self.meter.state_dict(),
-            **draws_state(self.device),
+            "traffic": self.world.world.traffic.state_dict(),
+            "transport": self.world.transport.state_dict(),
+            **self.records(),
         }
 
     def begin_after(self, step: int, read: int) -> None:
@@ -366,13 +359,14 @@ class ClusterWorker:
             self.serving.load_state_dict(state["serving"], state["steps"])
         self._go_on(state)
         self._holding.tokens_before = state["tokens_before"]
-        self.meter.load_state_dict(state, self.device)
-        restore_draws(state, self.device)
+        self.world.transport.load_state_dict(state["transport"])
+        self.world.world.traffic.load_state_dict(state["traffic"])
+        self.load_records(state)
 
     def come_back(self, state: dict[str, Any]) -> None:
         """Take part again, without a state of one's own. state: of another worker."""
         self._go_on(state)
-        self.meter.come_back(state)
+        self.go_on_at(state["clock_seconds"])
 
     def _go_on(self, state: dict[str, Any]) -> None:
         self.steps, self.averaged = state["steps"], state["averaged"]

@@ -1,8 +1,12 @@
-"""How a worker begins in a run in clusters where workers come and leave: as a founder, or later."""
+"""How a worker of a run in clusters begins: in a world of fixed size with what was drawn, its own state, or none; where
+workers come and leave as a founder, or later.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
@@ -14,7 +18,35 @@ from isles.pipeline.swarm.post import Post
 from isles.training.clustered.cuts import cluster_cuts, first_blocks, model_load, post_of
 from isles.training.clustered.node import ClusterWorker
 from isles.training.config.sections import Config
+from isles.training.records.checkpoint import Checkpoints
 from isles.training.step import Left
+
+
+def train_clustered(
+    world: Mesh, config: Config, out: Path | None, resume: int | None, corpus: Corpus | None
+) -> dict[str, Any] | None:
+    """What each worker of such a run does; see `isles.training.worker.train_worker`. One that was lost when the
+    checkpoint was written takes part again without a state: in its place, from the next average on, or standing by.
+    """
+    if resume is None:
+        node = ClusterWorker(config, world, corpus)
+        node.meet(range(world.size))
+        node.average.begin()
+        return node.run(out)
+    assert out is not None
+    checkpoints = Checkpoints(out)
+    saved, absent = checkpoints.seats(resume), checkpoints.absent(resume)
+    here = world.rank if world.rank in saved else next((worker for worker in saved if worker not in absent), saved[0])
+    state = checkpoints.read_shard(resume, here)
+    seats = ClusterSeats.of_plain(state["seats"], world.size)
+    gone = set(range(world.size)) - set(saved)
+    node = ClusterWorker(config, world, corpus, seats.without(gone - seats.lost).returned())
+    node.meet(range(world.size))
+    if world.rank in saved:
+        node.load_state_dict(state)
+    else:
+        node.come_back(state)
+    return node.run(out)
 
 
 def found(

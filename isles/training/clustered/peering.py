@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from isles.comm.elastic.keys import STATUS
 from isles.comm.elastic.links.echo import echo_line
-from isles.comm.elastic.messages import Leave
 from isles.comm.elastic.swarm.words import Begin, Enter, SwarmNow
 from isles.models import choose_device
 from isles.network.clusters.nodes import ClusterNode
@@ -22,7 +21,7 @@ from isles.network.clusters.telling import SILENT, told
 from isles.training.clustered.cuts import cluster_cuts, run_number
 from isles.training.clustered.describing import forward_speed, memory
 from isles.training.clustered.seated import SeatedNode
-from isles.training.swarmed.peering import SeatedPeer, SeatEnding
+from isles.training.swarmed.peering import SeatedPeer
 
 _AGAIN = 0.2  # seconds
 
@@ -31,7 +30,6 @@ class SeatedClusterPeer(SeatedPeer):
     """One node in one seat. node: what its machine has; None: as its user says, or measured."""
 
     def __init__(self, *of: Any, node: ClusterNode | None = None) -> None:
-        self._node: SeatedNode | None = None
         self._told, self._closed = node or of[1].here.node, threading.Event()
         super().__init__(*of)
         stack: ExitStack = of[0]
@@ -42,18 +40,13 @@ class SeatedClusterPeer(SeatedPeer):
         cluster_cuts(self.config)  # refuses what cannot be
         return run_number(self.config)
 
-    @property
     @override
-    def step(self) -> int:
-        return 0 if self._node is None else self._node.step
-
-    @override
-    def made(self, part: Begin | Enter) -> Any:
+    def made(self, part: Begin | Enter) -> SeatedNode:
         if isinstance(part, Enter):
             seats, members, machine = (), part.members, told(self._told or self._measured())
         else:
             seats, members, machine = part.seats, (), SILENT
-        self._node = SeatedNode(
+        return SeatedNode(
             self.seat(),
             epoch=part.epoch,
             seats=seats,
@@ -62,33 +55,12 @@ class SeatedClusterPeer(SeatedPeer):
             members_now=self._members_now,
             await_kept=lambda step: self.line.await_kept(step, self.config.run.grace / 2),
         )
-        return self._node
-
-    @override
-    def _resume(self, trainer: Any, step: int) -> None:
-        path, facts = self.kept(0, step)
-        paths = [path, *(self.kept(part, step)[0] for part in range(1, facts["parts"]))]
-        trainer.go_on_from(paths)
-        for path in paths:
-            path.unlink()
-
-    @override
-    def _goes(self, trainer: Any) -> bool:
-        return False  # it says so itself (`SeatedNode.has_left`)
 
     @override
     def leave(self) -> None:
         """After the next average, or without it after `run.grace`: what waits for the others waits no longer then."""
         super().leave()
         threading.Thread(target=self._tear, name="isles-grace", daemon=True).start()
-
-    @override
-    def run(self) -> SeatEnding:
-        ending = super().run()
-        if ending == "again" and self.leaving.is_set():
-            self.line.ask(Leave())
-            return "left"
-        return ending
 
     def _tear(self) -> None:
         """In a thread of its own, until this seat is given back: what is begun later is torn as well."""

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from isles.comm.elastic.swarm.words import SwarmBeat
-from isles.comm.errors import Malformed
 from isles.fields import integer
 from isles.training.clustered.cuts import post_of
 from isles.training.clustered.node import ClusterWorker
@@ -27,12 +27,12 @@ from isles.training.draws import seed_draws
 from isles.training.elastic.given import state_of
 from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left
-from isles.training.swarmed.seat import OwnSeat
+from isles.training.swarmed.seat import KeptParts, OwnSeat, SeatedWork
 
 _LOOK = 2.0  # seconds between questions to the lighthouse
 
 
-class SeatedNode:
+class SeatedNode(SeatedWork):
     """What trains in one seat of a run in clusters.
 
     epoch: which beginning of the run this is, counted by the lighthouse. seats: all who begin together; (): clusters
@@ -55,36 +55,38 @@ class SeatedNode:
         self._seat, self.config, self.epoch, self._told = seat, seat.config, epoch, told
         self._seats, self._members = sorted(seats), members
         self.world = seat.mesh({})
-        self._post = post_of(self.config, self.world, met=(*self._seats, *members))
+        self.post = post_of(self.config, self.world, met=(*self._seats, *members))
         self._worker: ClusterWorker | None = None
-        self._leaving, self.has_left = False, False
+        self._leaving, self._has_left = False, False
         self._members_now, self._await_kept = members_now, await_kept
         self._asked_at = self._stepped_at = seat.transport.now()
         self._seen = 0  # steps, when they were last told of
         self._kept: State | None = None
 
     @property
-    def step(self) -> int:
-        """The newest step that this node has done."""
+    @override
+    def has_left(self) -> bool:
+        return self._has_left
+
+    @property
+    @override
+    def done(self) -> int:
         return 0 if self._worker is None else self._worker.steps
 
-    def meet(self, seat: int) -> None:
-        """Listen to `seat` from now on. May be called in any thread."""
-        self._post.mail.meet(seat)
-
+    @override
     def leave(self) -> None:
-        """Leave after the next average. May be called in any thread."""
         self._leaving = True
         if self._worker is not None:
             self._worker.leaving = True
 
-    def go_on_from(self, parts: Sequence[Path]) -> None:
-        """Begin with what these files hold of the whole model. ValueError where it is none of this run's."""
-        states = [read_state(path)[0] for path in parts]
+    @override
+    def go_on_from(self, step: int, kept: KeptParts) -> None:
+        path, facts = kept(0)
+        states = [read_state(one)[0] for one in (path, *(kept(part)[0] for part in range(1, facts["parts"])))]
         self._kept = {**states[0], "parameters": {name: own for one in states for name, own in _held(one).items()}}
 
-    def run(self, out: Path) -> dict[str, Any] | None:
-        """To the end; None where this node has left, or has been told to stop."""
+    @override
+    def run(self, out: Path | None) -> dict[str, Any] | None:
         seed_draws(self.config.run.seed, self.world.rank)
         try:
             worker = self._worker = self._begun()
@@ -93,14 +95,14 @@ class SeatedNode:
                 _restore(worker, self._kept)
             return worker.run(out)
         except Left:
-            self.has_left = self._leaving
+            self._has_left = self._leaving
             return None
 
     def _begun(self) -> ClusterWorker:
         config, world, corpus = self.config, self.world, self._seat.corpus
         if self._seats:
-            return found(config, world, corpus, self._seats, self._post)
-        return enter(config, world, corpus, self._members, self._told, self._post, self._gives_up)
+            return found(config, world, corpus, self._seats, self.post)
+        return enter(config, world, corpus, self._members, self._told, self.post, self._gives_up)
 
     def _gives_up(self) -> bool:
         """While it waits to be let in: also where nobody of those whom it has asked is at work any more."""
@@ -118,38 +120,25 @@ class SeatedNode:
         """
         if self._leaving:
             self._await_kept(step)
-            self.has_left = True
+            self._has_left = True
         return self._leaving
 
-    def conclude(self, out: Path) -> dict[str, Any]:
-        """Put the model together again, with the nodes that are left: who was to do it is lost."""
+    @override
+    def conclude(self, out: Path | None) -> dict[str, Any]:
         assert self._worker is not None
         self._worker.agreement.miss(self.first)
         self._worker.agreement.settle()
         return self._worker.conclude(out)
 
     @property
+    @override
     def first(self) -> int:
-        """The seat that puts the model together at the end: the root of the first whole cluster."""
         assert self._worker is not None
         seats = self._worker.agreement.seats
         return seats.clusters[seats.whole[0]][0]
 
-    def lost(self, seat: int) -> bool:
-        """Whether `seat` is lost: nothing comes from it any more."""
-        return seat in self._post.mail.lost
-
-    def refusals(self) -> dict[int, str]:
-        """By seat, why nothing of it is read any more, where it sent what cannot be."""
-        lost = self._post.mail.lost
-        return {seat: error.detail for seat, error in [*lost.items()] if isinstance(error, Malformed)}
-
-    def settle(self) -> None:
-        """Wait until what was sent is gone."""
-        self._post.mail.settle()
-
+    @override
     def beat(self) -> SwarmBeat | None:
-        """How this node is at work now; None before it is. May be called in any thread."""
         worker = self._worker
         if worker is None or worker.agreement.is_gone:
             return None

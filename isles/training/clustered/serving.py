@@ -5,7 +5,9 @@ the text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ from torch import Tensor
 from isles.comm.layout import Coordinate, Layout
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
-from isles.models import autocast, limits
+from isles.models import autocast, limits, sketch
+from isles.pipeline.assemble import assembled
 from isles.pipeline.evaluation import Judge
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.ravnest.seats import ClusterSeats
@@ -23,8 +26,31 @@ from isles.pipeline.shares import stage_shares
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.inner_optimizer import inner_optimizer
-from isles.training.staged import build_stage, run_scheme
+from isles.training.records.tensors import save_model
+from isles.training.staged import build_stage, on_host, run_scheme
 from isles.training.text import Text
+
+
+@dataclass(frozen=True, slots=True)
+class SharedReading:
+    """`clusters` clusters read `batch` sequences each in every step after `since`; `before` of the order's come before
+    that.
+    """
+
+    clusters: int
+    batch: int
+    since: int = 0
+    before: int = 0
+
+    def after(self, step: int) -> int:
+        """Sequences of the order that come before what is read next."""
+        return self.before + (step - self.since) * self.clusters * self.batch
+
+    def among(self, clusters: int, step: int) -> SharedReading:
+        """So many clusters read after `step`."""
+        if clusters == self.clusters:
+            return self
+        return SharedReading(clusters, self.batch, step, self.after(step))
 
 
 def layout_of_seats(seats: ClusterSeats, size: int) -> Layout:
@@ -121,6 +147,16 @@ class Serving:
     def validation(self) -> Iterator[Tensor]:
         """What the root judges."""
         return iter(()) if self.text is None else self.text.validation()
+
+    def write_whole(self, out: Path | None) -> None:
+        """Put the one model of its cluster together, at the root, which writes OUT/model.safetensors. All of the
+        cluster ask together.
+        """
+        model = self.config.model
+        whole = sketch(model) if self.text is None else on_host(model, self.config.run.seed)
+        filled = assembled(self.model, self.world.stage, whole, self.cut.pieces)
+        if filled is not None and out is not None:
+            save_model(filled, out / "model.safetensors")
 
     def step(self, stale: int) -> None:
         """An update by the gradients in place, so many updates old, which are cleared."""

@@ -52,11 +52,12 @@ def _tensors(state: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(entry, (*path, str(index)))
 
 
-def refuse_losses(config: Config, rank: int, last: int, losses: Sequence[Tensor]) -> None:
-    """WorkerFailed where a loss of the inner steps up to `last` is no number any more."""
+def refuse_losses(config: Config, rank: int, last: int, losses: Sequence[Tensor], each: int = 1) -> None:
+    """WorkerFailed where a loss of the inner steps up to `last` is no number any more. each: losses of a step."""
     values = torch.stack(list(losses)).tolist() if losses else []
-    for step, loss in enumerate(values, last - len(values) + 1):
+    for number, loss in enumerate(values):
         if not math.isfinite(loss):
+            step = last - (len(values) - 1 - number) // each
             raise _diverged(config, rank, f"its loss is {loss} at inner step {step}")
 
 

@@ -36,7 +36,7 @@ from isles.training.elastic.terms import among_peers
 from isles.training.kinds import kind_of
 from isles.training.running.interrupts import first_interrupt
 from isles.training.staged import planned_cut
-from isles.training.swarmed.seat import OwnSeat
+from isles.training.swarmed.seat import OwnSeat, SeatedWork
 from isles.training.swarmed.seated import ANYWHERE, SeatedTrainer
 from isles.training.swarmed.step import identity, number_of
 
@@ -99,7 +99,7 @@ class SeatedPeer:
         self._run = self.number()
         self._there: set[int] = set()
         self._named: set[int] = set()
-        self._trainer: SeatedTrainer | None = None
+        self._trainer: SeatedWork | None = None
         self._session, self._refused = entrance.session, entrance.session.refused
         alone = IslandGroup()
         certificates = entrance.shown(alone)
@@ -115,7 +115,7 @@ class SeatedPeer:
     @property
     def step(self) -> int:
         """The newest step that this peer has done."""
-        return 0 if self._trainer is None else self._trainer.optimizer.steps
+        return 0 if self._trainer is None else self._trainer.done
 
     def leave(self) -> None:
         """Leave, as soon as the others can do without this peer."""
@@ -136,7 +136,7 @@ class SeatedPeer:
             if isinstance(self.line.ended, Over):
                 return self._over(self.line.ended)
             self.tell(f"{printable(str(error), 300)}: coming again")
-            return "again"
+            return self._again()
 
     def _part(self) -> Begin | Enter | SeatEnding:
         """Ask the lighthouse what to do until it says so, or how this seat has ended."""
@@ -161,8 +161,7 @@ class SeatedPeer:
                 case _:
                     return "again"
             self.leaving.wait(_ASK)
-        self.line.ask(Leave())
-        return "left"
+        return self._left()
 
     def _over(self, over: Over) -> SeatEnding:
         if over.reason:
@@ -180,16 +179,20 @@ class SeatedPeer:
         self.line.at_work(trainer.beat)
         result = trainer.run(self.folder)
         if result is None:
-            trainer.settle()
-            if trainer.has_left or self._goes(trainer):
-                self.line.ask(Leave())
-                return "left"
-            return "again"
+            trainer.post.mail.settle()
+            return self._left() if trainer.has_left else self._again()
         self._conclude(trainer, result)
-        return self._over(self.line.ended) if isinstance(self.line.ended, Over) else "again"
+        return self._over(self.line.ended) if isinstance(self.line.ended, Over) else self._again()
 
-    def made(self, part: Begin | Enter) -> SeatedTrainer:
-        """The trainer for `part`."""
+    def _left(self) -> SeatEnding:
+        self.line.ask(Leave())
+        return "left"
+
+    def _again(self) -> SeatEnding:
+        return self._left() if self.leaving.is_set() else "again"
+
+    def made(self, part: Begin | Enter) -> SeatedWork:
+        """What trains for `part`."""
         stages = dict(zip(part.seats, part.stages, strict=True)) if isinstance(part, Begin) else {}
         return SeatedTrainer(
             self.seat(),
@@ -214,19 +217,22 @@ class SeatedPeer:
 
     def _stops(self, step: int) -> bool:
         """Whether this peer ends after `step` without the others' leave."""
-        return self.line.ended is not None or (self._trainer is not None and self._goes(self._trainer))
+        return self.line.ended is not None or (self._trainer is not None and self._trainer.has_left)
 
-    def _goes(self, trainer: SeatedTrainer) -> bool:
-        """Whether it is to leave, and nobody can take its place: what it had was handed over."""
-        return self.leaving.is_set() and trainer.is_needed and trainer.handed_over > 0
-
-    def _resume(self, trainer: SeatedTrainer, step: int) -> None:
+    def _resume(self, trainer: SeatedWork, step: int) -> None:
         """Begin with what the lighthouse keeps."""
-        path, _ = self.kept(trainer.world.place.stage, step)
-        trainer.go_on_from(step, path)
-        path.unlink()
+        paths: list[Path] = []
 
-    def kept(self, stage: int, step: int) -> tuple[Path, dict[str, Any]]:
+        def kept(part: int) -> tuple[Path, dict[str, Any]]:
+            path, facts = self._kept(part, step)
+            paths.append(path)
+            return path, facts
+
+        trainer.go_on_from(step, kept)
+        for path in paths:
+            path.unlink()
+
+    def _kept(self, stage: int, step: int) -> tuple[Path, dict[str, Any]]:
         """Fetch the state of `stage` after `step` that the lighthouse keeps: (its file, the facts told beside it).
         CommError where it does not come.
         """
@@ -237,7 +243,7 @@ class SeatedPeer:
         except NotGiven as why:
             raise CommError(f"the state of stage {stage} after step {step} did not come ({why})") from None
 
-    def _conclude(self, trainer: SeatedTrainer, result: dict[str, Any]) -> None:
+    def _conclude(self, trainer: SeatedWork, result: dict[str, Any]) -> None:
         """Hand in the model, or wait while the first peer does; where that one is lost, put it together again."""
         while True:
             if result["parameters"]:

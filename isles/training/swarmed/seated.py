@@ -14,9 +14,8 @@ import torch
 from typing_extensions import override
 
 from isles.comm.elastic.swarm.words import SwarmBeat
-from isles.comm.errors import Malformed, Refused
 from isles.training.elastic.given import state_of
-from isles.training.swarmed.seat import OwnSeat
+from isles.training.swarmed.seat import KeptParts, OwnSeat, SeatedWork
 from isles.training.swarmed.trainer import SwarmTrainer
 
 HOLDERS = 2
@@ -30,7 +29,7 @@ class AwaitKept(Protocol):
     def __call__(self, step: int, seconds: float, *, though_away: bool = False) -> bool: ...
 
 
-class SeatedTrainer(SwarmTrainer):
+class SeatedTrainer(SwarmTrainer, SeatedWork):
     """A `SwarmTrainer` whose ranks are seats.
 
     epoch: which of the run's swarms this is, counted by the lighthouse. stages: by seat, the stage of all who begin
@@ -61,14 +60,11 @@ class SeatedTrainer(SwarmTrainer):
         """The step of which all gave their states, for a stage's last peer wants to go."""
         world = seat.mesh(stages or {seat.transport.rank: max(wish, 0)})
         super().__init__(seat.config, world, seat.corpus, present=sorted(stages), met=sorted(stages))
+        self.post = self.model_step.swarm.agreement.post
 
     @override
     def _enter(self) -> None:
         self.model_step.enter(self._asked, self._wish)
-
-    def meet(self, seat: int) -> None:
-        """Listen to `seat` from now on. May be called in any thread."""
-        self.model_step.swarm.agreement.post.mail.meet(seat)
 
     @override
     def conclude(self, out: Path | None) -> dict[str, Any]:
@@ -76,45 +72,34 @@ class SeatedTrainer(SwarmTrainer):
         self.workers = len(self.model_step.swarm.agreement.members)
         return super().conclude(out)
 
+    @override
     def leave(self) -> None:
-        """After the step under way, and once somebody else serves this stage. May be called in any thread."""
         self.model_step.swarm.leaving = True
 
-    def go_on_from(self, step: int, state: Path) -> None:
-        """Begin after `step`, with the state of this stage that is in the file `state`."""
-        given = torch.frombuffer(bytearray(state.read_bytes()), dtype=torch.uint8)
+    @override
+    def go_on_from(self, step: int, kept: KeptParts) -> None:
+        given = torch.frombuffer(bytearray(kept(self.world.place.stage)[0].read_bytes()), dtype=torch.uint8)
         stepped = self.model_step
         stepped.serve(*self._become(stepped.cut, self.world.place.stage, given))
         stepped.step = step
 
     @property
+    @override
+    def done(self) -> int:
+        return self.optimizer.steps
+
+    @property
+    @override
     def has_left(self) -> bool:
-        """Whether this peer has left the swarm, as it was asked to."""
         swarm = self.model_step.swarm
+        if swarm.is_needed:
+            return self.handed_over > 0
         return swarm.leaving and self.model_step.last is not None and swarm.is_gone
 
     @property
-    def is_needed(self) -> bool:
-        """Whether it was asked to leave, and nobody can take its place."""
-        return self.model_step.swarm.is_needed
-
-    @property
+    @override
     def first(self) -> int:
-        """The seat that puts the model together at the end: the first of stage 0."""
         return self.model_step.swarm.peers(0)[0]
-
-    def lost(self, seat: int) -> bool:
-        """Whether `seat` is lost: nothing comes from it any more."""
-        return seat in self.model_step.swarm.agreement.post.mail.lost
-
-    def refusals(self) -> dict[int, str]:
-        """By seat, why nothing of it is read any more, where it sent what cannot be."""
-        lost = self.model_step.swarm.agreement.post.mail.lost
-        return {seat: why.detail for seat, why in [*lost.items()] if isinstance(why, Malformed | Refused)}
-
-    def settle(self) -> None:
-        """Wait until what was sent is gone."""
-        self.model_step.swarm.agreement.post.mail.settle()
 
     @override
     def step(self) -> None:
@@ -128,8 +113,8 @@ class SeatedTrainer(SwarmTrainer):
         elif not swarm.bare:
             self.handed_over = 0
 
+    @override
     def beat(self) -> SwarmBeat | None:
-        """How this peer is at work now; None before it is. May be called in any thread."""
         step = self.model_step
         swarm, last, me = step.swarm, step.last, self.world.rank
         members = swarm.agreement.members

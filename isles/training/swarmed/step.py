@@ -283,7 +283,8 @@ class Swarmed:
     def serve(self, stage: Stage, scheme: Scheme, text: Text | None) -> None:
         """Serve `stage` from now on."""
         self.stage, self.scheme, self.text = stage, scheme, text
-        self.swarm.peer.work.serve(self.stage, self._form(), self._shares())
+        self.swarm.peer.work.hold(stage, self._form())
+        self.swarm.peer.work.shares = self._shares()
         self.swarm.parameters = self._trained()
 
     def _tell(self, change: StageChange, more: str = "") -> None:

@@ -182,9 +182,14 @@ def test_who_says_hello_in_a_way_that_cannot_be_stays_out(how: str) -> None:
     assert third == (1, (3,), {"step": 4})
 
 
+SEATS = b"[[[0,1]],[[2]],[],[],[],[],[]]"
+
+
 @pytest.mark.parametrize(
-    "body", [b"{", b"[]", b'{"turn":1,"seats":[],"facts":{}}', b'{"turn":-1,"seats":[],"facts":{}}']
+    "body", [b"{", b"[]", b"[1,[],{}]", b"[-1,%s,{}]" % SEATS, b"[1,%s,[]]" % SEATS, b'[1,%s,{"a":"1"}]' % SEATS]
 )
 def test_what_is_no_welcome_is_refused(body: bytes) -> None:
     with pytest.raises(ValueError):
         ClusterWelcome.unpacked(torch.frombuffer(bytearray(body), dtype=torch.uint8), 4)
+    good = torch.frombuffer(bytearray(b'[1,%s,{"a":1}]' % SEATS), dtype=torch.uint8)
+    assert ClusterWelcome.unpacked(good, 4).facts == {"a": 1}

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from isles.pipeline.ravnest.averaging import ClusterAverage
-from isles.training.clustered.node import SharedReading
-from isles.training.clustered.serving import Serving
+from isles.training.clustered.serving import Serving, SharedReading
 from tests.training.clustered.test_churned import (
     test_who_comes_makes_clusters_takes_places_and_holds_the_others_bits as who_comes,
 )

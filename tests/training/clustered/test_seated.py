@@ -37,7 +37,7 @@ class ClusterRun(SwarmRun):
 
 def seats_of(run: ClusterRun, number: int) -> Any:
     peer: Any = run.peers[number]
-    return peer._node._worker.agreement.seats
+    return peer._trainer._worker.agreement.seats
 
 
 def seat(run: ClusterRun, number: int) -> int:

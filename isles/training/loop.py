@@ -1,0 +1,223 @@
+"""What every worker of a run does, whatever it trains: steps until the last one, and its records.
+
+a step, or several -> validate -> a line of metrics, and the first spans of time -> checkpoint -> stop, or go on
+at the end: the last spans, and its share of the summary
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isles.comm.codecs import codec
+from isles.comm.collectives.mean import sent_bytes
+from isles.comm.mesh import Mesh
+from isles.network.routing.events import Span
+from isles.schema import Metrics
+from isles.training.config.inner import lr_factor
+from isles.training.config.sections import Config
+from isles.training.draws import draws_state, restore_draws
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.finite import refuse_losses
+from isles.training.records.timeline import Timeline
+from isles.training.step import WAITS
+from isles.training.step_clock import StepClock
+from isles.training.text import Text
+
+
+class TrainingLoop(ABC):
+    """One worker. name: of the run's configuration. device: where it computes. model: the whole one, where this worker
+    runs it by itself.
+
+    judges: whether text was kept for validation. tokens: read so far. losses: since the last line of metrics.
+    """
+
+    judges = False
+
+    def __init__(self, config: Config, world: Mesh, name: str, device: torch.device, model: nn.Module | None) -> None:
+        self.config, self.world, self.name, self.device = config, world, name, device
+        self._measured = model
+        self.tokens = 0
+        self.clock_before = 0.0
+        self.started = time.perf_counter()
+        self.losses: list[Tensor] = []
+        self.timeline = Timeline(world.rank)
+        self.step_clock = StepClock(world.transport, device, simulated=config.world.is_simulated)
+
+    @abstractmethod
+    def steps_done(self) -> int:
+        """Inner steps so far."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """One inner step, or several at once."""
+
+    @abstractmethod
+    def validate(self) -> float | None:
+        """Validation loss of this worker's weights, nats per token; None where it is not told."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next steps of this worker depend on, and `records`: live tensors, no copies."""
+
+    @abstractmethod
+    def conclude(self, out: Path | None) -> dict[str, Any]:
+        """Judge, and write the one model; this worker's share of the summary."""
+
+    @abstractmethod
+    def played(self) -> Sequence[Span]:
+        """The tasks of the last inner step on this worker; none where it has no parts."""
+
+    def run(self, out: Path | None) -> dict[str, Any] | None:
+        """Train the steps that are left; the first worker writes OUT/model.safetensors. Returns this worker's share of
+        the summary, or None where the run was stopped (its state is then in a checkpoint).
+        """
+        while self.steps_done() < self.config.run.steps:
+            self.step()
+            if self._stops_after(self.steps_done(), out):
+                self._report_last_spans()
+                return None
+        return self.conclude(out)
+
+    def _stops_after(self, step: int, out: Path | None) -> bool:
+        """Validate, report and save, where that is due, and whether to stop."""
+        run, ends = self.config.run, step == self.config.run.steps
+        validating = self.judges and run.validate_every and step % run.validate_every == 0 and not ends
+        if validating or step % run.log_every == 0 or ends:
+            self.report(self.validate() if validating else None)
+        stopping = self.world.stop_here(step) and not ends
+        due = not ends and self._saves_after(step)
+        if out is not None and (stopping or due):
+            self._refuse_not_finite(step, self.losses)
+            self._save(out, step)
+        return stopping
+
+    def _saves_after(self, step: int) -> bool:
+        every = self.config.run.checkpoint_every
+        return bool(every) and step % every == 0
+
+    def _save(self, out: Path, step: int) -> None:
+        """This worker's part of the checkpoint of `step`."""
+        state = self.state_dict()
+        self._refuse_broken(step, state)
+        self.saves(out, step, state)
+
+    def saves(self, out: Path, step: int, state: dict[str, Any]) -> None:
+        """Keep its state at a checkpoint."""
+        Checkpoints(out).write_shard(step, self.world.rank, state, self.name)
+        self.world.report({"checkpoint": step, "worker": self.world.rank})
+
+    def _refuse_not_finite(self, last: int, losses: Sequence[Tensor]) -> None:
+        refuse_losses(self.config, self.world.rank, last, losses)
+
+    @abstractmethod
+    def _refuse_broken(self, step: int, state: Mapping[str, Any]) -> None:
+        """NotFinite where what is about to be kept is no numbers any more."""
+
+    # Records
+
+    def clock(self) -> float:
+        """Seconds of the run, those before it was resumed included."""
+        return self.clock_before + self.world.transport.now()
+
+    def report(self, val_loss: float | None) -> None:
+        """Tell the launcher how far this worker is."""
+        self.world.report(asdict(self.metrics(val_loss)) | self._gauges())
+        self._report_spans(
+            self.timeline.take(self.steps_done(), self.world.world.traffic.take_spans(), self.clock_before)
+        )
+
+    @abstractmethod
+    def _gauges(self) -> dict[str, float]:
+        """What a line of metrics has beside."""
+
+    def metrics(self, val_loss: float | None) -> Metrics:
+        """The line for the steps since the last one."""
+        step = self.steps_done()
+        self._refuse_not_finite(step, self.losses)
+        loss = self._mean(self.losses) if self.losses else math.nan
+        self.losses.clear()
+        self.step_clock.read()
+        traffic = self.world.world.traffic
+        blocked = traffic.total("blocked_seconds", *WAITS)
+        return Metrics(
+            step=step,
+            worker=self.world.rank,
+            loss=loss,
+            lr=lr_factor(step, self.config.run.steps, self.config.inner) * self.config.inner.lr,
+            tokens=self.tokens,
+            bytes_sent=int(traffic.total("bytes_sent")),
+            bytes_received=int(traffic.total("bytes_received")),
+            blocked_seconds=blocked,
+            compute_seconds=self.step_clock.so_far() - blocked,
+            clock_seconds=self.clock(),
+            val_loss=val_loss,
+            **self.step_clock.usage(self._measured, self.tokens),
+        )
+
+    def _mean(self, losses: Sequence[Tensor]) -> float:
+        return float(torch.stack(list(losses)).mean())
+
+    def _report_spans(self, spans: list[dict[str, Any]]) -> None:
+        if spans:
+            self.world.report({"spans": spans})
+
+    def _report_last_spans(self) -> None:
+        tasks = self.timeline.tasks(self.steps_done(), self.played(), self.clock_before)
+        self._report_spans(self.timeline.rest())
+        self._report_spans(tasks)
+
+    def totals(self) -> dict[str, Any]:
+        """Its share of the summary, of what was counted and measured so far; all spans are told."""
+        self.step_clock.read()
+        traffic = self.world.world.traffic
+        self.timeline.take(self.steps_done(), traffic.take_spans(), self.clock_before)
+        self._report_last_spans()
+        blocked = traffic.total("blocked_seconds", *WAITS)
+        return {
+            "bytes_sent": int(traffic.total("bytes_sent")),
+            "bytes_received": int(traffic.total("bytes_received")),
+            "compute_seconds": self.step_clock.seconds - blocked,
+            "blocked_seconds": blocked,
+            "train_seconds": time.perf_counter() - self.started,
+            "virtual_seconds": self.clock(),
+            "channels": traffic.by_channel(),
+        }
+
+    def compared(self, parameters: int, dtype: torch.dtype, workers: int, text: Text | None) -> dict[str, Any]:
+        """Its share of the summary, of what ddp would have sent for so many parameters, and the text it was."""
+        ddp = [sent_bytes(parameters, dtype, codec("none"), workers, position) for position in range(workers)]
+        sha256 = "" if text is None else text.corpus.sha256
+        return {"ddp_bytes": self.config.run.steps * sum(ddp) / len(ddp), "corpus_sha256": sha256}
+
+    def records(self) -> dict[str, Any]:
+        """The running totals, the clock, and what draws at random, for a checkpoint."""
+        self.step_clock.read()
+        return {
+            "losses": torch.stack(self.losses) if self.losses else None,
+            "training_seconds": self.step_clock.seconds,
+            "clock_seconds": self.clock(),
+            "host_seconds": time.perf_counter() - self.started,
+            **draws_state(self.device),
+        }
+
+    def load_records(self, state: dict[str, Any]) -> None:
+        """Go on from `records`."""
+        self.losses = [] if state["losses"] is None else list(state["losses"].to(self.device))
+        self.step_clock.seconds = state["training_seconds"]
+        self.started = time.perf_counter() - state["host_seconds"]
+        self.go_on_at(state["clock_seconds"])
+        restore_draws(state, self.device)
+
+    def go_on_at(self, seconds: float) -> None:
+        """Go on with a run that has taken so many seconds."""
+        self.clock_before = seconds - self.world.transport.now()
+        self.timeline = Timeline(self.world.rank, resumed=True)
