@@ -160,7 +160,7 @@ class Agreement:
                     continue
                 if letter.note.extra == _DECIDED:
                     self._owing.discard(letter.sender)
-                    decision = word
+                    decision = decision or word
                 elif letter.note.number == number:
                     heard[letter.sender] = word
                 elif letter.note.number > number:
