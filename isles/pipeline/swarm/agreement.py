@@ -20,6 +20,7 @@ speak. Early-deciding flooding, as in Raynal, Fault-tolerant Agreement in Synchr
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -110,14 +111,12 @@ class Agreement:
 
     def drain(self) -> None:
         """Take in what is still to come of the last agreement: nothing of it is under way then."""
-        mail, now = self.post.mail, self.post.mail.group.transport.now
-        until = now() + self.patience
-        while True:
-            self.post.sort()
-            self._owing -= {letter.sender for letter in self.post.words() if letter.note.extra == _DECIDED}
-            if self._owing.isdisjoint({*self.members} - mail.lost.keys()) or now() >= until:
-                return
-            mail.wait(until - now())
+        with suppress(DeadlinePassed):
+            self.post.wait_for(self._is_drained, self.patience)
+
+    def _is_drained(self) -> bool:
+        self._owing -= {letter.sender for letter in self.post.words() if letter.note.extra == _DECIDED}
+        return self._owing.isdisjoint({*self.members} - self.post.mail.lost.keys())
 
     def _flood(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
         known = {self.me: tuple(own)}
@@ -161,7 +160,7 @@ class Agreement:
                     continue
                 if letter.note.extra == _DECIDED:
                     self._owing.discard(letter.sender)
-                    decision = word
+                    decision = decision or word
                 elif letter.note.number == number:
                     heard[letter.sender] = word
                 elif letter.note.number > number:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isles.comm.collectives.mail import MailLetter, MailNote
 from isles.comm.collectives.same import numbers
-from isles.comm.errors import DeadlinePassed, Malformed, PeerLost
+from isles.comm.errors import Malformed, PeerLost
 from isles.pipeline.swarm.arrangement import NOWHERE, StageChange
 from isles.pipeline.swarm.post import ASK, ROW, WELCOME, Post, as_bits, as_number
 from isles.pipeline.swarm.swarm import Swarm
@@ -42,7 +42,7 @@ def ask(
 
     PeerLost where all of them are lost first; DeadlinePassed where nobody answers in 100 times `patience`.
     """
-    mail, came, patience = post.mail, list[W](), _PATIENCE * patience
+    mail, came = post.mail, list[W]()
 
     def hear(letter: MailLetter) -> None:
         try:
@@ -50,22 +50,16 @@ def ask(
         except ValueError as error:
             mail.refuse(letter.sender, Malformed(mail.group.ranks[letter.sender], str(error)))
 
-    now, post.answers[WELCOME] = mail.group.transport.now, hear
+    post.answers[WELCOME] = hear
     for other in others:
         mail.meet(other)
         mail.send(other, MailNote(ASK, 0, number=number), body)
-    until = now() + patience
-    while not gives_up():
-        post.sort()
-        if came:
-            del post.answers[WELCOME]
-            return came[0]
-        if set(others) <= mail.lost.keys():
-            raise PeerLost(-1, "everybody who was asked to let this one in")
-        if now() >= until:
-            raise DeadlinePassed(-1, mail.group.channel, patience)
-        mail.wait(min(_LOOK, until - now()))
-    return None
+    asked = set(others)
+    post.wait_for(lambda: bool(came) or asked <= mail.lost.keys() or gives_up(), _PATIENCE * patience, look=_LOOK)
+    if not came and asked <= mail.lost.keys():
+        raise PeerLost(-1, "everybody who was asked to let this one in")
+    del post.answers[WELCOME]
+    return came[0] if came else None
 
 
 class Welcome(NamedTuple):

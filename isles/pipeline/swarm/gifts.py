@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from isles.comm.collectives.mail import MailLetter, MailNote
-from isles.comm.errors import DeadlinePassed
 from isles.pipeline.swarm.post import GIFT, WANT, Post
 
 AsBytes = Callable[[], bytes]
@@ -54,23 +53,15 @@ def take(post: Post, donors: Sequence[int], patience: float) -> Tensor | None:
     """The state of the first of `donors` that has sent it, uint8; None where all were lost before. DeadlinePassed where
     one is silent.
     """
-    mail, now = post.mail, post.mail.group.transport.now
-    came: list[MailLetter] = []
-    post.answers[GIFT] = came.append
+    lost, came = post.mail.lost, dict[int, Tensor]()
+    post.answers[GIFT] = lambda letter: came.update({letter.sender: letter.body})
     try:
         for donor in donors:
-            if donor in mail.lost:
-                continue
-            mail.send(donor, MailNote(WANT, 0, post.turn))
-            until = now() + patience
-            while donor not in mail.lost:
-                post.sort()
-                found = [letter.body for letter in came if letter.sender == donor]
-                if found:
-                    return found[0]
-                if now() >= until:
-                    raise DeadlinePassed(mail.group.ranks[donor], "pipeline", patience)
-                mail.wait(until - now())
+            if donor not in lost:
+                post.mail.send(donor, MailNote(WANT, 0, post.turn))
+                post.wait_for(lambda donor=donor: donor in came or donor in lost, patience, donor)
+            if donor in came:
+                return came[donor]
         return None
     finally:
         del post.answers[GIFT]

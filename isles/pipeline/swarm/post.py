@@ -6,6 +6,7 @@ and one of a later turn waits until this peer gets there.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from isles.comm.collectives.mail import Mail, MailLetter
+from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Channel
 from isles.network.routing.routes import Task
 from isles.pipeline.swarm.books import words_for
@@ -87,6 +89,21 @@ class Post:
                 answer(letter)
             elif letter.note.attempt >= self.turn:
                 self._box(letter.note.kind).append(letter)
+
+    def wait_for(self, ready: Callable[[], bool], patience: float, late: int = -1, look: float = math.inf) -> None:
+        """Take in what comes until all is `ready`, asked again after each letter, and every `look` seconds.
+        DeadlinePassed, naming position `late`, after `patience` seconds.
+        """
+        now = self.mail.group.transport.now
+        until = now() + patience
+        while True:
+            self.sort()
+            if ready():
+                return
+            if now() >= until:
+                rank = self.mail.group.ranks[late] if late >= 0 else -1
+                raise DeadlinePassed(rank, self.mail.group.channel, patience)
+            self.mail.wait(min(look, until - now()))
 
     def begin_at(self, turn: int) -> None:
         """Of one that comes later."""
