@@ -12,7 +12,7 @@ from multiprocessing import forkserver, resource_tracker
 
 PRELOAD = [
     "isles.training.running.processes",
-    *("isles.training.clustered.entry", "isles.training.swarmed.trainer"),  # what workers of `kinds` come to
+    *("isles.training.clustered.opening", "isles.training.swarmed.trainer"),  # what workers of `kinds` come to
     "isles.launch.preload",
 ]
 """Modules that it loads, in this order."""
