@@ -3,80 +3,109 @@
 RUN/config.toml       at once
 RUN/churn.jsonl       what happens to whom when, as `isles.network.churn` reads it
 RUN/metrics.jsonl     what the workers report
+RUN/summary.json      at the end
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.comm.virtual.transport import VirtualTransport
+from isles.data import Corpus, load_corpus
+from isles.durable import write_text
 from isles.modes import torch_threads
 from isles.network.churn import POOLS, ChurnEvent, churn, founders, returns, write_trace
 from isles.network.pauses import KnownPauses
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.memory.planned import step_seconds
-from isles.training.records.rundir import METRICS, as_json, claim, held
+from isles.training.records.rundir import METRICS, SUMMARY, as_json, claim, held
+from isles.training.records.summary import SummaryTable, summarise
 from isles.training.records.writer import write_config
 
 CHURN = "churn.jsonl"
 _LONGER = 2.0  # a trace by rate goes on for so many times the time of the steps: exchanges and pauses take time too
 
 
-class ChurnedWorkers:
-    """The workers of a run of `config` through the changes of `churn_name`. founders: with how many it begins; trace:
-    what happens; begins: by worker, when it comes (s). lease: seconds after which one that stands still is gone, and
-    comes again as somebody else (`isles.network.churn`); None: it is waited for. saves: whether it keeps the
-    checkpoints that `config` asks for; else it asks for none, which `notices` tell. ValueError as `trace_of`.
+class ChurnedWorld(ABC):
+    """One run of `config` through the changes of `churn_name`, into `out`. on_line, on_notice: as in
+    `isles.training.running.run.launch`. ValueError as `trace_of`.
+
+    founders: with how many it begins. trace: what happens. begins: by worker, when it comes (s). results: by worker,
+    what it came to.
     """
 
-    def __init__(self, config: Config, churn_name: str, lease: float | None = None, *, saves: bool = False) -> None:
-        self.notices: list[str] = []
-        if config.run.checkpoint_every and not saves:
-            self.notices.append(
-                f"run.checkpoint_every = {config.run.checkpoint_every}: such a run of --churn cannot be gone on with, "
-                "so nothing is saved"
-            )
-            config = replace(config, run=replace(config.run, checkpoint_every=0))
-        self.config = config
-        self.founders, self.trace = trace_of(config, churn_name)
+    gives_up: ClassVar[bool] = False
+    """Whether one that stands still for `world.elastic.lease` seconds is gone for the others, and comes again as
+    somebody else; else it is waited for.
+    """
+    saves: ClassVar[bool] = False
+    """Whether it keeps the checkpoints that `config` asks for; else it asks for none, and says so."""
+
+    def __init__(
+        self,
+        config: Config,
+        churn_name: str,
+        out: Path,
+        on_line: Callable[[dict[str, Any]], None],
+        on_notice: Callable[[str], None],
+    ) -> None:
+        self._dropped = 0 if self.saves else config.run.checkpoint_every
+        self.config = replace(config, run=replace(config.run, checkpoint_every=0)) if self._dropped else config
+        self.out, self.on_line, self.on_notice = out, on_line, on_notice
+        self.founders, self.trace = trace_of(self.config, churn_name)
         self.begins = [0.0] * self.founders
         for event in self.trace:
             self.begins += [event.at] * (int(event.number) if event.kind == "join" else 0)
         self.events: Sequence[ChurnEvent] = self.trace
         """What happens to whom then."""
         self._machines: Sequence[int] = range(len(self.begins))
-        if lease is not None:
-            found = returns(self.trace, self.begins, lease)
+        if self.gives_up:
+            found = returns(self.trace, self.begins, config.world.elastic.lease)
             self.events, self.begins, self._machines = found.events, list(found.begins), found.machines
+        self.results: dict[int, dict[str, Any]] = {}
+        self.summary: SummaryTable = {}
 
-    @contextmanager
-    def directory(
-        self, out: Path, on_line: Callable[[dict[str, Any]], None]
-    ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-        """`out` as this run's alone, with its first files; what a line of metrics is given to, which `on_line` sees
-        too. ValueError: it holds a run already, or cannot be made.
-        """
-        with held(out):
-            claim(out)
-            write_config(self.config, out)
-            write_trace(self.trace, str(out / CHURN))
-            with (out / METRICS).open("a", encoding="utf-8") as metrics:
+    @abstractmethod
+    def train(self, corpus: Corpus) -> list[dict[str, Any]]:
+        """To the end; what those came to whose model it is."""
 
-                def write(told: Mapping[str, Any]) -> None:
-                    line = {key: value for key, value in told.items() if value is not None}
-                    metrics.write(as_json(line) + "\n")
-                    metrics.flush()
-                    on_line(line)
+    @abstractmethod
+    def told(self) -> dict[str, Any]:
+        """What the summary tells beside what all tell."""
 
-                yield write
+    def run(self) -> SummaryTable:
+        """To its end. ValueError: `out` holds a run already, or cannot be made. A failure is raised as it is."""
+        began = time.perf_counter()
+        if self._dropped:
+            self.on_notice(
+                f"run.checkpoint_every = {self._dropped}: such a run of --churn cannot be gone on with, so nothing is "
+                "saved"
+            )
+        with held(self.out):
+            claim(self.out)
+            write_config(self.config, self.out)
+            write_trace(self.trace, str(self.out / CHURN))
+            with (self.out / METRICS).open("a", encoding="utf-8") as self._metrics:
+                results = self.train(load_corpus(self.config.data))
+                self.summary = summarise(self.config, results, time.perf_counter() - began) | self.told()
+                write_text(self.out / SUMMARY, as_json(self.summary, indent=2) + "\n")
+        return self.summary
 
-    def train(self, work: Callable[[VirtualTransport], None], before: Callable[..., None]) -> None:
+    def write(self, told: Mapping[str, Any]) -> None:
+        """A line of metrics."""
+        line = {key: value for key, value in told.items() if value is not None}
+        self._metrics.write(as_json(line) + "\n")
+        self._metrics.flush()
+        self.on_line(line)
+
+    def let_work(self, work: Callable[[VirtualTransport], None], before: Callable[..., None]) -> None:
         """Have each worker do `work`, from when it comes. before: see `VirtualCluster.run`."""
         config, world, workers = self.config, self.config.world, len(self.begins)
         factors = replace(world, workers=workers).factors

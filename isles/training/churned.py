@@ -1,9 +1,8 @@
-"""A run without a lighthouse whose workers come and go on the virtual clock, as a trace says (`isles.network.churn`).
+"""Runs without a lighthouse whose peers come and go on the virtual clock, as a trace says (`isles.network.churn`): in a
+swarm, and in clusters.
 
-RUN/config.toml, RUN/churn.jsonl      at once
-RUN/metrics.jsonl                     what the workers report
-RUN/checkpoints/                      where `run.checkpoint_every` says so, of those who save together
-RUN/model.safetensors, RUN/summary.json   at the end
+RUN/checkpoints/          where `run.checkpoint_every` says so, of those who save together
+RUN/model.safetensors     at the end
 
 One that is killed is gone with what was on its line, and the others hear of it at once; one that leaves does so when
 its method lets it. One that stands still is waited for, or gone after a while, and somebody else once it goes on.
@@ -11,69 +10,52 @@ its method lets it. One that stands still is waited for, or gone after a while, 
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any
+
+from typing_extensions import override
 
 from isles.comm import mesh
 from isles.comm.errors import PeerLost
+from isles.comm.layout import Layout
 from isles.comm.mesh import Mesh
 from isles.comm.virtual.scheduler import Scheduler
 from isles.comm.virtual.transport import VirtualTransport
 from isles.comm.virtual.wire import VirtualWire
-from isles.data import Corpus, load_corpus
-from isles.durable import write_text
+from isles.data import Corpus
+from isles.network.clusters.telling import SILENT
 from isles.network.engine import ARRIVED
-from isles.training.churn import ChurnedWorkers
+from isles.training.churn import ChurnedWorld
+from isles.training.clustered.node import ClusterWorker
+from isles.training.clustered.opening import enter, found
+from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.draws import seed_draws
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.reshard.clusters import POSITIONS
 from isles.training.records.reshard.stages import run_facts
-from isles.training.records.rundir import SUMMARY, as_json
-from isles.training.records.summary import SummaryTable, summarise
 from isles.training.running.starting import deadlines
+from isles.training.step import Left
+from isles.training.swarmed.trainer import SwarmTrainer
 
-W = TypeVar("W")
 
+class ChurnedPeers(ChurnedWorld):
+    """One run of peers; see `ChurnedWorld`."""
 
-class ChurnedWorld(ABC, Generic[W]):
-    """One run of `config` through the changes of `churn_name`, into `out`; W is what a worker of it is. on_line,
-    on_notice: as in `isles.training.running.run.launch`.
-    """
-
-    gives_up: ClassVar[bool] = False
-    """Whether one that stands still for `world.elastic.lease` seconds is gone for the others."""
-    saves: ClassVar[bool] = False
-    """Whether there are checkpoints; of whom, says `saving`."""
-
-    def __init__(
-        self,
-        config: Config,
-        churn_name: str,
-        out: Path,
-        on_line: Callable[[dict[str, Any]], None],
-        on_notice: Callable[[str], None],
-    ) -> None:
-        self.out, self.on_line, self.on_notice = out, on_line, on_notice
-        lease = config.world.elastic.lease if self.gives_up else None
-        self.churn = ChurnedWorkers(config, churn_name, lease, saves=self.saves)
-        self.config = self.churn.config
-        self.founders, self.begins = self.churn.founders, self.churn.begins
-        if any(event.kind == "lighthouse" for event in self.churn.trace):
+    def __init__(self, config: Config, *more: Any) -> None:
+        super().__init__(config, *more)
+        if any(event.kind == "lighthouse" for event in self.trace):
             raise ValueError(
                 f"churn: a run of {config.pipeline.routing} has no lighthouse that could be away: take that out of the "
                 "trace"
             )
-        self.workers: dict[int, W] = {}
-        """By rank, once they have begun."""
+        self.workers: dict[int, Any] = {}
+        """By rank, the `SwarmTrainer` or `ClusterWorker`, once it has begun."""
         self.asked: set[int] = set()
         """Ranks of those who were to leave, whether they had begun or not."""
-        self.results: dict[int, dict[str, Any]] = {}
         self.counts = {"joins": 0, "deaths": 0, "leaves": 0}
         self._dead: set[int] = set()
         self._awaited: dict[int, set[int]] = {}
@@ -86,39 +68,19 @@ class ChurnedWorld(ABC, Generic[W]):
         where it has left.
         """
 
-    @abstractmethod
-    def is_gone(self, worker: W) -> bool:
-        """Whether it has left."""
-
-    @abstractmethod
-    def leave(self, worker: W) -> None:
-        """Ask it to."""
-
     def saving(self, rank: int) -> Collection[int]:
         """Ranks whose states make up a checkpoint with that of `rank`, now that this one has written its own; none:
         nothing is kept.
         """
         return ()
 
-    def counted(self) -> dict[str, Any]:
-        """What the summary tells beside what all tell."""
+    @override
+    def told(self) -> dict[str, Any]:
         return self.counts
 
-    def run(self) -> SummaryTable:
-        """To its end. ValueError: `out` holds a run already, or cannot be made. A failure is raised as it is."""
-        began = time.perf_counter()
-        for notice in self.churn.notices:
-            self.on_notice(notice)
-        with self.churn.directory(self.out, self.on_line) as self._line:
-            self._train()
-            results = [self.results[rank] for rank in sorted(self.results)]
-            summary = summarise(self.config, results, time.perf_counter() - began) | self.counted()
-            write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
-        return summary
-
-    def _train(self) -> None:
+    @override
+    def train(self, corpus: Corpus) -> list[dict[str, Any]]:
         config = self.config
-        corpus = load_corpus(config.data)
 
         def work(transport: VirtualTransport) -> None:
             seed_draws(config.run.seed, transport.rank)
@@ -127,11 +89,12 @@ class ChurnedWorld(ABC, Generic[W]):
             if result is not None:
                 self.results[transport.rank] = result
 
-        self.churn.train(work, before=self._plan)
+        self.let_work(work, before=self._plan)
+        return [self.results[rank] for rank in sorted(self.results)]
 
     def _plan(self, scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport]) -> None:
         """Put what happens on the timeline."""
-        for event in self.churn.events:
+        for event in self.events:
             rank = int(event.number)
             if event.kind == "join":
                 self.counts["joins"] += rank
@@ -140,7 +103,7 @@ class ChurnedWorld(ABC, Generic[W]):
                 scheduler.timeline.at(event.at, ARRIVED, rank, act or partial(self._leave, rank))
 
     def _kill(self, scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport], rank: int) -> None:
-        if rank in self._dead or rank in self.results or (rank in self.workers and self.is_gone(self.workers[rank])):
+        if rank in self._dead or rank in self.results or (rank in self.workers and self.workers[rank].is_gone):
             return
         self.counts["deaths"] += 1
         self._dead.add(rank)
@@ -155,7 +118,7 @@ class ChurnedWorld(ABC, Generic[W]):
         self.counts["leaves"] += 1
         self.asked.add(rank)
         if rank in self.workers:
-            self.leave(self.workers[rank])
+            self.workers[rank].leave()
 
     def heard(self, event: object) -> None:
         """What a worker reports."""
@@ -164,7 +127,7 @@ class ChurnedWorld(ABC, Generic[W]):
         if "notice" in event:
             self.on_notice(event["notice"])
         elif "loss" in event:
-            self._line(event)
+            self.write(event)
         elif "checkpoint" in event:
             self._saved(event["checkpoint"], event["worker"])
 
@@ -183,3 +146,62 @@ class ChurnedWorld(ABC, Generic[W]):
         del self._awaited[step], self._written[step]
         facts = run_facts(self.config) | {POSITIONS: len(self.begins)}
         Checkpoints(self.out).commit(step, sorted(written), facts, keep=self.config.run.keep_checkpoints)
+
+
+class ChurnedSwarm(ChurnedPeers):
+    """In a swarm. One that leaves does so after the step under way."""
+
+    @override
+    def work(self, world: Mesh, corpus: Corpus) -> dict[str, Any] | None:
+        stages = self.config.pipeline.peers_of(self.founders)
+        stages[0] += range(self.founders, len(self.begins))  # until they are told where they are wanted
+        placed = world.arranged(Layout.columns(stages))
+        trainer = self.workers[world.rank] = SwarmTrainer(self.config, placed, corpus, range(self.founders))
+        return trainer.run(self.out)
+
+    @override
+    def told(self) -> dict[str, Any]:
+        if self.config.pipeline.swarm.stage_lost != "rebuild":
+            return self.counts
+        return self.counts | {"rebuilt": sum(trainer.model_step.rebuilt for trainer in self.workers.values())}
+
+
+class ChurnedClusters(ChurnedPeers):
+    """In clusters. ValueError for a configuration whose clusters cannot change in number.
+
+    One that comes stands by from the next average on, takes the place of a lost or a leaving one, or makes a new
+    cluster with others who wait. One that leaves does so after the next average; where it holds what nobody else does,
+    it stays until somebody comes.
+    """
+
+    gives_up = saves = True
+    machines: Mapping[int, int] = {}
+    """What workers tell of themselves when they come, by rank (`isles.network.clusters.telling`)."""
+
+    def __init__(self, config: Config, *more: Any) -> None:
+        refuse_conflicts(config, "clusters that come and go")
+        super().__init__(config, *more)
+
+    @override
+    def work(self, world: Mesh, corpus: Corpus) -> dict[str, Any] | None:
+        rank = world.rank
+        try:
+            if rank < self.founders:
+                worker = found(self.config, world, corpus, range(self.founders))
+            else:
+                worker = enter(self.config, world, corpus, range(rank), self.machines.get(rank, SILENT))
+            self.workers[rank] = worker
+            worker.leaving = rank in self.asked
+            return worker.run(self.out)
+        except Left:
+            return None
+
+    @override
+    def saving(self, rank: int) -> Collection[int]:
+        return self.workers[rank].agreement.seats.living
+
+    @override
+    def told(self) -> dict[str, Any]:
+        """Clusters are those that were whole at the end."""
+        ended: ClusterWorker = next(self.workers[rank] for rank in self.results)
+        return self.counts | {"replicas": len(ended.agreement.seats.whole)}

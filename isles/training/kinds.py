@@ -83,7 +83,7 @@ class SwarmWorld(WorldKind):
     refuse = Lazy("isles.training.staged:planned_cut")
     plan = Lazy("isles.training.plan.swarm:plan_swarm")
     trainer = Lazy("isles.training.swarmed.trainer:SwarmTrainer")
-    churned = Lazy("isles.training.swarmed.churned:ChurnedSwarm")
+    churned = Lazy("isles.training.churned:ChurnedSwarm")
     keeper = Lazy("isles.training.swarmed.keeping:SwarmKeeper")
     seated = Lazy("isles.training.swarmed.peering:SeatedPeer")
     seat = staticmethod(seat_of)
@@ -114,7 +114,7 @@ class ClusterWorld(WorldKind):
     refuse = Lazy("isles.training.clustered.cuts:cluster_cuts")
     plan = Lazy("isles.training.plan.clusters:plan_clusters")
     train = Lazy("isles.training.clustered.opening:train_clustered")
-    churned = Lazy("isles.training.clustered.churned:ChurnedClusters")
+    churned = Lazy("isles.training.churned:ChurnedClusters")
     keeper = Lazy("isles.training.clustered.keeping:ClusterKeeper")
     seated = Lazy("isles.training.clustered.peering:SeatedClusterPeer")
 

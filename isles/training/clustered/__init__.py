@@ -6,7 +6,6 @@
 `holding`      what a worker holds as its place changes; `serving`: a stage with its optimizer, and the text at the root
 `cuts`         where each cluster cuts the model; `describing`: what this machine offers to one
 `dry`          the plan of such a run
-`churned`      a run whose nodes come and go on the virtual clock
 
 Over a lighthouse: `peering`, `seated` and `keeping`, each after the file of that name in `isles.training.swarmed`.
 """

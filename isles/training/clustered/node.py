@@ -78,7 +78,6 @@ class ClusterWorker(TrainingLoop):
             world.report({"notice": notice})
         take_cores(config, device)
         self.leaving = False
-        """Set it to have this worker leave after the next average, where workers may."""
         self.goes: Callable[[int], bool] | None = None
         """Asked after a step whether this worker goes though nobody can follow it, once its cluster has saved; None:
         it stays until somebody can.
@@ -116,6 +115,15 @@ class ClusterWorker(TrainingLoop):
         self.reading = replace(self.reading, since=since, before=before)
         self._has_come = True  # and goes on where the others are, right after an average
         self._mend()
+
+    def leave(self) -> None:
+        """After the next average, where workers may. May be called in any thread."""
+        self.leaving = True
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has left."""
+        return self.agreement.is_gone
 
     @property
     def serving(self) -> Serving | None:

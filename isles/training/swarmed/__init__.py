@@ -2,7 +2,6 @@
 
 `trainer`      `SwarmTrainer`: the trainer of one peer; `step`: its `StepRunner`, from microbatches to gradients
 `dry`          the plan of such a run
-`churned`      a run whose peers come and go on the virtual clock
 
 Over a lighthouse, also for runs in clusters (`isles.training.clustered`):
 

@@ -73,10 +73,6 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
         return super().conclude(out)
 
     @override
-    def leave(self) -> None:
-        self.model_step.swarm.leaving = True
-
-    @override
     def go_on_from(self, step: int, kept: KeptParts) -> None:
         given = torch.frombuffer(bytearray(kept(self.world.place.stage)[0].read_bytes()), dtype=torch.uint8)
         stepped = self.model_step

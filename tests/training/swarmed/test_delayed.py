@@ -14,11 +14,11 @@ from torch import Tensor
 
 from isles.data import Loader, load_corpus
 from isles.models import build, limits
+from isles.training.churned import ChurnedSwarm
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.inner_optimizer import inner_optimizer
-from isles.training.swarmed.churned import ChurnedSwarm
 from isles.training.worker import train_worker
 from tests.pipeline.swarm import killing
 from tests.training.swarmed.test_churned import EVENTS, write

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from isles.data import load_corpus
+from isles.training.churned import ChurnedSwarm
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.swarmed.churned import ChurnedSwarm
 from isles.training.swarmed.trainer import SwarmTrainer
 from tests.covers import share
 from tests.gloo import run_gloo

@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import json
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import override
 
 from isles.comm.elastic.gifts.giving import Giver
 from isles.comm.elastic.journal import NAME
 from isles.comm.elastic.record import EXCHANGES, from_line
 from isles.comm.virtual.churn.meeting import VirtualMeeting
 from isles.comm.virtual.transport import VirtualTransport
-from isles.data import Corpus, load_corpus
+from isles.data import Corpus
 from isles.durable import write_text
-from isles.training.churn import ChurnedWorkers
+from isles.training.churn import ChurnedWorld
 from isles.training.config.sections import Config
 from isles.training.elastic.figures import figures
 from isles.training.elastic.given import MODEL, giver_of
@@ -34,53 +35,28 @@ from isles.training.elastic.joining import Participant
 from isles.training.elastic.lighthouse.averaging import consolidate, spread
 from isles.training.elastic.lighthouse.keeper import MODEL_FILE
 from isles.training.elastic.terms import lands_together, last_round, rules
-from isles.training.records.rundir import SUMMARY, as_json
-from isles.training.records.summary import SummaryTable, summarise
 
 
-class ChurnedRun:
-    """One run of `config` through the changes of `churn_name`, into `out`. on_line, on_notice: as in
-    `isles.training.running.run.launch`. made: called with each worker before it begins.
-    """
+class ChurnedRun(ChurnedWorld):
+    """One run of whole replicas; see `ChurnedWorld`. made: called with each worker before it begins."""
 
-    def __init__(
-        self,
-        config: Config,
-        churn_name: str,
-        out: Path,
-        on_line: Callable[[dict[str, Any]], None],
-        on_notice: Callable[[str], None],
-        made: Callable[[Participant], None] = lambda worker: None,
-    ) -> None:
-        self.out, self.on_line = out, on_line
+    def __init__(self, config: Config, *more: Any, made: Callable[[Participant], None] = lambda worker: None) -> None:
+        super().__init__(config, *more)
         self._notices: dict[str, None] = {}
-        self._on_notice, self._made = on_notice, made
-        self.churn = ChurnedWorkers(config, churn_name)
-        self.config = self.churn.config
-        governed = replace(rules(config), founders=self.churn.founders, most=1 << 20)
-        self.meeting = VirtualMeeting(governed, self.churn.trace, config.world.elastic.lease, self._heard)
-        self.results: dict[int, dict[str, Any]] = {}
-        self.summary: SummaryTable = {}
-        self.judged: list[float | None] = []
+        self._made = made
+        governed = replace(rules(config), founders=self.founders, most=1 << 20)
+        self.meeting = VirtualMeeting(governed, self.trace, config.world.elastic.lease, self._heard)
         self.lines: list[dict[str, Any]] = []
 
-    def run(self) -> SummaryTable:
-        """To its end. ValueError: `out` holds a run already, or cannot be made. A worker's failure is raised as it
-        is.
-        """
-        began = time.perf_counter()
-        for notice in self.churn.notices:
-            self._on_notice(notice)
-        with (
-            self.churn.directory(self.out, self.on_line) as self._line,
-            tempfile.TemporaryDirectory(prefix="isles-") as folder,
-        ):
-            self._train(load_corpus(self.config.data), Path(folder))
-            self._write_records()
-            seats = self._mean(Path(folder))
-            self.summary = self._summary(seats, time.perf_counter() - began)
-            write_text(self.out / SUMMARY, as_json(self.summary, indent=2) + "\n")
-        return self.summary
+    @override
+    def train(self, corpus: Corpus) -> list[dict[str, Any]]:
+        with tempfile.TemporaryDirectory(prefix="isles-") as folder:
+            self._train(corpus, Path(folder))
+            for name, entries in ((NAME, self.meeting.journal), (EXCHANGES, self.lines)):
+                lines = (f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries)
+                write_text(self.out / name, "".join(lines))
+            self._seats = self._mean(Path(folder))
+        return [self.results[seat] for seat in self._seats]
 
     def _train(self, corpus: Corpus, folder: Path) -> None:
         def work(transport: VirtualTransport) -> None:
@@ -119,7 +95,7 @@ class ChurnedRun:
             finally:
                 worker.close()
 
-        self.churn.train(work, before=self.meeting.open)
+        self.let_work(work, before=self.meeting.open)
 
     def _heard(self, seat: int, event: Mapping[str, Any]) -> None:
         if "result" in event:
@@ -127,17 +103,13 @@ class ChurnedRun:
         elif "round" in event or "start" in event:
             self.lines.append(event.get("round") or event["start"])
         elif "loss" in event:
-            self._line(event)
+            self.write(event)
 
     def _notice(self, text: str) -> None:
         """Once, whoever says it."""
         if text not in self._notices:
             self._notices[text] = None
-            self._on_notice(text)
-
-    def _write_records(self) -> None:
-        for name, entries in ((NAME, self.meeting.journal), (EXCHANGES, self.lines)):
-            write_text(self.out / name, "".join(f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries))
+            self.on_notice(text)
 
     def _mean(self, folder: Path) -> list[int]:
         """Write the one model; whose mean it is."""
@@ -149,16 +121,12 @@ class ChurnedRun:
         self.spread = spread([models[seat] for seat in seats], self.out / MODEL_FILE)
         return seats
 
-    def _summary(self, seats: Sequence[int], seconds: float) -> SummaryTable:
-        summary = summarise(self.config, [self.results[seat] for seat in seats], seconds)
-        summary |= {"workers": len(seats), "replica_std": self.spread}
+    @override
+    def told(self) -> dict[str, Any]:
         lines = [from_line(line) for line in self.lines]
         computed = sum(transport.compute_seconds for transport in self.meeting.transports)
         membership = self.meeting.membership
         assert membership is not None, "it was there at the end"
         last = last_round(self.config, membership.view)
-        return summary | figures(self.meeting.journal, lines, membership, last, computed).record()
-
-    def counted(self) -> int:
-        """Inner steps whose work is in the weights at the end."""
-        return int(self.summary["inner_steps_counted"])
+        told = figures(self.meeting.journal, lines, membership, last, computed).record()
+        return {"workers": len(self._seats), "replica_std": self.spread, **told}
