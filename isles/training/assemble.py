@@ -78,11 +78,7 @@ def wrapped(
             optimizer.drop_outer(config.world.drop_outer, config.run.seed)
         optimizer.batches, optimizer.scales_loss = config.inner.accumulation, config.model.autocast == "fp16"
         notices = inner_notices(config.inner, kind.usual_inner, config.run.steps)
-        if config.pipeline.boundary.lossy:
-            notices.append(f"lossy between stages: {', '.join(config.pipeline.boundary.lossy)}")
-        notices += _unseen(config) + _unplayed(config)
-        if config.data.validation_fraction == 0:
-            notices.append("data.validation_fraction = 0: there will be no validation loss")
+        notices += _unseen(config) + _unplayed(config) + what_is_left_out(config)
         return optimizer, notices + optimizer.advise(config.run.steps)
     except ValueError as error:
         keys = [field.name for field in fields(config.replicas)]
@@ -105,6 +101,15 @@ def _unseen(config: Config) -> list[str]:
     if (config.method == "fsdp" or config.world.inner > 1) and choose_device(config.model).type == "cuda":
         return [f"world.trust_ratio = {ratio:g}: the sums of an island's GPUs are torch's and cannot be looked at"]
     return []
+
+
+def what_is_left_out(config: Config) -> list[str]:
+    """A notice where stages do not send each other all, or nothing is kept for validation."""
+    lossy = config.pipeline.boundary.lossy
+    notices = [f"lossy between stages: {', '.join(lossy)}"] if lossy else []
+    if config.data.validation_fraction == 0:
+        notices.append("data.validation_fraction = 0: there will be no validation loss")
+    return notices
 
 
 def _unplayed(config: Config) -> list[str]:

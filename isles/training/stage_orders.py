@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import combinations, islice, pairwise
 from math import comb
 
-import torch
 from torch import Tensor, nn
 
 from isles.models.blocks import check_order
@@ -21,6 +20,7 @@ from isles.models.decoder import next_token_loss
 from isles.models.stages import cuttable, logits_in_order
 from isles.models.twins import sharing
 from isles.training.config.sections import Config
+from isles.training.evaluation import validation_loss
 from isles.training.staged import planned_cut
 
 StageOrder = tuple[int, ...]
@@ -57,26 +57,15 @@ def asked_order(
     return made
 
 
-@torch.no_grad()
 def order_loss(
-    model: nn.Module,
-    batches: Iterable[Tensor],
-    blocks: Sequence[int],
-    autocast: AbstractContextManager[object],
+    model: nn.Module, batches: Iterable[Tensor], blocks: Sequence[int], autocast: AbstractContextManager[object]
 ) -> float:
-    """Mean loss in nats over the rows of `batches` (b, T+1) of `model` with only `blocks`, in their order; NaN without
-    rows.
-    """
-    device, was_training = next(model.parameters()).device, model.training
-    model.eval()
-    total, rows = 0.0, 0
-    with autocast:
-        for batch in batches:
-            tokens = batch.to(device)
-            total += float(next_token_loss(logits_in_order(model, tokens[:, :-1], blocks), tokens[:, 1:])) * len(batch)
-            rows += len(batch)
-    model.train(was_training)
-    return total / rows if rows else float("nan")
+    """Validation loss of `model` with only `blocks`, in their order."""
+
+    def loss(tokens: Tensor) -> Tensor:
+        return next_token_loss(logits_in_order(model, tokens[:, :-1], blocks), tokens[:, 1:])
+
+    return validation_loss(model, batches, autocast, loss)
 
 
 @dataclass(frozen=True, kw_only=True)

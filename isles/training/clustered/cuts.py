@@ -14,6 +14,7 @@ from isles.pipeline.pipeline import Cut, cut_of
 from isles.pipeline.ravnest.agreement import cluster_post
 from isles.pipeline.ravnest.averaging import SharedSegment, refinement
 from isles.pipeline.swarm.post import Post
+from isles.training.assemble import what_is_left_out
 from isles.training.config.inner import inner_kind, inner_notices
 from isles.training.config.sections import Config
 from isles.training.staged import hold_against_whole, planned_cut
@@ -91,8 +92,4 @@ def opening_notices(config: Config, cuts: Sequence[Cut]) -> list[str]:
     for cut in {first_blocks(one): one for one in cuts}.values():
         notice = hold_against_whole(config, cut) if len(cut.pieces) > 1 else None
         notices += [] if notice is None else [notice]
-    if config.pipeline.boundary.lossy:
-        notices.append(f"lossy between stages: {', '.join(config.pipeline.boundary.lossy)}")
-    if config.data.validation_fraction == 0:
-        notices.append("data.validation_fraction = 0: there will be no validation loss")
-    return list(dict.fromkeys(notices))
+    return list(dict.fromkeys(notices + what_is_left_out(config)))

@@ -189,11 +189,6 @@ class WorldConfig:
         return self.threads or 1
 
     @property
-    def islands(self) -> int:
-        """Replicas: islands, or workers where each is one."""
-        return self.workers // self.inner
-
-    @property
     def factors(self) -> tuple[float, ...]:
         """Of every worker's step."""
         return tuple(islice(cycle(self.virtual.step_factors or (1.0,)), self.workers))

@@ -136,36 +136,24 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         entry = seat_of(session, entrance.corpus.sha256, certificates, tell)
         places.next_decision(lambda: Decision(kind="seat", seat=entry.seat, key=entry.key))
         company = Company(session, entry)
-        to = connect(stack, entrance, company, places, certificates, size=config.replicas_in_all, tell=tell)
+        size = config.replicas_in_all
+        transport, gifts = connect(stack, entrance, company, places, certificates, size=size, tell=tell)
         worker = Participant(
             config,
             company,
-            to.transport,
-            to.gifts,
+            transport,
+            gifts,
             entrance.corpus,
             entrance.folder,
             tell,
             counts=True,
             places=places,
-            over=to.over,
             shown=_Progress(config.run.steps, tell),
         )
         worker.worker.refusals = session.refused
         session.watch(LIT, _LighthouseWatch(company, tell))
         stack.callback(worker.close)
         yield worker
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeatParts:
-    """What connects a worker in its seat with those of other seats."""
-
-    transport: ElasticTransport
-    gifts: Giver
-
-    def over(self, round: int) -> None:
-        """Exchanges of `round`, and of all before, are over here."""
-        self.transport.over("outer", round)
 
 
 def connect(
@@ -177,8 +165,9 @@ def connect(
     *,
     size: int,
     tell: Callable[[str], None],
-) -> SeatParts:
-    """Connect the worker whose line to the lighthouse `line` is with others, until `stack` ends.
+) -> tuple[ElasticTransport, Giver]:
+    """Connect the worker whose line to the lighthouse `line` is with those of other seats, until `stack` ends: over
+    what it talks to them, and what it gives them.
 
     It listens where this machine's user has said. places: its island, of which `certificates` are. size: workers of the
     world that it begins in. ValueError where the address to listen at cannot be had.
@@ -226,7 +215,7 @@ def connect(
 
     gifts = Giver(session, giver_of(entry.seat, place), tell, lost=lost, changed=line.changed, guide=pairs)
     stack.callback(gifts.close)
-    return SeatParts(transport=transport, gifts=gifts)
+    return transport, gifts
 
 
 def _opened(token: Token, address: str, tell: Callable[[str], None]) -> Session:

@@ -53,7 +53,7 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         if said.kind != "seat":
             raise Malformed(0, "the leader of this island has no seat")
         line = PlaceLine(session, Entry(said.seat, said.key), places.place)
-        to = connect(
+        transport, gifts = connect(
             stack,
             entrance,
             line,
@@ -64,15 +64,14 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         )
         worker = ElasticWorker(
             config,
-            Group(to.transport, (said.seat,), "outer", deadlines(config), Ledger()),
+            Group(transport, (said.seat,), "outer", deadlines(config), Ledger()),
             None,
             places,
-            to.gifts,
+            gifts,
             entrance.corpus,
             entrance.folder,
             report=lambda event: None,
             last=lambda: _FAR,
-            over=to.over,
         )
         worker.refusals = session.refused
         stack.callback(worker.close)

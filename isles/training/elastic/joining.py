@@ -55,8 +55,7 @@ class Participant:
     company: its line to the lighthouse. transport, gifts: between seats; the caller closes them. folder: for files on
     their way. notice: called with a line for a person. counts: whether what the workers count is reported beside the
     metrics (`ElasticWorker.counted`). places: the workers of the island that this worker leads; None: it is one by
-    itself. over: where exchanges are of pairs or groups, called with a round once that and all before are over here, so
-    that nobody waits for this worker's part in them. shown: called with each line of metrics.
+    itself. shown: called with each line of metrics.
 
     leaving: set it, and the worker leaves: after the round under way, at once where it waits for its first one.
     """
@@ -73,7 +72,6 @@ class Participant:
         *,
         counts: bool = False,
         places: IslandGroup | None = None,
-        over: Callable[[int], None] = lambda round: None,
         shown: Callable[[Mapping[str, Any]], None] = lambda line: None,
         leaving: threading.Event | None = None,
     ) -> None:
@@ -102,7 +100,6 @@ class Participant:
             folder,
             report=self._report,
             last=lambda: self._last,
-            over=over,
         )
         self.worker.paced = company.pace
         self._beginning = Beginning(company, transport, self.worker.states, self.leaving, notice, agrees=self._agrees)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -56,8 +56,7 @@ class ElasticWorker:
 
     alone: the group of this member by itself, on the transport between members. places: the workers of its island.
     leader: what decides of rounds; None at a follower. folder: for files on their way. report: called with the
-    trainer's events. last: the run's last round, as far as it is known. over: called with a round once that and all
-    before are over here, where exchanges are of pairs or groups.
+    trainer's events. last: the run's last round, as far as it is known.
 
     paced: called with the seconds of an inner step, before the last one of a round exchanges, and after the very first:
     who joins amid a long first round waits for its end. refusals: what this worker's session has not taken.
@@ -75,7 +74,6 @@ class ElasticWorker:
         *,
         report: Callable[[Any], None],
         last: Callable[[], int],
-        over: Callable[[int], None] = lambda round: None,
     ) -> None:
         self._config, self._alone, self._corpus, self.folder = config, alone, corpus, folder
         world = Mesh(world=alone, layout=grid_of(1), report=report)
@@ -105,7 +103,7 @@ class ElasticWorker:
             "forget": self.forget,
             "train": self.train,
             "keep": self.keep,
-            "over": lambda said: over(said.round),
+            "over": lambda said: cast(Any, alone.transport).over("outer", said.round),  # of pairs or groups
             "validate": lambda said: self.trainer.validate(),
             "report": self.counted,
             "conclude": self.conclude,

@@ -246,7 +246,6 @@ class _LinkToLauncher(_ToLauncher):
         super().__init__()
         self.link, self.rank = link, rank
         self._stop_wanted = False
-        self._verdict: Any = None
 
     def stop(self) -> None:
         """Ask rank 0 to stop the run. The thread that listens sends it: a signal may come in the midst of a send."""

@@ -31,6 +31,7 @@ from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.rundir import SUMMARY, as_json
 from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
 
+_MOST_PARTS = 1 << 16  # of a state: the nodes of the cluster that gave it
 _KEPT = 2  # steps whose states stay, for whoever is taking the older one
 _SLOW = 30.0  # seconds without a piece of a state
 _PATIENCE = 10.0  # seconds for the last words of peers
@@ -45,7 +46,8 @@ class SwarmKeeper(RunKeeper):
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Assembly:
         self.muster = Muster(self.muster_rules(), journal.entries, until)
         self._journal = journal
-        self._offers: dict[int, dict[int, list[int]]] = {}  # by step and stage: who has its state
+        self._parts: dict[int, int] = {}  # by step, of how many parts its state is, as those who offer it have told
+        self._offers: dict[int, dict[int, list[int]]] = {}  # by step and part: who has it
         self._offering = threading.Lock()
         self._states = Checkpoints(self.out, "states")
         for step in sorted({self.muster.kept} - {0}):
@@ -60,7 +62,8 @@ class SwarmKeeper(RunKeeper):
 
     def parts(self, step: int) -> int:
         """Of how many files the state after `step` is made."""
-        return self.config.pipeline.stages
+        there = self._states.manifest(step)["workers"] if step in self._states.steps() else 0
+        return self._parts.get(step, there)
 
     @override
     def members(self) -> list[int]:
@@ -148,11 +151,15 @@ class SwarmKeeper(RunKeeper):
     def hear(self, seat: int, kind: str, value: Any) -> bool:
         if kind != "offered":
             return False
-        told = table(value, "offered")
+        told, stages = table(value, "offered"), self.config.pipeline.stages
         step = integer(told, "step", 1, self.config.run.steps)
-        stage = integer(told, "stage", 0, self.config.pipeline.stages - 1)
+        parts = integer(told, "parts", *((1, _MOST_PARTS) if self.muster.rules.clustered else (stages, stages)))
+        stage = integer(told, "stage", 0, parts - 1)
         with self._offering:
             if step > self.muster.kept and seat in self.muster.members:
+                if self._parts.setdefault(step, parts) != parts:  # of another cluster, which fit with none of before
+                    self._parts[step] = parts
+                    self._offers.pop(step, None)
                 self._offers.setdefault(step, {}).setdefault(stage, []).append(seat)
         return True
 

@@ -105,8 +105,9 @@ class SeatedPeer:
         certificates = entrance.shown(alone)
         entry = seat_of(entrance.session, self._corpus.sha256, certificates, tell)
         self.line = SwarmLine(entrance.session, entry, self._meet)
-        to = connect(stack, entrance, self.line, alone, certificates, size=MOST_SEATS, tell=tell)
-        self._transport, self._gifts = to.transport, to.gifts
+        self._transport, self._gifts = connect(
+            stack, entrance, self.line, alone, certificates, size=MOST_SEATS, tell=tell
+        )
 
     def number(self) -> int:
         """A number that all peers of one configuration and the same cut points share."""

@@ -154,4 +154,4 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
             return
         self._refuse_broken(step, {"model": self.optimizer.weights()})
         self._seat.offer(state_of(stage, step), {"step": step}, self._state().write)
-        self.world.report({"offered": {"step": step, "stage": stage}})
+        self.world.report({"offered": {"step": step, "stage": stage, "parts": len(self.model_step.cut.pieces)}})

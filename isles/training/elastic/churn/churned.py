@@ -14,7 +14,6 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,6 @@ class ChurnedRun(ChurnedWorld):
                 corpus,
                 own,
                 self._notice,
-                over=partial(transport.over, "outer"),
                 leaving=leaving,
             )
             self._made(worker)
