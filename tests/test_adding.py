@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from isles.schema import BACKENDS
-from isles.training.running.backends import STARTERS
+from isles.training.running.starting import STARTERS
 from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,7 +159,7 @@ ADDED: dict[str, tuple[dict[str, str], list[tuple[str, str, str]]]] = {
                 '        Backend(name="virtual"',
             ),
             (
-                "training/running/backends.py",
+                "training/running/starting.py",
                 "STARTERS: dict[str, str] = {\n",
                 'STARTERS: dict[str, str] = {\n    "classroom": "isles.training.running.classroom",\n',
             ),

@@ -37,9 +37,9 @@ from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.rundir import clear_logs
 from isles.training.records.writer import write_config
-from isles.training.running.backends import starter
 from isles.training.running.interrupts import first_interrupt
 from isles.training.running.run import Interrupted
+from isles.training.running.starting import starter
 
 ROUTED, ROUNDS, CLUSTERS = "routers.json", "rounds.jsonl", "clusters.safetensors"
 ASSIGNMENT, HELD = "assignment.npy", "held.npy"

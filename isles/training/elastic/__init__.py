@@ -9,7 +9,7 @@ A worker:
 `entering`    certificate, session, configuration, text and seat
 `beginning`   with whose state it begins, and with which round
 `joining`     `Participant`: its rounds, and its end
-`worker`      one worker of a member: it obeys decision after decision; `island`: those whose leader decides for them
+`worker`      one worker of a member: it obeys decision after decision
 `states`      whole states as files, for joiners; `means`: the means of single rounds, for who missed them
 
 `lighthouse`  the other side: who keeps the run

@@ -39,9 +39,9 @@ from isles.training.records.summary import SummaryTable, summarise
 from isles.training.records.tokens import forget
 from isles.training.records.writer import Records
 from isles.training.running.agree import met
-from isles.training.running.backends import Started, StartTraining, starter
 from isles.training.running.interrupts import GraceOver, first_interrupt
 from isles.training.running.priced import priced
+from isles.training.running.starting import Started, StartTraining, starter
 from isles.training.staged import refuse_stages
 
 

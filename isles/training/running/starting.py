@@ -1,14 +1,55 @@
-"""What starting workers takes on every backend: how long they wait."""
+"""How workers of each backend are started, and what that takes on all of them: how long they wait.
+
+A backend is a row of `isles.schema.BACKENDS` (what it is), a row here, and the module named here (how it starts).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
 
 from isles.comm.transport import Deadlines
+from isles.launch.nodes import NodeGroup
 from isles.training.config.planned import longest_wait, plan_of
 from isles.training.config.sections import Config
 
+STARTERS: dict[str, str] = {
+    "distributed": "isles.training.running.processes",
+    "virtual": "isles.training.running.virtual",
+}
 _PAUSES = 1000.0  # mean lengths of a pause: chance e^-1000, and room for many pauses in a round
+
+
+class Started(Protocol):
+    """Workers under way, such as `isles.launch.workers.Workers`."""
+
+    @property
+    def failures(self) -> Sequence[int]:
+        """Ranks in the order in which they failed."""
+
+    def stop(self) -> None:
+        """Ask all to stop after a common inner step (`Mesh.stop_here`). May be called from a signal handler."""
+
+    def join(
+        self,
+        on_event: Callable[[Any], None] | None = None,
+        on_failure: Callable[[int, Exception], None] | None = None,
+    ) -> list[Any]:
+        """All results in rank order, a failed worker's being its exception. Arguments as of `Workers.join`."""
+
+
+StartTraining = Callable[[Config, Path, int | None, NodeGroup], Started]
+"""(config, directory of the run, step to go on from, the machines)."""
+
+
+def starter(backend: str) -> Any:
+    """The module of a backend, which [world] has checked: `train`, a `StartTraining`, and `call(worker, workers,
+    config, args, out)`, which starts `worker(world, *args)` on so many workers. out: for their logs.
+    """
+    return import_module(STARTERS[backend])
 
 
 def deadlines(config: Config) -> Deadlines:

@@ -54,26 +54,15 @@ class VirtualWorkers:
         on_event: Callable[[Any], None] | None = None,
         on_failure: Callable[[int, Exception], None] | None = None,
     ) -> list[Any]:
-        """Run them; a failure is raised as it is."""
-        return self._run(on_event=on_event)
-
-
-class _Training(VirtualWorkers):
-    """Those of a run: what they are warned of, the user is told."""
-
-    def join(
-        self,
-        on_event: Callable[[Any], None] | None = None,
-        on_failure: Callable[[int, Exception], None] | None = None,
-    ) -> list[Any]:
+        """Run them; a failure is raised as it is. What they are warned of, `on_event` is told."""
         with warnings_told(on_event) if on_event else nullcontext():
-            return super().join(on_event, on_failure)
+            return self._run(on_event=on_event)
 
 
 def train(config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> VirtualWorkers:
     """The workers of a run."""
     corpus = load_corpus(config.data)  # once: looking at its files takes longer than a small step
-    return _Training(train_worker, config.world.workers, config, (config, out, resume, corpus))
+    return VirtualWorkers(train_worker, config.world.workers, config, (config, out, resume, corpus))
 
 
 def call(worker: Callable[..., Any], workers: int, config: Config, args: Sequence[Any], out: Path) -> VirtualWorkers:

@@ -17,9 +17,9 @@ from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.mesh import arrange
 from isles.training.config.sections import Config
 from isles.training.elastic.entering import Here, admitted, seated
-from isles.training.elastic.island import follow, leading
 from isles.training.elastic.joining import Participant
 from isles.training.elastic.lighthouse.keeper import Keeper
+from isles.training.elastic.part import follow, leading
 from tests.comm.elastic.sessions import vanish, workers
 from tests.training.lit import LitRun
 
