@@ -115,7 +115,7 @@ class ClusterWorld(WorldKind):
     plan = Lazy("isles.training.plan.clusters:plan_clusters")
     train = Lazy("isles.training.clustered.opening:train_clustered")
     churned = Lazy("isles.training.churned:ChurnedClusters")
-    keeper = Lazy("isles.training.clustered.keeping:ClusterKeeper")
+    keeper = Lazy("isles.training.swarmed.keeping:ClusterKeeper")
     seated = Lazy("isles.training.clustered.peering:SeatedClusterPeer")
 
     def check(self, config: Config) -> int:

@@ -3,9 +3,9 @@
 
 `node`         `ClusterWorker`: one worker, whose step is a stretch of updates (`isles.training.loop`)
 `opening`      how it begins, in a fixed world and where workers come and leave
-`holding`      what a worker holds as its place changes; `serving`: a stage with its optimizer, and the text at the root
+`serving`      what a worker holds as its place changes: a stage with its optimizer, and the text at the root
 `cuts`         where each cluster cuts the model; `describing`: what this machine offers to one
 `dry`          the plan of such a run
 
-Over a lighthouse: `peering`, `seated` and `keeping`, each after the file of that name in `isles.training.swarmed`.
+Over a lighthouse: `peering` and `seated`, each after the file of that name in `isles.training.swarmed`.
 """

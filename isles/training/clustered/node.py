@@ -39,8 +39,7 @@ from isles.pipeline.ravnest.entering import ClusterWelcome, let_in
 from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.pipeline.swarm.post import Post
 from isles.training.clustered.cuts import cluster_cuts, first_blocks, opening_notices, post_of
-from isles.training.clustered.holding import NodeHolding
-from isles.training.clustered.serving import Serving, SharedReading
+from isles.training.clustered.serving import NodeHolding, Serving, SharedReading
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.cores import take_cores

@@ -1,4 +1,4 @@
-"""A node of clusters in a seat that a lighthouse gave. Ranks are seats, as in `isles.training.swarmed.seat`.
+"""A node of clusters in a seat that a lighthouse gave. Ranks are seats, as in `isles.training.swarmed.seated`.
 
 At a checkpoint, and where somebody of the last whole cluster wants to leave whom nobody can follow, the nodes of the
 first whole cluster offer what they hold, each a part:
@@ -27,7 +27,7 @@ from isles.training.draws import seed_draws
 from isles.training.elastic.given import state_of
 from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left
-from isles.training.swarmed.seat import KeptParts, OwnSeat, SeatedWork
+from isles.training.swarmed.seated import KeptParts, OwnSeat, SeatedWork
 
 _LOOK = 2.0  # seconds between questions to the lighthouse
 

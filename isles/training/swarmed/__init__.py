@@ -7,6 +7,6 @@ Over a lighthouse, also for runs in clusters (`isles.training.clustered`):
 
 `terms`        which configurations peers may come and go in
 `peering`      takes part in a run from its start to its end; `isles swarm peer` calls it
-`seat`         what a peer has in its seat, whatever it serves; `seated`: `SeatedTrainer`, a swarm's trainer there
+`seated`       what a peer has in its seat, whatever it serves, and `SeatedTrainer`, a swarm's trainer there
 `keeping`      the lighthouse; `given`: the names under which it and the peers exchange states
 """

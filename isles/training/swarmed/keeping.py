@@ -1,7 +1,8 @@
-"""The lighthouse of a swarm, see `isles.training.elastic.lighthouse`. It votes on nothing: `isles.comm.elastic.swarm`.
+"""The lighthouse of a swarm, and of a run in clusters, see `isles.training.elastic.lighthouse`. It votes on nothing:
+`isles.comm.elastic.swarm`.
 
 RUN/states/             of every stage, twice in run.checkpoint_every steps; a step counts once the journal says that
-                        all of its stages are here
+                        all of its stages are here. Of clusters in as many parts as the one that gave it has nodes
 RUN/model.safetensors   put together by the first peer of stage 0, at the end
 """
 
@@ -210,3 +211,20 @@ class SwarmKeeper(RunKeeper):
             if not is_whole(path):
                 raise ValueError(f"{path}: is damaged, and the run goes on from it: restore it, or start a new run")
             self.giver.offer(state_of(stage, step), path, {"step": step, "parts": self.parts(step)})
+
+
+class ClusterKeeper(SwarmKeeper):
+    """A `SwarmKeeper` for nodes of clusters, which agree among themselves about who is in which cluster."""
+
+    @override
+    def muster_rules(self) -> MusterRules:
+        pipeline, rules = self.config.pipeline, self.rules
+        least = min(map(len, pipeline.ravnest.clusters)) + 1 if pipeline.ravnest.clusters else pipeline.stages
+        peers = (rules.founders,)
+        return MusterRules(peers=peers, least=least, most=rules.most, last=self.config.run.steps, clustered=True)
+
+    @override
+    def _summary(self, holder: int, seconds: float) -> SummaryTable:
+        summary = super()._summary(holder, seconds)
+        roots = sum(1 for one in self.results.values() if one["val_loss_replica"] is not None)
+        return summary | {"replicas": roots or None}

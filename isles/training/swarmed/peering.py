@@ -36,8 +36,7 @@ from isles.training.elastic.terms import among_peers
 from isles.training.kinds import kind_of
 from isles.training.running.interrupts import first_interrupt
 from isles.training.staged import planned_cut
-from isles.training.swarmed.seat import OwnSeat, SeatedWork
-from isles.training.swarmed.seated import ANYWHERE, SeatedTrainer
+from isles.training.swarmed.seated import ANYWHERE, OwnSeat, SeatedTrainer, SeatedWork
 from isles.training.swarmed.step import identity, number_of
 
 _ASK = 0.2  # seconds from one question to the next while there is nothing to do

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from isles.network.clusters.nodes import ClusterNode
-from isles.training.clustered.keeping import ClusterKeeper
 from isles.training.clustered.opening import growth_of
 from isles.training.clustered.peering import SeatedClusterPeer
+from isles.training.swarmed.keeping import ClusterKeeper
 from tests.training.clustered.changing import FOUR
 from tests.training.swarmed.seats import SwarmRun, seated
 
