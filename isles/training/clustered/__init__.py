@@ -5,7 +5,6 @@
 `opening`      how it begins, in a fixed world and where workers come and leave
 `serving`      what a worker holds as its place changes: a stage with its optimizer, and the text at the root
 `cuts`         where each cluster cuts the model; `describing`: what this machine offers to one
-`dry`          the plan of such a run
 
 Over a lighthouse: `peering` and `seated`, each after the file of that name in `isles.training.swarmed`.
 """

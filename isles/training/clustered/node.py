@@ -94,7 +94,7 @@ class ClusterWorker(TrainingLoop):
 
     def meet(self, present: Sequence[int]) -> None:
         """All who begin together ask for what concerns all of them."""
-        text = self._holding.text
+        text = None if self.serving is None else self.serving.text
         own = [0, 0] if text is None else [int(text.judges), text.loader.sequences]
         said = torch.stack(self.world.world.among(present).all_gather(numbers(*own), channel="control"))
         judges, sequences = said.amax(0).tolist()
@@ -231,7 +231,8 @@ class ClusterWorker(TrainingLoop):
             if self._every and (until % self._every == 0 or until == self.config.run.steps):
                 if self.leaving:
                     self.agreement.leave()
-                self.average.average(until, (until - self.averaged) * self._holding.samples)
+                samples = 0 if self.serving is None else self.serving.samples  # of an update
+                self.average.average(until, (until - self.averaged) * samples)
                 self.averaged = until
                 self._admit()
                 self._mend()

@@ -68,16 +68,15 @@ class SeatedNode(SeatedWork):
     def has_left(self) -> bool:
         return self._has_left
 
-    @property
     @override
-    def done(self) -> int:
+    def steps_done(self) -> int:
         return 0 if self._worker is None else self._worker.steps
 
     @override
     def leave(self) -> None:
         self._leaving = True
         if self._worker is not None:
-            self._worker.leaving = True
+            self._worker.leave()
 
     @override
     def go_on_from(self, step: int, kept: KeptParts) -> None:

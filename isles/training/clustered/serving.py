@@ -30,9 +30,8 @@ from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
 from isles.pipeline.shares import stage_shares
 from isles.training.clustered.cuts import cuts_at, first_blocks, shared_segments
-from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
-from isles.training.inner_optimizer import inner_optimizer
+from isles.training.inner_optimizer import inner_optimizer, rate_schedule
 from isles.training.records.tensors import save_model
 from isles.training.staged import build_stage, on_host, run_scheme
 from isles.training.text import Text
@@ -80,9 +79,7 @@ class Serving:
         self.config, self.world, self.cut, self._update, self._corpus = config, world, cut, update, corpus
         self.model = build_stage(config, cut, run_scheme(config, cut), world.place.stage, world.local_rank)
         self.optimizer = inner_optimizer(self.model, config.inner, "adamw")
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda done: lr_factor(done + 1, config.run.steps, config.inner)
-        )
+        self.schedule = rate_schedule(self.optimizer, config)
         self.device = next(self.model.parameters()).device
         self.samples = config.data.batch_size_per_worker(config.replicas_in_all)
         """Sequences of an update."""
@@ -249,11 +246,6 @@ class NodeHolding:
             self._serve()
 
     @property
-    def text(self) -> Text | None:
-        """At the root."""
-        return None if self.serving is None else self.serving.text
-
-    @property
     def trains(self) -> bool:
         """Whether it takes part in what its cluster does now."""
         return self._agreement.trains and not self.is_broken
@@ -262,11 +254,6 @@ class NodeHolding:
     def tokens(self) -> int:
         """Read for the updates so far."""
         return self.tokens_before + (0 if self.serving is None else self.serving.tokens)
-
-    @property
-    def samples(self) -> int:
-        """Sequences of an update."""
-        return 0 if self.serving is None else self.serving.samples
 
     def take_place(self, steps: int, sequences: int) -> None:
         """Hold what this worker's place asks for now, after so many updates and sequences of the data's order."""

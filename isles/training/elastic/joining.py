@@ -87,7 +87,7 @@ class Participant:
         self._landed_at = 0.0
         alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
         self._places = places or IslandGroup()
-        self.leader = self._leads(alone)
+        self.leader = RoundLeader(company, alone)
         self._is_quorum = is_quorum(config)
         self.leader.deliveries.landed, self.leader.deliveries.fetch = self._landed, self._missed
         self.worker = ElasticWorker(
@@ -105,10 +105,6 @@ class Participant:
         self._beginning = Beginning(company, transport, self.worker.states, self.leaving, notice, agrees=self._agrees)
         self.trainer, self.optimizer = self.worker.trainer, self.worker.optimizer
         self._ending: Ending = "again"
-
-    def _leads(self, alone: Group) -> RoundLeader:
-        """What decides of each round."""
-        return RoundLeader(self.company, alone)
 
     def run(self) -> Ending:
         """Train until the run ends, or this worker has left it."""
@@ -291,7 +287,10 @@ class Participant:
 
     def _leaves(self, round: int) -> bool:
         """Whether this worker leaves before `round`: the first one of a view without it."""
-        if not self._is_leaving(round):
+        island = self._places.mesh
+        if island is not None and island.stop_here(round - 1):
+            self.leaving.set()
+        if not self.leaving.is_set():
             return False
         if not self._asked_to_leave:
             self._asked_to_leave = True
@@ -300,12 +299,6 @@ class Participant:
                 return True
         until = self.company.until()
         return (until is not None and round >= until) or self.transport.now() > self._leave_by
-
-    def _is_leaving(self, round: int) -> bool:
-        island = self._places.mesh
-        if island is not None and island.stop_here(round - 1):
-            self.leaving.set()
-        return self.leaving.is_set()
 
     # The end
 

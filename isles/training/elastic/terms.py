@@ -43,7 +43,7 @@ def elastic(tables: Tables) -> Config:
 
 def going_on(config: Config) -> Config:
     """`config` for workers that come and go on the virtual clock; they go on without whoever is lost. ValueError as
-    `check`.
+    `in_rounds`.
     """
     return in_rounds(_as_ours(config, {"on_peer_failure": "solo"}), simulated=True)
 
@@ -54,15 +54,11 @@ def _as_ours(config: Config, ours: dict[str, str]) -> Config:
 
 
 def in_rounds(config: Config, *, simulated: bool = False) -> Config:
-    """`config`, whose end is one of a round where it is one of tokens. ValueError as `check`."""
+    """`config`, whose end is one of a round where it is one of tokens. ValueError, with the key and the mend, where its
+    workers cannot come and go.
+    """
     if hasattr(config.replicas, "sync_every"):
         config = ending(config, sync_every(config))
-    check(config, simulated=simulated)
-    return config
-
-
-def check(config: Config, *, simulated: bool = False) -> None:
-    """ValueError, with the key and the mend, where workers of `config` cannot come and go."""
     refuse_conflicts(config, "workers that come and go", *(() if simulated else ("a lighthouse",)))
     if not simulated:
         _refuse_full(config, config.replicas_in_all)
@@ -71,6 +67,7 @@ def check(config: Config, *, simulated: bool = False) -> None:
             f"run.steps = {config.run.steps}: where workers come and go a run ends with a round: choose a multiple of "
             f"replicas.sync_every = {sync_every(config)}"
         )
+    return config
 
 
 def among_peers(config: Config) -> Config:

@@ -1,12 +1,10 @@
 """Runs whose stages are served by a swarm of peers (`pipeline.routing = "swarm"`, `isles.pipeline.swarm`).
 
 `trainer`      `SwarmTrainer`: the trainer of one peer; `step`: its `StepRunner`, from microbatches to gradients
-`dry`          the plan of such a run
 
 Over a lighthouse, also for runs in clusters (`isles.training.clustered`):
 
-`terms`        which configurations peers may come and go in
 `peering`      takes part in a run from its start to its end; `isles swarm peer` calls it
 `seated`       what a peer has in its seat, whatever it serves, and `SeatedTrainer`, a swarm's trainer there
-`keeping`      the lighthouse; `given`: the names under which it and the peers exchange states
+`keeping`      the lighthouse
 """

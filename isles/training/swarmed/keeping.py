@@ -86,7 +86,7 @@ class SwarmKeeper(RunKeeper):
                 holder = self._collect()
             else:
                 self._save()
-        self.lighthouse.wait(self._all_told, _PATIENCE)
+        self.lighthouse.wait(lambda: all(seat in self.results for seat in self.muster.alive()), _PATIENCE)
         summary = self._summary(holder, time.perf_counter() - began)
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.act(self.muster.end)
@@ -109,9 +109,6 @@ class SwarmKeeper(RunKeeper):
         """Who has the model put together, and is there."""
         finished = self.lighthouse.finished & set(self.muster.alive())
         return min((seat for seat in finished if self.results.get(seat, {}).get("parameters")), default=None)
-
-    def _all_told(self) -> bool:
-        return all(seat in self.results for seat in self.muster.alive())
 
     def _collect(self) -> int | None:
         """Fetch the model; from whom, None where it did not come: then another one puts it together."""

@@ -115,7 +115,7 @@ class SeatedPeer:
     @property
     def step(self) -> int:
         """The newest step that this peer has done."""
-        return 0 if self._trainer is None else self._trainer.done
+        return 0 if self._trainer is None else self._trainer.steps_done()
 
     def leave(self) -> None:
         """Leave, as soon as the others can do without this peer."""

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -78,9 +78,8 @@ class SeatedWork(ABC):
 
     post: Post
 
-    @property
     @abstractmethod
-    def done(self) -> int:
+    def steps_done(self) -> int:
         """The newest step that it has done."""
 
     @property
@@ -132,12 +131,6 @@ HOLDERS = 2
 ANYWHERE = -1
 
 
-class AwaitKept(Protocol):
-    """See `SwarmLine.await_kept`."""
-
-    def __call__(self, step: int, seconds: float, *, though_away: bool = False) -> bool: ...
-
-
 class SeatedTrainer(SwarmTrainer, SeatedWork):
     """A `SwarmTrainer` whose ranks are seats.
 
@@ -159,7 +152,7 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
         stages: dict[int, int],
         members: Sequence[int] = (),
         wish: int = ANYWHERE,
-        await_kept: AwaitKept,
+        await_kept: Callable[..., bool],
     ) -> None:
         self.epoch, self._asked, self._wish = epoch, members, wish
         self._await_kept = await_kept
@@ -187,11 +180,6 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
         stepped = self.model_step
         stepped.serve(*self._become(stepped.cut, self.world.place.stage, given))
         stepped.step = step
-
-    @property
-    @override
-    def done(self) -> int:
-        return self.optimizer.steps
 
     @property
     @override

@@ -177,11 +177,7 @@ class Swarmed:
 
     def run(self, batches: Iterable[Tensor]) -> Tensor | None:
         self.step += 1
-        for change in self._arrange():
-            if change.peer == self.swarm.me:
-                self._move(change)
-            if self.swarm.me == self.swarm.agreement.members[0]:  # of its own, too
-                self._tell(change)
+        self._take_up(self._arrange())
         self._gifts.open()
         self.swarm.number = self.step
         self.last = self.swarm.step(self._mend if self.rebuilds else None)
@@ -192,7 +188,8 @@ class Swarmed:
         if self.swarm.is_needed and not self._has_declined:
             self._decline()
         if self.swarm.stages[self.swarm.me] == 0:
-            self.tokens += len(self.swarm.peer.counted) * self.swarm.peer.work.form.sequences * self._length
+            form = self.swarm.peer.work.form
+            self.tokens += len(self.swarm.peer.counted) * form.sequences * form.length
         return torch.tensor(self.last.loss, device=next(self.stage.parameters()).device, dtype=torch.float32)
 
     def take_last(self) -> bool:
@@ -261,11 +258,18 @@ class Swarmed:
 
     def _mend(self, *, comers: bool = True) -> None:
         """Have stages served again that have lost all of their peers."""
-        for change in mend(self.swarm, self.step, self.config.pipeline.swarm.stage_patience, comers=comers):
+        changes = mend(self.swarm, self.step, self.config.pipeline.swarm.stage_patience, comers=comers)
+        self._take_up(changes, " and makes it of its neighbours, for it had no peer left")
+
+    def _take_up(self, changes: Iterable[StageChange], more: str = "") -> None:
+        """Move where a change is this peer's; the first member tells of all, of its own too."""
+        for change in changes:
             if change.peer == self.swarm.me:
                 self._move(change)
-            if self.swarm.me == self.swarm.agreement.members[0]:  # of its own, too
-                self._tell(change, " and makes it of its neighbours, for it had no peer left")
+            if self.swarm.me == self.swarm.agreement.members[0]:
+                whence = "comes" if change.before == NOWHERE else f"goes from stage {change.before}"
+                told = f"worker {change.peer} {whence} to stage {change.after} before step {self.step}{more}"
+                self.world.report({"notice": told})
 
     def _move(self, change: StageChange) -> None:
         """Take over the state of the new stage from one that has it; where nobody has, make it of its neighbours."""
@@ -287,21 +291,12 @@ class Swarmed:
         self.swarm.peer.work.shares = self._shares()
         self.swarm.parameters = self._trained()
 
-    def _tell(self, change: StageChange, more: str = "") -> None:
-        whence = "comes" if change.before == NOWHERE else f"goes from stage {change.before}"
-        told = f"worker {change.peer} {whence} to stage {change.after} before step {self.step}{more}"
-        self.world.report({"notice": told})
-
     def _tell_losses(self) -> None:
         agreement = self.swarm.agreement
         missed, agreement.missed = agreement.missed, []
         for peer in missed if self.swarm.me == agreement.members[0] else ():
             told = f"worker {peer} of stage {self.swarm.stages[peer]} was lost by step {self.step}"
             self.world.report({"notice": f"{told}; the others go on without it"})
-
-    @property
-    def _length(self) -> int:
-        return self.swarm.peer.work.form.length
 
     def _form(self) -> StageForm:
         context, vocab = limits(self.config.model)

@@ -16,8 +16,7 @@ from safetensors.numpy import load_file
 
 from isles.comm.elastic.record import RoundLine, StartLine
 from isles.network.churn import ChurnEvent
-from isles.training.elastic.churn.repeating import repeat
-from isles.training.elastic.churn.script import script
+from isles.training.elastic.churn.repeating import repeat, script
 from isles.training.elastic.figures import recorded
 from tests.training.elastic.processes import Processes
 from tests.training.elastic.test_churned import EVERYTHING, churned, small

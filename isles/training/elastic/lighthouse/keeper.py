@@ -79,7 +79,8 @@ class Keeper(RunKeeper):
         summary |= replace(told, links=self.links(), refused=self.refused.table()).record()
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
         self.lighthouse.tell(members, Over())
-        self.lighthouse.wait(self._all_gone, 10.0)  # they hear it, and go
+        workers = self.membership.workers
+        self.lighthouse.wait(lambda: not any(worker.connected for worker in workers.values()), 10.0)  # they hear it, go
         return summary
 
     def _is_done(self) -> bool:
@@ -94,9 +95,6 @@ class Keeper(RunKeeper):
     def now(self) -> RunNow:
         refused = self.refused.rows()
         return self.lighthouse.look(lambda now: self.membership.now(self.lighthouse.seen, refused))
-
-    def _all_gone(self) -> bool:
-        return not any(worker.connected for worker in self.membership.workers.values())
 
     def _rounds(self) -> int:
         """The newest that anybody has done."""
