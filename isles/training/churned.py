@@ -121,7 +121,6 @@ class ChurnedPeers(ChurnedWorld):
             self.workers[rank].leave()
 
     def heard(self, event: object) -> None:
-        """What a worker reports."""
         if not isinstance(event, dict):
             return
         if "notice" in event:

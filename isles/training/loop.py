@@ -146,22 +146,28 @@ class TrainingLoop(ABC):
         loss = self._mean(self.losses) if self.losses else math.nan
         self.losses.clear()
         self.step_clock.read()
-        traffic = self.world.world.traffic
-        blocked = traffic.total("blocked_seconds", *WAITS)
         return Metrics(
             step=step,
             worker=self.world.rank,
             loss=loss,
             lr=lr_factor(step, self.config.run.steps, self.config.inner) * self.config.inner.lr,
             tokens=self.tokens,
-            bytes_sent=int(traffic.total("bytes_sent")),
-            bytes_received=int(traffic.total("bytes_received")),
-            blocked_seconds=blocked,
-            compute_seconds=self.step_clock.so_far() - blocked,
+            **self._counted(),
             clock_seconds=self.clock(),
             val_loss=val_loss,
             **self.step_clock.usage(self._measured, self.tokens),
         )
+
+    def _counted(self) -> dict[str, Any]:
+        """What `metrics` and `totals` have in common."""
+        traffic = self.world.world.traffic
+        blocked = traffic.total("blocked_seconds", *WAITS)
+        return {
+            "bytes_sent": int(traffic.total("bytes_sent")),
+            "bytes_received": int(traffic.total("bytes_received")),
+            "compute_seconds": self.step_clock.so_far() - blocked,
+            "blocked_seconds": blocked,
+        }
 
     def _mean(self, losses: Sequence[Tensor]) -> float:
         return float(torch.stack(list(losses)).mean())
@@ -181,12 +187,8 @@ class TrainingLoop(ABC):
         traffic = self.world.world.traffic
         self.timeline.take(self.steps_done(), traffic.take_spans(), self.clock_before)
         self._report_last_spans()
-        blocked = traffic.total("blocked_seconds", *WAITS)
         return {
-            "bytes_sent": int(traffic.total("bytes_sent")),
-            "bytes_received": int(traffic.total("bytes_received")),
-            "compute_seconds": self.step_clock.seconds - blocked,
-            "blocked_seconds": blocked,
+            **self._counted(),
             "train_seconds": time.perf_counter() - self.started,
             "virtual_seconds": self.clock(),
             "channels": traffic.by_channel(),

@@ -21,7 +21,6 @@ from isles.models.factory import take_device
 from isles.models.own import check_contract
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.scheme import Scheme
-from isles.pipeline.compute import Context
 from isles.pipeline.pipeline import Cut
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.sync import ReplicaSync
@@ -53,52 +52,43 @@ def trainer_of(config: Config, world: Mesh, corpus: Corpus | None = None, roster
     return Trainer(config, world, PartsMaker(config, world, corpus, roster).made())
 
 
-class PartsMaker:
-    """Of one worker; see `trainer_of`."""
+class PartsMaker(TrainerParts):
+    """Makes those of one worker; see `trainer_of`."""
 
     def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None, roster: Roster | None = None) -> None:
         self.config, self.world, self.corpus, self.roster = config, world, corpus, roster
         self.memory = PlannedMemory(config, take_device(config.model, world.local_rank), world.place.stage)
 
     def made(self) -> TrainerParts:
-        """All of them. ValueError, with the key, where the run cannot mean what the configuration says."""
+        """Itself, with all of them. ValueError, with the key, where the run cannot mean what the configuration says."""
         config, world, memory = self.config, self.world, self.memory
         by_plan = bool(config.pipeline.skippipe.plan)  # some nodes learn more than others, as more comes by them
         uneven = not config.pipeline.is_grid and (by_plan or config.method != "none")
         world.world.ledger.trust.ratio = config.world.trust_ratio * (JUMPS if uneven else 1.0)
-        text = self.text() if world.place.stage == 0 else None
-        judges = self._judges(text)
+        self.name = run_name(config)
+        self.text = self.read() if world.place.stage == 0 else None
+        self.judges = self._judges()
         cut = planned_cut(config) if config.pipeline.stages > 1 else None
         scheme = None if cut is None else run_scheme(config, cut)
         take_cores(config, memory.computes)
         model = self._whole_model() if cut is None or scheme is None else self._stage(cut, scheme)
-        optimizer, notices = self.wrapped(model)
+        self.optimizer, self.notices = self.wrapped(model)
         if weighs_samples(config):
-            notices += _weigh(optimizer, text)
-        device = memory.device(optimizer.model)
+            self.notices += self._weigh()
+        device = memory.device(self.optimizer.model)
         line = world.transport.line()
-        notices += memory.notices + ([] if line is None else [expectation(optimizer, config, line)])
-        scaler = torch.amp.GradScaler(device.type) if config.model.autocast == "fp16" else None
-        cast_to = partial(autocast, config.model, device)
-        runner: StepRunner = (
-            Whole(optimizer, optimizer.model, cast_to, scaler, batches=config.inner.accumulation)
-            if cut is None or scheme is None
-            else self._staged(cut, scheme, optimizer, text, cast_to)
-        )
-        return TrainerParts(
-            name=run_name(config),
-            text=text,
-            judges=judges,
-            memory=memory,
-            optimizer=optimizer,
-            runner=runner,
-            recovery=None if cut is None else recovery_of(config, world, cut, cast(Stage, optimizer.model)),
-            scaler=scaler,
-            autocast=cast_to,
-            notices=notices,
-        )
+        self.notices += memory.notices + ([] if line is None else [expectation(self.optimizer, config, line)])
+        self.scaler = torch.amp.GradScaler(device.type) if config.model.autocast == "fp16" else None
+        self.autocast = partial(autocast, config.model, device)
+        if cut is None or scheme is None:
+            batches, self.recovery = config.inner.accumulation, None
+            self.runner = Whole(self.optimizer, self.optimizer.model, self.autocast, self.scaler, batches)
+        else:
+            self.runner = self._staged(cut, scheme)
+            self.recovery = recovery_of(config, world, cut, cast(Stage, self.optimizer.model))
+        return self
 
-    def text(self) -> Text:
+    def read(self) -> Text:
         """What a worker of the first stage reads."""
         return Text(self.config, self.world, self.corpus)
 
@@ -115,19 +105,15 @@ class PartsMaker:
             everyone=world.world,
         )
 
-    def _judges(self, text: Text | None) -> bool:
+    def _judges(self) -> bool:
         """With a plan the first column judges for all."""
-        judges = told_by_first(self.world.stage, text is not None and text.judges)
+        judges = told_by_first(self.world.stage, self.text is not None and self.text.judges)
         return judges and (not self.config.pipeline.skippipe.plan or self.world.place.replica == 0)
 
-    def _staged(
-        self, cut: Cut, scheme: Scheme, optimizer: ReplicaSync, text: Text | None, cast_to: Context
-    ) -> StepRunner:
-        """How this worker runs its stage."""
-        return Staged(self.config, self.world, cut, scheme, optimizer, cast_to, self.memory.announce)
+    def _staged(self, cut: Cut, scheme: Scheme) -> StepRunner:
+        return Staged(self.config, self.world, cut, scheme, self.optimizer, self.autocast, self.memory.announce)
 
     def _whole_model(self) -> nn.Module:
-        """The model of the run."""
         config = self.config
         model = build(config.model, config.run.seed, self.world.local_rank, self.memory.home)
         if config.model.factory is not None:
@@ -143,10 +129,9 @@ class PartsMaker:
             world.report({"notice": notice})
         return build_stage(self.config, cut, scheme, world.place.stage, world.local_rank, self.memory.home)
 
-
-def _weigh(optimizer: ReplicaSync, text: Text | None) -> list[str]:
-    """Tell the others how much text this worker has."""
-    assert isinstance(optimizer, OuterSync) and text is not None
-    optimizer.weigh(text.loader.sequences)
-    told = 'weights = "samples": all workers have equal shares of the text with data.split = "iid"'
-    return [] if text.loader.split == "by_file" else [told]
+    def _weigh(self) -> list[str]:
+        """Tell the others how much text this worker has."""
+        assert isinstance(self.optimizer, OuterSync) and self.text is not None
+        self.optimizer.weigh(self.text.sequences)
+        told = 'weights = "samples": all workers have equal shares of the text with data.split = "iid"'
+        return [] if self.text.split == "by_file" else [told]

@@ -78,7 +78,6 @@ class CurvePoint:
 
     @property
     def mean(self) -> float:
-        """Over the orders."""
         return sum(self.losses) / len(self.losses)
 
 

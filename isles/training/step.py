@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -61,7 +60,6 @@ class StepRunner(Protocol):
         """End the run and give the one model that came of it; None where another worker holds it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerParts:
     """What a trainer is made of. name: of the run's configuration. text: None where this worker reads none. judges:
     whether text was kept for validation, known to all who judge. scaler: a torch.amp.GradScaler. autocast: a context

@@ -112,7 +112,6 @@ class Trainer(TrainingLoop):
         self.losses += losses
 
     def _mend(self) -> None:
-        """Lose and mend stages, where that is asked for."""
         recovery = self.recovery
         if recovery is None:
             return
@@ -188,14 +187,13 @@ class Trainer(TrainingLoop):
         return True
 
     def _judge(self) -> float | None:
-        """Of the weights of now."""
         if not self.judges:
             return None
         text = self.text if self.model_step.reads else None
-        return self.model_step.judge(() if text is None else text.validation())
+        return self.model_step.judge(() if text is None else text.validation_batches())
 
     def _judge_whole(self, model: nn.Module) -> float | None:
         """Of a model that this worker holds by itself."""
         if self.text is None or not self.judges:
             return None
-        return validation_loss(model, self.text.validation(), self.autocast())
+        return validation_loss(model, self.text.validation_batches(), self.autocast())

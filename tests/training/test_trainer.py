@@ -363,7 +363,7 @@ def test_by_file_gives_each_worker_its_own_documents(tmp_path: Path) -> None:
 
     def letters(config: Config) -> list[set[str]]:
         def look(world: Mesh) -> set[str]:
-            loader = trainer_of(config, world).text.loader
+            loader = trainer_of(config, world).text
             return {chr(token) for _ in range(30) for token in next(loader).flatten().tolist()} - {"\n"}
 
         return run_virtual(look, config.world.workers)

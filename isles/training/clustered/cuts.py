@@ -53,15 +53,6 @@ def model_load(config: Config, costs: PieceCosts) -> ModelLoad:
     return load_of(sketch(config.model), costs, sequences=sequences, length=context, states=states)
 
 
-def ranks_of(cuts: list[Cut]) -> list[list[int]]:
-    """Of each cluster, in the order of its stages."""
-    found: list[list[int]] = []
-    for cut in cuts:
-        first = found[-1][-1] + 1 if found else 0
-        found.append(list(range(first, first + len(cut.pieces))))
-    return found
-
-
 def shared_segments(config: Config, cuts: list[Cut]) -> list[SharedSegment]:
     """What is averaged over whom: which stage of each cluster."""
     model = sketch(config.model)

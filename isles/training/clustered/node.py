@@ -95,7 +95,7 @@ class ClusterWorker(TrainingLoop):
     def meet(self, present: Sequence[int]) -> None:
         """All who begin together ask for what concerns all of them."""
         text = None if self.serving is None else self.serving.text
-        own = [0, 0] if text is None else [int(text.judges), text.loader.sequences]
+        own = [0, 0] if text is None else [int(text.judges), text.sequences]
         said = torch.stack(self.world.world.among(present).all_gather(numbers(*own), channel="control"))
         judges, sequences = said.amax(0).tolist()
         self._know(judges=judges, most=sequences // self.reading.batch)

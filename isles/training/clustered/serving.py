@@ -136,7 +136,7 @@ class Serving:
     def _go_on_after(self, updates: int, sequences: int) -> None:
         self.at(updates)
         if self.text is not None:
-            self.text.go_on_after(sequences)
+            self.text.consumed = sequences  # of all clusters
 
     def at(self, updates: int) -> None:
         """The next microbatch is the one behind so many updates."""
@@ -150,7 +150,7 @@ class Serving:
 
     def validation(self) -> Iterator[Tensor]:
         """What the root judges."""
-        return iter(()) if self.text is None else self.text.validation()
+        return iter(()) if self.text is None else self.text.validation_batches()
 
     def write_whole(self, out: Path | None) -> None:
         """Put the one model of its cluster together, at the root, which writes OUT/model.safetensors. All of the
@@ -310,5 +310,4 @@ class NodeHolding:
         return self._world.arranged(layout_of_seats(self._agreement.seats, self._world.size))
 
     def note(self, text: str) -> None:
-        """Tell whoever started the run."""
         self._world.report({"notice": text})

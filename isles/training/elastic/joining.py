@@ -129,7 +129,6 @@ class Participant:
             yield from self._conclude()
 
     def close(self) -> None:
-        """Give back threads of its own."""
         self.worker.close()
 
     # Rounds

@@ -84,7 +84,6 @@ class States:
         self._gifts.offer(what, self._folder / f"{what}-{round}.safetensors", facts, copy.write)
 
     def _beside_anchors(self) -> set[str]:
-        """Names of the weights that are not trained."""
         trained = {id(parameter) for parameter in self._optimizer.parameters}
         return set(self._optimizer.weights()) - {
             name

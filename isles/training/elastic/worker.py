@@ -208,7 +208,7 @@ class ElasticWorker:
         """Inner steps after so many `steps`, one a slice; the last one exchanges."""
         count = len(said.slices) or sync_every(self._config)
         self.states.are_drawn = False
-        self._text.take_from(positions(self._config, self.seat, said.slices, said.spare, self.reader))
+        self._text.positions = positions(self._config, self.seat, said.slices, said.spare, self.reader)
         self.optimizer.steps = said.steps
         self.schedule_at(said.steps)
         clock, began = self.trainer.step_clock, self.trainer.step_clock.reading()
@@ -264,10 +264,9 @@ class ElasticWorker:
             return None
         model = build(config.model, seed=config.run.seed, rank=trainer.world.local_rank)
         load_weights(model, file, "the lighthouse")
-        return validation_loss(model, trainer.text.validation(), trainer.autocast())
+        return validation_loss(model, trainer.text.validation_batches(), trainer.autocast())
 
     def close(self) -> None:
-        """Give back threads of its own."""
         self.trainer.memory.close()
 
 

@@ -22,7 +22,7 @@ from isles.pipeline.ravnest.stage import AsyncWays, most_versions
 from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.agreement import agreed_bytes
 from isles.pipeline.wire import StageForm
-from isles.training.clustered.cuts import cluster_cuts, model_load, ranks_of, shared_segments
+from isles.training.clustered.cuts import cluster_cuts, model_load, shared_segments
 from isles.training.config.inner import inner_kind
 from isles.training.config.sections import Config
 from isles.training.plan.record import RunPlan, WorkerPlan
@@ -42,14 +42,15 @@ def plan_clusters(config: Config) -> RunPlan:
     copies = 3 if pipeline.ravnest.average_optimizer and inner_kind(config.inner, "adamw") == "adamw" else 1
     dtype = next(model.parameters()).dtype
     workers = []
-    for number, (cut, ranks) in enumerate(zip(cuts, ranks_of(cuts), strict=True)):
+    for number, cut in enumerate(cuts):
         first, scheme = Stage(model, cut.pieces[0]), run_scheme(config, cut)
         form = form_of(first, scheme, pipeline, batch_size=sequences, context=context, vocab=vocab)
-        for stage, rank in enumerate(ranks):
+        for stage in range(len(cut.pieces)):
             own = [segment for segment in segments if segment.holders[number] == stage]
             counts = [copies * sum(sizes[name] for name in segment.names) + weighed for segment in own]
             average = word + sum(_mean_bytes(count, dtype, clusters, number) for count in counts)
-            workers.append(_worker(config, cut, load, form, (number, stage, rank), average if clusters > 1 else 0))
+            place = number, stage, len(workers)
+            workers.append(_worker(config, cut, load, form, place, average if clusters > 1 else 0))
     every, looks = getattr(config.replicas, "sync_every", steps), config.run.validate_every
     judged = range(looks, steps, looks) if looks and config.data.validation_fraction else ()
     averages = ceil(steps / every) if clusters > 1 else 0

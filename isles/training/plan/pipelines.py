@@ -50,7 +50,6 @@ class PlannedTurn:
 
     @property
     def workers(self) -> int:
-        """In all."""
         return sum(map(len, self.columns))
 
     @property

@@ -171,7 +171,6 @@ class PlannedMethod:
     def _of_few(
         self, every: int, messages: int, rate: float = 1.0, steps: int | None = None
     ) -> tuple[TimeAccount, bool]:
-        """Of representatives."""
         key = every, messages, rate, steps
         if key not in self._few:
             self._few[key] = self._of_representatives(*key)
@@ -352,12 +351,10 @@ def _in_world(config: Config, pipeline: PipelineConfig | None = None, **keys: An
 
 
 def _count(lines: Links) -> int:
-    """Of the representatives."""
     return len(lines.latency)  # type: ignore[arg-type]
 
 
 def _scaled(lines: Links, rate: float) -> Links:
-    """With `rate` times the rates."""
     if rate == 1.0:
         return lines
     up, down = ([rate * own for own in rates] for rates in (lines.bandwidth, lines.downlink))  # type: ignore

@@ -64,7 +64,6 @@ class PlanQuestion:
 
     @cached_property
     def links(self) -> Links:
-        """The network."""
         return links(self.network)
 
     @cached_property
@@ -89,7 +88,6 @@ class PlanQuestion:
 
     @property
     def parameters(self) -> int:
-        """Of the model."""
         return parameters(self.model.shape())
 
     @property

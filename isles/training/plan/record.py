@@ -141,7 +141,6 @@ class RunPlan:
 
     @property
     def device(self) -> str:
-        """Where workers compute."""
         return device_of(self.config)
 
     @property
@@ -151,7 +150,6 @@ class RunPlan:
 
     @property
     def fullest(self) -> WorkerPlan:
-        """The worker that holds most."""
         return max(self.workers, key=lambda worker: worker.memory.peak)
 
     @property
@@ -165,7 +163,6 @@ class RunPlan:
         return self.outline is not None and self.workers[0].microbatches is not None
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
         own, config = {field.name: _plain(getattr(self, field.name)) for field in fields(self)[1:]}, self.config
         named = {"method": config.method, "backend": config.world.backend, "steps": config.run.steps}
         return named | {"device": self.device} | own

@@ -75,7 +75,6 @@ class _SwarmPlanner:
         ]
 
     def plan(self) -> RunPlan:
-        """Of all."""
         config, stages, parts = self.config, self.stages, self.config.pipeline.microbatches
         made = self._forecast() if config.world.is_simulated else None
         each = (len(self.pieces) - 1) * (self.down + HEAD + self.up) - HEAD  # the last stage tells nobody it took one

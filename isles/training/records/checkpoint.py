@@ -144,7 +144,6 @@ class Checkpoints:
         return steps[-1] if steps else None
 
     def shards(self, step: int) -> list[Path]:
-        """By worker, those of `step`."""
         return [self.shard(step, worker) for worker in self.seats(step)]
 
     def replace(self, step: int, shards: Iterable[State], facts: Mapping[str, Any]) -> None:

@@ -46,7 +46,6 @@ class TensorBoard:
             self._writer({}).add_scalar(f"summary/{key}", value, self._steps)
 
     def finish(self, ok: bool) -> None:
-        """Write what is left."""
         for writer in self._writers.values():
             writer.close()
 
@@ -104,7 +103,6 @@ class WandB:
         self._run.summary.update(_numbers(summary))
 
     def finish(self, ok: bool) -> None:
-        """Ends W&B's own process too."""
         import wandb
 
         self._run.finish(exit_code=0 if ok else 1)
@@ -136,7 +134,6 @@ class Loggers:
         self._open: list[TensorBoard | WandB] = []
 
     def line(self, record: MetricsRecord) -> None:
-        """A line of metrics.jsonl."""
         config = self._where[0]
         if not self._open:
             self._open = [LOGGERS[name](*self._where) for name in config.run.loggers]
@@ -144,7 +141,6 @@ class Loggers:
             logger.line(record)
 
     def summary(self, summary: MetricsRecord) -> None:
-        """summary.json."""
         for logger in self._open:
             logger.summary(summary)
 

@@ -96,7 +96,6 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._before)
 
     def __call__(self, *_: object) -> None:
-        """The handler."""
         self.asked = True
         raise KeyboardInterrupt
 

@@ -218,7 +218,6 @@ class _ToLauncher:
         return kind, value
 
     def heard(self, command: Any) -> Any:
-        """Note what the launcher says."""
         if command == "close" and not self._finished:
             self.closed = True
             signal.pthread_kill(cast(int, threading.main_thread().ident), signal.SIGINT)

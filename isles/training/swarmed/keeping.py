@@ -56,7 +56,6 @@ class SwarmKeeper(RunKeeper):
         return self.muster
 
     def muster_rules(self) -> MusterRules:
-        """The rules by which the first swarm, and later ones, begin."""
         rules = self.rules
         peers = tuple(len(ranks) for ranks in self.config.pipeline.peers_of(rules.founders))
         return MusterRules(peers=peers, most=rules.most, last=self.config.run.steps)

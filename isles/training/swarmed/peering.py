@@ -114,7 +114,6 @@ class SeatedPeer:
 
     @property
     def step(self) -> int:
-        """The newest step that this peer has done."""
         return 0 if self._trainer is None else self._trainer.steps_done()
 
     def leave(self) -> None:
@@ -192,7 +191,6 @@ class SeatedPeer:
         return self._left() if self.leaving.is_set() else "again"
 
     def made(self, part: Begin | Enter) -> SeatedWork:
-        """What trains for `part`."""
         stages = dict(zip(part.seats, part.stages, strict=True)) if isinstance(part, Begin) else {}
         return SeatedTrainer(
             self.seat(),
@@ -204,7 +202,6 @@ class SeatedPeer:
         )
 
     def seat(self) -> OwnSeat:
-        """What a trainer in this seat is made with."""
         return OwnSeat(
             self.config,
             self._transport,

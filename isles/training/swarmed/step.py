@@ -222,7 +222,6 @@ class Swarmed:
         return changes
 
     def gauges(self) -> dict[str, float]:
-        """What a line of metrics tells of this peer."""
         counts = asdict(self.swarm.peer.counts)
         told = {name: count for name, count in counts.items() if name != "seconds"}
         own = {"stage": self.swarm.stages[self.swarm.me], "moves": self.moves}
@@ -240,7 +239,7 @@ class Swarmed:
         self.swarm.load_state_dict(state["swarm"])
 
     def judge(self, batches: Iterable[Tensor]) -> float | None:
-        loss = self._judge.loss(lambda: () if self.text is None else self.text.validation(), self._between)
+        loss = self._judge.loss(lambda: () if self.text is None else self.text.validation_batches(), self._between)
         return loss if self.swarm.me == self.swarm.peers(0)[0] else None
 
     def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
@@ -285,7 +284,6 @@ class Swarmed:
         self.moves += 1
 
     def serve(self, stage: Stage, scheme: Scheme, text: Text | None) -> None:
-        """Serve `stage` from now on."""
         self.stage, self.scheme, self.text = stage, scheme, text
         self.swarm.peer.work.hold(stage, self._form())
         self.swarm.peer.work.shares = self._shares()
@@ -319,7 +317,7 @@ class Swarmed:
         assert self.text is not None
         sequences = self.swarm.peer.work.form.sequences
         first = (self.swarm.number - 1) * self.rows + number * sequences
-        return self.text.loader.read(np.arange(first, first + sequences))
+        return self.text.read(np.arange(first, first + sequences))
 
 
 def identity(config: Config, cut: Cut) -> str:

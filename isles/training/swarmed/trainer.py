@@ -18,7 +18,6 @@ from isles.fields import Nonnegative, integer, value_of
 from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.scheme import Scheme
-from isles.pipeline.compute import Context
 from isles.pipeline.pipeline import Cut
 from isles.pipeline.recovery import RATE, block_parameters, merged, sources
 from isles.pipeline.swarm.roster import SwarmRoster
@@ -49,27 +48,22 @@ class SwarmParts(PartsMaker):
         self._present, self._met = present, met
         alone = world.world.among([world.rank])  # what it knows of others the swarm tells it
         self._peers = alone if config.method == "none" else SwarmRoster(alone)
-        self.runner: Swarmed | None = None
 
     @override
-    def text(self) -> Text:
+    def read(self) -> Text:
         return Text(self.config, self.world, self.corpus, share=(0, 1))
 
     @override
     def wrapped(self, model: nn.Module) -> tuple[ReplicaSync, list[str]]:
-        return wrapped(self.config, model, self._peers, self.world.inner, norm=self._norm)
-
-    def _norm(self) -> float:
-        assert self.runner is not None
-        return self.runner.norm
+        return wrapped(self.config, model, self._peers, self.world.inner, norm=lambda: cast(Swarmed, self.runner).norm)
 
     @override
-    def _judges(self, text: Text | None) -> bool:
+    def _judges(self) -> bool:
         if self.world.rank not in self._present:
-            return self.text().judges
+            return self.read().judges
         places = self.world.layout.coordinates
         everyone = self.world.world.among(sorted(self._present, key=lambda rank: places[rank].stage))  # who reads first
-        return told_by_first(everyone, text is not None and text.judges)
+        return told_by_first(everyone, self.text is not None and self.text.judges)
 
     @override
     def _stage(self, cut: Cut, scheme: Scheme) -> Stage:
@@ -79,16 +73,21 @@ class SwarmParts(PartsMaker):
         return stage
 
     @override
-    def _staged(
-        self, cut: Cut, scheme: Scheme, optimizer: ReplicaSync, text: Text | None, cast_to: Context
-    ) -> StepRunner:
-        stage = cast(Stage, optimizer.model)
-        self.runner = Swarmed(
-            self.config, self.world, cut, scheme, stage, text, cast_to, present=self._present, met=self._met
+    def _staged(self, cut: Cut, scheme: Scheme) -> StepRunner:
+        made = Swarmed(
+            self.config,
+            self.world,
+            cut,
+            scheme,
+            cast(Stage, self.optimizer.model),
+            self.text,
+            self.autocast,
+            present=self._present,
+            met=self._met,
         )
         if isinstance(self._peers, SwarmRoster):
-            self._peers.serve(self.runner.swarm)
-        return self.runner
+            self._peers.serve(made.swarm)
+        return made
 
 
 class SwarmTrainer(Trainer):
@@ -210,7 +209,7 @@ class SwarmTrainer(Trainer):
         """What serves `stage`, as drawn."""
         scheme = run_scheme(self.config, cut)
         if stage == 0 and self.text is None:
-            self.text = self._maker.text()
+            self.text = self._maker.read()
         made = build_stage(self.config, cut, scheme, stage, self.world.local_rank)
         self.optimizer, _ = self._maker.wrapped(made)
         self.model = self.optimizer.model

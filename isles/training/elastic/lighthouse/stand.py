@@ -25,7 +25,6 @@ class Stand:
     workers: Annotated[Int, Field(ge=0)]
 
     def write(self, out: Path) -> None:
-        """Keep it in the run directory."""
         write_text(out / NAME, as_json(asdict(self)) + "\n")
 
 
