@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from isles.comm.group import Group
+from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster, as_roster
 from isles.errors import in_section
 from isles.memory.disk import disk_vectors
@@ -29,35 +30,33 @@ def wrapped(
     config: Config,
     model: nn.Module,
     group: Group | Roster,
-    island: Group | None = None,
-    peers: Group | None = None,
+    world: Mesh | None = None,
     manage: Callable[[nn.Module, Optimizer], Optimizer] = lambda model, inner: inner,
     *,
-    everyone: Group | None = None,
     norm: Callable[[], float] | None = None,
     here: int | None = None,
 ) -> tuple[ReplicaSync, list[str]]:
-    """The optimizer, and what a user should know about these settings. island: this worker's, where there are islands;
-    `group` is then across them. peers: the stages of its replica, where `model` is one of several. manage: what is put
-    around the inner optimizer of a model. everyone: all workers, where a plan gives stages unequal numbers of them; the
-    `group` is then the holders of this worker's stage. norm: of the whole gradient,
-    where somebody knows it. here: workers of a machine, where the run is only planned. ValueError, with the key, where
-    the run cannot mean what they say.
+    """The optimizer, and what a user should know about these settings. group: the holders of what `model` is, across
+    islands where there are any. world: of this worker, with its island and its replica's stages; None: it is alone.
+    manage: what is put around the inner optimizer of a model. norm: of the whole gradient, where somebody knows it.
+    here: workers of a machine, where the run is only planned. ValueError, with the key, where the run cannot mean what
+    they say.
     """
+    island = None if world is None else world.inner
     kind, max_norm = method(config.method), config.inner.max_norm or None
     replicas = as_roster(group).founders
     try:
         if island is None or island.size == 1:
             part = kind.local_part(model, replicas, config.replicas)
-            inner = _stepped(config, part, kind, peers, manage)
+            inner = _stepped(config, part, kind, world, manage)
             if norm is not None:
                 assert isinstance(inner, Optimizer)
                 inner = ToldNorm(part, inner, norm)
             elif config.pipeline.skippipe.plan:
-                assert everyone is not None and isinstance(inner, Optimizer)
+                assert world is not None and isinstance(inner, Optimizer)
                 by_stage = config.pipeline.clip == "stage"
                 inner = (
-                    Plain(part, inner, charged=True) if by_stage else StageCopy(part, inner, everyone, replicas.size)
+                    Plain(part, inner, charged=True) if by_stage else StageCopy(part, inner, world.world, replicas.size)
                 )
         else:
             if not kind.spans_islands:
@@ -68,7 +67,7 @@ def wrapped(
             inside = method(config.world.inside)
             part = inside.local_part(model, island, inside.Config())
             settings = inside.Config(**_native(config, part, here))
-            inner = inside(part, _stepped(config, part, kind, peers, manage), island, settings, max_norm=max_norm)
+            inner = inside(part, _stepped(config, part, kind, world, manage), island, settings, max_norm=max_norm)
             inner.batches = config.inner.accumulation
             max_norm = None  # the island clips
         weighs_samples(config)  # or refuses
@@ -147,12 +146,12 @@ def _stepped(
     config: Config,
     part: nn.Module,
     kind: type[ReplicaSync],
-    peers: Group | None,
+    world: Mesh | None,
     manage: Callable[[nn.Module, Optimizer], Optimizer],
 ) -> Optimizer | Plain:
     """What takes the inner steps of `part`: the inner optimizer, or a stage that one steps."""
     inner = manage(part, inner_optimizer(part, config.inner, kind.usual_inner))
-    if peers is None or peers.size == 1 or not config.pipeline.is_grid:
+    if world is None or not config.pipeline.is_grid or world.stage.size == 1:
         return inner
     over = "peers" if config.pipeline.clip == "model" else "own"
-    return Plain(part, inner, peers=peers, clip_over=over, charged=True)
+    return Plain(part, inner, peers=world.stage, clip_over=over, charged=True)

@@ -30,7 +30,7 @@ from isles.network.clusters.telling import SILENT
 from isles.network.engine import ARRIVED
 from isles.training.churn import ChurnedWorld
 from isles.training.clustered.node import ClusterWorker
-from isles.training.clustered.opening import enter, found
+from isles.training.clustered.opening import enter, found, growth_of
 from isles.training.config.conflicts import refuse_conflicts
 from isles.training.config.sections import Config
 from isles.training.draws import seed_draws
@@ -186,7 +186,7 @@ class ChurnedClusters(ChurnedPeers):
         rank = world.rank
         try:
             if rank < self.founders:
-                worker = found(self.config, world, corpus, range(self.founders))
+                worker = found(self.config, world, corpus, range(self.founders), growth=growth_of(self.config))
             else:
                 worker = enter(self.config, world, corpus, range(rank), self.machines.get(rank, SILENT))
             self.workers[rank] = worker

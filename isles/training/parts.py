@@ -94,16 +94,7 @@ class PartsMaker(TrainerParts):
 
     def wrapped(self, model: nn.Module) -> tuple[ReplicaSync, list[str]]:
         """The optimizer of the run, or a refusal; and what is to be said of it."""
-        world = self.world
-        return wrapped(
-            self.config,
-            model,
-            self.roster or world.outer,
-            world.inner,
-            world.stage,
-            self.memory.manage,
-            everyone=world.world,
-        )
+        return wrapped(self.config, model, self.roster or self.world.outer, self.world, self.memory.manage)
 
     def _judges(self) -> bool:
         """With a plan the first column judges for all."""

@@ -38,7 +38,7 @@ from isles.pipeline.ravnest.agreement import ClusterAgreement
 from isles.pipeline.ravnest.entering import ClusterWelcome, let_in
 from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.pipeline.swarm.post import Post
-from isles.training.clustered.cuts import cluster_cuts, first_blocks, opening_notices, post_of
+from isles.training.clustered.cuts import cluster_cuts, opening_notices, post_of
 from isles.training.clustered.serving import NodeHolding, Serving, SharedReading
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
@@ -53,7 +53,7 @@ LONGEST = 200
 
 class ClusterWorker(TrainingLoop):
     """One worker, whose `step` is a stretch of updates. corpus: that of `config.data`, where it was loaded already.
-    seats: who serves what; None: as the run begins. post: letters between all, those who may come included; None: made
+    seats: who serves what. post: letters between all, those who may come included; None: made
     here. growth: how new clusters are made; None: nobody comes or leaves.
     """
 
@@ -61,8 +61,8 @@ class ClusterWorker(TrainingLoop):
         self,
         config: Config,
         world: Mesh,
-        corpus: Corpus | None = None,
-        seats: ClusterSeats | None = None,
+        corpus: Corpus | None,
+        seats: ClusterSeats,
         *,
         post: Post | None = None,
         growth: ClusterGrowth | None = None,
@@ -71,7 +71,6 @@ class ClusterWorker(TrainingLoop):
         super().__init__(config, world, run_name(config), device, None)
         world.world.ledger.trust.ratio = config.world.trust_ratio
         cuts = cluster_cuts(config)
-        seats = seats or ClusterSeats.of([first_blocks(cut) for cut in cuts], range(world.size))
         self.agreement = ClusterAgreement(post or post_of(config, world), world.world, seats, growth)
         for notice in opening_notices(config, cuts) if not world.rank else ():
             world.report({"notice": notice})

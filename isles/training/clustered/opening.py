@@ -29,10 +29,7 @@ def train_clustered(
     checkpoint was written takes part again without a state: in its place, from the next average on, or standing by.
     """
     if resume is None:
-        node = ClusterWorker(config, world, corpus)
-        node.meet(range(world.size))
-        node.average.begin()
-        return node.run(out)
+        return found(config, world, corpus, range(world.size)).run(out)
     assert out is not None
     checkpoints = Checkpoints(out)
     saved, absent = checkpoints.seats(resume), checkpoints.absent(resume)
@@ -52,16 +49,17 @@ def train_clustered(
 def found(
     config: Config,
     world: Mesh,
-    corpus: Corpus,
+    corpus: Corpus | None,
     founders: Sequence[int],
     post: Post | None = None,
+    growth: ClusterGrowth | None = None,
 ) -> ClusterWorker:
-    """One of the first, `founders` of `world`, which has positions for all who may come. ValueError where they fill no
-    cluster.
+    """One of the first, `founders` of `world`, which has positions for all who may come. post, growth: as in
+    `ClusterWorker`. ValueError where they fill no cluster.
     """
     cuts = [first_blocks(cut) for cut in cluster_cuts(config)]
     seats = ClusterSeats.of(cuts, founders)
-    worker = ClusterWorker(config, world, corpus, seats, post=post, growth=growth_of(config))
+    worker = ClusterWorker(config, world, corpus, seats, post=post, growth=growth)
     worker.meet(founders)
     worker.average.begin()
     return worker

@@ -22,7 +22,7 @@ from isles.comm.elastic.swarm.words import SwarmBeat
 from isles.fields import integer
 from isles.training.clustered.cuts import post_of
 from isles.training.clustered.node import ClusterWorker
-from isles.training.clustered.opening import enter, found
+from isles.training.clustered.opening import enter, found, growth_of
 from isles.training.draws import seed_draws
 from isles.training.elastic.given import state_of
 from isles.training.records.shard import State, StateCopy, read_state
@@ -100,7 +100,7 @@ class SeatedNode(SeatedWork):
     def _begun(self) -> ClusterWorker:
         config, world, corpus = self.config, self.world, self._seat.corpus
         if self._seats:
-            return found(config, world, corpus, self._seats, self.post)
+            return found(config, world, corpus, self._seats, self.post, growth_of(config))
         return enter(config, world, corpus, self._members, self._told, self.post, self._gives_up)
 
     def _gives_up(self) -> bool:

@@ -52,13 +52,15 @@ def figures(
     )
 
 
+def views_of(journal: Iterable[Mapping[str, Any]]) -> dict[int, View]:
+    """Those of a run, by number."""
+    views = (from_plain(entry["view"]) for entry in journal if entry["event"] == "view")
+    return {view.number: view for view in views}
+
+
 def repeated(journal: Iterable[Mapping[str, Any]], lines: Iterable[RoundLine | StartLine]) -> int:
     """Inner steps whose batch somebody had read before, as far as anybody heard of both."""
-    views: dict[int, View] = {}
-    for entry in journal:
-        if entry["event"] == "view":
-            view = from_plain(entry["view"])
-            views[view.number] = view
+    views = views_of(journal)
     read, count = set[int](), 0
     for line in lines:
         view = views.get(line.view) if isinstance(line, RoundLine) else None

@@ -151,9 +151,8 @@ def sketch_run(config: Config, here: int | None = None, places: int | None = Non
     try:
         for place, ranks in enumerate(layout.holders[:places]):
             mesh = dry_mesh(world.workers, inner=1, rank=ranks[0], native=world.has_processes).arranged(layout)
-            stage = mesh.stage if config.pipeline.stages > 1 else None
             part, manage = pieces[place // world.inner], partial(sketched, config)
-            made.append(wrapped(config, part, mesh.outer, mesh.inner, stage, manage, everyone=mesh.world, here=here))
+            made.append(wrapped(config, part, mesh.outer, mesh, manage, here=here))
     except RuntimeError as error:  # of torch, whose sketches have no numbers
         if config.method in METHODS:
             raise

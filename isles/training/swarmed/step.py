@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from isles.replicas.start import same_weights, spread_from_first
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
+from isles.training.parts import PartsMaker
 from isles.training.staged import on_host
 from isles.training.step import Left
 from isles.training.text import Text
@@ -60,7 +61,8 @@ NewStage = tuple[Stage, Scheme, Text | None]
 class Swarmed:
     """One peer of a swarm.
 
-    stage, scheme, text: what it serves at the start; text: None where its stage is not the first. present: ranks that
+    parts: of its trainer, with the stage and the text that it serves at the start, and scheme: what crosses its
+    boundaries; text: None where its stage is not the first. present: ranks that
     are there from the start. met: ranks that it listens to from the start; None: all.
 
     last: what all peers know of the newest step. step: its number. moves, rebuilt: stages that this peer came to, and
@@ -73,26 +75,23 @@ class Swarmed:
 
     def __init__(
         self,
-        config: Config,
-        world: Mesh,
+        parts: PartsMaker,
         cut: Cut,
         scheme: Scheme,
-        stage: Stage,
-        text: Text | None,
-        autocast: Context,
         *,
         present: Sequence[int],
         met: Sequence[int] | None = None,
     ) -> None:
-        self.config, self.world, self.cut = config, world, cut
-        self.stage, self.scheme, self.text = stage, scheme, text
+        config = parts.config
+        self.config, self.world, self.cut = config, parts.world, cut
+        self.stage, self.scheme, self.text = cast(Stage, parts.optimizer.model), scheme, parts.text
         self.rebuilds = config.pipeline.swarm.stage_lost == "rebuild"
         if self.rebuilds:
             refuse_unequal([len(piece.blocks) for piece in cut.pieces], 'pipeline.swarm.stage_lost = "rebuild"')
         self.rows = config.data.batch_size_per_worker(1)
         post = self._post(met)
         self._gifts = StateGifts(post, lambda: self._state())
-        self.swarm = self._swarm(post, present, autocast)
+        self.swarm = self._swarm(post, present, parts.autocast)
         self._judge = SwarmJudge(self.swarm)
         self.step = self.tokens = self.moves = self.rebuilt = 0
         self.block_norm = 0.0

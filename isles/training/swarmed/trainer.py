@@ -55,7 +55,7 @@ class SwarmParts(PartsMaker):
 
     @override
     def wrapped(self, model: nn.Module) -> tuple[ReplicaSync, list[str]]:
-        return wrapped(self.config, model, self._peers, self.world.inner, norm=lambda: cast(Swarmed, self.runner).norm)
+        return wrapped(self.config, model, self._peers, self.world, norm=lambda: cast(Swarmed, self.runner).norm)
 
     @override
     def _judges(self) -> bool:
@@ -74,17 +74,7 @@ class SwarmParts(PartsMaker):
 
     @override
     def _staged(self, cut: Cut, scheme: Scheme) -> StepRunner:
-        made = Swarmed(
-            self.config,
-            self.world,
-            cut,
-            scheme,
-            cast(Stage, self.optimizer.model),
-            self.text,
-            self.autocast,
-            present=self._present,
-            met=self._met,
-        )
+        made = Swarmed(self, cut, scheme, present=self._present, met=self._met)
         if isinstance(self._peers, SwarmRoster):
             self._peers.serve(made.swarm)
         return made

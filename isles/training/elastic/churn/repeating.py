@@ -19,7 +19,6 @@ from isles.comm.call import Ledger
 from isles.comm.elastic.cells import batches
 from isles.comm.elastic.gifts.giving import is_written
 from isles.comm.elastic.gifts.taking import GiftRequest, NotOffered
-from isles.comm.elastic.messages import from_plain
 from isles.comm.elastic.record import ALONE, LATE, WHOLE, RoundLine, StartLine
 from isles.comm.elastic.rounds.decision import Decision
 from isles.comm.elastic.rounds.island import IslandGroup
@@ -36,7 +35,7 @@ from isles.modes import torch_threads
 from isles.replicas.parts.interfaces import Mixing
 from isles.tables import changed
 from isles.training.config.sections import Config
-from isles.training.elastic.figures import recorded
+from isles.training.elastic.figures import recorded, views_of
 from isles.training.elastic.given import ANCHORS, MODEL, STATE
 from isles.training.elastic.lighthouse.averaging import consolidate
 from isles.training.elastic.terms import in_rounds, lands_together, last_round, sync_every
@@ -73,11 +72,6 @@ def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundLine | Sta
 
     ValueError, in one line, for what cannot be repeated.
     """
-    views: dict[int, View] = {}
-    for entry in entries:
-        if entry["event"] == "view":
-            view = from_plain(entry["view"])
-            views[view.number] = view
     lives: dict[int, list[RecordedLife]] = {}
     for line in lines:
         own = lives.setdefault(line.seat, [])
@@ -93,7 +87,7 @@ def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundLine | Sta
     for own in lives.values():
         for number, life in enumerate(own):
             own[number] = _landed(life) if agrees else life
-    made = Script(lives, views)
+    made = Script(lives, views_of(entries))
     _unheard(made, agrees=agrees)
     return made
 
