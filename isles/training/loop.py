@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
 from isles.training.draws import draws_state, restore_draws
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.finite import refuse_losses
+from isles.training.records.finite import refuse_losses, refuse_state
 from isles.training.records.timeline import Timeline
 from isles.training.step import WAITS
 from isles.training.step_clock import StepClock
@@ -40,7 +40,7 @@ class TrainingLoop(ABC):
     judges: whether text was kept for validation. tokens: read so far. losses: since the last line of metrics.
     """
 
-    judges = False
+    judges, losses_a_step = False, 1
 
     def __init__(self, config: Config, world: Mesh, name: str, device: torch.device, model: nn.Module | None) -> None:
         self.config, self.world, self.name, self.device = config, world, name, device
@@ -116,11 +116,15 @@ class TrainingLoop(ABC):
         self.world.report({"checkpoint": step, "worker": self.world.rank})
 
     def _refuse_not_finite(self, last: int, losses: Sequence[Tensor]) -> None:
-        refuse_losses(self.config, self.world.rank, last, losses)
+        refuse_losses(self.config, self.world.rank, last, losses, each=self.losses_a_step)
 
-    @abstractmethod
     def _refuse_broken(self, step: int, state: Mapping[str, Any]) -> None:
         """NotFinite where what is about to be kept is no numbers any more."""
+        refuse_state(self.config, self.world.rank, step, state, self._finite())
+
+    def _finite(self) -> Container[str]:
+        """Names of a state's weights that must not be infinite either."""
+        return ()
 
     # Records
 

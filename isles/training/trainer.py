@@ -7,7 +7,7 @@ at the end: finish, judge the replicas, consolidate, judge the one model, save i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from isles.training.config.sections import Config
 from isles.training.evaluation import validation_loss
 from isles.training.inner_optimizer import rate_schedule
 from isles.training.loop import TrainingLoop
-from isles.training.records.finite import refuse_state
 from isles.training.records.spread import Sample
 from isles.training.records.tensors import save_model
 from isles.training.step import WAITS, TrainerParts
@@ -124,8 +123,8 @@ class Trainer(TrainingLoop):
                 self.world.report({"notice": told})
 
     @override
-    def _refuse_broken(self, step: int, state: Mapping[str, Any]) -> None:
-        refuse_state(self.config, self.world.rank, step, state, {name for name, _ in self.model.named_parameters()})
+    def _finite(self) -> Container[str]:
+        return {name for name, _ in self.model.named_parameters()}
 
     def _batches(self) -> Iterator[Tensor]:
         """Those of one inner step, each read when it is asked for; none where this worker does not read."""
@@ -163,13 +162,16 @@ class Trainer(TrainingLoop):
         replica_loss, spread = self._judge(), self.optimizer.replica_std()
         model = self.model_step.whole(self.optimizer)
         final = model if self.optimizer.together(lambda group: self._save_first(group, model, out)) else None
+        text, loss = self.text if self.judges else None, None
+        if final is not None and text is not None:
+            loss = validation_loss(final, text.validation_batches(), self.autocast())
         parameters = 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
         return {
             **totals,
             **self.compared(parameters, self.optimizer.parameters[0].dtype, self.workers, self.text),
             "tokens": self.tokens,
             "parameters": parameters,
-            "val_loss": None if final is None else self._judge_whole(final),
+            "val_loss": loss,
             "val_loss_replica": replica_loss,
             "replica_std": spread,
             "compute_seconds": computing,
@@ -191,9 +193,3 @@ class Trainer(TrainingLoop):
             return None
         text = self.text if self.model_step.reads else None
         return self.model_step.judge(() if text is None else text.validation_batches())
-
-    def _judge_whole(self, model: nn.Module) -> float | None:
-        """Of a model that this worker holds by itself."""
-        if self.text is None or not self.judges:
-            return None
-        return validation_loss(model, self.text.validation_batches(), self.autocast())

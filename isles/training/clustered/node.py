@@ -16,7 +16,7 @@ batch of one order (`isles.data.loader`), so no two read the same, and what is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.cores import take_cores
 from isles.training.loop import TrainingLoop
-from isles.training.records.finite import refuse_losses, refuse_state
 from isles.training.step import Left
 
 LONGEST = 200
@@ -69,12 +68,14 @@ class ClusterWorker(TrainingLoop):
     ) -> None:
         device = take_device(config.model, world.local_rank)
         super().__init__(config, world, run_name(config), device, None)
+        self.losses_a_step = config.pipeline.microbatches
         world.world.ledger.trust.ratio = config.world.trust_ratio
         cuts = cluster_cuts(config)
         self.agreement = ClusterAgreement(post or post_of(config, world), world.world, seats, growth)
         for notice in opening_notices(config, cuts) if not world.rank else ():
             world.report({"notice": notice})
         take_cores(config, device)
+        self._is_open = growth is not None  # workers come and leave
         self.leaving = False
         self.goes: Callable[[int], bool] | None = None
         """Asked after a step whether this worker goes though nobody can follow it, once its cluster has saved; None:
@@ -88,7 +89,7 @@ class ClusterWorker(TrainingLoop):
         self.stale, self._has_come = 0.0, False
         self._end_at = self._taken = 0
         """Losses of the stretch under way that are among `losses`, or were told."""
-        self._holding = NodeHolding(config, world, corpus, self.agreement, cuts, self._update, is_open=self._is_open)
+        self._holding = NodeHolding(config, world, corpus, self.agreement, cuts, self._update)
         self.average = self._holding.average
 
     def meet(self, present: Sequence[int]) -> None:
@@ -182,20 +183,7 @@ class ClusterWorker(TrainingLoop):
         self.agreement.drain()
         super()._save(out, step)
 
-    @override
-    def _refuse_not_finite(self, last: int, losses: Sequence[Tensor]) -> None:
-        refuse_losses(self.config, self.world.rank, last, losses, each=self.config.pipeline.microbatches)
-
-    @override
-    def _refuse_broken(self, step: int, state: Mapping[str, Any]) -> None:
-        refuse_state(self.config, self.world.rank, step, {"model": {}, **state}, ())
-
     # Stretches
-
-    @property
-    def _is_open(self) -> bool:
-        """Whether workers come and leave."""
-        return self.agreement.growth is not None
 
     @property
     def _every(self) -> int:

@@ -42,16 +42,10 @@ class SeatedClusterPeer(SeatedPeer):
 
     @override
     def made(self, part: Begin | Enter) -> SeatedNode:
-        if isinstance(part, Enter):
-            seats, members, machine = (), part.members, told(self._told or self._measured())
-        else:
-            seats, members, machine = part.seats, (), SILENT
         return SeatedNode(
             self.seat(),
-            epoch=part.epoch,
-            seats=seats,
-            members=members,
-            told=machine,
+            part,
+            told=told(self._told or self._measured()) if isinstance(part, Enter) else SILENT,
             members_now=self._members_now,
             await_kept=lambda step: self.line.await_kept(step, self.config.run.grace / 2),
         )

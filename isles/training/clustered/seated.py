@@ -9,7 +9,7 @@ first whole cluster offer what they hold, each a part:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from isles.comm.elastic.swarm.words import SwarmBeat
+from isles.comm.elastic.swarm.words import Begin, Enter, SwarmBeat
 from isles.fields import integer
 from isles.training.clustered.cuts import post_of
 from isles.training.clustered.node import ClusterWorker
@@ -35,27 +35,26 @@ _LOOK = 2.0  # seconds between questions to the lighthouse
 class SeatedNode(SeatedWork):
     """What trains in one seat of a run in clusters.
 
-    epoch: which beginning of the run this is, counted by the lighthouse. seats: all who begin together; (): clusters
-    are at work already, of which `members` are asked to let this node in. told: what this machine tells of itself
-    (`isles.network.clusters.telling`). members_now: who is at work by the lighthouse's knowledge; None where it does
-    not answer. await_kept: waits until the lighthouse keeps all parts of the state after a step, or time is up.
+    part: who begin together, or whom of clusters that are at work this node asks to be let in. told: what
+    this machine tells of itself (`isles.network.clusters.telling`). members_now: who is at work by the lighthouse's
+    knowledge; None where it does not answer. await_kept: waits until the lighthouse keeps all parts of the state after
+    a step, or time is up.
     """
 
     def __init__(
         self,
         seat: OwnSeat,
+        part: Begin | Enter,
         *,
-        epoch: int,
-        seats: Sequence[int],
-        members: Sequence[int] = (),
         told: int,
         members_now: Callable[[], Collection[int] | None],
         await_kept: Callable[[int], object],
     ) -> None:
-        self._seat, self.config, self.epoch, self._told = seat, seat.config, epoch, told
-        self._seats, self._members = sorted(seats), members
+        self._seat, self.config, self.epoch, self._told = seat, seat.config, part.epoch, told
+        self._seats = sorted(part.seats) if isinstance(part, Begin) else []
+        self._members = part.members if isinstance(part, Enter) else ()
         self.world = seat.mesh({})
-        self.post = post_of(self.config, self.world, met=(*self._seats, *members))
+        self.post = post_of(self.config, self.world, met=(*self._seats, *self._members))
         self._worker: ClusterWorker | None = None
         self._leaving, self._has_left = False, False
         self._members_now, self._await_kept = members_now, await_kept

@@ -212,7 +212,7 @@ class Serving:
 
 class NodeHolding:
     """cuts: of each cluster. update: called after the backward pass of an update, with how many updates its gradients
-    are old. is_open: whether workers come and leave.
+    are old.
     """
 
     def __init__(
@@ -223,11 +223,9 @@ class NodeHolding:
         agreement: ClusterAgreement,
         cuts: list[Cut],
         update: Callable[[int], None],
-        *,
-        is_open: bool,
     ) -> None:
         self._config, self._world, self._corpus, self._agreement = config, world, corpus, agreement
-        self._update, self._is_open = update, is_open
+        self._update, self._is_open = update, agreement.growth is not None
         self.cuts = cuts
         self.average = ClusterAverage(
             agreement,

@@ -131,6 +131,22 @@ def admitted(
 def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], None]) -> Iterator[Participant]:
     """A worker in a seat of the run until the block ends, which leads the island `places`. Errors as `admitted`."""
     session, config = entrance.session, entrance.config
+    is_dark, shown_next = False, 0.0
+
+    def seen(_: str, there: bool) -> None:
+        """Tell a person when the lighthouse goes out and when it is back. In the session's thread."""
+        nonlocal is_dark
+        if company.ended is None and there == is_dark:
+            gone = "the lighthouse does not answer: on without it until it does"
+            tell("the lighthouse is back" if there else gone)
+            is_dark = not there
+
+    def show(line: Mapping[str, Any]) -> None:
+        nonlocal shown_next
+        if time.monotonic() >= shown_next:
+            shown_next = time.monotonic() + _SELDOM
+            tell(f"step {line['step']}/{config.run.steps}  loss {line['loss']:.3f}")
+
     with ExitStack() as stack:
         certificates = entrance.shown(places)
         entry = seat_of(session, entrance.corpus.sha256, certificates, tell)
@@ -146,12 +162,11 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
             entrance.corpus,
             entrance.folder,
             tell,
-            counts=True,
             places=places,
-            shown=_Progress(config.run.steps, tell),
+            shown=show,
         )
         worker.worker.refusals = session.refused
-        session.watch(LIT, _LighthouseWatch(company, tell))
+        session.watch(LIT, seen)
         stack.callback(worker.close)
         yield worker
 
@@ -233,31 +248,6 @@ def _opened(token: Token, address: str, tell: Callable[[str], None]) -> Session:
         if isinstance(error.__cause__, SecretRefused):
             mend = "copy the whole token once more, or try again: it may be busy with strangers"
         raise OSError(f"no way into the run at {address} within {_PATIENCE:g} s ({error}): {mend}") from None
-
-
-class _LighthouseWatch:
-    """Tells a person when the lighthouse goes out and when it is back; called by `Session.watch`, in its thread."""
-
-    def __init__(self, company: Company, tell: Callable[[str], None]) -> None:
-        self._company, self._tell, self._is_dark = company, tell, False
-
-    def __call__(self, _: str, there: bool) -> None:
-        if self._company.ended is None and there == self._is_dark:
-            gone = "the lighthouse does not answer: on without it until it does"
-            self._tell("the lighthouse is back" if there else gone)
-            self._is_dark = not there
-
-
-class _Progress:
-    """Prints how this worker comes on, a line now and then."""
-
-    def __init__(self, steps: int, tell: Callable[[str], None]) -> None:
-        self._steps, self._tell, self._next = steps, tell, 0.0
-
-    def __call__(self, line: Mapping[str, Any]) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _SELDOM
-            self._tell(f"step {line['step']}/{self._steps}  loss {line['loss']:.3f}")
 
 
 def _asked(session: Session, key: str, said: bytes) -> bytes:

@@ -53,9 +53,9 @@ class Participant:
     does (`decisions`), and does its own part in that (`worker`).
 
     company: its line to the lighthouse. transport, gifts: between seats; the caller closes them. folder: for files on
-    their way. notice: called with a line for a person. counts: whether what the workers count is reported beside the
-    metrics (`ElasticWorker.counted`). places: the workers of the island that this worker leads; None: it is one by
-    itself. shown: called with each line of metrics.
+    their way. notice: called with a line for a person. places: the workers of the island that this worker leads, of
+    which what they count is reported beside the metrics (`ElasticWorker.counted`); None: on the virtual clock. shown:
+    called with each line of metrics.
 
     leaving: set it, and the worker leaves: after the round under way, at once where it waits for its first one.
     """
@@ -70,12 +70,11 @@ class Participant:
         folder: Path,
         notice: Callable[[str], None],
         *,
-        counts: bool = False,
         places: IslandGroup | None = None,
         shown: Callable[[Mapping[str, Any]], None] = lambda line: None,
         leaving: threading.Event | None = None,
     ) -> None:
-        self._counts, self._shown = counts, shown
+        self._counts, self._shown = places is not None, shown
         self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
         self.folder, self.leaving, self.notice = folder, leaving or threading.Event(), notice
         self._asked_to_leave = False

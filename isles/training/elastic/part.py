@@ -104,7 +104,7 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
             places,
             certificates,
             size=config.replicas_in_all,
-            tell=partial(_tell_of, places.place),
+            tell=lambda line: _tell(f"place {places.place}: {line}"),
         )
         worker = ElasticWorker(
             config,
@@ -124,7 +124,3 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
 
 def _tell(line: str) -> None:
     print(f"isles: {line}", file=sys.stderr, flush=True)
-
-
-def _tell_of(place: int, line: str) -> None:
-    _tell(f"place {place}: {line}")

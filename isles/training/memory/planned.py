@@ -295,21 +295,18 @@ def _free_bytes(config: Config) -> float:
 
 
 def _refuse_here(config: Config) -> None:
-    """ValueError, with the key, for a plan that cannot run on what this worker computes with."""
+    """ValueError, with the key, for a plan that cannot run on what this worker computes with. Part of the RAM plays the
+    device on the virtual backend, and where that was asked for.
+    """
     memory, device = config.memory, choose_device(config.model)
     if device.type != "cpu":
         if memory.emulate:
             raise ValueError("memory.emulate is for CPUs; on a GPU, memory.device_budget makes it smaller: take it out")
-    elif not _stands_for_a_device(config) and machine_of(config).host_bytes:
+    elif not memory.emulate and config.world.backend != "virtual" and machine_of(config).host_bytes:
         raise ValueError(
             f"memory.machine = {memory.machine!r} has a device beside its host, and this worker computes on a CPU: set "
             "memory.emulate = true to try the plan out, or leave machine out"
         )
-
-
-def _stands_for_a_device(config: Config) -> bool:
-    """Whether part of the RAM plays the device: on the virtual backend, and where that was asked for."""
-    return config.memory.emulate or config.world.backend == "virtual"
 
 
 _PREPARED: dict[tuple[str, int], tuple[Profile, Machine, MemoryPlan]] = {}

@@ -63,9 +63,9 @@ def refuse_losses(config: Config, rank: int, last: int, losses: Sequence[Tensor]
 
 def refuse_state(config: Config, rank: int, step: int, state: Mapping[str, Any], parameters: Container[str]) -> None:
     """WorkerFailed where weights, or what the next steps make of them, are no numbers after `step`. state: "model", the
-    weights by name, and more. parameters: names of those that must be finite.
+    weights by name where they are apart, and more. parameters: names of those that must be finite.
     """
-    broken = not_finite(state["model"], parameters) or first_nan(state)
+    broken = not_finite(state.get("model", {}), parameters) or first_nan(state)
     if broken is not None:
         raise _diverged(config, rank, f"its weights are not finite after inner step {step} ({broken})")
 

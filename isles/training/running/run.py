@@ -120,10 +120,6 @@ class Interrupted(KeyboardInterrupt):
             super().__init__(f"stopped after step {self.step}, checkpoint saved; {again}")
 
 
-def _last_line(error: Exception) -> str:
-    return (error.report if isinstance(error, WorkerFailed) else str(error)).splitlines()[-1]
-
-
 def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> list[dict[str, Any] | None]:
     """What the workers return; None for those that stopped. Those that were lost are left out, where the method goes
     on without them, and those that have left.
@@ -136,7 +132,8 @@ def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> l
         on_event(event)
 
     def tell(rank: int, error: Exception) -> None:
-        on_event({"lost": rank, "notice": f"worker {rank} failed ({_last_line(error)}); the others go on without it"})
+        why = (error.report if isinstance(error, WorkerFailed) else str(error)).splitlines()[-1]
+        on_event({"lost": rank, "notice": f"worker {rank} failed ({why}); the others go on without it"})
 
     def stop() -> None:
         pool.stop()

@@ -130,7 +130,7 @@ def _lead(
         lost = pool.failures  # filled while the run goes on
         # Where a worker dies torchrun ends the others at once, by SIGTERM, and by force after half a minute: this
         # process has yet to say what happened. So after an error both stay without effect until its end.
-        before = {number: signal.signal(number, _nothing) for number in (signal.SIGTERM, signal.SIGHUP)}
+        before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGHUP)}
         _attend(_PipeToLauncher(theirs, pool), config, out, step, node_group, store)
     thread.join()
     if isinstance(ended[0], BaseException):
@@ -185,10 +185,6 @@ def _attend(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _nothing(*_: object) -> None:
-    pass
 
 
 def _one_machine() -> bool:

@@ -191,15 +191,7 @@ class SeatedPeer:
         return self._left() if self.leaving.is_set() else "again"
 
     def made(self, part: Begin | Enter) -> SeatedWork:
-        stages = dict(zip(part.seats, part.stages, strict=True)) if isinstance(part, Begin) else {}
-        return SeatedTrainer(
-            self.seat(),
-            epoch=part.epoch,
-            stages=stages,
-            members=part.members if isinstance(part, Enter) else (),
-            wish=self.wish,
-            await_kept=self.line.await_kept,
-        )
+        return SeatedTrainer(self.seat(), part, wish=self.wish, await_kept=self.line.await_kept)
 
     def seat(self) -> OwnSeat:
         return OwnSeat(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing_extensions import override
 from isles.comm.call import Ledger
 from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.swarm.muster import MOST_SEATS
-from isles.comm.elastic.swarm.words import SwarmBeat
+from isles.comm.elastic.swarm.words import Begin, Enter, SwarmBeat
 from isles.comm.errors import Malformed, Refused
 from isles.comm.group import Group
 from isles.comm.layout import Coordinate, Layout
@@ -134,9 +134,8 @@ ANYWHERE = -1
 class SeatedTrainer(SwarmTrainer, SeatedWork):
     """A `SwarmTrainer` whose ranks are seats.
 
-    epoch: which of the run's swarms this is, counted by the lighthouse. stages: by seat, the stage of all who begin
-    together; {}: a swarm is at work already, of which `members` are asked to let this peer in. wish: the stage that it
-    wants to serve. await_kept: see `SwarmLine.await_kept`.
+    part: who begin together and at which stages, or whom of a swarm that is at work this peer asks to be let in. wish:
+    the stage that it wants to serve. await_kept: see `SwarmLine.await_kept`.
 
     No step begins that would take the run further than `run.checkpoint_every` steps from the newest states that the
     lighthouse keeps, so no more is lost with all peers. States are offered twice in so many steps: those of before are
@@ -145,16 +144,11 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
     """
 
     def __init__(
-        self,
-        seat: OwnSeat,
-        *,
-        epoch: int,
-        stages: dict[int, int],
-        members: Sequence[int] = (),
-        wish: int = ANYWHERE,
-        await_kept: Callable[..., bool],
+        self, seat: OwnSeat, part: Begin | Enter, *, wish: int = ANYWHERE, await_kept: Callable[..., bool]
     ) -> None:
-        self.epoch, self._asked, self._wish = epoch, members, wish
+        stages = dict(zip(part.seats, part.stages, strict=True)) if isinstance(part, Begin) else {}
+        self._asked = part.members if isinstance(part, Enter) else ()
+        self.epoch, self._wish = part.epoch, wish
         self._await_kept = await_kept
         self._not_awaited = self._told_until = 0  # steps
         self._seat = seat
