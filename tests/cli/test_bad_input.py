@@ -18,7 +18,7 @@ import pytest
 from rich.text import Text
 
 from isles import __version__, cli
-from isles.training.records.lock import locked
+from isles.training.records.lock import RunLock
 from tests.cli.command import isles
 from tests.training.runs import POISONED, TINY, run, tiny, write_text
 
@@ -291,7 +291,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
 @pytest.fixture(scope="module")
 def busy(folder: Path) -> Iterator[None]:
     """A run goes on in `busy`."""
-    with locked(folder / "busy"):
+    with RunLock(folder / "busy"):
         yield
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from isles.experts.jobs import ExpertJob, JobProgress, state, train
 from isles.experts.systems import opened
 from isles.training.config.sections import Config
-from isles.training.records.lock import locked
+from isles.training.records.lock import RunLock
 from tests.experts.small import asked, made, write_domains
 from tests.training.runs import tiny, write_text
 
@@ -74,7 +74,7 @@ def test_a_run_that_stopped_goes_on_to_the_same_weights(method: str, workers: in
 def test_a_run_that_goes_on_is_left_alone_and_another_one_is_refused(text: Path, tmp_path: Path) -> None:
     config = tiny(text, method="none", workers=1)
     (tmp_path / "one").mkdir()
-    with locked(tmp_path / "one"), pytest.raises(ValueError, match="in use by another run"):
+    with RunLock(tmp_path / "one"), pytest.raises(ValueError, match="in use by another run"):
         train(job(config), tmp_path, JobProgress())
     train(job(config), tmp_path, JobProgress())
     weights = tmp_path / "one" / "model.safetensors"

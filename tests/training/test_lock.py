@@ -9,27 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from isles.training.records.lock import NAME, RunLock, locked
+from isles.training.records.lock import NAME, RunLock
 from isles.training.running.run import launch
 from tests.training.runs import tiny
 
 HOLD = """
 import pathlib, sys
-from isles.training.records.lock import locked
-with locked(pathlib.Path(sys.argv[1])):
+from isles.training.records.lock import RunLock
+with RunLock(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 def test_the_second_is_told_who_holds_it(tmp_path: Path) -> None:
-    with locked(tmp_path):
+    with RunLock(tmp_path):
         with pytest.raises(ValueError, match=rf"in use by another run \(process {os.getpid()}\); wait for its end"):
-            with locked(tmp_path):
+            with RunLock(tmp_path):
                 pass
         assert (tmp_path / NAME).exists()  # the refused one took nothing away
     assert not list(tmp_path.iterdir())
-    with locked(tmp_path):
+    with RunLock(tmp_path):
         pass
 
 
@@ -37,12 +37,12 @@ def test_a_killed_holder_leaves_it_free(tmp_path: Path) -> None:
     """Its file stays behind, and binds nobody."""
     holder = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-    with pytest.raises(ValueError, match=f"process {holder.pid}"), locked(tmp_path):
+    with pytest.raises(ValueError, match=f"process {holder.pid}"), RunLock(tmp_path):
         pass
     holder.kill()
     holder.communicate()
     assert (tmp_path / NAME).exists()
-    with locked(tmp_path):
+    with RunLock(tmp_path):
         assert (tmp_path / NAME).read_text().strip() == str(os.getpid())
 
 
@@ -59,21 +59,21 @@ def test_a_file_that_was_taken_away_is_no_lock(tmp_path: Path, monkeypatch: pyte
         real(handle, how)
 
     monkeypatch.setattr("isles.training.records.lock.fcntl.flock", slow)
-    with locked(tmp_path):
+    with RunLock(tmp_path):
         assert len(calls) == 2 and (tmp_path / NAME).exists()
 
 
 def test_a_lock_that_was_removed_by_hand_is_noticed(tmp_path: Path) -> None:
     """Taken again while nobody else has it; where another run does, this one ends and leaves the other's alone."""
     told: list[str] = []
-    with locked(tmp_path) as lock:
+    with RunLock(tmp_path) as lock:
         lock.keep(told.append)
         assert not told
         (tmp_path / NAME).unlink()
         lock.keep(told.append)
         lock.keep(told.append)
         assert len(told) == 1 and "was removed while this run goes on" in told[0]
-        with pytest.raises(ValueError, match="in use by another run"), locked(tmp_path):
+        with pytest.raises(ValueError, match="in use by another run"), RunLock(tmp_path):
             pass
         (tmp_path / NAME).unlink()
         other = RunLock(tmp_path)

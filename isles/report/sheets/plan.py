@@ -170,9 +170,9 @@ def _record(job: PlanQuestion, one: MethodPlan, slowest: float, percent: str) ->
 
 def on_device(job: PlanQuestion, nbytes: float) -> str:
     """Gigabytes, marked where the GPU has fewer."""
-    assert job.device_bytes is not None
-    more = nbytes > job.device_bytes
-    return f"{_short(nbytes / 1e9)} > {_short(job.device_bytes / 1e9)}" if more else _short(nbytes / 1e9)
+    assert job.machine is not None
+    more = nbytes > job.machine.device_bytes
+    return f"{_short(nbytes / 1e9)} > {_short(job.machine.device_bytes / 1e9)}" if more else _short(nbytes / 1e9)
 
 
 def _inside_notes(job: PlanQuestion, first: MethodPlan) -> list[str]:

@@ -19,7 +19,7 @@ def splits_sheet(asked: SplitsQuestion, plans: Sequence[SplitPlan], network: str
     hours = "" if job.steps is None else f", {job.steps * first.step / 3600:,.0f} hours in all"
     heads = ["replicas x stages x inside", "step s", "computing %", "bubble %", "waits s/step"]
     heads += ["MB/step to stages", "MB/step to replicas", "memory GB"]
-    heads += ["GPU GB"] if job.device_bytes else []
+    heads += ["GPU GB"] if job.machine else []
     return Sheet(
         name="plan-stages",
         title=f"{format_short(job.parameters)} parameters, {job.workers} workers, {network}",
@@ -68,13 +68,13 @@ def boundary_in_words(keys: Mapping[str, Any]) -> str:
 def _row(job: PlanQuestion, one: SplitPlan) -> list[str]:
     shares = [f"{100 * part / one.step:.1f}" for part in (one.computing, one.bubble)]
     sent = [_short(nbytes / 1e6) for nbytes in (one.stage_bytes, one.outer_bytes)]
-    held = [_short(one.memory / 1e9), *([on_device(job, one.on_device)] if job.device_bytes else [])]
+    held = [_short(one.memory / 1e9), *([on_device(job, one.on_device)] if job.machine else [])]
     return [_named(one), _short(one.step), *shares, _short(one.waiting), *sent, *held]
 
 
 def _record(job: PlanQuestion, one: SplitPlan) -> dict[str, object]:
     split = one.split
-    fits = {"device_bytes": one.on_device, "fits": one.fits, "recompute": one.recompute} if job.device_bytes else {}
+    fits = {"device_bytes": one.on_device, "fits": one.fits, "recompute": one.recompute} if job.machine else {}
     return {
         "replicas": split.replicas,
         "stages": split.stages,

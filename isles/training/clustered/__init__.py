@@ -6,5 +6,5 @@
 `serving`      what a worker holds as its place changes: a stage with its optimizer, and the text at the root
 `cuts`         where each cluster cuts the model; `describing`: what this machine offers to one
 
-Over a lighthouse: `peering` and `seated`, each after the file of that name in `isles.training.swarmed`.
+Over a lighthouse: `peering`, after `peering` and `seated` in `isles.training.swarmed`.
 """

@@ -72,11 +72,6 @@ class PlanQuestion:
         return worker_classes(self.links, self.sites)
 
     @property
-    def device_bytes(self) -> float | None:
-        """Memory of a worker's GPU; None: not known."""
-        return None if self.machine is None else self.machine.device_bytes
-
-    @property
     def sites(self) -> int:
         """Places with a line each; workers, where each has its own."""
         return self.workers // self.devices

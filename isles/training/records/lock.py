@@ -11,15 +11,15 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 NAME = "run.lock"
 
 
 class RunLock:
-    """The lock of the run directory `run` (which exists), held until `release`. ValueError while another process holds
-    it; OSError where no file can be made.
+    """The lock of the run directory `run` (which exists), held until `release`, or as a context manager. ValueError
+    while another process holds it; OSError where no file can be made.
     """
 
     def __init__(self, run: Path) -> None:
@@ -46,6 +46,12 @@ class RunLock:
             self._path.unlink(missing_ok=True)
         os.close(self._handle)
 
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def _is_ours(self) -> bool:
         own = os.fstat(self._handle)
         if not os.path.samestat(own, os.stat(os.devnull)):
@@ -53,16 +59,6 @@ class RunLock:
                 return os.path.samestat(own, self._path.stat())
             return False
         return True  # no locks here
-
-
-@contextlib.contextmanager
-def locked(run: Path) -> Iterator[RunLock]:
-    """Hold the lock of the run directory `run`; errors as `RunLock`."""
-    lock = RunLock(run)
-    try:
-        yield lock
-    finally:
-        lock.release()
 
 
 def _take(path: Path) -> int:

@@ -17,7 +17,7 @@ from isles.launch.nodes import NodeSpec
 from isles.parsing import parse_toml
 from isles.training.config.trust import TYPED, names_in, vouch
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.lock import RunLock, locked
+from isles.training.records.lock import RunLock
 from isles.training.records.tokens import forget
 
 CONFIG, METRICS, TIMELINE, SUMMARY, LOGS = "config.toml", "metrics.jsonl", "timeline.jsonl", "summary.json", "logs"
@@ -29,7 +29,7 @@ def held(out: Path) -> Iterator[RunLock]:
     with contextlib.ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(locked(out))
+            lock = stack.enter_context(RunLock(out))
         except OSError as error:
             raise ValueError(f"--out {out}: cannot be written to ({error.strerror}); name another directory") from error
         yield lock

@@ -27,7 +27,7 @@ from isles.comm.elastic.rounds.island import IslandGroup
 from isles.comm.elastic.swarm.line import SwarmLine
 from isles.comm.elastic.swarm.muster import MOST_SEATS
 from isles.comm.elastic.swarm.words import Begin, Enter, Wait
-from isles.comm.errors import CommError, Diverged, RendezvousFailed
+from isles.comm.errors import CommError, Diverged, Malformed, Refused, RendezvousFailed
 from isles.errors import printable
 from isles.models import choose_device
 from isles.training.elastic.entering import Entrance, Here, admitted, connect, seat_of
@@ -170,7 +170,7 @@ class SeatedPeer:
     def _work(self, part: Begin | Enter) -> SeatEnding:
         trainer = self._trainer = self.made(part)
         for seat in [*self._there]:
-            trainer.meet(seat)
+            trainer.post.mail.meet(seat)
         if isinstance(part, Begin) and part.step:
             self._resume(trainer, part.step)
         if self.leaving.is_set():
@@ -240,7 +240,7 @@ class SeatedPeer:
             self._tell()
             self.line.report({"result": result})
             heard, first = time.monotonic(), trainer.first
-            while self.line.ended is None and (first == self.line.seat or not trainer.lost(first)):
+            while self.line.ended is None and (first == self.line.seat or first not in trainer.post.mail.lost):
                 if self.line.ask(Finished()) is not None:
                     heard = time.monotonic()
                 elif time.monotonic() - heard > self.config.world.eval_deadline:
@@ -256,7 +256,7 @@ class SeatedPeer:
         """Somebody is there. In a session's thread."""
         self._there.add(seat)
         if self._trainer is not None:
-            self._trainer.meet(seat)
+            self._trainer.post.mail.meet(seat)
 
     def _report(self, event: Any) -> None:
         """What the trainer tells whoever started it."""
@@ -269,10 +269,11 @@ class SeatedPeer:
 
     def _tell(self) -> None:
         """What was sent which way, and what was refused."""
-        told = {} if self._trainer is None else self._trainer.refusals()
-        for seat in told.keys() - self._named:
-            self._refused.note(seat, told[seat])
-        self._named |= told.keys()
+        lost = {} if self._trainer is None else dict(self._trainer.post.mail.lost)
+        for seat, why in lost.items():
+            if isinstance(why, Malformed | Refused) and seat not in self._named:
+                self._refused.note(seat, why.detail)
+                self._named.add(seat)
         self.line.report({"carried": dict(self._transport.carried)})
         self.line.report({"paths": self._transport.paths()})
         self.line.report({"refused": self._refused.rows()})

@@ -21,7 +21,6 @@ from isles.comm.call import Ledger
 from isles.comm.elastic.gifts.giving import Gifts
 from isles.comm.elastic.swarm.muster import MOST_SEATS
 from isles.comm.elastic.swarm.words import Begin, Enter, SwarmBeat
-from isles.comm.errors import Malformed, Refused
 from isles.comm.group import Group
 from isles.comm.layout import Coordinate, Layout
 from isles.comm.mesh import Mesh
@@ -111,19 +110,6 @@ class SeatedWork(ABC):
     @abstractmethod
     def beat(self) -> SwarmBeat | None:
         """How it is at work now; None before it is. May be called in any thread."""
-
-    def meet(self, seat: int) -> None:
-        """Listen to `seat` from now on. May be called in any thread."""
-        self.post.mail.meet(seat)
-
-    def lost(self, seat: int) -> bool:
-        """Whether nothing comes from `seat` any more."""
-        return seat in self.post.mail.lost
-
-    def refusals(self) -> dict[int, str]:
-        """By seat, why nothing of it is read any more, where it sent what cannot be."""
-        lost = [*self.post.mail.lost.items()]
-        return {seat: why.detail for seat, why in lost if isinstance(why, Malformed | Refused)}
 
 
 HOLDERS = 2

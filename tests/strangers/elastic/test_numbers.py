@@ -24,7 +24,7 @@ from isles.comm.errors import Malformed
 from isles.fields import Unfit
 from isles.pipeline.ravnest.entering import ClusterWelcome
 from isles.training.clustered.node import ClusterWorker
-from isles.training.clustered.seated import _restore
+from isles.training.clustered.peering import _restore
 from isles.training.elastic.given import STATE
 from isles.training.elastic.lighthouse.keeper import Keeper
 from isles.training.records.checkpoint import Checkpoints

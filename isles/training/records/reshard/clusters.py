@@ -24,7 +24,7 @@ from isles.tables import changed
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.lock import locked
+from isles.training.records.lock import RunLock
 from isles.training.records.reshard.stages import run_facts
 from isles.training.records.shard import State
 
@@ -52,7 +52,7 @@ def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) 
         raise ValueError(f"--workers {workers}: after step {step} {len(kept)} were left; leave it out")
     now = seats.without(dropped).renumbered(kept)
     after = _config(config, now, kept)
-    with locked(run):
+    with RunLock(run):
         states = (_state(checkpoints.read_shard(step, position), number, now) for number, position in enumerate(kept))
         checkpoints.replace(step, states, run_facts(after))
         write_text(run / "config.toml", to_toml(after))

@@ -31,7 +31,7 @@ from isles.training.config.tokens import ending_after
 from isles.training.draws import carried_draws, new_draws
 from isles.training.plan.run_plan import plan_run
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.lock import locked
+from isles.training.records.lock import RunLock
 from isles.training.records.reshard.stages import cut_notes, holdings, inheriting, recut, run_facts
 from isles.training.records.shard import State, join_state, split_state
 
@@ -62,7 +62,7 @@ def reshard_replicas(run: Path, step: int, saved: Config, config: Config) -> tup
     Loader(load_corpus(config.data), config.data, **reader)  # or refuses
     old = _Replicas(checkpoints, step, saved, config)
     notes = cut_notes(saved, config, step) if old.is_cut else []
-    with locked(run):
+    with RunLock(run):
         if old.is_cut and len(old) == replicas:
             fresh = map(old.read, range(replicas))
         else:
