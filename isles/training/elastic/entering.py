@@ -167,7 +167,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
         )
         worker.worker.refusals = session.refused
         session.watch(LIT, seen)
-        stack.callback(worker.close)
+        stack.callback(worker.worker.close)
         yield worker
 
 

@@ -127,9 +127,6 @@ class Participant:
         if self._ending == "finished":
             yield from self._conclude()
 
-    def close(self) -> None:
-        self.worker.close()
-
     # Rounds
 
     def _train(self, round: int) -> Decisions[Ending]:

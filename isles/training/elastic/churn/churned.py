@@ -91,7 +91,7 @@ class ChurnedRun(ChurnedWorld):
                     self.meeting.end()  # else the others wait for this one for ever
                 raise
             finally:
-                worker.close()
+                worker.worker.close()
 
         self.let_work(work, before=self.meeting.open)
 
