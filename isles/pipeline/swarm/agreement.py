@@ -101,7 +101,7 @@ class Agreement:
         """What every member says, by position: numbers of 8 bytes, of all as many. Only of those who are left, but for
         who is lost right now. PeerLost where the others do not count this one any more.
         """
-        self.post.turn_over()
+        self.post.turn += 1
         self._owing = {*self.members} - {self.me}
         places = {position: place for place, position in enumerate(self.members)}
         lost = as_words([places[position] for position in self.lost], len(self.members))

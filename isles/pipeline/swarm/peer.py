@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from isles.comm.collectives.mail import MailLetter, MailNote
-from isles.comm.errors import DeadlinePassed, Refused
+from isles.comm.errors import Refused
 from isles.pipeline.swarm.agreement import Agreement
 from isles.pipeline.swarm.balancer import PeerBalancer
 from isles.pipeline.swarm.books import Fixes, PartialRoute
@@ -357,7 +357,4 @@ class SwarmPeer:
         if self.ways.chooses_again and not self._routes:
             limits = [self._until(under) for under in self._under.values() if under.receiver is not None]
             seconds = min([seconds, *(max(until - self.now(), 0.0) for until in limits)])
-        began = self.now()
-        self.post.mail.wait(seconds)
-        if not self.post.mail.letters and self.now() - began >= self.ways.patience:
-            raise DeadlinePassed(-1, "pipeline", self.ways.patience)
+        self.post.wait_for_news(seconds, self.ways.patience)

@@ -78,10 +78,6 @@ class Post:
         self._work: deque[MailLetter] = deque()
         self._outer: deque[MailLetter] = deque()
 
-    def turn_over(self) -> None:
-        """The next turn begins."""
-        self.turn += 1
-
     def sort(self) -> None:
         """Take in what has come."""
         while (letter := self.mail.take()) is not None:
@@ -105,9 +101,15 @@ class Post:
                 raise DeadlinePassed(rank, self.mail.group.channel, patience)
             self.mail.wait(min(look, until - now()))
 
-    def begin_at(self, turn: int) -> None:
-        """Of one that comes later."""
-        self.turn = turn
+    def wait_for_news(self, seconds: float, patience: float, late: int = -1) -> None:
+        """For `seconds`, until a letter comes or somebody is lost. DeadlinePassed, naming position `late`, where
+        nothing came in `patience` seconds.
+        """
+        now = self.mail.group.transport.now
+        began = now()
+        self.mail.wait(seconds)
+        if not self.mail.letters and now() - began >= patience:
+            raise DeadlinePassed(self.mail.group.ranks[late] if late >= 0 else -1, "pipeline", patience)
 
     @property
     def is_called(self) -> bool:

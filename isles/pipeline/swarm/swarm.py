@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isles.comm.errors import CommError, DeadlinePassed
+from isles.comm.errors import CommError
 from isles.pipeline.config import Consistency
 from isles.pipeline.swarm.agreement import Agreement
 from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, PeerTold, StageChange, origins
 from isles.pipeline.swarm.books import as_words, fixes, from_words, lacking
 from isles.pipeline.swarm.peer import SwarmPeer
 from isles.pipeline.swarm.post import ASK, COMERS, as_bits, as_number
-from isles.pipeline.swarm.reduction import StageSum, StageSums
+from isles.pipeline.swarm.reduction import StageSum
 from isles.pipeline.swarm.told import PeerWord, SwarmStep
 
 _NO_SQUARE = -1.0
@@ -91,7 +91,7 @@ class Swarm:
         """Stages that would be without a peer, could all go who ask to: the same at all."""
         self._going: list[int] = []
         self._asking: dict[int, int] = {}  # by position, the stage that it wishes to serve
-        self.sums = StageSums(agreement.post)
+        self.sum = StageSum(agreement)
         agreement.post.answers[ASK] = lambda letter: self._asking.update({letter.sender: letter.note.number - 1})
         if self.stages[self.me] != NOWHERE:
             self.place()
@@ -272,11 +272,8 @@ class Swarm:
         """The mean gradient that this peer steps on (n,), of no entries where it is of nothing; None where somebody was
         lost before its share came. counted: microbatches, by the peers of this stage.
         """
-        total = self.sums.begin(self.peer.stages[self.stages[self.me]], self._own())
-        return self._mean(self._awaited_sum(total), counted)
-
-    def _awaited_sum(self, total: StageSum) -> Tensor | None:
-        return total.result(self._wait, lambda: self.agreement.is_due)
+        self.sum.begin(self.peer.stages[self.stages[self.me]], self._own())
+        return self._mean(self.sum.result(), counted)
 
     def _mean(self, total: Tensor | None, counted: int) -> Tensor | None:
         if total is None or counted == self.microbatches:
@@ -359,13 +356,6 @@ class Swarm:
     def _own(self) -> Tensor:
         """This peer's gradients, added up (n,)."""
         return torch.cat([_gradient(parameter).reshape(-1) for parameter in self.parameters]).cpu()
-
-    def _wait(self, missing: set[int]) -> None:
-        mail, now = self.agreement.post.mail, self.peer.now
-        began = now()
-        mail.wait(self.agreement.patience)
-        if not mail.letters and now() - began >= self.agreement.patience:
-            raise DeadlinePassed(mail.group.ranks[min(missing)], "pipeline", self.agreement.patience)
 
     @torch.no_grad()
     def _take_over(self, gradient: Tensor | None) -> None:
