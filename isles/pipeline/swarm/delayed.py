@@ -27,8 +27,7 @@ from typing_extensions import override
 from isles.pipeline.swarm.arrangement import StageChange
 from isles.pipeline.swarm.peer import Tally
 from isles.pipeline.swarm.post import as_number
-from isles.pipeline.swarm.swarm import Said, Swarm
-from isles.pipeline.swarm.told import SwarmStep
+from isles.pipeline.swarm.swarm import Said, Swarm, SwarmStep
 
 
 @dataclass(slots=True)

@@ -54,7 +54,7 @@ def _fill(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], firsts: Seque
     missing = set(range(1, swarm.count))
     while missing:
         post.sort()
-        for letter in post.work():
+        for letter in post.of_turn():
             stage = letter.note.number
             if letter.note.kind != STATE or stage not in missing or letter.sender != firsts[stage]:
                 continue

@@ -125,7 +125,7 @@ class SwarmJudge:
 
     def _letters(self) -> Sequence[MailLetter]:
         self.post.sort()
-        return self.post.work()
+        return self.post.of_turn()
 
     def _wait(self) -> None:
         self.post.wait_for_news(self.agreement.patience, self.agreement.patience)

@@ -21,6 +21,7 @@ Without a loss, and with every answer in time, all three are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,12 +30,11 @@ from torch import Tensor, nn
 from isles.comm.errors import CommError
 from isles.pipeline.config import Consistency
 from isles.pipeline.swarm.agreement import Agreement
-from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, PeerTold, StageChange, origins
+from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, PeerWord, StageChange, origins
 from isles.pipeline.swarm.books import as_words, fixes, from_words, lacking
 from isles.pipeline.swarm.peer import SwarmPeer
 from isles.pipeline.swarm.post import ASK, COMERS, as_bits, as_number
 from isles.pipeline.swarm.reduction import StageSum
-from isles.pipeline.swarm.told import PeerWord, SwarmStep
 
 _NO_SQUARE = -1.0
 """Of a gradient of nothing."""
@@ -52,6 +52,19 @@ class StageLost(CommError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.stage, self.why)
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmStep:
+    """What all peers know of a step that counts. loss: mean of the microbatches, nats; norm: of the whole gradient;
+    stage_norm: of this stage's.
+    """
+
+    loss: float
+    norm: float
+    stage_norm: float
+    members: tuple[int, ...]
+    told: Mapping[int, PeerWord]
 
 
 class Swarm:
@@ -302,17 +315,13 @@ class Swarm:
 
     def _told(self, said: Mapping[int, PeerWord], loss: float, asked: Sequence[int]) -> SwarmStep:
         means = self._squares({position: as_number(word.square) for position, word in said.items()})
-        told = {
-            position: PeerTold(word.nanoseconds / 1e9, word.queue / 1000, word.counted)
-            for position, word in said.items()
-        }
         self.peer.counts.seconds = 0.0
-        self.arrangement.measured(told)
+        self.arrangement.measured(said)
         members = self.agreement.members
         clock = as_number(said[members[0]].clock)
-        self._next = self._changes(clock, {peer for peer in members if said[peer].leaves}, told, asked)
+        self._next = self._changes(clock, {peer for peer in members if said[peer].leaves}, said, asked)
         own = means[self.stages[self.me]]
-        return SwarmStep(loss, sum(means) ** 0.5, own**0.5, members, told)
+        return SwarmStep(loss, sum(means) ** 0.5, own**0.5, members, said)
 
     def _squares(self, said: Mapping[int, float]) -> list[float]:
         """By stage, the mean square of its peers' gradients, 0 where none has any. said: by position."""
@@ -321,7 +330,7 @@ class Swarm:
         return [sum(each) / len(each) if each else 0.0 for each in known]
 
     def _changes(
-        self, clock: float, leavers: set[int], told: Mapping[int, PeerTold], asking: Sequence[int]
+        self, clock: float, leavers: set[int], told: Mapping[int, PeerWord], asking: Sequence[int]
     ) -> list[StageChange]:
         """Before the next step. The last of a stage goes once somebody else has come there."""
         self._going = self._may_go(sorted(leavers))
