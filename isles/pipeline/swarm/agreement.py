@@ -62,7 +62,7 @@ class Agreement:
     @cached_property
     def letters(self) -> LetterTransport:
         """For exchanges of its members."""
-        return LetterTransport(self)
+        return LetterTransport(self.post, lambda: self.past)
 
     @property
     def lost(self) -> set[int]:

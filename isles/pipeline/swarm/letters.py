@@ -13,20 +13,18 @@ Beside the exchange everything goes on that letters are answered for.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
 from isles.comm.collectives.mail import MailLetter, MailNote
-from isles.comm.errors import DeadlinePassed, Malformed, PeerLost
+from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost
 from isles.comm.tags import CHANNELS, MAX_FRAGMENTS, MAX_PHASES, Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Bell, Line, Steps, Work, awaited
-from isles.pipeline.swarm.post import OUTER
-
-if TYPE_CHECKING:
-    from isles.pipeline.swarm.agreement import Agreement
+from isles.pipeline.swarm.post import OUTER, Post
 
 T = TypeVar("T")
 
@@ -52,15 +50,15 @@ class _Message:
 
 
 class LetterTransport:
-    """This worker's end of the post of `agreement`, whose one it is (`Agreement.letters`): two would take each other's
-    letters. It has the clock and the counts of the mail's own transport. See `isles.comm.transport.Transport`. Messages
-    and waits count on the channel of their exchange; on that of the mail only the heads of letters do.
+    """This worker's end of `post`, whose one it is (`Agreement.letters`): two would take each other's letters. See
+    `isles.comm.transport.Transport`. It has the clock and counts of the mail's own transport. past: see `Agreement`.
+    Messages and waits count on the channel of their exchange; on that of the mail only the heads of letters do.
     """
 
     native = False
 
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement, self.post = agreement, agreement.post
+    def __init__(self, post: Post, past: Callable[[], Mapping[int, CommError]]) -> None:
+        self.post, self._past = post, past
         below = self.below = self.post.mail.group.transport
         self.rank, self.size = below.rank, below.size
         self.traffic: Traffic = below.traffic
@@ -139,7 +137,7 @@ class LetterTransport:
         self.post.mail.refuse(letter.sender, cast(Malformed, message.error))
 
     def _lose(self) -> None:
-        lost, ranks = {**self._agreement.past, **self.post.mail.lost}, self.post.mail.group.ranks
+        lost, ranks = {**self._past(), **self.post.mail.lost}, self.post.mail.group.ranks
         for address in [address for address in self._awaited if address.sender in lost]:
             why = lost[address.sender]
             error = why if isinstance(why, PeerLost) else PeerLost(ranks[address.sender], str(why))
