@@ -11,7 +11,7 @@ not when its neighbour's message is overdue.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,42 +28,29 @@ _BATCHES = 1024  # of a judgement: addresses that follow one another
 _COUNT, _SIZES, _SUM = range(3)  # phases
 
 
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """Mean losses of a replica. compute: of this worker's stage. group: mesh.stage, whose positions are the stages.
-    home: the loss is computed at stage 0.
+@torch.no_grad()
+def mean_loss(compute: StageCompute, group: Group, batches: Iterable[Tensor], *, home: bool = False) -> float:
+    """Mean loss in nats over the rows of `batches` (b, T+1), which stage 0 alone has; the same at all stages. NaN
+    without rows. All stages of the replica must ask together. PeerLost as soon as any of them is lost.
+
+    compute: of this worker's stage. group: mesh.stage, whose positions are the stages. home: the loss is computed at
+    stage 0.
     """
-
-    compute: StageCompute
-    group: Group
-    home: bool = False
-
-    @torch.no_grad()
-    def loss(self, batches: Iterable[Tensor]) -> float:
-        """Mean loss in nats over the rows of `batches` (b, T+1), which stage 0 alone has; the same at all stages. NaN
-        without rows. All stages of the replica must ask together. PeerLost as soon as any of them is lost.
-        """
-        with self.compute.judging():
-            return _Judgement(self).loss(list(batches) if self.group.rank == 0 else [])
+    with compute.judging():
+        return _Judgement(compute, group, home).loss(list(batches) if group.rank == 0 else [])
 
 
-@dataclass
 class _Judgement:
-    """One of them."""
-
-    judge: Judge
-
-    def __post_init__(self) -> None:
-        self.compute, self.group, self.home = self.judge.compute, self.judge.group, self.judge.home
-        self.call = self.group.call("eval")
-        self.call.meet(*self.group.others)
-        self.sums = torch.zeros(self.group.size, 2, dtype=torch.float64, device="cpu")
-        self.words = {position: self.call.recv(position, self.sums[position], _SUM) for position in self.group.others}
+    def __init__(self, compute: StageCompute, group: Group, home: bool) -> None:
+        self.compute, self.group, self.home = compute, group, home
+        self.call = group.call("eval")
+        self.call.meet(*group.others)
+        self.sums = torch.zeros(group.size, 2, dtype=torch.float64, device="cpu")
+        self.words = {position: self.call.recv(position, self.sums[position], _SUM) for position in group.others}
         """Their receives, by position."""
         self.sends: list[Work] = []
 
     def loss(self, texts: Sequence[Tensor]) -> float:
-        """See `Judge.loss`."""
         total, rows = self._through(texts, self._sizes(texts))
         own = self.sums[self.group.rank] = torch.tensor([total, float(rows)], dtype=torch.float64, device="cpu")
         self._await([*self.sends, *self.words.values(), *self._tell(own, _SUM)])

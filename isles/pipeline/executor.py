@@ -99,7 +99,7 @@ class Executor:
 
         PeerLost or DeadlinePassed, naming the peer, where one does not do its share.
         """
-        routes = tuple(self.router.routes(number))
+        routes = tuple(self.router(number))
         listed = _orders(routes, tuple(sorted(self.ways.room.items()))) if self.ways.tasks is None else self.ways.tasks
         tasks = listed.get(self.group.rank, [])
         share = _Share(self, {route.microbatch: route for route in routes}, tokens, (number - 1) * len(routes))

@@ -36,17 +36,17 @@ from isles.models.cuts import Piece, PieceCosts, cut_points, pieces
 from isles.models.stages import Stage, costs_of, is_tied, width_of
 from isles.network.routing.orders import in_flight
 from isles.network.routing.plan import PipelinePlan
-from isles.network.routing.replay import TaskSeconds
+from isles.network.routing.routes import fixed_routes
 from isles.pipeline.assemble import assembled
 from isles.pipeline.boundaries.grassmann import turned
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, scheme_of
 from isles.pipeline.compute import Context
 from isles.pipeline.config import PipelineConfig
-from isles.pipeline.evaluation import Judge
+from isles.pipeline.evaluation import mean_loss
 from isles.pipeline.executor import Announce, Executor, Ways
-from isles.pipeline.partial import PlannedRoutes
-from isles.pipeline.routers import ExchangedRouter, FixedRouter, RandomRouter, Router
+from isles.pipeline.partial import planned_routes
+from isles.pipeline.routers import Router, always, exchanged_routes, random_router
 from isles.pipeline.shares import task_shares
 from isles.pipeline.wire import StageForm
 
@@ -121,10 +121,6 @@ class Cut:
             )
         turns = bool(config.boundary.update_every)
         return scheme_of(name, place, form=config.boundary.form, seed=seed, blocks=bound, turns=turns)
-
-    def shares(self, microbatches: int, replicas: int, *, recompute: bool) -> TaskSeconds:
-        """Of an inner step's computation in each task of each position."""
-        return task_shares(self.pieces, self.costs, microbatches, replicas, recompute=recompute)
 
 
 def cut_of(
@@ -214,9 +210,8 @@ class Pipeline:
         router = router_of(self.config, replicas, home=self.cut.home, seed=seed)
         microbatches = self.config.microbatches
         if plan is not None:
-            steps = PlannedRoutes(plan=plan, ranks=world.pipeline.ranks)
-            router, microbatches = steps.router, plan.problem.microbatches
-            ways = steps.ways(self.config.order, self.config.skippipe.gradients, recompute=self.config.recompute)
+            microbatches = plan.problem.microbatches
+            router, ways = planned_routes(plan, world.pipeline.ranks, self.config, self.config.order)
         self.executor = Executor(
             self.stage,
             world.pipeline,
@@ -228,7 +223,6 @@ class Pipeline:
             autocast=autocast,
             announce=announce,
         )
-        self._judge = Judge(self.executor.compute, world.stage, home=self.cut.home)
 
     def step(self, batch: Tensor | None, number: int | None = None) -> Tensor | None:
         """Forward and backward of one inner step, on all workers of all replicas together: `.grad` of the stage is that
@@ -241,7 +235,7 @@ class Pipeline:
         self._steps = self._steps + 1 if number is None else number
         self.turns.before(self._steps)
         parts = () if batch is None else batch.split(self.executor.form.sequences)
-        routes = self.executor.router.routes(self._steps) if parts else ()
+        routes = self.executor.router(self._steps) if parts else ()
         own = sorted(route.microbatch for route in routes if route.origin == self.executor.group.rank)
         losses = self.executor.step(self._steps, dict(zip(own, parts, strict=True)))
         return torch.stack([losses[microbatch] for microbatch in sorted(losses)]).mean() if losses else None
@@ -250,7 +244,7 @@ class Pipeline:
         """Mean loss in nats over the rows of `batches` (b, context + 1), which stage 0 gives; the same at all stages.
         All stages of the replica must ask together.
         """
-        return self._judge.loss(batches)
+        return mean_loss(self.executor.compute, self.world.stage, batches, home=self.cut.home)
 
     def assembled(self, whole: nn.Module) -> nn.Module | None:
         """`whole` filled with the weights of all stages, at stage 0; None at the others, where `whole` may be on the
@@ -282,14 +276,14 @@ def ways_of(config: PipelineConfig, cut: Cut, replicas: int) -> Ways:
         room=in_flight(config.in_flight, replicas, len(cut.pieces)),
         order=config.order,
         recompute=config.recompute,
-        shares=cut.shares(config.microbatches, replicas, recompute=config.recompute),
+        shares=task_shares(cut.pieces, cut.costs, config.microbatches, replicas, recompute=config.recompute),
     )
 
 
 def router_of(config: PipelineConfig, replicas: int, *, home: bool, seed: int) -> Router:
     """Which way the microbatches go. seed: of random routes."""
     if config.recovery.stage_loss and config.recovery.kind == "checkfree+":
-        return ExchangedRouter(replicas, config.stages, config.microbatches)
+        return always(exchanged_routes(replicas, config.stages, config.microbatches))
     if config.routing == "random":
-        return RandomRouter(replicas, config.stages, config.microbatches, home, seed)
-    return FixedRouter(replicas, config.stages, config.microbatches, home)
+        return random_router(replicas, config.stages, config.microbatches, home=home, seed=seed)
+    return always(fixed_routes(replicas, config.stages, config.microbatches, home=home))

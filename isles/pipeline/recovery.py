@@ -13,7 +13,6 @@ text, what makes the stream, and, as the loss is computed there, what ends it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from isles.comm.collectives.basic import all_done
 from isles.comm.mesh import Mesh
 from isles.models.stages import Stage
 from isles.network.noise import uniform
+from isles.pipeline.config import RecoveryConfig
 
 RATE = 1.1
 """Times the learning rate of a stage that was made anew; the paper's."""
@@ -89,18 +89,9 @@ def merged(before: Tensor, before_norm: float, after: Tensor, after_norm: float)
     return before * (1 - share) + after * share
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossSettings:
-    """How stages are lost and mended. every: steps between the copies that "checkpoint" goes back to."""
-
-    chance: float
-    kind: str
-    seed: int
-    every: int
-
-
 class Recovery:
-    """One worker's part in mending lost stages. drawn: weights of this stage, drawn anew from a seed.
+    """One worker's part in mending lost stages. seed: of which are lost. drawn: weights of this stage, drawn anew from
+    a seed.
 
     ValueError where stages differ in their blocks, so that none can stand in for another.
     """
@@ -110,12 +101,13 @@ class Recovery:
         stage: Stage,
         world: Mesh,
         blocks: Sequence[int],
-        settings: LossSettings,
+        settings: RecoveryConfig,
+        seed: int,
         drawn: Callable[[int], Mapping[str, Tensor]],
     ) -> None:
         if sources(settings.kind, 1, 3):
             refuse_unequal(blocks, f'pipeline.recovery.kind = "{settings.kind}"')
-        self.stage, self.world, self.settings, self.drawn = stage, world, settings, drawn
+        self.stage, self.world, self.settings, self.seed, self.drawn = stage, world, settings, seed, drawn
         self.stages = len(blocks)
         self.norm = 0.0
         """Of this stage's last gradient, its blocks' alone."""
@@ -127,7 +119,7 @@ class Recovery:
         """
         self.norm = gradient_norm(self.stage)
         settings, here = self.settings, self.world.place.stage
-        lost = lost_stages(step, self.stages, settings.chance, settings.seed)
+        lost = lost_stages(step, self.stages, settings.stage_loss, self.seed)
         refuse_neighbours(step, lost, settings.kind, self.stages)
         if settings.kind == "checkpoint":
             self._go_back(step, inner, is_lost=bool(lost))
@@ -140,11 +132,6 @@ class Recovery:
             self._rebuild(step)
         inner.state.clear()
         return lost, RATE
-
-    @property
-    def kind(self) -> str:
-        """How lost stages are mended."""
-        return self.settings.kind
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint of the run."""

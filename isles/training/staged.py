@@ -27,7 +27,7 @@ from isles.pipeline.boundaries.scheme import Scheme
 from isles.pipeline.compute import Context
 from isles.pipeline.executor import Announce
 from isles.pipeline.pipeline import Cut, Pipeline, cut_of
-from isles.pipeline.recovery import LossSettings, Recovery
+from isles.pipeline.recovery import Recovery
 from isles.replicas import method
 from isles.replicas.start import same_settings
 from isles.replicas.sync import ReplicaSync
@@ -97,10 +97,7 @@ def recovery_of(config: Config, world: Mesh, cut: Cut, stage: Stage) -> Recovery
         anew = replace(config, run=replace(config.run, seed=seed + draw))
         return build_stage(anew, cut, run_scheme(anew, cut), world.place.stage, world.local_rank).state_dict()
 
-    settings = LossSettings(
-        chance=pipeline.recovery.stage_loss, kind=pipeline.recovery.kind, seed=seed, every=pipeline.recovery.every
-    )
-    return Recovery(stage, world, [len(piece.blocks) for piece in cut.pieces], settings, drawn)
+    return Recovery(stage, world, [len(piece.blocks) for piece in cut.pieces], pipeline.recovery, seed, drawn)
 
 
 def hold_against_whole(config: Config, cut: Cut) -> str | None:

@@ -119,7 +119,8 @@ class Trainer(TrainingLoop):
         self.schedule.base_lrs = [rate * factor for rate in self.schedule.base_lrs]
         if self.world.rank == 0:
             for stage in lost:
-                told = f'stage {stage} was lost after inner step {self.optimizer.steps}, mended by "{recovery.kind}"'
+                how = f'mended by "{recovery.settings.kind}"'
+                told = f"stage {stage} was lost after inner step {self.optimizer.steps}, {how}"
                 self.world.report({"notice": told})
 
     @override

@@ -13,8 +13,9 @@ from isles.models.cuts import pieces
 from isles.models.stages import Stage
 from isles.network.routing.orders import in_flight, orders
 from isles.network.routing.routes import check_routes, visited
-from isles.pipeline.recovery import LossSettings, Recovery, lost_stages, merged, refuse_neighbours, sources
-from isles.pipeline.routers import ExchangedRouter
+from isles.pipeline.config import RecoveryConfig
+from isles.pipeline.recovery import Recovery, lost_stages, merged, refuse_neighbours, sources
+from isles.pipeline.routers import exchanged_routes
 
 SHAPE = Shape(d_model=8, layers=4, heads=2, ffn=12, vocab=20, context=6, tie_embeddings=True)
 ONE, OTHER = torch.randn(2, 1000, generator=torch.Generator().manual_seed(1))
@@ -57,7 +58,7 @@ def test_losses_come_as_often_as_asked_and_never_to_the_first_stage() -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_half_of_the_microbatches_see_the_ends_exchanged(stages: int, replicas: int) -> None:
     for microbatches in (4, 8):
-        routes = ExchangedRouter(replicas, stages, microbatches).routes(1)
+        routes = exchanged_routes(replicas, stages, microbatches)
         check_routes(routes, replicas * stages)
         assert set(visited(routes).values()) == {microbatches}
         orders(routes, in_flight("auto", replicas, stages))  # they can finish with so few in flight
@@ -79,9 +80,9 @@ def mended(world: Any, kind: str, seed: int, chance: float) -> dict[str, Any]:
     for parameter in stage.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
     adamw.step()
-    settings = LossSettings(chance=chance, kind=kind, seed=seed, every=1)
+    settings = RecoveryConfig(stage_loss=chance, kind=kind)  # type: ignore[arg-type]
     fresh = {name: torch.zeros_like(own) for name, own in stage.state_dict().items()}
-    recovery = Recovery(stage, mesh, [1, 1, 1, 1], settings, lambda draw: fresh)
+    recovery = Recovery(stage, mesh, [1, 1, 1, 1], settings, seed, lambda draw: fresh)
     before = [own.detach().clone() for block in stage.blocks for own in block.parameters()]
     lost, factor = recovery.after_step(1, adamw)
     after = [own.detach().clone() for block in stage.blocks for own in block.parameters()]
@@ -121,6 +122,6 @@ def test_a_lost_stage_is_made_of_its_neighbours_with_empty_moments_and_a_higher_
 
 def test_stages_of_unequal_blocks_are_refused() -> None:
     stage = Stage(Decoder(SHAPE, seed=1), pieces((3,), 4, loss_at_origin=True)[0])
-    settings = LossSettings(chance=0.1, kind="checkfree", seed=0, every=1)
+    settings = RecoveryConfig(stage_loss=0.1, kind="checkfree")
     with pytest.raises(ValueError, match="stages of 3, 1 blocks cannot stand in"):
-        Recovery(stage, isles.mesh(), [3, 1], settings, lambda draw: {})
+        Recovery(stage, isles.mesh(), [3, 1], settings, 0, lambda draw: {})

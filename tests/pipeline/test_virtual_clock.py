@@ -52,7 +52,7 @@ def test_a_step_takes_what_its_replay_takes(cell: Cell, name: str) -> None:
     network = NETWORKS[name]
     done = isles.run_virtual(clocks, 6, links=network, args=(cell,), step_seconds=1.0, compute_jitter=0.0, seed=3)
     sizes = Sizes(forward=done[0][1]["F"], home=done[0][1]["L"], backward=done[0][1]["B"])
-    routes = cell.router().routes(1)
+    routes = cell.router()(1)
     lists = orders(routes, in_flight(cell.limit, cell.replicas, cell.stages))
     wire = MessageLines(Topology(6, network), sizes, seed=3)
     played = replay(routes, seconds_of(cell), wire, in_order(lists))

@@ -13,11 +13,12 @@ from isles.models import Decoder, Shape
 from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
 from isles.network.routing.orders import in_flight
+from isles.network.routing.routes import fixed_routes
 from isles.pipeline.assemble import assembled
 from isles.pipeline.boundaries.base import FullStream
-from isles.pipeline.evaluation import Judge
+from isles.pipeline.evaluation import mean_loss
 from isles.pipeline.executor import Executor, Ways
-from isles.pipeline.routers import FixedRouter
+from isles.pipeline.routers import always
 from isles.pipeline.wire import StageForm
 from isles.replicas.replica import Plain
 
@@ -54,7 +55,7 @@ def train(world: Mesh, method: str, options: dict[str, Any], stages: int, steps:
     executor = Executor(
         stage,
         mesh.pipeline,
-        FixedRouter(replicas, stages, MICROBATCHES, home=tied),
+        always(fixed_routes(replicas, stages, MICROBATCHES, home=tied)),
         form,
         MICROBATCHES,
         Ways(room=in_flight("auto", replicas, stages)),
@@ -71,9 +72,8 @@ def train(world: Mesh, method: str, options: dict[str, Any], stages: int, steps:
         history.append({name: parameter.detach().clone() for name, parameter in stage.named_parameters()})
     sent = world.transport.traffic["outer"].bytes_sent
     optimizer.consolidate()
-    judge = Judge(executor.compute, mesh.stage, home=tied)
     texts = [batch(99, step)[: 4 - step] for step in range(3)]  # of 4, 3 and 2 rows
-    judged = [judge.loss(texts if stage_number == 0 else []) for _ in range(2)]
+    judged = [mean_loss(executor.compute, mesh.stage, texts if stage_number == 0 else [], home=tied) for _ in range(2)]
     assert judged[0] == judged[1]
     parts = pieces(cut_points([1] * 4, stages), 4, loss_at_origin=tied)
     one = assembled(stage, mesh.stage, Decoder(shape(tied), seed=2), parts)

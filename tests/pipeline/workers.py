@@ -16,9 +16,10 @@ from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
 from isles.network.routing.orders import in_flight
 from isles.network.routing.replay import TaskSeconds
+from isles.network.routing.routes import fixed_routes
 from isles.pipeline.boundaries.base import Boundary, FullStream
 from isles.pipeline.executor import Executor, Ways
-from isles.pipeline.routers import FixedRouter, RandomRouter, Router
+from isles.pipeline.routers import Router, always, random_router
 from isles.pipeline.wire import StageForm
 
 SHAPE = Shape(d_model=16, layers=4, heads=2, ffn=32, vocab=50, context=8, tie_embeddings=False)
@@ -41,8 +42,8 @@ class Cell:
 
     def router(self) -> Router:
         if self.routing == "fixed":
-            return FixedRouter(self.replicas, self.stages, self.microbatches, self.home)
-        return RandomRouter(self.replicas, self.stages, self.microbatches, self.home, seed=5)
+            return always(fixed_routes(self.replicas, self.stages, self.microbatches, home=self.home))
+        return random_router(self.replicas, self.stages, self.microbatches, home=self.home, seed=5)
 
 
 def window(microbatch: int, step: int) -> Tensor:
@@ -122,7 +123,7 @@ def whole(
     """
     model = Decoder(SHAPE, seed=1, dtype=cell.dtype) if model is None else model
     losses = {}
-    for route in sorted(cell.router().routes(step), key=lambda route: route.microbatch):
+    for route in sorted(cell.router()(step), key=lambda route: route.microbatch):
         if position in route.visits:
             loss = model(window(route.microbatch, step)).loss
             (loss / cell.microbatches).backward()

@@ -33,7 +33,6 @@ from isles.network.clusters.telling import is_told
 from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.pipeline.swarm.agreement import Agreement
 from isles.pipeline.swarm.books import words_for
-from isles.pipeline.swarm.letters import LetterTransport
 from isles.pipeline.swarm.post import ASK, COMERS, OUTER, WELCOME, WORD, Post
 
 _IDLE = 100.0  # times as long as others wait for each other those wait who train nothing meanwhile
@@ -80,7 +79,7 @@ class ClusterAgreement:
         """`seats`: as all have agreed on."""
         self._own = Agreement(post, world.deadlines.outer, (), "outer")
         self._own.let_in(seats.living)
-        self.letters = replace(world, transport=LetterTransport(self._own, world.transport), channel="outer")
+        self.letters = replace(world, transport=self._own.letters, channel="outer")
         """`world`, for what is done together."""
         self.most = 1 << 30
         """Clusters at most."""

@@ -69,5 +69,5 @@ def ask_in(
         gives_up=gives_up,
     )
     if welcome is not None:
-        post.begin_at(welcome.turn)
+        post.turn = welcome.turn
     return welcome

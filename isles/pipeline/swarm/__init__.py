@@ -10,7 +10,7 @@ A step:
 `peer`         `SwarmPeer`: one peer's loop over letters; `stage_work`: forward and backward of one microbatch
 `balancer`     which peer gets the next microbatch
 `books`        what was counted where, and what a step still lacks after a loss
-`reduction`    the sum of a stage's gradients over its peers; `told`: what peers say of themselves then
+`reduction`    the sum of a stage's gradients over its peers
 
 Who is in it:
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from isles.comm.collectives.same import numbers
 from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost, RoundPassed
 from isles.comm.tags import Channel
 from isles.pipeline.swarm.books import as_words, from_words, words_for
+from isles.pipeline.swarm.letters import LetterTransport
 from isles.pipeline.swarm.post import WORD, Post
 
 _DECIDED = 1
@@ -56,6 +58,11 @@ class Agreement:
         """Members whose word of the last decision is still to come."""
         self.missed: list[int] = []
         """Those who were lost, until somebody has been told."""
+
+    @cached_property
+    def letters(self) -> LetterTransport:
+        """For exchanges of its members."""
+        return LetterTransport(self.post, lambda: self.past)
 
     @property
     def lost(self) -> set[int]:
@@ -101,7 +108,7 @@ class Agreement:
         """What every member says, by position: numbers of 8 bytes, of all as many. Only of those who are left, but for
         who is lost right now. PeerLost where the others do not count this one any more.
         """
-        self.post.turn_over()
+        self.post.turn += 1
         self._owing = {*self.members} - {self.me}
         places = {position: place for place, position in enumerate(self.members)}
         lost = as_words([places[position] for position in self.lost], len(self.members))
@@ -115,7 +122,7 @@ class Agreement:
             self.post.wait_for(self._is_drained, self.patience)
 
     def _is_drained(self) -> bool:
-        self._owing -= {letter.sender for letter in self.post.words() if letter.note.extra == _DECIDED}
+        self._owing -= {letter.sender for letter in self.post.of_turn(WORD) if letter.note.extra == _DECIDED}
         return self._owing.isdisjoint({*self.members} - self.post.mail.lost.keys())
 
     def _flood(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -154,7 +161,7 @@ class Agreement:
         until = now() + self.patience
         while True:
             self.post.sort()
-            for letter in (each for each in self.post.words() if each.sender not in barred):
+            for letter in (each for each in self.post.of_turn(WORD) if each.sender not in barred):
                 word = self._read(letter.sender, letter.body, width)
                 if word is None:
                     continue

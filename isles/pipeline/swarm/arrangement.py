@@ -21,14 +21,27 @@ NOWHERE = -1
 """The stage of who is not there: not yet, or not any more."""
 
 
-class PeerTold(NamedTuple):
-    """Of one peer in a step: the seconds that it computed for a microbatch, 0 where it had none, its mean queue, and
-    the microbatches that it counted.
+class PeerWord(NamedTuple):
+    """What a peer says of itself in the verdict on a step. square: of its gradient, as the bits of a double, as clock.
+    counted: microbatches. nanoseconds: that it computed for one, 0 where it had none. queued: its mean queue, in
+    thousandths.
     """
 
-    seconds: float
-    queue: float
+    holds: int
+    square: int
     counted: int
+    nanoseconds: int
+    queued: int
+    clock: int
+    leaves: int
+
+    @property
+    def seconds(self) -> float:
+        return self.nanoseconds / 1e9
+
+    @property
+    def queue(self) -> float:
+        return self.queued / 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +65,7 @@ class Arrangement:
         self.seconds: dict[int, float] = {}
         """By peer, what it was last measured to compute for a microbatch at its stage."""
 
-    def measured(self, told: Mapping[int, PeerTold]) -> None:
+    def measured(self, told: Mapping[int, PeerWord]) -> None:
         """Remember what peers have said of themselves."""
         self.seconds |= {peer: each.seconds for peer, each in told.items() if each.seconds}
 
@@ -70,7 +83,7 @@ class Arrangement:
         return median(any_unit) * self.costs[here] if any_unit else self.costs[here]
 
     def change(
-        self, now: float, members: Collection[int], told: Mapping[int, PeerTold], asking: Sequence[int]
+        self, now: float, members: Collection[int], told: Mapping[int, PeerWord], asking: Sequence[int]
     ) -> list[StageChange]:
         """Of the next step. now: seconds that all agree on; asking: who wants to come."""
         loads = self._loads(members, {peer: each.queue for peer, each in told.items()})

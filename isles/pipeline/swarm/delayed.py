@@ -27,37 +27,28 @@ from typing_extensions import override
 from isles.pipeline.swarm.arrangement import StageChange
 from isles.pipeline.swarm.peer import Tally
 from isles.pipeline.swarm.post import as_number
-from isles.pipeline.swarm.reduction import StageSum
-from isles.pipeline.swarm.swarm import Said, Swarm
-from isles.pipeline.swarm.told import SwarmStep
+from isles.pipeline.swarm.swarm import Said, Swarm, SwarmStep
 
 
 @dataclass(slots=True)
 class _PastStep:
-    """A step whose microbatches are done. weights: that they ran on; gradients: of what `tally` says was counted."""
+    """A step whose microbatches are done. weights: that they ran on; gradients: of what `tally` says was counted.
+    shared: microbatches that the peers of its stage have counted, whose sum is under way; is_whole: whether all were
+    there who had counted.
+    """
 
     number: int
     tally: Tally
     gradients: list[Tensor | None]
     weights: list[Tensor]
-
-
-@dataclass(slots=True)
-class _OpenStep:
-    """A past one whose sum is under way. counted: by the peers of its stage; is_whole: whether all were there who had
-    counted.
-    """
-
-    past: _PastStep
-    sum: StageSum
-    counted: int
-    is_whole: bool
+    shared: int = 0
+    is_whole: bool = False
 
 
 class DelayedSwarm(Swarm):
     """A step leaves the gradient of the one before in the parameters; the first one leaves none."""
 
-    _open: _OpenStep | None = None
+    _open: _PastStep | None = None
 
     @override
     def arrange(self) -> list[StageChange]:
@@ -96,23 +87,23 @@ class DelayedSwarm(Swarm):
         if before is not None and not all(told.holds for told in said.values()):
             gradient = self._made_again(before)
             said, _ = self._vote(gradient)
-        past = self._past()
-        total = self.sums.begin(self.peer.stages[self.stages[self.me]], self._own())
-        is_whole = len(settled) == len(self.agreement.members)
-        self._open, self.late = _OpenStep(past, total, self._counted_here(settled), is_whole), None
+        self._open, self.late = self._past(), None
+        self._open.shared = self._counted_here(settled)
+        self._open.is_whole = len(settled) == len(self.agreement.members)
+        self.sum.begin(self.peer.stages[self.stages[self.me]], self._own())
         self._take_over(gradient)
         return self._told(said, self._loss(settled), asked)
 
     def _late_or_none(self) -> Tensor:
         return torch.empty(0, dtype=torch.float32, device="cpu") if self.late is None else self.late
 
-    def _awaited(self, step: _OpenStep) -> Tensor | None:
+    def _awaited(self, step: _PastStep) -> Tensor | None:
         """Its mean gradient; None where a share of it is lost."""
-        return self._mean(self._awaited_sum(step.sum), step.counted) if step.is_whole else None
+        return self._mean(self.sum.result(), step.shared) if step.is_whole else None
 
-    def _made_again(self, step: _OpenStep) -> Tensor:
+    def _made_again(self, step: _PastStep) -> Tensor:
         """The mean gradient of a step that has lost a share, from those who are left."""
-        with self._back_in(step.past):
+        with self._back_in(step):
             is_whole = True
             while True:
                 if self.consistency == "strict":

@@ -94,7 +94,7 @@ def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> Welcome:
     assert came is not None
     turn, step, look, *rest = came
     rows = [rest[begin : begin + ROW] for begin in range(0, len(rest), ROW)]
-    post.begin_at(turn)
+    post.turn = turn
     agreement.let_in([peer for peer, _, _, is_member, _ in rows if is_member])
     arrangement = swarm.arrangement
     stages = arrangement.stages

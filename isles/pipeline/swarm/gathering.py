@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from isles.comm.codecs.base import as_bytes
 from isles.comm.collectives.mail import MailNote
-from isles.comm.errors import DeadlinePassed, Malformed
+from isles.comm.errors import Malformed
 from isles.models.cuts import Piece
 from isles.models.stages import Stage
 from isles.pipeline.swarm.post import STATE
@@ -54,7 +54,7 @@ def _fill(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], firsts: Seque
     missing = set(range(1, swarm.count))
     while missing:
         post.sort()
-        for letter in post.work():
+        for letter in post.of_turn():
             stage = letter.note.number
             if letter.note.kind != STATE or stage not in missing or letter.sender != firsts[stage]:
                 continue
@@ -67,11 +67,7 @@ def _fill(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], firsts: Seque
         if any(firsts[stage] in swarm.agreement.lost for stage in missing):
             return False
         if missing:
-            began = swarm.peer.now()
-            mail.wait(swarm.agreement.patience)
-            if not mail.letters and swarm.peer.now() - began >= swarm.agreement.patience:
-                rank = mail.group.ranks[firsts[min(missing)]]
-                raise DeadlinePassed(rank, "pipeline", swarm.agreement.patience)
+            post.wait_for_news(swarm.agreement.patience, swarm.agreement.patience, firsts[min(missing)])
     return True
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from isles.comm.collectives.mail import MailLetter, MailNote
-from isles.comm.errors import DeadlinePassed, Malformed, Refused
+from isles.comm.errors import Malformed, Refused
 from isles.network.routing.routes import Task
 from isles.pipeline.swarm.post import HOME, LOOK, LOSS, as_bits, as_number
 from isles.pipeline.swarm.swarm import Swarm
@@ -125,11 +125,7 @@ class SwarmJudge:
 
     def _letters(self) -> Sequence[MailLetter]:
         self.post.sort()
-        return self.post.work()
+        return self.post.of_turn()
 
     def _wait(self) -> None:
-        mail, now = self.post.mail, self.swarm.peer.now
-        began = now()
-        mail.wait(self.agreement.patience)
-        if not mail.letters and now() - began >= self.agreement.patience:
-            raise DeadlinePassed(-1, "pipeline", self.agreement.patience)
+        self.post.wait_for_news(self.agreement.patience, self.agreement.patience)

@@ -13,18 +13,18 @@ Beside the exchange everything goes on that letters are answered for.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
 from isles.comm.collectives.mail import MailLetter, MailNote
-from isles.comm.errors import DeadlinePassed, Malformed, PeerLost
+from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost
 from isles.comm.tags import CHANNELS, MAX_FRAGMENTS, MAX_PHASES, Channel, Tag
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Bell, Line, Steps, Transport, Work, awaited
-from isles.pipeline.swarm.agreement import Agreement
-from isles.pipeline.swarm.post import OUTER
+from isles.comm.transport import Bell, Line, Steps, Work, awaited
+from isles.pipeline.swarm.post import OUTER, Post
 
 T = TypeVar("T")
 
@@ -50,15 +50,16 @@ class _Message:
 
 
 class LetterTransport:
-    """This worker's end of the post of `agreement`, over `below`, whose clock and counts it has. See
-    `isles.comm.transport.Transport`. Messages and waits count on the channel of their exchange; on that of the mail
-    only the heads of letters do.
+    """This worker's end of `post`, whose one it is (`Agreement.letters`): two would take each other's letters. See
+    `isles.comm.transport.Transport`. It has the clock and counts of the mail's own transport. past: see `Agreement`.
+    Messages and waits count on the channel of their exchange; on that of the mail only the heads of letters do.
     """
 
     native = False
 
-    def __init__(self, agreement: Agreement, below: Transport) -> None:
-        self._agreement, self.post, self.below = agreement, agreement.post, below
+    def __init__(self, post: Post, past: Callable[[], Mapping[int, CommError]]) -> None:
+        self.post, self._past = post, past
+        below = self.below = self.post.mail.group.transport
         self.rank, self.size = below.rank, below.size
         self.traffic: Traffic = below.traffic
         self._positions = {rank: position for position, rank in enumerate(self.post.mail.group.ranks)}
@@ -114,7 +115,7 @@ class LetterTransport:
 
     def _read(self) -> None:
         """What was sorted, then what will not come."""
-        for letter in self.post.outer():
+        for letter in self.post.of_turn(OUTER):
             note, turn = letter.note, self.post.turn
             address = _Address(turn, letter.sender, note.queue, note.step, note.number)
             if address in self._awaited:
@@ -136,7 +137,7 @@ class LetterTransport:
         self.post.mail.refuse(letter.sender, cast(Malformed, message.error))
 
     def _lose(self) -> None:
-        lost, ranks = {**self._agreement.past, **self.post.mail.lost}, self.post.mail.group.ranks
+        lost, ranks = {**self._past(), **self.post.mail.lost}, self.post.mail.group.ranks
         for address in [address for address in self._awaited if address.sender in lost]:
             why = lost[address.sender]
             error = why if isinstance(why, PeerLost) else PeerLost(ranks[address.sender], str(why))
@@ -189,15 +190,10 @@ class LetterTransfer(Generic[T]):
             channels[self._channel].blocked_seconds += blocked
 
     def _wait(self) -> T:
-        mail, now = self._transport.post.mail, self._transport.now
-        while True:
-            self._transport.go_on()
-            if self.is_over:
-                break
-            if now() >= self._until:
-                self._end(DeadlinePassed(self._late(), self._channel, self._seconds))
-                break
-            mail.wait(self._until - now())
+        try:
+            self._transport.post.wait_for(self.done, self._until - self._transport.now())
+        except DeadlinePassed:
+            self._end(DeadlinePassed(self._late(), self._channel, self._seconds))
         if self._error is not None:
             raise self._error
         return cast(T, self._result)

@@ -12,9 +12,11 @@ for nobody else has what makes the stream of tokens, or scores of the stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch import Tensor
 
+from isles.comm.errors import DeadlinePassed
 from isles.pipeline.recovery import sources
 from isles.pipeline.swarm.arrangement import NOWHERE, StageChange
 from isles.pipeline.swarm.entering import welcome
@@ -68,11 +70,11 @@ def take_neighbours(swarm: Swarm, stage: int) -> list[Tensor]:
 
 def _await_comers(swarm: Swarm, patience: float) -> None:
     """Until one asks to come, or another peer waits no more."""
-    post, now = swarm.agreement.post, swarm.peer.now
-    until = now() + patience
-    while now() < until:
-        post.sort()
+    post = swarm.agreement.post
+
+    def is_over() -> bool:
         absent = {peer for peer, stage in enumerate(swarm.stages) if stage == NOWHERE}
-        if swarm.may_come(swarm.asking) or post.is_called or absent <= post.mail.lost.keys():
-            return
-        post.mail.wait(until - now())
+        return bool(swarm.may_come(swarm.asking) or post.calls()) or absent <= post.mail.lost.keys()
+
+    with suppress(DeadlinePassed):
+        post.wait_for(is_over, patience)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from isles.comm.collectives.mail import MailLetter, MailNote
-from isles.comm.errors import DeadlinePassed, Refused
+from isles.comm.errors import Refused
 from isles.pipeline.swarm.agreement import Agreement
 from isles.pipeline.swarm.balancer import PeerBalancer
 from isles.pipeline.swarm.books import Fixes, PartialRoute
@@ -40,20 +40,6 @@ class SwarmWays:
     chooses_again: bool = True
     patience: float = 75.0
     keeps: bool = True
-
-
-@dataclass(slots=True)
-class _Under:
-    """A microbatch under way here: whom it came from, whom it went to last and since when, and whether that is done.
-    asked: all whom it went to, whose gradients are taken.
-    """
-
-    done: OpenWork
-    sender: int | None
-    receiver: int | None = None
-    since: float = 0.0
-    taken: bool = False
-    asked: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -93,7 +79,7 @@ class SwarmPeer:
         self.counts = SwarmCounts()
         self._seed = seed
         self._balancer = PeerBalancer(seed)
-        self._under: dict[int, _Under] = {}
+        self._under: dict[int, OpenWork] = {}
         self._forwards: deque[MailLetter] = deque()
         self._backwards: deque[MailLetter] = deque()
         self._queued: list[int] = []
@@ -208,7 +194,7 @@ class SwarmPeer:
 
     def _take(self) -> None:
         self.post.sort()
-        for letter in self.post.work():
+        for letter in self.post.of_turn():
             kind, sender, number = letter.note.kind, letter.sender, letter.note.number
             if kind == FORWARD and self.stage and sender in self.stages[self.stage - 1]:
                 self._forwards.append(letter)
@@ -225,7 +211,7 @@ class SwarmPeer:
                 self._home.add(sender)
 
     def _originate(self, microbatch: int) -> None:
-        self._under[microbatch] = _Under(self.work.forward(microbatch, None, None), None)
+        self._under[microbatch] = self.work.forward(microbatch, None, None)
         self._send_on(microbatch)
 
     def _forward(self, letter: MailLetter) -> None:
@@ -237,11 +223,10 @@ class SwarmPeer:
             self._under[number].sender = sender
             return
         try:
-            done = self.work.forward(number, letter.body, sender)
+            self._under[number] = self.work.forward(number, letter.body, sender)
         except Refused as error:
             self.post.mail.refuse(sender, error)
             return
-        self._under[number] = _Under(done, sender)
         if self.work.ends:
             self._count(number, None, None)
             return
@@ -258,7 +243,7 @@ class SwarmPeer:
     def _count(self, number: int, gradient: Tensor | None, source: int | None) -> None:
         under = self._under[number]
         try:
-            booked = self.work.backward(under.done, gradient, source)
+            booked = self.work.backward(under, gradient, source)
         except Refused as error:
             assert source is not None
             self.post.mail.refuse(source, error)
@@ -270,11 +255,11 @@ class SwarmPeer:
         self.counted.append(number)
         self.losses[number] = booked.loss
         self.counts.counted += 1
-        self.counts.seconds += under.done.seconds
+        self.counts.seconds += under.seconds
         if self.ways.keeps:
             self.books[number] = booked
         if under.sender is not None:
-            self._answer(under.sender, number, booked, under.done.seconds)
+            self._answer(under.sender, number, booked, under.seconds)
 
     def _answer(self, receiver: int, number: int, booked: Booked, seconds: float) -> None:
         self.post.mail.send(receiver, self._note(BACKWARD, number, seconds), booked.back)
@@ -287,7 +272,7 @@ class SwarmPeer:
         assert receiver is not None
         under.receiver, under.since, under.taken = receiver, self.now(), False
         under.asked.add(receiver)
-        self._send(receiver, FORWARD, number, under.done.sent)
+        self._send(receiver, FORWARD, number, under.sent)
 
     def _route(self, number: int) -> PartialRoute | None:
         return next(
@@ -346,7 +331,7 @@ class SwarmPeer:
                 self.counts.sent_again += 1
                 self._send_on(number)
 
-    def _until(self, under: _Under) -> float:
+    def _until(self, under: OpenWork) -> float:
         return under.since + (self.ways.backward if under.taken else self.ways.forward)
 
     def _wait(self) -> None:
@@ -357,7 +342,4 @@ class SwarmPeer:
         if self.ways.chooses_again and not self._routes:
             limits = [self._until(under) for under in self._under.values() if under.receiver is not None]
             seconds = min([seconds, *(max(until - self.now(), 0.0) for until in limits)])
-        began = self.now()
-        self.post.mail.wait(seconds)
-        if not self.post.mail.letters and self.now() - began >= self.ways.patience:
-            raise DeadlinePassed(-1, "pipeline", self.ways.patience)
+        self.post.wait_for_news(seconds, self.ways.patience)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import deque
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
@@ -35,6 +34,8 @@ _FIGURES = 32
 """Numbers of a word at the most, beside sets of peers and of microbatches."""
 COMERS = 8
 """Of whom one peer tells at once that they ask to come; the others are told of later."""
+_REST = 0
+"""The box of letters that are neither words nor messages of exchanges."""
 ROW = 5
 """Numbers of a peer in a welcome."""
 
@@ -74,13 +75,7 @@ class Post:
     def __init__(self, mail: Mail) -> None:
         self.mail, self.turn = mail, 0
         self.answers: dict[int, Callable[[MailLetter], object]] = {}
-        self._words: deque[MailLetter] = deque()
-        self._work: deque[MailLetter] = deque()
-        self._outer: deque[MailLetter] = deque()
-
-    def turn_over(self) -> None:
-        """The next turn begins."""
-        self.turn += 1
+        self._boxes: dict[int, list[MailLetter]] = {WORD: [], OUTER: [], _REST: []}
 
     def sort(self) -> None:
         """Take in what has come."""
@@ -88,7 +83,7 @@ class Post:
             if (answer := self.answers.get(letter.note.kind)) is not None:
                 answer(letter)
             elif letter.note.attempt >= self.turn:
-                self._box(letter.note.kind).append(letter)
+                self._boxes.get(letter.note.kind, self._boxes[_REST]).append(letter)
 
     def wait_for(self, ready: Callable[[], bool], patience: float, late: int = -1, look: float = math.inf) -> None:
         """Take in what comes until all is `ready`, asked again after each letter, and every `look` seconds.
@@ -105,44 +100,32 @@ class Post:
                 raise DeadlinePassed(rank, self.mail.group.channel, patience)
             self.mail.wait(min(look, until - now()))
 
-    def begin_at(self, turn: int) -> None:
-        """Of one that comes later."""
-        self.turn = turn
-
-    @property
-    def is_called(self) -> bool:
-        """Whether somebody has begun the next agreement."""
-        return any(letter.note.attempt > self.turn for letter in self._words)
+    def wait_for_news(self, seconds: float, patience: float, late: int = -1) -> None:
+        """For `seconds`, until a letter comes or somebody is lost. DeadlinePassed, naming position `late`, where
+        nothing came in `patience` seconds.
+        """
+        now = self.mail.group.transport.now
+        began = now()
+        self.mail.wait(seconds)
+        if not self.mail.letters and now() - began >= patience:
+            raise DeadlinePassed(self.mail.group.ranks[late] if late >= 0 else -1, "pipeline", patience)
 
     def calls(self) -> list[tuple[int, Tensor]]:
         """The words with which others have begun the next agreement, beside whose they are."""
-        return [(letter.sender, letter.body) for letter in self._words if letter.note.attempt == self.turn + 1]
+        words = self._boxes[WORD]
+        return [(letter.sender, letter.body) for letter in words if letter.note.attempt == self.turn + 1]
 
-    def words(self) -> list[MailLetter]:
-        """Those of this turn, in the order in which they came; those of later ones stay."""
-        return self._of_this_turn(self._words)
-
-    def outer(self) -> list[MailLetter]:
-        """Those of exchanges of the outer method."""
-        return self._of_this_turn(self._outer)
-
-    def work(self) -> list[MailLetter]:
-        """The others."""
-        return self._of_this_turn(self._work)
+    def of_turn(self, kind: int = _REST) -> list[MailLetter]:
+        """Those of this turn, in the order in which they came: the words, the messages of exchanges (OUTER), or by
+        default all others. Those of later turns stay.
+        """
+        box = self._boxes[kind]
+        self._boxes[kind] = [letter for letter in box if letter.note.attempt > self.turn]
+        return [letter for letter in box if letter.note.attempt == self.turn]
 
     def keep(self, letter: MailLetter) -> None:
         """Put a word back."""
-        self._words.append(letter)
-
-    def _box(self, kind: int) -> deque[MailLetter]:
-        return {WORD: self._words, OUTER: self._outer}.get(kind, self._work)
-
-    def _of_this_turn(self, letters: deque[MailLetter]) -> list[MailLetter]:
-        found = [letter for letter in letters if letter.note.attempt == self.turn]
-        later = [letter for letter in letters if letter.note.attempt > self.turn]
-        letters.clear()
-        letters.extend(later)
-        return found
+        self._boxes[WORD].append(letter)
 
 
 def as_bits(value: float) -> int:

@@ -11,7 +11,6 @@ from isles.comm.call import Ledger
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 from isles.comm.roster import Ruling
-from isles.pipeline.swarm.letters import LetterTransport
 from isles.pipeline.swarm.swarm import Swarm
 
 _LANDS, _FAILED = 1, 0
@@ -36,7 +35,6 @@ class SwarmRoster:
     def serve(self, swarm: Swarm) -> None:
         """The peers are this swarm's from now on."""
         self._swarm, self._post = swarm, swarm.agreement.post
-        self._letters = LetterTransport(swarm.agreement, self.founders.transport)
 
     def group(self, round: int) -> Group:
         return self._among(self._swarm.peers(self._stage))
@@ -100,4 +98,4 @@ class SwarmRoster:
     def _among(self, positions: Sequence[int]) -> Group:
         ranks = self._post.mail.group.ranks
         seats = tuple(ranks[position] for position in positions)
-        return Group(self._letters, seats, "outer", self.founders.deadlines, self._ledger)
+        return Group(self._swarm.agreement.letters, seats, "outer", self.founders.deadlines, self._ledger)

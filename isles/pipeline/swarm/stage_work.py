@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,14 +20,22 @@ _FORWARD, _BACKWARD = Task("F", 0, 0), Task("B", 0, 0)
 
 @dataclass(slots=True)
 class OpenWork:
-    """A forward pass whose backward is to come. wire: what came, sent: what left, as bytes. seconds: that it computed
-    so far.
+    """A microbatch under way here: its forward pass, whose backward is to come. wire: what came from position `sender`,
+    sent: what left, as bytes. seconds: that it computed so far.
+
+    receiver: whom it went to last, since when, and whether it is `taken`, its forward pass done there. asked: all whom
+    it went to, whose gradients are taken.
     """
 
     passed: OpenPass
     wire: Tensor | None
     sent: Tensor | None
     seconds: float
+    sender: int | None
+    receiver: int | None = None
+    since: float = 0.0
+    taken: bool = False
+    asked: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,7 @@ class StageWork(StageCompute):
             text = self.text(microbatch)
         passed, sent = self.run_forward(_FORWARD, text, wire, sender, "loss" if self.ends else "on")
         self._charge(0.0 if self.shares is None else self.shares.forward)
-        return OpenWork(passed, wire, sent, self.group.transport.now() - began)
+        return OpenWork(passed, wire, sent, self.group.transport.now() - began, sender)
 
     def backward(self, done: OpenWork, gradient: Tensor | None, sender: int | None) -> Booked:
         """Add to the gradients of the stage. gradient: what came from position `sender`; None where the loss is."""

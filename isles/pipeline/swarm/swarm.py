@@ -21,20 +21,20 @@ Without a loss, and with every answer in time, all three are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from isles.comm.errors import CommError, DeadlinePassed
+from isles.comm.errors import CommError
 from isles.pipeline.config import Consistency
 from isles.pipeline.swarm.agreement import Agreement
-from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, PeerTold, StageChange, origins
+from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, PeerWord, StageChange, origins
 from isles.pipeline.swarm.books import as_words, fixes, from_words, lacking
 from isles.pipeline.swarm.peer import SwarmPeer
 from isles.pipeline.swarm.post import ASK, COMERS, as_bits, as_number
-from isles.pipeline.swarm.reduction import StageSum, StageSums
-from isles.pipeline.swarm.told import PeerWord, SwarmStep
+from isles.pipeline.swarm.reduction import StageSum
 
 _NO_SQUARE = -1.0
 """Of a gradient of nothing."""
@@ -52,6 +52,19 @@ class StageLost(CommError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (self.stage, self.why)
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmStep:
+    """What all peers know of a step that counts. loss: mean of the microbatches, nats; norm: of the whole gradient;
+    stage_norm: of this stage's.
+    """
+
+    loss: float
+    norm: float
+    stage_norm: float
+    members: tuple[int, ...]
+    told: Mapping[int, PeerWord]
 
 
 class Swarm:
@@ -91,7 +104,7 @@ class Swarm:
         """Stages that would be without a peer, could all go who ask to: the same at all."""
         self._going: list[int] = []
         self._asking: dict[int, int] = {}  # by position, the stage that it wishes to serve
-        self.sums = StageSums(agreement.post)
+        self.sum = StageSum(agreement)
         agreement.post.answers[ASK] = lambda letter: self._asking.update({letter.sender: letter.note.number - 1})
         if self.stages[self.me] != NOWHERE:
             self.place()
@@ -272,11 +285,8 @@ class Swarm:
         """The mean gradient that this peer steps on (n,), of no entries where it is of nothing; None where somebody was
         lost before its share came. counted: microbatches, by the peers of this stage.
         """
-        total = self.sums.begin(self.peer.stages[self.stages[self.me]], self._own())
-        return self._mean(self._awaited_sum(total), counted)
-
-    def _awaited_sum(self, total: StageSum) -> Tensor | None:
-        return total.result(self._wait, lambda: self.agreement.is_due)
+        self.sum.begin(self.peer.stages[self.stages[self.me]], self._own())
+        return self._mean(self.sum.result(), counted)
 
     def _mean(self, total: Tensor | None, counted: int) -> Tensor | None:
         if total is None or counted == self.microbatches:
@@ -305,17 +315,13 @@ class Swarm:
 
     def _told(self, said: Mapping[int, PeerWord], loss: float, asked: Sequence[int]) -> SwarmStep:
         means = self._squares({position: as_number(word.square) for position, word in said.items()})
-        told = {
-            position: PeerTold(word.nanoseconds / 1e9, word.queue / 1000, word.counted)
-            for position, word in said.items()
-        }
         self.peer.counts.seconds = 0.0
-        self.arrangement.measured(told)
+        self.arrangement.measured(said)
         members = self.agreement.members
         clock = as_number(said[members[0]].clock)
-        self._next = self._changes(clock, {peer for peer in members if said[peer].leaves}, told, asked)
+        self._next = self._changes(clock, {peer for peer in members if said[peer].leaves}, said, asked)
         own = means[self.stages[self.me]]
-        return SwarmStep(loss, sum(means) ** 0.5, own**0.5, members, told)
+        return SwarmStep(loss, sum(means) ** 0.5, own**0.5, members, said)
 
     def _squares(self, said: Mapping[int, float]) -> list[float]:
         """By stage, the mean square of its peers' gradients, 0 where none has any. said: by position."""
@@ -324,7 +330,7 @@ class Swarm:
         return [sum(each) / len(each) if each else 0.0 for each in known]
 
     def _changes(
-        self, clock: float, leavers: set[int], told: Mapping[int, PeerTold], asking: Sequence[int]
+        self, clock: float, leavers: set[int], told: Mapping[int, PeerWord], asking: Sequence[int]
     ) -> list[StageChange]:
         """Before the next step. The last of a stage goes once somebody else has come there."""
         self._going = self._may_go(sorted(leavers))
@@ -359,13 +365,6 @@ class Swarm:
     def _own(self) -> Tensor:
         """This peer's gradients, added up (n,)."""
         return torch.cat([_gradient(parameter).reshape(-1) for parameter in self.parameters]).cpu()
-
-    def _wait(self, missing: set[int]) -> None:
-        mail, now = self.agreement.post.mail, self.peer.now
-        began = now()
-        mail.wait(self.agreement.patience)
-        if not mail.letters and now() - began >= self.agreement.patience:
-            raise DeadlinePassed(mail.group.ranks[min(missing)], "pipeline", self.agreement.patience)
 
     @torch.no_grad()
     def _take_over(self, gradient: Tensor | None) -> None:

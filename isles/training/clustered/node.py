@@ -148,7 +148,7 @@ class ClusterWorker(TrainingLoop):
         """With who is left. Tokens are those of this worker's updates."""
         serving, seats, totals = self.serving if self.trains else None, self.agreement.seats, self.totals()
         is_first = serving is not None and self.world.rank in seats.clusters[seats.whole[0]]
-        loss = serving.judge.loss(serving.validation()) if serving is not None and self.judges else None
+        loss = serving.judge() if serving is not None and self.judges else None
         if serving is not None and is_first:
             serving.write_whole(out)
         text = None if serving is None else serving.text
@@ -247,7 +247,7 @@ class ClusterWorker(TrainingLoop):
         if self.serving is None or not self.trains:
             return None
         try:
-            loss = self.serving.judge.loss(self.serving.validation())
+            loss = self.serving.judge()
             return loss if self.serving.text is not None else None
         except PeerLost as error:
             self._broken_by(error)

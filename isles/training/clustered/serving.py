@@ -22,7 +22,7 @@ from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.models import autocast, limits, sketch
 from isles.pipeline.assemble import assembled
-from isles.pipeline.evaluation import Judge
+from isles.pipeline.evaluation import mean_loss
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.ravnest.agreement import ClusterAgreement
 from isles.pipeline.ravnest.averaging import ClusterAverage
@@ -96,7 +96,6 @@ class Serving:
         form = form_of(self.model, scheme, config.pipeline, batch_size=self.samples, context=context, vocab=vocab)
         cast = partial(autocast, config.model, self.device)
         self.node = AsyncStage(self.model, self._update, world.stage, form, self._ways(), autocast=cast)
-        self.judge = Judge(self.node.compute, world.stage)
 
     def regroup(self, world: Mesh, updates: int, sequences: int) -> None:
         """Hold the same, among others or beside other clusters, after so many updates and sequences of the data."""
@@ -148,9 +147,10 @@ class Serving:
             for _ in range(updates):
                 yield from self.text.batch().split(self.node.form.sequences)
 
-    def validation(self) -> Iterator[Tensor]:
-        """What the root judges."""
-        return iter(()) if self.text is None else self.text.validation_batches()
+    def judge(self) -> float:
+        """The mean loss over the root's validation text. All of the cluster ask together."""
+        batches = () if self.text is None else self.text.validation_batches()
+        return mean_loss(self.node.compute, self.world.stage, batches)
 
     def write_whole(self, out: Path | None) -> None:
         """Put the one model of its cluster together, at the root, which writes OUT/model.safetensors. All of the

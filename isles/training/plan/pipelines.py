@@ -25,7 +25,7 @@ from isles.network.routing.wires import MessageLines, Sizes
 from isles.network.topology import Topology
 from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.boundaries.names import boundary_name
-from isles.pipeline.partial import PlannedRoutes
+from isles.pipeline.partial import planned_routes
 from isles.pipeline.pipeline import form_of, router_of, ways_of
 from isles.pipeline.wire import StageForm
 from isles.training.config.planned import plan_of
@@ -125,11 +125,11 @@ def staged_steps(run: RunSketch) -> StagedSteps:
         columns = [[position * inner + own for position in positions] for own in range(inner)]
     else:
         columns = [list(layout_of(config).sharing(0, "inner"))]
-        paths, stages = PlannedRoutes(plan=plan, ranks=tuple(columns[0])), len(columns[0])
-        ways, router = paths.ways("plan", pipeline.skippipe.gradients, recompute=pipeline.recompute), paths.router
+        stages = len(columns[0])
+        router, ways = planned_routes(plan, columns[0], pipeline, "plan")
     assert ways.shares is not None
     return StagedSteps(
-        routes=router.routes,
+        routes=router,
         most_held=ways.room,
         shares=ways.shares,
         sizes=Sizes(forward=forward, home=home, backward=backward),

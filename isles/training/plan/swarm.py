@@ -15,11 +15,10 @@ from isles.network.topology import Topology
 from isles.pipeline.pipeline import form_of
 from isles.pipeline.shares import stage_shares
 from isles.pipeline.swarm.agreement import agreed_bytes
-from isles.pipeline.swarm.arrangement import origins
+from isles.pipeline.swarm.arrangement import PeerWord, origins
 from isles.pipeline.swarm.books import words_for
 from isles.pipeline.swarm.forecast import SwarmForecast, SwarmLoad, forecast
 from isles.pipeline.swarm.post import COMERS
-from isles.pipeline.swarm.told import PeerWord
 from isles.training.config.inner import inner_kind
 from isles.training.config.sections import Config
 from isles.training.inner_optimizer import inner_bytes

@@ -195,7 +195,7 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
             return None
         stages = tuple(swarm.stages[seat] for seat in members)
         told = None if last is None else last.told.get(me)
-        seconds, queue, counted = (0.0, 0.0, 0) if told is None else told
+        seconds, queue, counted = (0.0, 0.0, 0) if told is None else (told.seconds, told.queue, told.counted)
         since = round(self.world.transport.now() - self._ended_at, 1)
         return SwarmBeat(self.epoch, self.optimizer.steps, members, stages, seconds, queue, counted, since, ())
 

@@ -38,8 +38,7 @@ from isles.pipeline.swarm.peer import SwarmPeer, SwarmWays
 from isles.pipeline.swarm.post import ASIDE, Post, letter_lengths
 from isles.pipeline.swarm.rebalancer import Rebalancer
 from isles.pipeline.swarm.stage_work import StageWork
-from isles.pipeline.swarm.swarm import StageLost, Swarm
-from isles.pipeline.swarm.told import SwarmStep
+from isles.pipeline.swarm.swarm import StageLost, Swarm, SwarmStep
 from isles.pipeline.wire import StageForm
 from isles.replicas.start import same_weights, spread_from_first
 from isles.replicas.sync import ReplicaSync

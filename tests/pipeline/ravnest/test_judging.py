@@ -13,7 +13,7 @@ from isles.comm.mesh import Mesh
 from isles.models.cuts import pieces
 from isles.models.stages import Stage
 from isles.pipeline.compute import StageCompute
-from isles.pipeline.evaluation import Judge
+from isles.pipeline.evaluation import mean_loss
 from tests.pipeline.ravnest import nodes
 from tests.pipeline.ravnest.averages import Killed, end_after
 from tests.pipeline.ravnest.nodes import BLOCKS, Wet
@@ -21,11 +21,12 @@ from tests.pipeline.ravnest.nodes import BLOCKS, Wet
 TEXTS = 6
 
 
-def judge(world: Mesh, ranks: list[int]) -> Judge:
-    """Of a cluster of three."""
+def judge(world: Mesh, ranks: list[int], texts: list[torch.Tensor]) -> float:
+    """By a cluster of three."""
     group = world.world.among(ranks, "pipeline")
     cut = pieces((1, 3), BLOCKS, loss_at_origin=False)
-    return Judge(StageCompute(Stage(Wet(0.0), cut[group.rank]), group, nodes.form(), 1), group)
+    compute = StageCompute(Stage(Wet(0.0), cut[group.rank]), group, nodes.form(), 1)
+    return mean_loss(compute, group, texts)
 
 
 def texts(first: int) -> list[torch.Tensor]:
@@ -40,14 +41,14 @@ def judge_twice(world: Mesh, victim: int, after: int) -> tuple[float, float | No
         end_after(world, after)
     if world.rank in first:
         try:
-            judge(world, first).loss(texts(0))
+            judge(world, first, texts(0))
         except PeerLost:
             pass
         else:
             return 0.0, None  # it was too late
     knew = world.transport.now() - began
     ranks = [3 if rank == victim else rank for rank in first]
-    return knew, judge(world, ranks).loss(texts(100))
+    return knew, judge(world, ranks, texts(100))
 
 
 def expected() -> float:
