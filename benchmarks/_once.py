@@ -20,11 +20,11 @@ import numpy as np
 
 from benchmarks.comparison.runs import append
 from benchmarks.comparison.tuning import SEED, committed, training_text
-from isles.report.paired import judged
+from isles.report.comparison import judged
+from isles.running.run import launch
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
-from isles.training.records.finite import NotFinite
-from isles.training.running.run import launch
+from isles.training.records.shard import NotFinite
 
 HERE = Path(__file__).parent
 TUNED, JUDGED = HERE / "tuned.jsonl", HERE / "judged.jsonl"

@@ -19,7 +19,7 @@ from isles.comm.collectives.averaging import Averaging
 from isles.comm.collectives.headers import Stamp
 from isles.comm.errors import CommError, PeerLost
 from isles.comm.transport import AnyOf, Bell, Steps
-from isles.network.planner.planned import MessagePattern
+from isles.network.exchange_plan import MessagePattern
 
 _RATE, _LATENCY, _WAYS = 50e6, 0.01, 3  # bits per second of an uplink, seconds of a way, ways of a mean one by one
 

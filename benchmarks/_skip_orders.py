@@ -13,13 +13,10 @@ from functools import cache
 
 from benchmarks._reference import instance
 from isles.network.routing.events import StepPlay
-from isles.network.routing.legal import PathRules, faults, legal_orders
-from isles.network.routing.problem import Problem, Slot, replay_paths, routes_of
-from isles.network.routing.replay import first_come, seconds_of
+from isles.network.routing.problem import PathRules, Problem, Slot, faults, legal_orders, replay_paths, routes_of
+from isles.network.routing.replay import Delays, first_come, seconds_of
 from isles.network.routing.routes import Task
-from isles.network.routing.search import Effort, with_collisions, without_collisions
-from isles.network.routing.strategies import full
-from isles.network.routing.wires import Delays
+from isles.network.routing.search import Effort, full, with_collisions, without_collisions
 
 Order = tuple[int, ...]
 

@@ -50,7 +50,7 @@ from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, crossing, largest, scheme_of
 from isles.pipeline.config import BoundaryConfig, PipelineConfig
 from isles.training.config.inner import InnerConfig, lr_factor
-from isles.training.inner_optimizer import inner_optimizer
+from isles.training.optimizer import inner_optimizer
 
 CUTS = (1, 2, 3)
 INNER = InnerConfig(lr=3e-3, warmup_steps=30)

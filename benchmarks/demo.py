@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import isles
 from benchmarks._measure import Row, interleaved, report
 from benchmarks._models import byte_model
-from isles.comm.codecs.topk import dct_basis
+from isles.comm.codecs.sparse import dct_basis
 from isles.replicas.methods.demo.config import DeMoConfig
 from isles.replicas.methods.demo.momentum import Momentum
 

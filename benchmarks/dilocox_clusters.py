@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks._measure import Row, report
 from benchmarks._once import Found, best, judging
 from benchmarks._pages import written
-from isles.report.paired import judged
+from isles.report.comparison import judged
 from isles.training.config.presets import preset_file
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config

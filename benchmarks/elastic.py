@@ -40,17 +40,17 @@ from benchmarks._measure import Row, report
 from benchmarks.torchft import under_torchft
 from isles.comm import credentials
 from isles.comm.call import Ledger
-from isles.comm.elastic.control import Query
-from isles.comm.elastic.keys import ASKED, SeatKeys
-from isles.comm.elastic.links.whereabouts import Whereabouts
-from isles.comm.elastic.messages import Entry, Find, Listening, decode, encode
-from isles.comm.elastic.p2p.pairs import Pairs
-from isles.comm.elastic.session import open_router, open_session
-from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.group import Group
 from isles.comm.tags import Tag
 from isles.comm.transport import Deadlines, Transport
+from isles.membership.keys import ASKED, SeatKeys
+from isles.membership.messages import Entry, Find, Listening, decode, encode
+from isles.membership.p2p.address_book import Whereabouts
+from isles.membership.p2p.pairs import Pairs
+from isles.membership.p2p.transport import ElasticTransport
+from isles.membership.session import Query
+from isles.membership.tls_session import open_router, open_session
 from isles.replicas.methods.diloco import DiLoCo
 from isles.replicas.methods.noloco import NoLoCo
 
@@ -264,8 +264,8 @@ def _cpu() -> float:
 
 def beating(folder: str, address: str) -> None:
     """A worker with nothing to do but to beat; prints its CPU seconds in a second."""
-    from isles.comm.elastic.company import Company
-    from isles.comm.elastic.messages import Entry
+    from isles.membership.client import Company
+    from isles.membership.messages import Entry
 
     session = open_session(credentials.read(Path(folder)).token, address)
     company = Company(session, Entry(0, "0" * 32))

@@ -22,11 +22,11 @@ from torch import Tensor
 from benchmarks._measure import Row, interleaved, report
 from isles.data import load_tokenizer
 from isles.experts import mixture
+from isles.experts.forest import Served
 from isles.experts.routing.routing import Routers, route
-from isles.experts.served import Served
 from isles.models import ModelConfig, build
 from isles.training.config.reading import read_config
-from isles.training.records.saved import SavedRun
+from isles.training.records.finished import SavedRun
 
 EXPERTS, SEQUENCES, CONTEXT, PREFIX = 3, 48, 256, 64
 TURNS = 7

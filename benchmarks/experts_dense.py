@@ -28,15 +28,15 @@ from benchmarks._pages import written
 from benchmarks.comparison.text import table
 from isles.experts import mixture
 from isles.experts.domains import DomainPart
+from isles.experts.forest import score
 from isles.experts.hdee.run import Hdee
 from isles.experts.jobs import JobProgress
+from isles.experts.planning import opened, settings
 from isles.experts.reading import read
 from isles.experts.routing.routing import route
-from isles.experts.served import score
 from isles.experts.smalltalk.run import Smalltalk
-from isles.experts.systems import opened, settings
-from isles.report.paired import paired
-from isles.training.records.saved import load_run
+from isles.report.comparison import paired
+from isles.training.records.finished import load_run
 
 PAGE, ROOT = "experts.md", Path("runs", "experts-dense")
 EXPERTS = "experts"

@@ -30,14 +30,14 @@ from typing import Any
 import psutil
 
 from benchmarks._measure import Row, report
+from isles.base.version import __version__
 from isles.comm.credentials import parse_token
-from isles.comm.elastic.company import Company
-from isles.comm.elastic.keys import HELLO
-from isles.comm.elastic.messages import Beat, Entry, Hello, Load, Proposal, decode, encode
-from isles.comm.elastic.session import open_session
-from isles.version import __version__
+from isles.membership.client import Company
+from isles.membership.keys import HELLO
+from isles.membership.messages import Beat, Entry, Hello, Load, Proposal, decode, encode
+from isles.membership.tls_session import open_session
 
-LIGHT = "import isles.comm.elastic.lighthouse as one; one.JOINS = 1 << 20; from isles.cli import main; main()"
+LIGHT = "import isles.membership.lighthouse as one; one.JOINS = 1 << 20; from isles.cli import main; main()"
 SETTINGS = ["data.path=isles", "run.steps=1000000", "replicas.sync_every=10", "world.elastic.lease=20"]
 PATIENCE = 120.0
 SETTLED = 10.0  # seconds of which the beats and the lighthouse's processor time are told

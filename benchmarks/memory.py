@@ -20,7 +20,7 @@ import torch
 from isles.memory.costs import Placement, Profile, least_peak
 from isles.memory.engines.paced import Paced
 from isles.memory.lanes import LaneRun
-from isles.memory.managed import Managed
+from isles.memory.optimizer import Managed
 from isles.memory.plan import MemoryPlan, digests
 from isles.memory.profile import profile
 from isles.memory.search import Search

@@ -24,7 +24,7 @@ import torch
 
 from isles.memory.costs import Placement, Profile, least_peak
 from isles.memory.lanes import LaneRun, LaneTimeline
-from isles.memory.measuring import measure_machine, measured
+from isles.memory.measurement import measure_machine, measured
 from isles.memory.profile import profile
 from isles.models.decoder import Decoder
 from isles.network.machines import Machine

@@ -34,8 +34,8 @@ from torch import nn
 
 from isles.memory.engines.base import Inline
 from isles.memory.engines.cuda import Cuda, CudaMoves
-from isles.memory.managed import Managed
-from isles.memory.measuring import measure_machine
+from isles.memory.measurement import measure_machine
+from isles.memory.optimizer import Managed
 from isles.memory.plan import InfeasibleBudget, MemoryPlan
 from isles.memory.profile import profile
 from isles.memory.search import Search

@@ -24,9 +24,9 @@ from typing import NamedTuple
 from benchmarks._pages import written
 from isles.memory.costs import Ends, Passes, Placement, Profile, Transient, UnitProfile, ends_seconds, least_peak
 from isles.memory.lanes import LaneRun
-from isles.memory.parallel.decoder import WEIGHT, HalfDecoder, profile_of
 from isles.memory.search import Search
 from isles.network.machines import MACHINES, Machine
+from isles.papers.memory_parallel.decoder import WEIGHT, HalfDecoder, profile_of
 
 GB = 1e9
 SEQUENCE, BATCH, VOCABULARY = 1024, 8, 50304

@@ -12,15 +12,15 @@ import torch
 
 from isles.memory.engines.base import Inline
 from isles.memory.lanes import LaneRun, SimulatedSpan
-from isles.memory.managed import Managed
 from isles.memory.meter import MemoryMeter
-from isles.memory.parallel.decoder import HalfDecoder, profile_of
+from isles.memory.optimizer import Managed
 from isles.memory.plan import InfeasibleBudget
 from isles.memory.profile import profile
 from isles.memory.search import METHODS, Search
 from isles.models.decoder import Decoder
 from isles.models.sizes import Shape
 from isles.network.machines import MACHINES
+from isles.papers.memory_parallel.decoder import HalfDecoder, profile_of
 from isles.report.draw.png import picture
 from isles.report.panels import Chart, Lane, Lanes, Panel, Polyline, Stretch
 

@@ -27,8 +27,8 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from benchmarks._measure import Row, report
+from isles.running.run import launch
 from isles.training.config.reading import read_config
-from isles.training.running.run import launch
 
 SETTINGS = str(Path(__file__).with_suffix(".toml"))
 OUTER = {"outer_lr": 0.4, "outer_momentum": 0.9}

@@ -26,10 +26,9 @@ from benchmarks._once import Found, judging, tuning
 from benchmarks._pages import DOCS, written
 from benchmarks.comparison.text import table
 from isles.cli.several.rows import names
-from isles.report.comparison import NEVER
+from isles.report.comparison import NEVER, Paired, paired
 from isles.report.draw.png import picture
 from isles.report.draw.style import SERIES
-from isles.report.paired import Paired, paired
 from isles.report.panels import Chart, Panel, Polyline
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config

@@ -50,8 +50,8 @@ from isles.data import DataConfig, Loader, load_corpus
 from isles.models import Decoder, Shape
 from isles.models.decoder import next_token_loss
 from isles.training.config.inner import InnerConfig, lr_factor
-from isles.training.inner_optimizer import inner_optimizer
-from isles.training.stage_orders import dropped, order_loss
+from isles.training.optimizer import inner_optimizer
+from isles.training.scoring import dropped, order_loss
 
 SHAPES = {
     width: Shape(d_model=width, layers=STAGES, heads=4, ffn=ffn, vocab=256, context=64, tie_embeddings=True)

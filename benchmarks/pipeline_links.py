@@ -34,17 +34,13 @@ from benchmarks._measure import Row, report
 from benchmarks._stage import play
 from isles.comm.mesh import Mesh
 from isles.models.stages import Stage
-from isles.network.links import Links
-from isles.network.routing.delays import delays_of
-from isles.network.routing.events import orders_of
-from isles.network.routing.orders import orders
+from isles.network.links import Links, Topology
+from isles.network.routing.events import orders, orders_of
 from isles.network.routing.problem import Costs, Problem
-from isles.network.routing.replay import TaskSeconds, in_order, replay
+from isles.network.routing.replay import MessageLines, Sizes, TaskSeconds, in_order, replay
 from isles.network.routing.routes import Route, Task, fixed_routes, random_routes
-from isles.network.routing.search import Effort
-from isles.network.routing.strategies import strategies
-from isles.network.routing.wires import MessageLines, Sizes
-from isles.network.topology import Topology
+from isles.network.routing.search import Effort, strategies
+from isles.network.routing.speeds import delays_of
 from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.executor import Executor, Ways
 from isles.pipeline.wire import StageForm

@@ -23,9 +23,8 @@ from benchmarks._slow_line import main
 from benchmarks._stage import play
 from benchmarks.netns import SEGMENT, Case, on_the_line, run
 from isles.models import ModelConfig
-from isles.training.plan.candidates import candidates
-from isles.training.plan.method_plans import plan_methods
-from isles.training.plan.question import PlanQuestion
+from isles.plan.methods import plan_methods
+from isles.plan.question import PlanQuestion, candidates
 
 PACE = 0.150  # seconds that the computation of a step takes
 H = 5

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks._measure import Row, report
-from isles.cli.plans.showing import alone
+from isles.cli.terminal import alone
+from isles.plan.methods import plan_methods
+from isles.plan.question import PlanQuestion, decoder_of
+from isles.plan.run_plan import plan_run
 from isles.training.config.reading import read_config
-from isles.training.plan.method_plans import plan_methods
-from isles.training.plan.question import PlanQuestion, decoder_of
-from isles.training.plan.run_plan import plan_run
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -35,10 +35,10 @@ from benchmarks._pages import written
 from benchmarks._stage_memory import peaks
 from isles.models.sizes import Shape
 from isles.pipeline.config import PipelineConfig
+from isles.plan.peers import plan_clusters
+from isles.plan.run_plan import plan_run
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.plan.clusters import plan_clusters
-from isles.training.plan.run_plan import plan_run
 
 PAGE, STEPS_HERE = "ravnest.md", 400
 BLOCKS, STAGES, MICROBATCHES, BATCH = 6, 2, 2, 8

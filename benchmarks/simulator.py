@@ -15,11 +15,10 @@ from typing import Literal
 
 from benchmarks._measure import Row, report
 from isles.network.pauses import Pauses
-from isles.network.theory.barrier import StepLaw, waiting
-from isles.network.theory.eager_tables import long_run, table5
-from isles.network.theory.fleet import Fleet, run
-from isles.network.theory.latency import two_shot_seconds
-from isles.network.theory.quadratic import Quadratic, simulate
+from isles.papers.eager import long_run, table5
+from isles.papers.fleet import Fleet, run
+from isles.papers.noloco import StepLaw, two_shot_seconds, waiting
+from isles.replicas.parts.quadratic import Quadratic, simulate
 
 
 def seconds(work: Callable[[], object]) -> float:

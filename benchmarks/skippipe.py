@@ -17,14 +17,12 @@ import time
 
 from benchmarks._measure import Row, report
 from benchmarks._reference import instance, paths_of
-from isles.network.named import links
-from isles.network.routing.assign import Scores, assign
-from isles.network.routing.bounds import lower_bounds
-from isles.network.routing.delays import delays_of
+from isles.network.networks import links
+from isles.network.routing.assignment import Scores, assign
 from isles.network.routing.plan import broken_rules
-from isles.network.routing.problem import Problem, replay_paths
-from isles.network.routing.search import Effort, Stopwatch, blind
-from isles.network.routing.strategies import strategies
+from isles.network.routing.problem import Problem, lower_bounds, replay_paths
+from isles.network.routing.search import Effort, Stopwatch, blind, strategies
+from isles.network.routing.speeds import delays_of
 
 Delays = tuple[tuple[float, ...], ...]
 

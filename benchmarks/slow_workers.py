@@ -22,15 +22,15 @@ from benchmarks._once import Found, at, judging
 from benchmarks._pages import written
 from benchmarks.comparison.cases import AS, SMALL
 from benchmarks.comparison.text import interval, table
+from isles.base.tables import changed
 from isles.models.sizes import parameters, shape_of
-from isles.report.paired import judged, paired
+from isles.plan.priced import named
+from isles.plan.run_plan import plan_run
+from isles.report.comparison import judged, paired
 from isles.report.rundir import read_run
 from isles.report.units import format_seconds
-from isles.tables import changed
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.plan.run_plan import plan_run
-from isles.training.running.priced import named
 
 PAGE, METHODS, ROUNDS, EVERY = "which-method.md", ("diloco", "noloco"), 40, 8
 NETWORKS = {"10 Gbit/s, 30 ms": (10e9, "30ms"), "300 Mbit/s, 15 ms": (300e6, "15ms")}

@@ -30,7 +30,7 @@ from isles.data import DataConfig, Loader, load_corpus
 from isles.models import Decoder, Shape
 from isles.pipeline.recovery import RATE, merged
 from isles.training.config.inner import InnerConfig, lr_factor
-from isles.training.evaluation import validation_loss
+from isles.training.step import validation_loss
 
 LOST, LATER = 3, (20, 60)
 SHAPE = Shape(d_model=48, layers=6, heads=4, ffn=128, vocab=256, context=64, tie_embeddings=True)

@@ -17,12 +17,12 @@ from typing import Any
 
 from isles.cli.several.rows import names
 from isles.cli.several.study import Study, Terms
-from isles.cli.table import print_table
+from isles.cli.terminal import print_table
 from isles.report.panels import Table
 from isles.report.tuning import complete, saved
+from isles.running.run import launch
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.running.run import launch
 
 SHARE = 0.4
 SMALL = {

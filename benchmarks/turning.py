@@ -36,10 +36,9 @@ from benchmarks._measure import Row, report
 from benchmarks.boundaries import CUTS, INNER, corpus, judged, known
 from isles.data import DataConfig, Loader
 from isles.models import Decoder, Shape
-from isles.pipeline.boundaries.grassmann import Drift, turned
-from isles.pipeline.boundaries.scheme import Crossings, Inside
+from isles.pipeline.boundaries.scheme import Crossings, Drift, Inside, turned
 from isles.training.config.inner import lr_factor
-from isles.training.inner_optimizer import inner_optimizer
+from isles.training.optimizer import inner_optimizer
 
 SHAPE = Shape(d_model=64, layers=4, heads=4, ffn=256, vocab=256, context=64, tie_embeddings=False)
 RANK, STEPS, SEQUENCES, EVERY = 8, 300, 8, 25

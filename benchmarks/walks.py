@@ -39,10 +39,10 @@ FIXED = [*SMALL, *VIRTUAL]
 MEMORY = [*FIXED, *method("ddp"), *TWO, "memory.method=auto", "memory.machine=RTX 3060"]
 STEP = "isles/training/trainer.py", "Trainer.step"
 EXCHANGE = "isles/replicas/loop/outer.py", "OuterSync._exchange"
-ROUND = "isles/training/elastic/joining.py", "Participant._round"
+ROUND = "isles/training/elastic/leader.py", "Participant._round"
 SWARM_STEP = "isles/pipeline/swarm/swarm.py", "Swarm.step"
-AGREE = "isles/pipeline/swarm/agreement.py", "Agreement.agree"
-PREPARED = "isles/training/memory/planned.py", "prepared"
+AGREE = "isles/pipeline/peers/agreement.py", "Agreement.agree"
+PREPARED = "isles/training/memory/plans.py", "prepared"
 
 
 @dataclass(frozen=True)

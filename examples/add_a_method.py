@@ -19,10 +19,8 @@ import isles
 # The method, from here. --------------------------------------------------------------------------------------------
 from isles.comm.codecs import codec
 from isles.replicas.config import MethodConfig
-from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.choices import EveryH, RandomGroups, Replace
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
-from isles.replicas.parts.landing import Replace
-from isles.replicas.parts.mixing import RandomGroups
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 _LONG_CASES = 2  # of a test, if its mark says no other number: `make test-long` ends within an hour
-_WORLDS = ("training/elastic", "training/swarmed", "training/clustered", "faults", "integration")  # there one: minutes
+_WORLDS = ("training/elastic", "training/swarm", "training/clusters", "faults", "integration")  # there one: minutes
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from isles.training.running.server import PRELOAD
+from isles.running.backends import PRELOAD
 
 PATIENCE = 90.0  # seconds for what takes a few on an idle machine
 

@@ -18,16 +18,13 @@ import torch.distributed as dist
 
 from isles.comm import mesh
 from isles.comm.transport import Deadlines
-from isles.launch.by_value import ByValueConnection
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import PipeHandle
-from isles.launch.store import join_store, open_store
-from isles.launch.worker import attend
+from isles.launch.worker import ByValueConnection, attend, join_store, open_store
 from isles.launch.workers import Workers, raise_first, worker_specs
+from isles.running.backends import PRELOAD, train_process
 from isles.training.config.sections import Config
-from isles.training.running.processes import train_process
-from isles.training.running.server import PRELOAD
-from isles.training.running.starting import deadlines
+from isles.training.startup import deadlines
 
 _handles: list[PipeHandle] = []
 

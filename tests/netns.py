@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from benchmarks._wire import HEADERS, wire_of
-from isles.training.running.server import PRELOAD
+from isles.running.backends import PRELOAD
 
 ROOT = Path(__file__).resolve().parents[1]
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from isles.schema import BACKENDS
-from isles.training.running.starting import STARTERS
+from isles.base.schema import BACKENDS
+from isles.training.startup import STARTERS
 from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,8 +95,8 @@ class ShareAvgConfig(FedAvgConfig):
 '''
 BACKEND = '''"""The backend `classroom`: virtual workers in one room."""
 
-from isles.tables import changed
-from isles.training.running import virtual
+from isles.base.tables import changed
+from isles.running import virtual
 
 
 def _near(config):
@@ -161,7 +161,7 @@ ADDED: dict[str, tuple[dict[str, str], list[tuple[str, str, str]]]] = {
             (
                 "training/running/starting.py",
                 "STARTERS: dict[str, str] = {\n",
-                'STARTERS: dict[str, str] = {\n    "classroom": "isles.training.running.classroom",\n',
+                'STARTERS: dict[str, str] = {\n    "classroom": "isles.running.classroom",\n',
             ),
         ],
     ),
@@ -172,15 +172,15 @@ import sys
 from pathlib import Path
 
 import isles
-from isles.replicas.methods.custom_config import CustomConfig
+from isles.replicas.methods.config import CustomConfig
 from isles.replicas.parts.legal import AXES, warnings
 from isles.report.rundir import read_run
 from isles.training.config.reading import read_config
-from isles.training.config.template import template
-from isles.training.plan.candidates import candidates
-from isles.training.plan.method_plans import plan_methods
-from isles.training.plan.question import PlanQuestion, decoder_of
-from isles.training.running.run import launch
+from isles.training.config.reading import template
+from isles.plan.question import candidates
+from isles.plan.methods import plan_methods
+from isles.plan.question import PlanQuestion, decoder_of
+from isles.running.run import launch
 
 assert isles.__file__.startswith(sys.argv[1]), isles.__file__
 

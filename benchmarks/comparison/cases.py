@@ -17,16 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isles.cli.several.rows import one_worker
-from isles.cli.several.terms import at_equal
-from isles.errors import unknown_name
+from isles.base.errors import unknown_name
+from isles.base.tables import changed
+from isles.cli.several.rows import at_equal, one_worker
 from isles.models.sizes import parameters
 from isles.replicas import METHODS
 from isles.report.comparison import ALONE, NEVER, run_folder
-from isles.tables import changed
-from isles.training.config.reading import read_config
+from isles.training.config.reading import read_config, tokens_a_step
 from isles.training.config.sections import Config
-from isles.training.config.tokens import tokens_a_step
 
 Settings = Mapping[str, Any]
 """{"section.key": value}"""

@@ -13,8 +13,7 @@ from typing import Literal
 
 from benchmarks.comparison.cases import ROWS
 from benchmarks.comparison.figures import Figures, differences
-from isles.report.comparison import ALONE, NEVER
-from isles.report.paired import Paired, holm, paired
+from isles.report.comparison import ALONE, NEVER, Paired, holm, paired
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from statistics import mean
 from benchmarks.comparison.cases import Case, Key
 from benchmarks.comparison.runs import RunRow, finished
 from isles.models.config import ModelConfig
-from isles.report.comparison import NEVER
-from isles.report.paired import Paired, paired
-from isles.training.plan.run_plan import plan_run
+from isles.plan.run_plan import plan_run
+from isles.report.comparison import NEVER, Paired, paired
 
 REFERENCE = ModelConfig(size="eager-35M", device="cpu")
 """What memory is counted on: at the small run's size the fixed parts would hide what grows with the model."""

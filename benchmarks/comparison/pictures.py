@@ -10,9 +10,9 @@ from typing import Any
 
 from benchmarks.comparison.cases import LADDER_ROWS, Key
 from benchmarks.comparison.figures import Figures, Spread, differences
-from isles.report.draw.axes import linear, logarithmic
 from isles.report.draw.png import bare, drawn, scaled
 from isles.report.draw.style import LIGHT, SERIES
+from isles.report.draw.svg import linear, logarithmic
 from isles.report.units import format_bytes, format_short
 
 _SIZE = (9.5, 5.6)  # inches

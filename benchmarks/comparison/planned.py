@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from benchmarks.comparison.cases import Case
 from isles.cli.several.rows import estimate
-from isles.cli.table import print_table
+from isles.cli.terminal import print_table
 
 
 def print_plans(cases: Sequence[Case]) -> None:

@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison.cases import TOPOLOGIES, Case, Key
-from isles.experts.jobs import JobProgress
-from isles.experts.tasks import ExpertTask, carry_out
-from isles.report.paired import never_talks
+from isles.experts.jobs import ExpertTask, JobProgress, carry_out
+from isles.plan.priced import priced
+from isles.report.comparison import never_talks
 from isles.report.rundir import read_run
 from isles.report.units import format_seconds
+from isles.running.run import launch
 from isles.training.config.reading import read_config, run_name
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.rundir import CONFIG, METRICS, held
-from isles.training.running.priced import priced
-from isles.training.running.run import launch
 
 RunRow = dict[str, Any]
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from benchmarks.comparison.figures import Figures, Spread, behind
-from isles.report.paired import Paired
+from isles.report.comparison import Paired
 
 _WIDTH = 120
 

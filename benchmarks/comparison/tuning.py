@@ -21,15 +21,14 @@ import numpy as np
 
 from benchmarks.comparison.cases import ROWS, Case, tuned_settings
 from benchmarks.comparison.runs import Printed, append
+from isles.base.durable import replacing
 from isles.cli.several.study import Study, Terms
 from isles.data import load_corpus
 from isles.data.config import DataConfig
-from isles.durable import replacing
-from isles.experts.jobs import JobProgress
-from isles.experts.tasks import ExpertTask, carry_out
+from isles.experts.jobs import ExpertTask, JobProgress, carry_out
 from isles.report.tuning import complete, saved
+from isles.running.run import launch
 from isles.training.config.sections import Config
-from isles.training.running.run import launch
 
 SEED, TRIALS = 1000, 8
 

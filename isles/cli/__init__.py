@@ -14,6 +14,8 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
+from isles.base.errors import warnings_told
+from isles.base.version import __version__
 from isles.cli import (
     compare,
     config,
@@ -33,9 +35,7 @@ from isles.cli import (
 from isles.cli.elastic import join, lighthouse, status, swarm
 from isles.cli.experts import commands
 from isles.cli.plans import family
-from isles.errors import warnings_told
-from isles.training.running.interrupts import Interrupts
-from isles.version import __version__
+from isles.training.interrupts import Interrupts
 
 app = typer.Typer(
     name="isles",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from isles.parsing import parse_json
+from isles.base.parsing import parse_json
 
 _SECONDS = 300.0  # for torch to be loaded from a slow disk
 _LOOK = """

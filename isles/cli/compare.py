@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from isles.cli.options import As, InnerSteps, Set
-from isles.cli.signals import end_in_order
+from isles.cli.terminal import As, InnerSteps, Set, end_in_order
 
 
 def compare(
@@ -36,9 +35,9 @@ def compare(
     Beside them: workers that never talk (none), and one worker that reads all the tokens (one-worker).
     """
     from isles.cli.several import rows
-    from isles.cli.several.running import new_folder, run_all, seeds_of, show, write_pages
-    from isles.cli.several.terms import tuned_in
-    from isles.cli.table import print_table
+    from isles.cli.several.rows import tuned_in
+    from isles.cli.several.runs import new_folder, run_all, seeds_of, show, write_pages
+    from isles.cli.terminal import print_table
     from isles.training.config.reading import method_tables
 
     end_in_order()

@@ -21,13 +21,13 @@ def config(
     if sum((method is not None, preset is not None, presets)) > 1:
         raise ValueError("--method, --preset and --presets each print something else: give one of them")
     if presets:
-        from isles.cli.table import print_named
+        from isles.cli.terminal import print_named
 
         print_named(known())
         print("isles train --preset NAME runs one, isles config --preset NAME prints it")
     elif preset is not None:
         print(preset_file(preset).read_text(encoding="utf-8"), end="")
     else:
-        from isles.training.config.template import template
+        from isles.training.config.reading import template
 
         print(template(method or "noloco"), end="")

@@ -106,7 +106,7 @@ def doctor(
 
 def _walk(join: str, token: str | None, listen: str | None) -> None:
     from isles.cli.elastic.join import given_token, place, places
-    from isles.cli.elastic.walk import walk
+    from isles.cli.elastic.route import walk
     from isles.comm.sockets.addresses import parse_address
 
     target, parsed = parse_address(join, "--join"), given_token(token)
@@ -117,11 +117,11 @@ def _walk(join: str, token: str | None, listen: str | None) -> None:
 
 def _describe(target: tuple[str, int] | None) -> None:
     """Print the table [[node]] of this machine. target: whose line to it is measured; None: nobody is asked."""
-    from isles.comm.sockets.lost import LinkLost
+    from isles.comm.sockets.connection import LinkLost
     from isles.launch import probe
     from isles.models import ModelConfig, choose_device
     from isles.network.clusters.nodes import ClusterNode
-    from isles.training.clustered.describing import forward_speed, memory
+    from isles.training.clusters.cuts import forward_speed, memory
 
     device = choose_device(ModelConfig())
     try:
@@ -170,7 +170,7 @@ def machine() -> Iterator[Check]:
 
 def _loopback() -> Check:
     from isles.comm.sockets import loop
-    from isles.comm.sockets.reachable import EchoServer, echo_failure
+    from isles.comm.sockets.reachability import EchoServer, echo_failure
 
     with EchoServer("127.0.0.1") as echo:
         why = loop.run(echo_failure("127.0.0.1", echo.port))
@@ -194,7 +194,7 @@ def _refuse_memory(asked: bool, disk: str | None, write: Path | None) -> None:
 
 def of_memory(disk: str, write: Path | None) -> Iterator[Check]:
     """What plans of memory go by, measured in some seconds, and what this machine lacks."""
-    from isles.memory.measuring import measure_machine
+    from isles.memory.measurement import measure_machine
     from isles.network.machines import to_toml
     from isles.report.units import format_bytes, format_percent, format_short
 
@@ -259,7 +259,7 @@ class MeasuredPair:
 
 
 def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
-    from isles.network.own import refuse_file
+    from isles.network.networks import refuse_file
 
     if peer is None:
         raise ValueError("--write-links: goes with --peer HOST:PORT, whose line is measured")
@@ -272,7 +272,7 @@ def _pair(path: str, nodes: str, peer: str | None) -> MeasuredPair:
 
 
 def _write(pair: MeasuredPair, found: Findings) -> Check:
-    from isles.network.own import write_pair
+    from isles.network.networks import write_pair
 
     rates = {"out": found.rate_out, "back": found.rate_back}
     try:
@@ -286,7 +286,7 @@ def _write(pair: MeasuredPair, found: Findings) -> Check:
 
 def call(host: str, port: int, pair: MeasuredPair | None = None) -> Iterator[Check]:
     """The checks with a doctor that listens at `host`:`port`. pair: where the line between the two is written."""
-    from isles.comm.sockets.lost import LinkLost
+    from isles.comm.sockets.connection import LinkLost
     from isles.launch import probe
 
     try:
@@ -302,7 +302,7 @@ def call(host: str, port: int, pair: MeasuredPair | None = None) -> Iterator[Che
 def wait_for_call(listener: socket.socket) -> Iterator[Check]:
     """The checks with the first doctor that calls at the socket `listener`."""
     from isles.comm.sockets.addresses import written
-    from isles.comm.sockets.lost import LinkLost
+    from isles.comm.sockets.connection import LinkLost
     from isles.launch import probe
 
     say_waiting(f"isles doctor --peer {written(*listener.getsockname()[:2])}")
@@ -322,9 +322,9 @@ def say_waiting(command: str) -> None:
 
 def findings_in_words(found: Findings) -> Iterator[Check]:
     """One line for the peer, one a direction, one for the round trip, one for the rates."""
-    from isles.comm.sockets.reachable import port_range
+    from isles.base.version import __version__
+    from isles.comm.sockets.reachability import port_range
     from isles.report.units import format_seconds
-    from isles.version import __version__
 
     same = found.version_there == __version__
     versions = f"isles {__version__}" if same else f"isles {__version__} here, {found.version_there} there: a run needs"

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.options import Device, Trust
+from isles.cli.terminal import Device, Trust
 
 if TYPE_CHECKING:
     from isles.report.panels import Table
-    from isles.training.stage_orders import CurvePoint
+    from isles.training.scoring import CurvePoint
 
 
 def evaluate(
@@ -37,7 +37,7 @@ def evaluate(
     trust: Trust = False,
 ) -> None:
     """Judge the run's consolidated model. Stages are those of the run; of one that was not cut, its blocks."""
-    from isles.training.records.saved import load_run
+    from isles.training.records.finished import load_run
 
     words = {"drop": drop_stages, "leave": early_exit, "order": order}
     partial = curves or any(word is not None for word in words.values())
@@ -47,7 +47,7 @@ def evaluate(
         raise ValueError("--questions are asked of the whole model: leave the options about stages out")
     saved = load_run(run, device=device, trust=trust, masked=not without_mask)
     if questions is not None:
-        from isles.training.multiple_choice import accuracies, read_questions
+        from isles.training.scoring import accuracies, read_questions
 
         found = accuracies(read_questions(questions), saved.logits, saved.tokenizer.encode, saved.context)
         print(f"questions      {found['questions']}")
@@ -56,17 +56,17 @@ def evaluate(
         return
     from isles.data import Loader, load_corpus
     from isles.models import autocast
-    from isles.training.evaluation import validation_loss
+    from isles.training.step import validation_loss
 
     settings = saved.config.data if data is None else replace(saved.config.data, path=data)
     corpus = load_corpus(settings)
     loader = Loader(corpus, settings, context=saved.context)
     where = next(saved.model.parameters()).device
     if partial:
-        from isles.cli.table import print_table
+        from isles.cli.terminal import print_table
         from isles.models.stages import blocks_of_stages
-        from isles.training.stage_orders import asked_order, order_loss, stages_of
-        from isles.training.stage_orders import curves as judged_curves
+        from isles.training.scoring import asked_order, order_loss, stages_of
+        from isles.training.scoring import curves as judged_curves
 
         pieces = stages_of(saved.config, saved.model)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from isles.cli.options import Device, Trust
+from isles.cli.terminal import Device, Trust
 
 
 def export(
@@ -19,11 +19,11 @@ def export(
     trust: Trust = False,
 ) -> None:
     """Write the run's consolidated model for other tools."""
+    from isles.base.errors import unknown_name
     from isles.data.tokenizer import HuggingFaceTokenizer
-    from isles.errors import unknown_name
     from isles.models.hf import save_as_llama
-    from isles.training.config.kept import KEPT
-    from isles.training.records.saved import load_run
+    from isles.training.config.trust import KEPT
+    from isles.training.records.finished import load_run
 
     if format not in ("hf", "safetensors"):
         raise ValueError(unknown_name("--format", format, ("hf", "safetensors")))

@@ -33,7 +33,7 @@ def methods(
 
 
 def _methods() -> None:
-    from isles.cli.table import print_named
+    from isles.cli.terminal import print_named
     from isles.replicas import METHODS
 
     print_named({name: f"{row.what}  ({row.place})" for name, row in METHODS.items()})
@@ -41,7 +41,7 @@ def _methods() -> None:
 
 
 def _legal() -> None:
-    from isles.cli.table import print_named
+    from isles.cli.terminal import print_named
     from isles.replicas.parts.legal import AXES, BY_NUMBERS, TABLE
     from isles.training.config.conflicts import TOLD, conflicts
 
@@ -66,8 +66,8 @@ def _legal() -> None:
 
 
 def _memory(stages: int) -> None:
+    from isles.plan.run_plan import MODEL, footprints
     from isles.replicas import METHODS
-    from isles.training.footprint import MODEL, footprints
 
     found = footprints(_WORKERS, stages)
     width = max(map(len, METHODS))

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from isles.cli.table import aligned
+from isles.cli.terminal import aligned
 from isles.models.sizes import SIZES
+from isles.plan.run_plan import plan_run
 from isles.report.units import compare, format_bytes, format_count, format_percent, format_seconds, format_short
-from isles.training.plan.run_plan import plan_run
 
 if TYPE_CHECKING:
-    from isles.network.planner.planned import PlannedExchange
+    from isles.network.exchange_plan import PlannedExchange
+    from isles.plan.record import RunPlan, RunTime
     from isles.training.config.sections import Config
-    from isles.training.plan.record import RunPlan, RunTime
 
 _LABEL = 12  # characters of the left column
 _NAMED = 3  # groups of a round, or ranks, that are named

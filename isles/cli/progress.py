@@ -10,7 +10,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from typing_extensions import override
 
-from isles.schema import USAGE
+from isles.base.schema import USAGE
 
 _PLAIN_LINES = 10  # over a whole run, where there is no terminal
 

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from isles.cli import torchrun
-from isles.cli.options import OwnDevice, Trust
-from isles.cli.signals import end_in_order
+from isles.cli.terminal import OwnDevice, Trust, end_in_order
 from isles.cli.train import Node, Nodes, Rendezvous, TokenText, tell_device
 from isles.cli.train import run as run_with_progress
 
@@ -57,8 +56,8 @@ def resume(
             f"{option}: the states of all workers must lie in one directory, and one process changes them; "
             "do it without --nodes and torchrun"
         )
-    from isles.training.records.reshard.prepare import prepare
-    from isles.training.running.server import start_server
+    from isles.running.backends import start_server
+    from isles.training.records.reshard import prepare
 
     if torchrun.size() is None:
         start_server()

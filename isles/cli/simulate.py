@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.options import As, ConfigFile, InnerSteps, Set
-from isles.cli.signals import end_in_order
+from isles.cli.terminal import As, ConfigFile, InnerSteps, Set, end_in_order
 
 if TYPE_CHECKING:
     from isles.cli.several.rows import Configs
-    from isles.cli.several.running import OnLine, OnNotice, Start
+    from isles.cli.several.runs import OnLine, OnNotice, Start
     from isles.training.config.sections import Config
     from isles.training.records.summary import SummaryTable
 
@@ -47,7 +46,7 @@ def simulate(
 ) -> None:
     """Train many workers in this process on a virtual clock: messages, slow workers and pauses take their time."""
     from isles.cli.several.rows import ComparisonRow, ForAllRows, read_all, rows_of
-    from isles.cli.several.running import run_all, seeds_of, show
+    from isles.cli.several.runs import run_all, seeds_of, show
     from isles.training.config.reading import read_config
 
     end_in_order()
@@ -79,8 +78,8 @@ def simulate(
 def _replay(run: str | None, out: Path | None, *, as_json: bool) -> None:
     """Do an elastic run again from its record, and say whether the weights are the same."""
     from isles.training.config.reading import read_config
-    from isles.training.elastic.churn.repeating import repeat
-    from isles.training.elastic.lighthouse.averaging import same_weights
+    from isles.training.elastic.replay import repeat
+    from isles.training.lighthouse.mean import same_weights
 
     if run is None or not Path(run).is_dir():
         raise ValueError("--replay: name the directory of a run of isles lighthouse, or of isles simulate --churn")
@@ -102,9 +101,9 @@ def _replay(run: str | None, out: Path | None, *, as_json: bool) -> None:
 
 def _churned(name: str, configs: Configs) -> tuple[Configs, Start]:
     """The same where workers come and go, and what starts them; all that can be refused is, before the first begins."""
-    from isles.training.churn import trace_of
-    from isles.training.elastic.terms import going_on
+    from isles.training.elastic.support import going_on
     from isles.training.kinds import kind_of
+    from isles.training.simulated_churn import trace_of
 
     kinds = {type(kind_of(config.pipeline)): config.pipeline.routing for config in configs.values()}
     if len(kinds) > 1:

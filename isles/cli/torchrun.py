@@ -54,7 +54,7 @@ def run(
     """This process's part of the run; rank 0 shows progress and the result. choose: names the run directory."""
     from isles.cli.progress import Progress
     from isles.comm.errors import WorkerFailed
-    from isles.training.running.torchrun import take_part
+    from isles.running.torchrun import take_part
 
     if node_spec.nodes > 1:
         raise ValueError("--nodes is for a run without torchrun: torchrun has --nnodes of its own")

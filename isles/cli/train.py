@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from isles.cli import torchrun
-from isles.cli.options import As, ConfigFile, InnerSteps, Set, Trust
-from isles.cli.signals import end_in_order
+from isles.cli.terminal import As, ConfigFile, InnerSteps, Set, Trust, end_in_order
 
 Nodes = Annotated[int, typer.Option(help="Machines that train together; the same command on each.")]
 Node = Annotated[int, typer.Option(help="Which of them this is, from 0.")]
@@ -63,12 +62,12 @@ def train(
     if (probe or json or gpu) and not dry_run:
         option = "--probe" if probe else "--json" if json else "--gpu"
         raise ValueError(f"{option} goes with --dry-run: add it, or take it out")
+    from isles.base.schema import backend_of
     from isles.launch.nodes import NodeSpec
-    from isles.launch.room import refuse_too_many
-    from isles.schema import backend_of
+    from isles.launch.workers import refuse_too_many
+    from isles.running.backends import start_server
     from isles.training.config.reading import gather, resolve
     from isles.training.records.tokens import given_token
-    from isles.training.running.server import start_server
 
     node_spec = NodeSpec(nodes=nodes, node=node, rendezvous=rendezvous, token=given_token(token, nodes))
     if preset is not None:
@@ -93,7 +92,7 @@ def train(
         show(resolved, probe=probe, as_json=json, machines=nodes, machine=gpu)
         return
     if torchrun.size() is None:
-        from isles.training.plan.run_plan import refuse
+        from isles.plan.run_plan import refuse
 
         refuse(resolved)
     file = f"{preset or config} over the defaults of isles config --method {resolved.method}"
@@ -105,8 +104,8 @@ def run(config: Config, choose: Callable[[], Path], node_spec: NodeSpec, resume:
     """Launch, with live progress, and print how it ended. choose: names the run directory, once."""
     from isles.cli.progress import Progress
     from isles.launch.nodes import split
-    from isles.training.running.follow import follow
-    from isles.training.running.run import Interrupted, launch
+    from isles.running.follow import follow
+    from isles.running.run import Interrupted, launch
 
     out = None
     try:

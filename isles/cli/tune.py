@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isles.cli.options import ConfigFile, Set
-from isles.cli.signals import end_in_order
+from isles.cli.terminal import ConfigFile, Set, end_in_order
 
 if TYPE_CHECKING:
-    from isles.replicas.space import Dimension
+    from isles.replicas.search_space import Dimension
     from isles.training.config.sections import Config
 
 _AT = ("tokens", "steps", "seconds")
@@ -54,16 +53,16 @@ def tune(
     from isles.cli.several.rows import one_worker
     from isles.cli.several.rows import quick as quick_terms
     from isles.cli.several.study import Study, Terms
-    from isles.cli.table import print_table
+    from isles.cli.terminal import print_table
     from isles.network.units import parse_seconds
+    from isles.plan.run_plan import refuse
     from isles.report import write_report
     from isles.report.comparison import ALONE, NEVER
     from isles.report.tuning import complete, read_tuning, subtitle, table_of
     from isles.report.units import format_seconds
+    from isles.running.run import launch
     from isles.training.config.reading import read_config
-    from isles.training.plan.run_plan import refuse
-    from isles.training.running.interrupts import Interrupts
-    from isles.training.running.run import launch
+    from isles.training.interrupts import Interrupts
 
     ends = time.monotonic() + (parse_seconds("--budget", budget) if budget else math.inf)
     own = NEVER if method == ALONE else method
@@ -107,9 +106,9 @@ def tune(
 
 def _dimension(text: str, config: Config) -> Dimension:
     """Of --over."""
+    from isles.base.tables import parse_value
     from isles.cli.several.rows import names
-    from isles.replicas.space import Dimension
-    from isles.tables import parse_value
+    from isles.replicas.search_space import Dimension
 
     key, equals, values = text.partition("=")
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-from isles.errors import printable
+from isles.base.errors import printable
 
 
 class CommError(RuntimeError):

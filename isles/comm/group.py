@@ -3,28 +3,32 @@
 Positions inside a group are 0..size-1; only the group knows ranks. `among(positions)` gives a pair, a stage column, an
 island, the survivors. Collectives come in two forms: the generators of `collectives` and `mean` (start them with
 `start`, they run behind the computation) and the blocking verbs here, which are the same generators waited for.
+
+Whether all members of a group have the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from isles.base.modes import own_modes
 from isles.comm.call import Call, Ledger
 from isles.comm.codecs.base import Codec
 from isles.comm.collectives import basic as collectives
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean
-from isles.comm.errors import DeadlinePassed, PeerLost
+from isles.comm.errors import DeadlinePassed, Diverged, PeerLost
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Deadlines, Steps, Transfer, Transport
-from isles.modes import own_modes
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +41,7 @@ class Group:
     deadlines: Deadlines = field(default_factory=Deadlines)
     ledger: Ledger = field(default_factory=Ledger, repr=False)
     view: int = 0
-    """Number of the view of the world (`isles.comm.view`) that the members are in."""
+    """Number of the view of the world (`isles.membership.views`) that the members are in."""
 
     def __post_init__(self) -> None:
         if len(set(self.ranks)) != len(self.ranks):
@@ -146,3 +150,31 @@ def _answers(exchange: Transfer[Tensor]) -> bool:
     except (PeerLost, DeadlinePassed):
         return False
     return True
+
+
+_H = TypeVar("_H", bound=Hashable)
+
+
+def same_text(group: Group, text: str, detail: str, step: int = 0) -> None:
+    """Diverged with `detail`, naming the odd worker, unless `text` is the same on all."""
+    odd, _ = odd_one([int(theirs) for theirs in group.all_gather(numbers(hashed(text)))])
+    if odd is not None:
+        raise Diverged(group.ranks[odd], step, detail)
+
+
+def hashed(text: str) -> int:
+    """64 bits."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+def odd_one(told: Sequence[_H]) -> tuple[int | None, int]:
+    """Of what all members have told: the first position that differs from the usual, None if none does, and the first
+    that is usual. So all name the same one; of two, the first is right.
+    """
+    usual = Counter(told).most_common(1)[0][0]
+    return next((position for position, theirs in enumerate(told) if theirs != usual), None), told.index(usual)
+
+
+def numbers(*values: int) -> Tensor:
+    """As int64 (n,), whatever a user's defaults are."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu")

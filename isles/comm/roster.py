@@ -18,7 +18,7 @@ _REFUSALS = 3  # payloads of one that cannot be, after which nobody waits for it
 
 @runtime_checkable
 class Roster(Protocol):
-    """The members of rounds 1, 2, ... as this worker knows them; see `isles.comm.view.View` for seats.
+    """The members of rounds 1, 2, ... as this worker knows them; see `isles.membership.views.View` for seats.
 
     The first answer for a round is final, for whoever asks has begun it; answers for rounds that have not landed belong
     to the state.

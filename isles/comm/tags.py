@@ -33,7 +33,7 @@ class Tag(NamedTuple):
     """(channel, round, fragment, phase) of one message from one rank to another.
 
     attempt: of a round that is repeated among those who are left; worlds that do not change repeat none.
-    view: of the world (`isles.comm.view`), for messages without a round of their own. A round's have none: workers in
+    view: of the world (`isles.membership`), for messages without a round of their own. A round's have none: workers in
     different views meet and read it in the header, where else both would wait for a deadline. Fragment 255 on `eval` is
     evaluation through a pipeline.
     """

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from isles.imports import on_first_use
+from isles.base.imports import on_first_use
 
 if TYPE_CHECKING:
-    from .config import DataConfig
-    from .corpus import Corpus
-    from .load import load_corpus
-    from .loader import Loader
-    from .tokenizer import ByteTokenizer, load_tokenizer
+    from isles.data.config import DataConfig
+    from isles.data.corpus import Corpus
+    from isles.data.loader import Loader
+    from isles.data.prepare import load_corpus
+    from isles.data.tokenizer import ByteTokenizer, load_tokenizer
 
 __all__, __getattr__, __dir__ = on_first_use(
     __name__,
     {
         ".config": "DataConfig",
         ".corpus": "Corpus",
-        ".load": "load_corpus",
+        ".prepare": "load_corpus",
         ".loader": "Loader",
         ".tokenizer": "ByteTokenizer load_tokenizer",
     },

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from isles.parsing import parse_json
-
-from .sources import Source, SourceKind
+from isles.base.parsing import parse_json
+from isles.data.sources import Source, SourceKind
 
 _HEAD_BYTES = 8192
 _GPT2_IDS = 50256

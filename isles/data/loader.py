@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from .config import DataConfig
-from .corpus import Corpus, TokenStream
-from .order import epoch_order
+from isles.data.config import DataConfig
+from isles.data.corpus import Corpus, TokenStream
+from isles.data.order import epoch_order
 
 
 class Loader:

@@ -3,20 +3,27 @@
 Which side a document falls on is decided by a hash of its name, so it depends neither on the machine nor on the other
 documents. Where that leaves validation less than half or more than twice its share (one book, a few files of unequal
 size) every document is cut in two instead and its end goes to validation. Either way no token is on both sides.
+
+`load_corpus`: the corpus of a configuration, made once a process and, on request, once a machine.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
-from .corpus import Corpus, SplitBy, TokenStream, content_sha256
-from .documents import read_documents
-from .sources import Source
-from .tokenizer import Ids, Tokenizer, smallest_dtype
+from isles.data.config import DataConfig
+from isles.data.corpus import Corpus, SplitBy, TokenStream, content_sha256
+from isles.data.documents import read_documents
+from isles.data.sources import Source, fingerprint, list_sources
+from isles.data.store import FORMAT, is_stored, open_corpus, save_corpus
+from isles.data.tokenizer import Ids, Tokenizer, load_tokenizer, smallest_dtype
 
 _BATCH_CHARACTERS = 4_000_000  # enough for a tokenizer to fill the cores, few enough to hold as text
 
@@ -117,3 +124,43 @@ def _warn_of_left_out(sources: Sequence[Source], read: set[int]) -> None:
             f"data.path: {len(binary)} of {len(sources)} files hold no text and were left out, among them {binary[0]}",
             stacklevel=4,
         )
+
+
+_REMEMBERED = 4  # corpora: a comparison of tokenizers or of text needs a few, and each may be large
+_corpora: dict[tuple[str, str], Corpus] = {}  # by content and cache folder, the one used last at the end
+_lock = threading.Lock()  # virtual workers are threads: the second waits for the corpus instead of making another
+
+
+def load_corpus(config: DataConfig) -> Corpus:
+    """Read, tokenise and split the text of `config`; a second call in the process returns the same object.
+
+    The files are looked at on every call (names, sizes, times of change), and a change makes a new corpus. With
+    `config.cache` the arrays are kept in that folder and memory-mapped, so that later processes read nothing else. A
+    `config.path` that is itself such a folder (`store.save_corpus`) is opened as it is, with the split that it has.
+    ValueError, one line with key and mend, where something cannot be read or holds no text.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    if is_stored(config.path):
+        stored = open_corpus(Path(config.path).expanduser(), tokenizer)
+        assert stored is not None
+        return stored
+    sources = list_sources(config.path)
+    fraction = float(config.validation_fraction)
+    parts = [FORMAT, config.path, fingerprint(sources), tokenizer.fingerprint, config.text_key, fraction]
+    content = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    key = (content, config.cache)
+    with _lock:
+        corpus = _corpora.pop(key, None)
+        folder = Path(config.cache).expanduser() / content if config.cache else None
+        if corpus is None and folder is not None:
+            corpus = open_corpus(folder, tokenizer)
+        if corpus is None:
+            corpus = prepare_corpus(
+                sources, tokenizer, path=config.path, text_key=config.text_key, validation_fraction=fraction
+            )
+            if folder is not None:
+                corpus = save_corpus(corpus, folder)
+        _corpora[key] = corpus
+        while len(_corpora) > _REMEMBERED:
+            del _corpora[next(iter(_corpora))]
+    return corpus

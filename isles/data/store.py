@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from isles.parsing import parse_json
-
-from .blocks import CheckedBlocks, block_sums
-from .corpus import Corpus, TokenStream
-from .tokenizer import Tokenizer
+from isles.base.parsing import parse_json
+from isles.data.corpus import CheckedBlocks, Corpus, TokenStream, block_sums
+from isles.data.tokenizer import Tokenizer
 
 FORMAT = 3  # raise it when reading, splitting or storing changes, so that no older corpus is taken for a new one
 _PARTS = ("train", "validation")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from isles.parsing import parse_json
+from isles.base.parsing import parse_json
 
 Ids = np.ndarray  # one-dimensional, of the smallest unsigned type that holds every id
 

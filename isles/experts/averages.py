@@ -17,11 +17,10 @@ from pathlib import Path
 
 from isles.data import DataConfig
 from isles.experts.domains import Domain, DomainText
-from isles.experts.registry import ForestMember
-from isles.experts.routing.priors import CACHED_SEQUENCES, cached
-from isles.experts.served import Served
-from isles.training.records.saved import SavedRun
-from isles.training.records.tensors import save_model
+from isles.experts.forest import ForestMember, Served
+from isles.experts.routing.routing import CACHED_SEQUENCES, cached
+from isles.training.records.finished import SavedRun
+from isles.training.records.shard import save_model
 from isles.training.records.writer import write_config
 
 WEIGHTS = "model.safetensors"

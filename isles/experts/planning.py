@@ -1,17 +1,25 @@
-"""What a system will cost, before it is trained: budgets, FLOPs and bytes by formula. Reads and writes nothing."""
+"""What a system will cost, before it is trained: budgets, FLOPs and bytes by formula. Reads and writes nothing.
+
+The expert systems by name: what their section holds, and the program behind it.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from isles.base.errors import unknown_name
 from isles.experts.domains import TRAINED, Domain, read_domains
 from isles.experts.hdee import hdee
+from isles.experts.hdee.hdee import HdeeConfig
+from isles.experts.hdee.run import Hdee
 from isles.experts.jobs import ExpertJob
 from isles.experts.meters import score_bytes
 from isles.experts.reading import ExperimentConfig
 from isles.experts.smalltalk import smalltalk
+from isles.experts.smalltalk.run import Smalltalk
 from isles.experts.smalltalk.smalltalk import SmalltalkConfig
+from isles.experts.system import System
 from isles.models import flops_per_token, limits, parameters
 from isles.training.config.sections import Config
 
@@ -85,3 +93,21 @@ def _add_routers(found: dict[str, Any], own: SmalltalkConfig, base: Config, cont
 
 def _told(job: ExpertJob) -> dict[str, Any]:
     return {"name": job.name, "role": job.role, "steps": job.config.run.steps, "tokens": job.tokens, "flops": job.flops}
+
+
+SYSTEMS: dict[str, tuple[type, type[System[Any]]]] = {
+    "hdee": (HdeeConfig, Hdee),
+    "smalltalk": (SmalltalkConfig, Smalltalk),
+}
+
+
+def settings(name: str) -> type:
+    """The class of the section [name]. ValueError for a system that is not known."""
+    if name not in SYSTEMS:
+        raise ValueError(unknown_name("system", name, SYSTEMS))
+    return SYSTEMS[name][0]
+
+
+def opened(asked: ExperimentConfig[Any], out: Path) -> System[Any]:
+    """The program for a request, in its directory."""
+    return SYSTEMS[asked.system][1](asked, out)

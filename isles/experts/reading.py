@@ -16,13 +16,12 @@ from typing import Any, Generic, TypeVar
 
 import tomlkit
 
-from isles.durable import write_text
-from isles.errors import unknown_name
-from isles.parsing import parse_toml
-from isles.tables import read_toml, typed
-from isles.training.config.reading import Tables, over, resolve, words
+from isles.base.durable import write_text
+from isles.base.errors import unknown_name
+from isles.base.parsing import parse_toml
+from isles.base.tables import read_toml, typed
+from isles.training.config.reading import Tables, commented, over, resolve, words
 from isles.training.config.sections import ORDER, Config
-from isles.training.config.template import commented
 
 KEPT = "experts.toml"
 Own = TypeVar("Own")

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from isles.experts.domains import Domain, DomainText, keep_texts, known_texts, read_domains
-from isles.experts.jobs import ExpertJob, JobProgress, state, train
-from isles.experts.judging import mean_of
+from isles.experts.evaluation import mean_of
+from isles.experts.jobs import ExpertJob, ExpertTask, JobProgress, carry_out, state, train
 from isles.experts.reading import ExperimentConfig, keep, make_directory, refuse_others
-from isles.experts.tasks import ExpertTask, carry_out
 from isles.models import limits
 from isles.models.factory import placement
 

@@ -11,15 +11,14 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from isles.base.errors import printable
+from isles.base.parsing import OneLine, Port, Unfit, integer, table, value_of
+from isles.base.version import __version__
 from isles.comm.credentials import Credentials
 from isles.comm.errors import RendezvousFailed, to_plain
-from isles.comm.sockets.frames import STRANGERS, heard
+from isles.comm.sockets.connection import SILENCE, STRANGERS, LinkLost, heard
 from isles.comm.sockets.listener import Listener, Throttle
-from isles.comm.sockets.lost import SILENCE, LinkLost
-from isles.errors import printable
-from isles.fields import OneLine, Port, Unfit, integer, table, value_of
 from isles.launch.link import Link
-from isles.version import __version__
 
 _GLANCE = 0.2  # seconds between looks at who has gone
 _MANY = 1 << 20  # nodes

@@ -19,11 +19,9 @@ from typing import Any
 
 from isles.comm.credentials import Token
 from isles.comm.sockets import loop
-from isles.comm.sockets.connection import Connection
-from isles.comm.sockets.frames import LONGEST, message_of
-from isles.comm.sockets.lost import SILENCE, LinkLost, reason
+from isles.comm.sockets.connection import LONGEST, SILENCE, Connection, LinkLost, message_of, reason
+from isles.comm.sockets.heartbeats import Silence
 from isles.comm.sockets.proof import dial
-from isles.comm.sockets.silence import Silence
 from isles.comm.tcp import keep_trying, seen, try_soon
 
 _HELD = 2 * LONGEST  # bytes that wait to be sent, and as many that have come; the other side waits meanwhile

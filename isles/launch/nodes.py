@@ -11,9 +11,9 @@ from typing import Any
 
 from isles.comm.credentials import Token
 from isles.comm.errors import CommError, to_plain
-from isles.comm.interfaces import interface_of, loopback
 from isles.comm.sockets.addresses import parse_address
-from isles.comm.sockets.lost import LinkLost
+from isles.comm.sockets.connection import LinkLost
+from isles.comm.tcp import interface_of, loopback
 from isles.launch.link import Link
 
 

@@ -24,15 +24,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from isles.base.parsing import Int, Nonnegative, OneLine, Port, Unfit, table, value_of
+from isles.base.version import __version__
 from isles.comm.sockets import loop
-from isles.comm.sockets.frames import STRANGERS, BadFrame, heard, packed
+from isles.comm.sockets.connection import STRANGERS, BadFrame, LinkLost, close, ends, heard, packed, reason
 from isles.comm.sockets.listener import Listener, Throttle
-from isles.comm.sockets.lost import LinkLost, close, ends, reason
 from isles.comm.sockets.proof import dial
-from isles.comm.sockets.rates import line_rates
-from isles.comm.sockets.reachable import PATIENCE, EchoServer, echo_failure, port_range
-from isles.fields import Int, Nonnegative, OneLine, Port, Unfit, table, value_of
-from isles.version import __version__
+from isles.comm.sockets.reachability import PATIENCE, EchoServer, echo_failure, line_rates, port_range
 
 _CHUNK = "x" * (1 << 15)  # 32 kB: a message of a stranger's may be twice as long
 _LARGEST = 1 << 11  # chunks of a burst

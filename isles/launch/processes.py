@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isles.comm.errors import WorkerFailed
-from isles.comm.sockets.silence import Silence, no_sign_of_life
+from isles.comm.sockets.heartbeats import Silence, no_sign_of_life
 from isles.comm.transport import Deadlines
-from isles.launch.by_value import ByValue
-from isles.launch.worker import WorkerSpec, serve
+from isles.launch.worker import ByValue, WorkerSpec, serve
 
 _LONGEST_TMPDIR = 70  # characters, before those that multiprocessing adds
 WorkerMessage = tuple[int, str, Any]

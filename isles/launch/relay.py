@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, cast
 
 from typing_extensions import override
 
+from isles.base.errors import printable
+from isles.base.parsing import MANY, Int, Unfit, integer, read
 from isles.comm.errors import NodeLost, WorkerFailed, from_plain, to_plain
-from isles.comm.sockets.lost import LinkLost
-from isles.errors import printable
-from isles.fields import MANY, Int, Unfit, integer, read
+from isles.comm.sockets.connection import LinkLost
 from isles.launch.link import Link
 from isles.launch.nodes import NodeGroup
 from isles.launch.processes import WorkerMessage, WorkerProcesses

@@ -2,7 +2,7 @@
 
 launcher                            worker
 "hold" | ("stop", step) | "close"   ----->   heard by a thread of its own; it ends the process when the launcher goes
-("lost", rank) | ("moved", counts)  ----->   of other workers: see `isles.comm.gloo.life`
+("lost", rank) | ("moved", counts)  ----->   of other workers: see `isles.comm.gloo.liveness`
                                     <-----   ("joined", None) when all have met; ("beat", bytes moved) every two seconds
                                     <-----   ("event", value) | ("held", step) | ("done", result) | ("error", exception)
                                     <-----   ("interrupt", None): somebody asked this process to end (SIGTERM), and
@@ -10,6 +10,14 @@ launcher                            worker
 
 The worker stays after its result until "close": it closes its connections only when nobody needs them any more. After
 an error it goes at once, so that the others notice; and where it has left them, as all of them know.
+
+The store where workers meet. It listens at one address; torch by itself would listen at all of them. It asks nobody
+who he is.
+
+What goes through the pipes between a launcher and its workers, tensors by value.
+
+Torch's own way shares the memory of a tensor: one file descriptor a tensor (`ulimit -n`), room in /dev/shm, and a
+sender that must live until the reader has looked. Both ends are processes of one launcher: nothing here is a peer's.
 """
 
 from __future__ import annotations
@@ -23,23 +31,94 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from io import BytesIO
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import reductions
 
+from isles.base.durable import no_room
 from isles.comm import mesh
 from isles.comm.errors import CommError, WorkerFailed
-from isles.comm.gloo.life import Life
+from isles.comm.gloo.liveness import Life
 from isles.comm.gloo.transport import DistributedTransport
-from isles.comm.sockets.silence import begin_pulse
+from isles.comm.sockets.addresses import listen
+from isles.comm.sockets.heartbeats import begin_pulse
 from isles.comm.stopping import LeaveControl, StopControl
 from isles.comm.transport import Deadlines
-from isles.durable import no_room
-from isles.launch.by_value import ByValue, ByValueConnection
-from isles.launch.store import join_store
+
+_PATIENCE = timedelta(minutes=5)
+
+
+def open_store(host: str) -> dist.TCPStore:
+    """The store itself, at a free port of the address `host` of this machine, as long as the object lives."""
+    listening = listen(0, host)
+    port = listening.getsockname()[1]
+    return dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def join_store(host: str, port: int) -> dist.TCPStore:
+    """A worker's connection to it."""
+    return dist.TCPStore(host, port, None, False, timeout=_PATIENCE)
+
+
+class _Pickler(ForkingPickler):
+    """Multiprocessing's, without what torch adds to it."""
+
+    def __init__(self, file: BytesIO) -> None:
+        super().__init__(file)
+        self.dispatch_table = {
+            kind: reduce
+            for kind, reduce in self.dispatch_table.items()
+            if getattr(reduce, "__module__", "") != reductions.__name__
+        }
+        self._storages: dict[int, Any] = {}
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, torch.storage.TypedStorage):  # made anew for each tensor that looks at the same memory
+            first = self._storages.setdefault(thing._untyped_storage._cdata, thing)
+            return NotImplemented if first is thing else (_same, (first, thing.dtype))
+        return NotImplemented
+
+
+class ByValue:
+    """A value that a new process is given; `open` makes it there, so that who cannot read it can say so."""
+
+    def __init__(self, value: Any, made: bytes | None = None) -> None:
+        self._value, self._made = value, made
+
+    def open(self) -> Any:
+        return self._value if self._made is None else ForkingPickler.loads(self._made)
+
+    def __reduce__(self) -> tuple[Callable[..., ByValue], tuple[Any, ...]]:
+        return ByValue, (None, dumps(self._value) if self._made is None else self._made)
+
+
+class ByValueConnection:
+    """A worker's end of the pipe to its launcher."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self.recv = pipe.recv
+
+    def send(self, message: tuple[str, Any], /) -> None:
+        self._pipe.send_bytes(dumps(message))
+
+
+def dumps(value: Any) -> bytes:
+    """For a pipe's `recv`."""
+    file = BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _same(storage: Any, dtype: torch.dtype) -> Any:
+    return torch.storage.TypedStorage(wrap_storage=storage._untyped_storage, dtype=dtype, _internal=True)
 
 
 class LauncherConnection(Protocol):

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from isles.base.tables import refuse
 from isles.network.units import parse_bytes
-from isles.tables import refuse
 
 MemoryMethod = Literal["none", "auto", "autohete", "karma", "checkpoint"]
 Update = Literal["exact", "early"]

@@ -8,6 +8,8 @@ section begins on a page. The executor reads and writes whole sections through p
 (memory that is given back to the C library stays with the process), past the page cache where the file system can; the
 gradients' through it, because clipping reads them soon. Everyone else sees the sections as tensors mapped from the same
 file: the kernel keeps both views alike as long as they do not overlap in time, which `catch_up` sees to.
+
+What the disk holds of one unit while its optimizer does not need it, and how the unit is updated from there.
 """
 
 from __future__ import annotations
@@ -20,14 +22,20 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from isles.memory.costs import Placement
 from isles.memory.meter import MemoryMeter
+from isles.memory.parameters import PartialOptimizer, Settings
+from isles.memory.units import ModelUnit
 
 ALIGNED = 64
 """Bytes: where a tensor begins within its section."""
@@ -251,3 +259,257 @@ def give_back_freed_memory() -> None:
         if hasattr(libc, "mallopt"):
             libc.mallopt(_MMAP_THRESHOLD, _SMALL)
             libc.malloc_trim(0)
+
+
+class Staging:
+    """The buffers through which all units' bytes go to the disk and back.
+
+    fetched: for weights that come for a pass; sent: for gradients that go; each is used by one unit at a time. Updates
+    have `SLOTS` more. meter: is told of the buffers, where the RAM is the device.
+    """
+
+    def __init__(self, meter: MemoryMeter | None = None) -> None:
+        self.meter = meter
+        self.fetched, self.sent = StagingSlot(meter), StagingSlot(meter)
+        self.fetching = threading.Lock()
+        self.updates: list[StagingSlot] = []  # that are free
+
+    def take(self) -> StagingSlot:
+        """One for an update; whoever takes it has asked for it."""
+        return self.updates.pop() if self.updates else StagingSlot(self.meter)
+
+    def give(self, slot: StagingSlot) -> None:
+        self.updates.append(slot)
+
+
+class StoredUnit:
+    """One unit's part of the file.
+
+    parameters: the unit's on the host, updated by `part` of `optimizer`. states: bytes that its states will have.
+    whole: weights and gradients are in the file too, and `parameters` become views of it.
+
+    read, written: bytes so far.
+    """
+
+    def __init__(
+        self,
+        file: DiskFile,
+        staging: Staging,
+        parameters: Sequence[nn.Parameter],
+        optimizer: Optimizer,
+        *,
+        states: int,
+        whole: bool,
+    ) -> None:
+        self._expected = pages(states + 4 * ALIGNED * len(parameters))
+        self.file, self.staging, self.optimizer = file, staging, optimizer
+        self.parameters, self.whole = list(parameters), whole
+        self.part = PartialOptimizer(optimizer, self.parameters)
+        self.weights: Section | None = None
+        self.gradients: Section | None = None
+        self.states: Section | None = None
+        self.read = self.written = 0
+        if whole:
+            own = [parameter.detach() for parameter in self.parameters]
+            self.weights, self.gradients = Section(file, own), Section(file, own, cached=True)
+            buffer = staging.fetched.take(self.weights.room)
+            _copy(self.weights.views(buffer), own)
+            self.weights.write(buffer)
+            for parameter, mapped in zip(self.parameters, self.weights.mapped, strict=True):
+                parameter.data = mapped
+        self.keep_states()
+
+    # Weights and gradients
+
+    def fetch(self, into: Sequence[Tensor]) -> None:
+        """Copy the weights to `into`."""
+        assert self.weights is not None
+        with self.staging.fetching:
+            _copy(into, self.weights.read(self.staging.fetched.take(self.weights.room)))
+        self.read += self.weights.nbytes
+
+    def put_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Write the gradients of the parameters, None where one has none."""
+        assert self.gradients is not None
+        buffer = self.staging.sent.take(self.gradients.room)
+        for view, made in zip(self.gradients.views(buffer), gradients, strict=True):
+            if made is not None:
+                view.copy_(made)
+        self.gradients.write(buffer)
+        self.written += self.gradients.nbytes
+
+    def show_gradients(self) -> None:
+        """What has been delivered to the parameters lies in the file: give its memory back."""
+        assert self.gradients is not None
+        for parameter, mapped in zip(self.parameters, self.gradients.mapped, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.data = mapped  # the same object for whoever has looked at it
+
+    # States
+
+    def keep_states(self) -> None:
+        """States that lie in memory, as those of a checkpoint do, go to the file."""
+        states = self._tensors(self.optimizer.state)
+        if states and not self._is_there(states):
+            section = self.section(states)
+            buffer = StagingSlot().take(section.room)
+            _copy(section.views(buffer), states)
+            section.write(buffer)
+            self._show(self.optimizer.state)
+
+    def section(self, states: Sequence[Tensor]) -> Section:
+        """The section of the file for `states`: the one before, where they fit into it."""
+        if self.states is None or not self.states.fits(states):
+            self.states = Section(self.file, states)
+        return self.states
+
+    @property
+    def room(self) -> int:
+        """Bytes of memory that an update of this unit takes."""
+        sections = (self.weights, self.gradients, self.states)
+        return sum(one.room for one in sections if one is not None) + (0 if self.states else self._expected)
+
+    def _is_there(self, states: Sequence[Tensor]) -> bool:
+        mapped = [] if self.states is None else self.states.mapped
+        return len(mapped) == len(states) and all(map(_same_memory, mapped, states))
+
+    def _keys(self, state: Any) -> list[tuple[nn.Parameter, str]]:
+        return [
+            (parameter, key)
+            for parameter in self.parameters
+            for key, value in state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        ]
+
+    def _tensors(self, state: Any) -> list[Tensor]:
+        return [state[parameter][key] for parameter, key in self._keys(state)]
+
+    def _show(self, state: Any) -> None:
+        """The optimizer's state becomes that of `state`, with the tensors of the file."""
+        assert self.states is not None
+        shown = zip(self._keys(state), self.states.mapped, strict=True)
+        tensors = {(parameter, key): mapped for (parameter, key), mapped in shown}
+        for parameter in self.parameters:
+            if parameter in state:
+                self.optimizer.state[parameter] = {
+                    key: tensors.get((parameter, key), value) for key, value in state[parameter].items()
+                }
+
+    def update(self) -> StoredUpdate:
+        """The next update of this unit."""
+        return StoredUpdate(self)
+
+
+class StoredUpdate:
+    """One update: `load` on the lane that reads, `step` on the host's, `save` on the one that writes."""
+
+    def __init__(self, stored: StoredUnit) -> None:
+        self.stored, self.slot = stored, stored.staging.take()
+        self.state: dict[Any, Any] = defaultdict(dict)
+        self._weights: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+        self._buffers: dict[str, Tensor] = {}
+        self._rest: Tensor | None = None  # of the slot
+
+    def load(self) -> None:
+        """Read states, and weights and gradients where they are there."""
+        stored = self.stored
+        sections = {"weights": stored.weights, "gradients": stored.gradients, "states": stored.states}
+        buffer, begin = self.slot.take(stored.room), 0
+        for name, section in sections.items():
+            if section is not None:
+                self._buffers[name] = buffer[begin : begin + section.room]
+                section.read(self._buffers[name])
+                stored.read += section.nbytes
+                begin += section.room
+        self._rest = buffer[begin:]
+        if stored.weights is not None and stored.gradients is not None:
+            self._weights = stored.weights.views(self._buffers["weights"])
+            self._gradients = stored.gradients.views(self._buffers["gradients"])
+        if stored.states is not None:
+            current = stored.optimizer.state
+            views = dict(zip(stored._keys(current), stored.states.views(self._buffers["states"]), strict=True))
+            for parameter in stored.parameters:
+                for key, value in current.get(parameter, {}).items():
+                    self.state[parameter][key] = views.get((parameter, key), value)
+
+    def step(self, settings: Settings, gradients: Sequence[Tensor | None]) -> None:
+        """Update by `gradients`, None where a parameter has none."""
+        stored = self.stored
+        if not stored.whole:
+            stored.part.update(settings, gradients, self.state)
+            return
+        assert stored.gradients is not None
+        instead = dict[nn.Parameter, nn.Parameter]()
+        for index, (parameter, gradient) in enumerate(zip(stored.parameters, gradients, strict=True)):
+            instead[parameter] = nn.Parameter(self._weights[index], parameter.requires_grad)
+            if gradient is not None:
+                if not _same_memory(gradient, stored.gradients.mapped[index]):  # somebody put another one there
+                    self._gradients[index].copy_(gradient)
+                instead[parameter].grad = self._gradients[index]
+        state = defaultdict(dict, {instead[parameter]: values for parameter, values in self.state.items()})
+        stored.part.step(settings, state, instead)
+        self.state = {parameter: state[own] for parameter, own in instead.items() if own in state}
+
+    def save(self) -> None:
+        """Write the states, and the weights where they are there."""
+        stored = self.stored
+        if stored.weights is not None:
+            stored.weights.write(self._buffers["weights"])
+            stored.written += stored.weights.nbytes
+        tensors = stored._tensors(self.state)
+        if tensors:
+            before, section = stored.states, stored.section(tensors)
+            buffer = self._buffers["states"] if section is before else self._rest
+            if buffer is None or len(buffer) < section.room:
+                buffer = StagingSlot().take(section.room)
+            for view, tensor in zip(section.views(buffer), tensors, strict=True):
+                if not _same_memory(view, tensor):
+                    view.copy_(tensor)
+            section.write(buffer)
+            stored.written += section.nbytes
+            stored._show(self.state)
+        self._buffers.clear()
+        self.state, self._weights, self._gradients, self._rest = {}, [], [], None
+        stored.staging.give(self.slot)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
+@torch.no_grad()
+def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for own, value in zip(into, values, strict=True):
+        own.copy_(value)
+
+
+def stored_units(
+    units: Sequence[ModelUnit],
+    placements: Sequence[Placement],
+    optimizer: Optimizer,
+    states: Sequence[int],
+    folder: str,
+    meter: MemoryMeter | None = None,
+) -> dict[int, StoredUnit]:
+    """What the plan puts on disk, in a file of `folder`, by unit; model and optimizer see no difference. states: bytes
+    of those that each unit will have. ValueError where there is no folder.
+    """
+    chosen = {index: one.place for index, one in enumerate(placements) if one.place in ("disk", "file")}
+    if not chosen:
+        return {}
+    if not folder:
+        raise ValueError("memory.disk: the plan puts units on disk; name a folder on one")
+    whole = "file" in chosen.values()
+    if whole:
+        give_back_freed_memory()
+    file, staging = DiskFile(folder), Staging(meter if whole else None)
+    stored = {
+        index: StoredUnit(
+            file, staging, units[index].parameters, optimizer, states=states[index], whole=place == "file"
+        )
+        for index, place in chosen.items()
+    }
+    if whole:
+        give_back_freed_memory()
+    return stored

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from isles.wrapping import is_host_work
+from isles.base.wrapping import is_host_work
 
 
 class MemoryMeter(TorchDispatchMode):

@@ -4,16 +4,24 @@ The unit's modules show the host's parameters, as anyone who reads the model exp
 runs. Views that autograd has saved stay valid when a storage is emptied and filled again, for it is the same storage.
 Who else writes to the host's parameters (an outer step that lands, a checkpoint that is loaded) is noticed by their
 version counters.
+
+Gradients on their way from the device to the parameters of the host.
+
+Parts of one optimizer: each updates some of its parameters, with the whole one's settings and state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from isles.memory.engines.base import Moves
+from isles.base.wrapping import host_work
+from isles.memory.engines.base import LaneEvent, Moves
 from isles.memory.meter import MemoryMeter
 from isles.memory.units import ModelUnit, travels_as
 
@@ -100,3 +108,129 @@ class Brought:
     def _track(self) -> None:
         if self.meter is not None:
             self.meter.track(*self.device)
+
+
+class Landed(NamedTuple):
+    """Gradients of a unit that are on the host, for the parameters that have one. last: of the step's last batch.
+    shown: called when they have become those of the parameters.
+    """
+
+    unit: int
+    last: bool
+    parameters: list[nn.Parameter]
+    gradients: list[Tensor]
+    shown: Callable[[], None] | None
+
+
+class Arrivals:
+    """What comes down, until the computing thread takes it. arrived: called with a unit whose gradients of the step's
+    last batch are on its parameters.
+    """
+
+    def __init__(self, arrived: Callable[[int], None]) -> None:
+        self.arrived = arrived
+        self._landed: deque[Landed] = deque()
+        self._on_the_way: list[LaneEvent] = []
+
+    def expect(self, landing: LaneEvent) -> None:
+        """Note that gradients were sent; `landing` happens once `add` was called with them."""
+        self._on_the_way.append(landing)
+
+    def add(self, landed: Landed) -> None:
+        """Take in gradients that are on the host now."""
+        self._landed.append(landed)
+
+    def deliver(self) -> None:
+        """Make what has come the gradient of its parameters, on this thread, so that their hooks run here."""
+        while self._landed:
+            unit, last, parameters, gradients, shown = self._landed.popleft()
+            with host_work(), torch.enable_grad():
+                torch.autograd.backward(parameters, gradients)
+                del gradients
+                if shown is not None:
+                    shown()
+            if last:
+                self.arrived(unit)
+
+    def all(self) -> None:
+        """Wait for what is on its way, and deliver it."""
+        for event in self._on_the_way:
+            event.wait("a gradient on the host")
+        self._on_the_way.clear()
+        self.deliver()
+
+
+Settings = list[dict[str, Any]]
+
+
+def settings_of(optimizer: Optimizer) -> Settings:
+    """A copy of all groups' settings (learning rate, betas, ...), as they are now."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def same_settings(one: Settings, other: Settings) -> bool:
+    """Whether all groups have equal ones."""
+    return all(
+        a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+    return one == other
+
+
+class PartialOptimizer:
+    """The share of `whole` that updates `parameters`. State is the whole one's, made when it first updates."""
+
+    def __init__(self, whole: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        wanted = {id(parameter) for parameter in self.parameters}
+        self.whole = whole
+        self._groups: list[tuple[int, list[nn.Parameter]]] = []
+        for number, group in enumerate(whole.param_groups):
+            own = [parameter for parameter in group["params"] if id(parameter) in wanted]
+            if own:
+                self._groups.append((number, own))
+        # Its class and attributes without its constructor, whose arguments are not known.
+        self._optimizer: Optimizer = object.__new__(type(whole))
+        attributes: Mapping[str, Any] = whole.__dict__
+        self._optimizer.__dict__.update({key: value for key, value in attributes.items() if key != "step"})
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):  # those are of the whole step
+            self._optimizer.__dict__[hooks] = OrderedDict()
+
+    @property
+    def empty(self) -> bool:
+        """Whether it has nothing to update."""
+        return not self._groups
+
+    def update(self, settings: Settings, gradients: Sequence[Tensor | None], state: Any = None) -> None:
+        """Update by these gradients of the parameters, in their order; none is left on them. state: as in `step`."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self.step(settings, state)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def step(
+        self,
+        settings: Sequence[Mapping[str, Any]],
+        state: Any = None,
+        instead: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    ) -> None:
+        """Update by the parameters' gradients, with these settings of all groups of the whole optimizer. state: None
+        for the whole one's. instead: what stands for each parameter, with gradient and state of its own.
+        """
+        if self.empty:
+            return
+        self._optimizer.state = self.whole.state if state is None else state
+        self._optimizer.param_groups = [
+            {**settings[number], "params": own if instead is None else [instead[parameter] for parameter in own]}
+            for number, own in self._groups
+        ]
+        self._optimizer.step()
+        self._optimizer.state, self._optimizer.param_groups = (
+            defaultdict(dict),
+            [],
+        )  # it holds neither states nor stand-ins

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
+from isles.base.parsing import parse_json
 from isles.memory.config import Update
 from isles.memory.costs import ACTIVATIONS, LETTERS, PLACES, Placement, Profile, unit_cost
 from isles.memory.lanes import LANES, LaneTimeline
 from isles.network.machines import Machine
-from isles.parsing import parse_json
 
 _FORMAT = 1
 

@@ -7,30 +7,74 @@ under bfloat16 autocast also with the units' matrices in bfloat16, as they trave
 
 Operations are counted in closed form for Isles' own decoder, else with attention taken apart, for torch does not count
 the CPU's attention kernel.
+
+What a worker of fully sharded data parallel training has on its device: rows of everything, and the weights of a few
+units while they are gathered. A plan says what is kept and what is made again; where the weights are is the method's.
+
+Where fake tensors go another way than real ones, and take other bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from isles.memory.costs import Ends, Passes, Profile, Transient, UnitProfile
 from isles.memory.meter import MemoryMeter, nbytes, storages
-from isles.memory.profiling.like_real import LikeReal
 from isles.memory.units import ModelUnit, edge, forwards, is_cast, tensors_in, travels_as, units_of
 from isles.models.blocks import blocks_of
 from isles.models.decoder import Decoder
 from isles.models.sizes import flops_per_token
+
+_MOST = 2**24  # entries
+_NORMS = (torch.ops.aten.native_batch_norm.default, torch.ops.aten._native_batch_norm_legit.default)
+
+
+class LikeReal(TorchDispatchMode):
+    """Within a FakeTensorMode, so that a step without numbers takes the bytes of one with.
+
+    Integers that come from no weight and no batch, such as positions, keep their numbers. Models look at them: one of
+    transformers asks whether its positions are those of several texts in a row, and where it cannot know builds a mask
+    for its attention. The statistics of a batch norm of bfloat16 with weights of float32 are float32, which the fake
+    operation does not know.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _NORMS and args[1] is not None and args[0].dtype != args[1].dtype:
+            made, *statistics = func(*args, **kwargs)
+            return made, *(one.to(args[1].dtype) for one in statistics)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(isinstance(one, FakeTensor) for one in given) or torch.Tag.nondeterministic_seeded in func.tags:
+            return func(*args, **kwargs)
+        try:
+            made = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            made = None
+        else:
+            tensors = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+            if any(one.is_floating_point() or one.is_complex() or one.numel() > _MOST for one in tensors):
+                return made
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
 
 SCALARS = 4096  # bytes: what a training loop keeps of a loss beside the step that is profiled
 
@@ -360,3 +404,64 @@ def _flops(model: nn.Module, units: list[ModelUnit], batch: Any, loss: Loss) -> 
     with mode, _without_numbers(model, "cpu", {}), forwards(units, around), whole, counter, torch.no_grad():
         loss(model, _like(batch, "cpu"))
     return counted, float(counter.get_total_flops())
+
+
+def fully_sharded(
+    made: Profile, model: nn.Module, size: int, *, keeps_gathered: bool, batches: int, state_bytes: StateBytes
+) -> Profile:
+    """The profile of `model` at one of `size` workers. keeps_gathered: a unit's weights stay gathered from its forward
+    to its backward pass. batches: of a step; gradients are whole until the last of them.
+
+    Counted as torch's `fully_shard` goes about it on a CPU: a gathered unit is there twice while it is taken apart, the
+    next one's weights come while a backward pass runs, and gradients are laid out once more to be scattered.
+    """
+    units = units_of(model)
+    inside = {id(parameter) for unit in units for parameter in unit.parameters}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    whole = [size * _share(unit.parameters, size) for unit in units]
+    trained = [size * _share([p for p in unit.parameters if p.requires_grad], size) for unit in units]
+    most = max(whole, default=0)
+    ends = made.ends
+    waiting = (sum(whole) if keeps_gathered else 0) + (sum(trained) if batches > 1 else 0)
+    sharded = []
+    for index, unit in enumerate(units):
+        own = made.units[index]
+
+        def passes(taken: Passes, whole: int, trained: int) -> Passes:
+            here = 0 if keeps_gathered else whole
+
+            def around(one: Transient) -> Transient:
+                scattered = trained + 2 * trained // size  # laid out, everyone's parts for this worker, their mean
+                made = max(one.backward, scattered) + (trained if batches == 1 else 0)
+                ahead = 0 if keeps_gathered else most
+                return Transient(here + max(one.forward, whole), here + ahead + made)
+
+            return replace(taken, kept=around(taken.kept), recomputed=around(taken.recomputed))
+
+        resident = passes(own.resident, whole[index], trained[index])
+        weights = _share(unit.parameters, size)
+        states = sum(_states(parameter, size, state_bytes) for parameter in unit.parameters)
+        sharded.append(replace(own, weights=weights, states=states, resident=resident))
+    return replace(
+        made,
+        units=tuple(sharded),
+        ends=replace(
+            ends,
+            weights=_share(rest, size),
+            states=sum(_states(parameter, size, state_bytes) for parameter in rest),
+            before=ends.before + size * _share(rest, size) + waiting,
+            top=max(ends.top, size * _share(rest, size)),
+        ),
+    )
+
+
+def _share(tensors: Sequence[Tensor], size: int) -> int:
+    """Bytes of the first worker's rows, which are as many as any worker's."""
+    return sum(-(-tensor.shape[0] // size) * (tensor.nbytes // max(tensor.shape[0], 1)) for tensor in tensors)
+
+
+def _states(parameter: Tensor, size: int, state_bytes: StateBytes) -> int:
+    if not parameter.requires_grad:
+        return 0
+    whole, rows = parameter.shape[0], -(-parameter.shape[0] // size)
+    return -(-state_bytes(parameter) * rows // max(whole, 1))

@@ -19,20 +19,18 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from isles.base.wrapping import host_work
 from isles.memory.activations import Repeatable, Swapped
-from isles.memory.arena import Arena
+from isles.memory.arena import Arena, Slots, SlotUse
 from isles.memory.costs import Placement, Profile, ends_seconds, staging, unit_costs, unit_time
+from isles.memory.disk import StoredUnit
 from isles.memory.engines.base import Engine, EngineLane, LaneEvent, Urgency
-from isles.memory.gradients import Arrivals, Landed
 from isles.memory.meter import MemoryMeter, MovedBytes
-from isles.memory.parameters import Brought
+from isles.memory.parameters import Arrivals, Brought, Landed
 from isles.memory.passes import Half, PassesUnderWay, PassTask, not_followed, out_of_order
 from isles.memory.sharing import Gathering
-from isles.memory.slots import Slots, SlotUse
-from isles.memory.stored import StoredUnit
 from isles.memory.units import ModelUnit, edge, tensors_in
 from isles.network.machines import Machine
-from isles.wrapping import host_work
 
 
 class Runner:

@@ -8,21 +8,394 @@
 
 Everything is ranked by the simulation (`lanes`), whose seconds count; bounds only say what need not be simulated.
 Nothing here depends on how fast this machine is: the same question has the same answer.
+
+Plans of equal units by counts: how many of them have which place and which activations, and in what order.
+
+Units that are alike differ only in when they are needed, so a plan is four numbers and two orders. All of them are
+weighed at once by the load of the busiest lane and by what stays on the device; only the promising are simulated.
+
+Plans of unequal units by an integer program: a choice for each, within the memory at every moment of a step, at the
+least load of the busiest lane.
+
+    minimise  T + weights x lanes   with   T >= load of every lane,  one choice a unit,  bytes at every task <= budget
+
+It knows no stalls, so its optimum is where the search begins and a bound, not the plan. HiGHS solves it.
+
+One question about memory - a model, a machine, budgets - and every plan that was tried for it.
+
+A plan's seconds are the simulation's (`lanes`); its bound is the load of its busiest lane, and says only what need not
+be simulated. Nothing here depends on how fast this machine is: the same question has the same answer.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from isles.memory.costs import Placement, disk_bytes, host_bytes, least_peak, tail
-from isles.memory.plan import InfeasibleBudget, MemoryPlan, digests
-from isles.memory.searching.counts import Counts, expand, neighbours, possible, ranked
-from isles.memory.searching.linear import solve
-from isles.memory.searching.trials import METHODS as METHODS
-from isles.memory.searching.trials import PlanTrials
+import numpy as np
+
+from isles.memory.config import Update
+from isles.memory.costs import (
+    ACTIVATIONS,
+    PLACES,
+    Activations,
+    Placement,
+    Profile,
+    UnitPlace,
+    UnitTime,
+    disk_bytes,
+    ends_seconds,
+    ends_update,
+    host_bytes,
+    least_peak,
+    places_of,
+    tail,
+    unit_cost,
+    unit_time,
+)
+from isles.memory.lanes import Deadlock, LaneRun, LaneTimeline
+from isles.memory.plan import InfeasibleBudget, MemoryPlan, choices, digests
+from isles.network.machines import Machine
+
+_SOFT = 0.15  # share of the other lanes' load that ranks plans of one bound
+
+
+class Counts(NamedTuple):
+    """device, moved: units with all on the device, and with nothing there between passes; the others' optimizer is on
+    the host. stored: of the moved, those with states on disk. order: of the places, see `expand`. kept, swapped: the
+    others recompute. mixed: how swapped and recomputed ones lie among each other.
+    """
+
+    device: int
+    moved: int
+    stored: int
+    order: int
+    kept: int
+    swapped: int
+    mixed: int
+
+
+def expand(units: int, counts: Counts, near: UnitPlace = "host") -> tuple[Placement, ...]:
+    """The plan of these counts. near: where those that move and are not stored wait. Kept activations are those of the
+    last units, whose backward pass comes first.
+    """
+    moved: list[UnitPlace] = [*["disk"] * counts.stored, *[near] * (counts.moved - counts.stored)]  # type: ignore[bad-assignment]
+    device: list[UnitPlace] = ["device"] * counts.device
+    optimizer: list[UnitPlace] = ["optimizer"] * (units - counts.device - counts.moved)
+    places = ([*device, *moved, *optimizer], [*device, *optimizer, *moved], [*moved, *device, *optimizer])[counts.order]
+    rest = units - counts.kept
+    swap: list[Activations] = ["swap"] * counts.swapped
+    remake: list[Activations] = ["recompute"] * (rest - counts.swapped)
+    spread: list[Activations] = [
+        "swap" if (i + 1) * counts.swapped // rest > i * counts.swapped // rest else "recompute" for i in range(rest)
+    ]
+    first = (spread, [*swap, *remake], [*remake, *swap])[counts.mixed]
+    keep: list[Activations] = ["keep"] * counts.kept
+    return tuple(Placement(place, one) for place, one in zip(places, [*first, *keep], strict=True))
+
+
+def ranked(
+    profile: Profile,
+    options: Sequence[Placement],
+    loads: np.ndarray,
+    fixed: Sequence[float],
+    *,
+    budget: float,
+    host: float,
+) -> Iterator[tuple[float, Counts]]:
+    """Counts in the order in which they are worth a try, with a bound on their step. `options` hold device and keep.
+
+    loads: seconds of each lane (columns) for each option (rows), of one unit and step. fixed: of each lane, beside the
+    units. budget, host: bytes on the device and on the host.
+    """
+    unit, units = profile.units[0], len(profile.units)
+    row = {one: index for index, one in enumerate(options)}
+    places, activations = {one.place for one in options}, {one.activations for one in options}
+    grid = np.array([(a, b) for a in range(units + 1) for b in range(units + 1 - a)])
+    device, moved = (np.repeat(grid[:, column], len(grid)) for column in (0, 1))
+    kept, swapped = (np.tile(grid[:, column], len(grid)) for column in (0, 1))
+    good = np.ones(len(device), bool)
+    near: UnitPlace = "file" if "file" in places else "host"
+    if not places & {near, "disk"}:
+        good &= moved == 0
+    if "optimizer" not in places:
+        good &= device + moved == units
+    if "swap" not in activations:
+        good &= swapped == 0
+    if "recompute" not in activations:
+        good &= kept + swapped == units
+    device, moved, kept, swapped = (number[good] for number in (device, moved, kept, swapped))
+    remade, hosted = units - kept - swapped, units - device - moved
+
+    costs = {place: unit_cost(unit, Placement(place, "keep")) for place in places}
+    host_of = {place: cost.host for place, cost in costs.items()}
+    stored = np.zeros_like(moved)
+    if "disk" in places:  # as few as the host's memory allows, for the disk is slow
+        need = hosted * host_of.get("optimizer", 0) + swapped * unit.resident.saved - host
+        each = max(host_of.get("host", 0) - host_of["disk"], 1)
+        stored = np.clip(np.ceil((need + moved * host_of.get("host", 0)) / each), 0, moved).astype(int)
+        if "host" not in places:
+            stored = moved
+
+    # The load of a pair of choices is the sum of what each of them adds to (device, keep).
+    base = loads[row[Placement("device", "keep")]]
+    totals = np.tile(np.asarray(fixed, float) + units * base, (len(device), 1))
+    for place, count in (("optimizer", hosted), (near, moved - stored), ("disk", stored)):
+        if place in places:
+            totals += _times(count, loads[row[Placement(place, "keep")]] - base)  # type: ignore[arg-type]
+    for one, count in (("swap", swapped), ("recompute", remade)):
+        if one in activations:
+            totals += _times(count, loads[row[Placement("device", one)]] - base)  # type: ignore[arg-type]
+    bound = totals.max(axis=1)
+
+    given = profile.units[-1].given  # those after a unit that keeps it have it for nothing
+    stays = profile.base + device * costs["device"].resident
+    stays = stays + kept * (unit.resident.saved - given) + remade * (unit.boundary - given)
+    if "optimizer" in places:
+        stays = stays + hosted * costs["optimizer"].resident
+    with np.errstate(invalid="ignore"):
+        soft = np.where(np.isfinite(bound), bound + _SOFT * (totals.sum(axis=1) - bound), np.inf)
+    order = np.flatnonzero((stays <= budget) & np.isfinite(bound))
+    for index in order[np.argsort(soft[order], kind="stable")]:
+        numbers = (device[index], moved[index], stored[index], 0, kept[index], swapped[index], 0)
+        yield float(bound[index]), Counts(*(int(number) for number in numbers))
+
+
+def _times(count: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """count x seconds, where none of something infinite is nothing."""
+    with np.errstate(invalid="ignore"):
+        return np.where(count[:, None] == 0, 0.0, count[:, None] * seconds[None, :])
+
+
+def neighbours(counts: Counts) -> Iterator[Counts]:
+    """Counts that differ a little."""
+    for more, other in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1), (2, 0), (-2, 0)):
+        yield counts._replace(device=counts.device + more, moved=counts.moved + other)
+    for more, other in ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1)):
+        yield counts._replace(kept=counts.kept + more, swapped=counts.swapped + other)
+    for more, other in ((1, -1), (-1, 1)):
+        yield counts._replace(device=counts.device + more, kept=counts.kept + other)
+    for more in (1, -1):
+        yield counts._replace(stored=counts.stored + more)
+    for number in range(3):
+        yield counts._replace(order=number)
+        yield counts._replace(mixed=number)
+
+
+def possible(units: int, counts: Counts) -> bool:
+    """Whether there are so many units."""
+    return (
+        min(counts.device, counts.moved, counts.kept, counts.swapped, counts.stored) >= 0
+        and counts.device + counts.moved <= units
+        and counts.kept + counts.swapped <= units
+        and counts.stored <= counts.moved
+    )
+
+
+def lane_loads(profile: Profile, options: Sequence[Placement], machine: Machine, accumulation: int) -> np.ndarray:
+    """Seconds of a step on (device, up, down, host, read, write): axes unit, option, lane."""
+    every = [[unit_time(unit, one, machine) for one in options] for unit in profile.units]
+    filed = [one.place == "file" for one in options]
+    return np.array([[_load(times, accumulation, far) for times, far in zip(row, filed, strict=True)] for row in every])
+
+
+def _load(times: UnitTime, batches: int, filed: bool) -> tuple[float, ...]:
+    return (
+        batches * (times.forward + times.backward) + times.update,
+        batches * ((0.0 if filed else 2 * times.slot) + times.swap_up) + times.refresh,
+        batches * (times.swap_down + (0.0 if filed else times.gradients)),
+        times.host,
+        times.read + (batches * 2 * times.slot if filed else 0.0),
+        times.write + (batches * times.gradients if filed else 0.0),
+    )
+
+
+_NODES = 300  # of the branch and bound; a limit in seconds would make plans depend on the load of this machine
+_GAP = 2e-3
+_TIE = 1e-4  # weight of all lanes' loads, so that of equal plans the one with less traffic is taken
+
+
+def solve(
+    profile: Profile,
+    options: Sequence[Placement],
+    loads: np.ndarray,
+    fixed: Sequence[float],
+    *,
+    budget: float,
+    host: float,
+    weights: Sequence[float] | None = None,
+) -> tuple[tuple[Placement, ...] | None, float]:
+    """The plan (None where there is none) and a bound on T (-inf where it has none). weights: of the lanes' loads in
+    the goal, which makes the bound no bound.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    units, count = len(profile.units), len(options)
+    variables = units * count + 1
+    flat = loads.reshape(units * count, -1)
+    usable = np.isfinite(flat).all(axis=1)
+    flat = np.where(np.isfinite(flat), flat, 0.0)
+    memory, stays = _memory(profile, options)
+
+    limits: list[tuple[np.ndarray, float, float]] = []  # (factors of the variables, least, most) of their sum
+    for unit in range(units):
+        row = np.zeros(variables)
+        row[unit * count : (unit + 1) * count] = 1
+        limits.append((row, 1.0, 1.0))
+    for lane in range(flat.shape[1]):
+        limits.append((np.append(flat[:, lane], -1.0), -np.inf, -fixed[lane]))
+    scale = max(budget, 1.0)
+    for taken, beside in zip(memory, stays, strict=True):
+        limits.append((np.append(taken / scale, 0.0), -np.inf, (budget - beside) / scale))
+    if np.isfinite(host):
+        hosts = [unit_cost(unit, one).host for unit in profile.units for one in options]
+        limits.append((np.append(np.array(hosts) / max(host, 1.0), 0.0), -np.inf, 1.0 if host else 0.0))
+    rows, low, high = zip(*limits, strict=True)
+    goal = np.append(_TIE * flat.sum(axis=1), 1.0)
+    if weights is not None:
+        goal[:-1] += flat @ np.asarray(weights, float)
+    found = milp(
+        goal,
+        constraints=LinearConstraint(np.array(rows), low, high),
+        integrality=np.append(np.ones(variables - 1), 0),
+        bounds=Bounds(np.zeros(variables), np.append(usable.astype(float), np.inf)),
+        options={"node_limit": _NODES, "mip_rel_gap": _GAP},
+    )
+    bound = -np.inf
+    if weights is None and found.mip_dual_bound is not None:
+        bound = float(found.mip_dual_bound) / (1 + _TIE * flat.shape[1])  # the tie's part is at most that of T
+    if found.x is None:
+        return None, bound
+    chosen = found.x[:-1].reshape(units, count).argmax(axis=1)
+    return tuple(options[int(index)] for index in chosen), bound
+
+
+def _memory(profile: Profile, options: Sequence[Placement]) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes on the device at every task of a step's first batch: of each unit and option, and beside the units."""
+    units, count = len(profile.units), len(options)
+    ends = profile.ends
+    taken = np.zeros((2 * units + 2, units * count))
+    top, bottom = units, 2 * units + 1
+    for unit, one in enumerate(profile.units):
+        backward = 2 * units - unit
+        for index, option in enumerate(options):
+            cost, column = unit_cost(one, option), unit * count + index
+            given = 0 if option.activations == "swap" else one.given  # there already, if the unit before keeps it
+            held = cost.forward - cost.forward_end - cost.swap - given
+            taken[:, column] += cost.resident
+            taken[unit, column] += cost.slot + cost.forward - given
+            taken[unit + 1 : backward, column] += held
+            taken[top + 1 : backward, column] -= cost.casts_end
+            taken[backward, column] += held - cost.casts_end + cost.slot + cost.swap + cost.backward + cost.gradients
+            if cost.on_device:
+                taken[backward + 1 :, column] += cost.gradients
+    stays = np.full(2 * units + 2, float(profile.base))
+    stays[top:] += ends.carried
+    stays[top] += ends.top + ends.top_gradients
+    stays[top + 1 :] += ends.top_gradients
+    stays[bottom] += ends.bottom + ends.bottom_gradients
+    return taken, stays
+
+
+METHODS: dict[str, tuple[tuple[UnitPlace, ...], tuple[Activations, ...]]] = {
+    "auto": (PLACES, ACTIVATIONS),
+    "autohete": (("device", "optimizer", "host"), ("keep", "recompute")),
+    "karma": (("device",), ACTIVATIONS),
+    "checkpoint": (("device",), ("keep", "recompute")),
+}
+"""By method, where a unit's weights may be, and what may happen to its activations."""
+
+
+class PlanTrials:
+    """method: a key of `METHODS`. budget, host, disk: bytes of the device, of the host and of files; None: all that the
+    machine has. update: whether updates on the host wait for all gradients ("exact") or begin as these come ("early").
+    accumulation: batches a step.
+
+    loads, fixed: seconds on each lane, of every unit by choice and of what no choice changes. seconds: of each plan
+    that was simulated, infinite where one would get stuck.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        machine: Machine,
+        *,
+        method: str = "auto",
+        budget: float | None = None,
+        host: float | None = None,
+        disk: float | None = None,
+        update: Update = "exact",
+        accumulation: int = 1,
+    ) -> None:
+        self.profile, self.machine, self.method = profile, machine, method
+        self.budget = machine.device_bytes if budget is None else budget
+        self.host = machine.host_bytes if host is None else max(host, 0.0)
+        self.disk = machine.disk_bytes if disk is None else disk
+        self.update: Update = update
+        self.accumulation = accumulation
+        places, activations = METHODS[method]
+        there = places_of(machine, self.disk)
+        self.options = choices([one for one in places if one in there], activations)
+        self.near: UnitPlace = "host" if "host" in there else "file"
+        self.index = {one: number for number, one in enumerate(self.options)}
+        self.loads = lane_loads(profile, self.options, machine, accumulation)
+        device = accumulation * ends_seconds(profile, machine) + ends_update(profile, machine)
+        self.fixed = (device, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self.units = len(profile.units)
+        self.seconds: dict[tuple[Placement, ...], float] = {}
+
+    def fits(self, plan: Sequence[Placement]) -> bool:
+        """Within every budget, without fetching ahead."""
+        return (
+            least_peak(self.profile, plan, self.accumulation) <= self.budget
+            and host_bytes(self.profile, plan) <= self.host
+            and disk_bytes(self.profile, plan) <= self.disk
+        )
+
+    def bound(self, plan: Sequence[Placement]) -> float:
+        """No step is shorter than the load of its busiest lane (slots are taken to come up for every pass)."""
+        rows = self.loads[np.arange(self.units), [self.index[one] for one in plan]]
+        return float((rows.sum(axis=0) + self.fixed).max())
+
+    def timeline(self, plan: tuple[Placement, ...], budget: float) -> LaneTimeline:
+        """Its step, with so many bytes of the device. Deadlock where they are too few."""
+        return LaneRun(
+            self.profile,
+            plan,
+            self.machine,
+            budget=budget,
+            update=self.update,
+            accumulation=self.accumulation,
+        ).play()
+
+    def time(self, plan: tuple[Placement, ...], budget: float | None = None) -> float:
+        """Seconds of its step."""
+        if budget is None and plan in self.seconds:
+            return self.seconds[plan]
+        try:
+            found = self.timeline(plan, self.budget if budget is None else budget).step
+        except Deadlock:
+            found = math.inf
+        if budget is None:
+            self.seconds[plan] = found
+        return found
+
+    def first(self, plans: Iterable[tuple[Placement, ...]], most: int, below: float = math.inf) -> None:
+        """Simulate those that fit, by their bound, until none can be faster than the best, or `most` were."""
+        good = sorted(
+            ((self.bound(plan), number, plan) for number, plan in enumerate(plans) if plan not in self.seconds),
+            key=lambda entry: entry[:2],
+        )
+        fastest, tried = min([below, *self.seconds.values()]), 0
+        for bound, _, plan in good:
+            if bound >= fastest or tried >= most:
+                return
+            if math.isfinite(bound) and self.fits(plan):
+                fastest, tried = min(fastest, self.time(plan)), tried + 1
+
 
 _FEW = 8  # units whose neighbours are all tried
 _TRIED = 60  # counts that are simulated before refining; of few units, more

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from isles.base.wrapping import Spreading, SpreadShares, host_work
 from isles.memory.engines.base import Engine, LaneEvent
-from isles.memory.updates import PartialOptimizer, Settings
-from isles.wrapping import Spreading, SpreadShares, host_work
+from isles.memory.parameters import PartialOptimizer, Settings
 
 _RUN = 64  # entries: a multiple of any processor's vector
 _BY_ENTRY = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)

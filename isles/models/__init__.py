@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from isles.imports import on_first_use
+from isles.base.imports import on_first_use
 
 if TYPE_CHECKING:
-    from .config import ModelConfig
-    from .decoder import Decoder, Output, next_token_loss
-    from .factory import autocast, build, choose_device, sketch
-    from .model_limits import limits
-    from .sizes import SIZES, Shape, flops_per_token, non_embedding_parameters, parameters, shape_of
+    from isles.models.config import ModelConfig
+    from isles.models.decoder import Decoder, Output, next_token_loss
+    from isles.models.factory import autocast, build, choose_device, sketch
+    from isles.models.model_limits import limits
+    from isles.models.sizes import SIZES, Shape, flops_per_token, non_embedding_parameters, parameters, shape_of
 
 __all__, __getattr__, __dir__ = on_first_use(
     __name__,

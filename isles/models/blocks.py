@@ -1,7 +1,11 @@
-"""Where the blocks of a model are: what fragments, islands, stages and memory cut it by."""
+"""Where the blocks of a model are: what fragments, islands, stages and memory cut it by.
+
+Module trees that share their tensors: to change what runs without touching the model that a user holds.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from torch import nn
@@ -30,3 +34,16 @@ def check_order(key: str, order: Sequence[int], count: int, what: str) -> None:
             raise ValueError(f"{key}: there is no {what} {number}; they are numbered 0 to {count - 1}")
     if len(set(order)) < len(order):
         raise ValueError(f"{key} = {','.join(map(str, order))}: name each {what} once")
+
+
+def sharing(module: nn.Module) -> nn.Module:
+    """A module tree of its own over the same parameters and buffers."""
+    return _twin(module, {})
+
+
+def _twin(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    if id(module) not in made:
+        twin = made[id(module)] = copy.copy(module)
+        twin._parameters, twin._buffers = module._parameters.copy(), module._buffers.copy()
+        twin._modules = {name: None if child is None else _twin(child, made) for name, child in module._modules.items()}
+    return made[id(module)]

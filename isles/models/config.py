@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from isles.imports import is_place
-
-from .sizes import Shape, shape_of
+from isles.base.imports import is_place
+from isles.models.sizes import Shape, shape_of
 
 Autocast = Literal["none", "bf16", "fp16"]
 DType = Literal["float32", "bfloat16", "float64"]

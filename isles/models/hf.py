@@ -13,11 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from isles.durable import plain_mode
-
-from .blocks import blocks_of, module_at
-from .decoder import NORM_EPS, Block, Decoder, Output, next_token_loss
-from .rotary import BASE
+from isles.base.durable import plain_mode
+from isles.models.blocks import blocks_of, module_at
+from isles.models.decoder import BASE, NORM_EPS, Block, Decoder, Output, next_token_loss
 
 _WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from .config import ModelConfig
-from .sizes import parameters
+from isles.models.config import ModelConfig
+from isles.models.sizes import parameters
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
@@ -26,7 +26,7 @@ def limits(config: ModelConfig) -> Limits:
     if config.hf is None:
         shape = config.shape()
         return Limits(shape.context, shape.vocab)
-    from .hf import hf_limits
+    from isles.models.hf import hf_limits
 
     longest, vocab = hf_limits(config.hf)
     context = config.context or longest
@@ -45,6 +45,6 @@ def state_bytes(config: ModelConfig) -> int:
     """
     if config.own is None:
         return _ITEM_BYTES[config.dtype] * parameters(replace(config.shape(), tie_embeddings=False))
-    from .factory import sketch
+    from isles.models.factory import sketch
 
     return sum(one.numel() * one.element_size() for one in sketch(config).state_dict().values())

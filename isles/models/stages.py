@@ -1,14 +1,16 @@
-"""A model cut in depth: stages that hold some of its blocks, the first with what makes the stream of tokens, the last
+r"""A model cut in depth: stages that hold some of its blocks, the first with what makes the stream of tokens, the last
 with what makes scores of it.
 
     tokens -> enter -> x -> through block 0 -> ... | ... -> through block L-1 -> x -> leave -> logits -> loss
-              \\_________ stage 0 _____________/     \\____________ stage 1 ___________________/
+              \_________ stage 0 _____________/     \____________ stage 1 ___________________/
 
 What can be cut offers those pieces (`Cuttable`): the decoder does, `HuggingFaceLM` does by its own list of layers,
 and a model of one's own may; one that reads something else than text says how many integers a row has (`reads`) and
 what its loss is (`loss`). Which parameters `enter` and `leave` use is found out by running them. A stage holds its
 own parameters alone, under the names that they have in the whole model, so checkpoints, fragments and initialisation
 need no other names.
+
+What a model asks of the nodes that share it, by block: counted on a sketch, which takes no memory.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from isles.models.blocks import check_order
+from isles.models.blocks import check_order, sharing
 from isles.models.cuts import Piece, PieceCosts, pieces
 from isles.models.decoder import Decoder, next_token_loss
+from isles.models.factory import next_token_scores
 from isles.models.hf import HuggingFaceLM, in_pieces
-from isles.models.own import next_token_scores
 from isles.models.sizes import Shape
-from isles.models.twins import sharing
+from isles.network.clusters.cuts import ModelLoad
 
 
 @runtime_checkable
@@ -302,3 +304,42 @@ def logits_in_order(model: nn.Module, tokens_BT: Tensor, order: Sequence[int]) -
 def blocks_of_stages(pieces: Sequence[Piece], stages: Iterable[int]) -> list[int]:
     """The blocks of `stages`, in their order."""
     return [number for stage in stages for number in pieces[stage].blocks]
+
+
+def load_of(sketch: nn.Module, costs: PieceCosts, *, sequences: int, length: int, states: float) -> ModelLoad:
+    """Of `sketch` (on the meta device), by microbatches of so many sequences of `length` tokens. costs: of a token.
+    states: bytes of the optimizer's state for each byte of weights. ValueError for a model that cannot be cut.
+    """
+    layers = len(costs.blocks)
+    blocks = [Stage(sketch, piece) for piece in pieces(range(1, layers), layers, loss_at_origin=False)]
+    x = targets = torch.zeros(sequences, length, dtype=torch.int64, device="meta")
+    saved, stream = [], 0
+    for block in blocks:
+        stream = max(stream, x.nbytes if x.is_floating_point() else 0)
+        x, kept = _saved(block, x, targets)
+        saved.append(float(kept))
+    return ModelLoad(
+        flops=tuple(sequences * length * cost for cost in costs.to_cut(loss_at_origin=False)),
+        weights=tuple(float(sum(parameter.nbytes for parameter in block.parameters())) for block in blocks),
+        saved=tuple(saved),
+        stream=float(stream),
+        states=states,
+    )
+
+
+def _saved(block: Stage, x: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """What comes out, and the bytes that its forward pass keeps for the backward pass beside weights."""
+    weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    same: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
+    piece = block.piece
+    with torch.autograd.graph.saved_tensors_hooks(keep, same):
+        start = x if piece.enters else x.detach().requires_grad_()
+        out = block(start, targets if piece.leaves else None, enter=piece.enters, leave=piece.leaves)
+    nbytes = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in weights)
+    return out.detach(), nbytes

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from isles.errors import unknown_name
+from isles.base.errors import unknown_name
+from isles.base.parsing import parse_json
 from isles.network.noise import uniform
-from isles.parsing import parse_json
 
 Change = Literal["join", "kill", "leave", "pause", "resume", "lighthouse"]
 KINDS: tuple[Change, ...] = get_args(Change)

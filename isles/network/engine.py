@@ -24,8 +24,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
+from isles.network.links import Topology
 from isles.network.noise import LognormalSeries
-from isles.network.topology import Topology
 
 SERVED, ENTERS, ARRIVED, LAST = range(4)
 

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from isles.errors import demand, unknown_name
+from isles.base.errors import demand, unknown_name
+from isles.base.tables import read_toml
 from isles.network.units import parse_amount, parse_byte_rate, parse_bytes
-from isles.tables import read_toml
 
 _BOTH = 0.85  # share of a link's rate that each direction keeps while the other one is busy too; presets only
 _GB = 1e9

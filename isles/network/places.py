@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from isles.errors import demand
+from isles.base.errors import demand
 from isles.network.links import Links
 
 EARTH_KM = 6371.0

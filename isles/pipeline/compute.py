@@ -18,13 +18,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from isles.base.staging import to_device
 from isles.comm.errors import WorkerFailed
 from isles.comm.group import Group
 from isles.comm.trust import JUMPS, mean_square
 from isles.models.stages import Stage
 from isles.network.routing.routes import Task
 from isles.pipeline.wire import StageForm, phase
-from isles.staging import to_device
 
 Context = Callable[[], AbstractContextManager[object]]
 Goes = Literal["on", "home", "loss"]

@@ -8,10 +8,10 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from isles.errors import demand
-from isles.network.routing.orders import in_flight
+from isles.base.errors import demand
+from isles.base.tables import refuse
+from isles.network.routing.events import in_flight
 from isles.pipeline.boundaries.names import StreamCodec, boundary_name
-from isles.tables import refuse
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,8 @@
 Messages go on the channel "eval", numbered over the run, so they meet none of training's, nor those of a judgement that
 a loss has broken off. Every stage awaits each other one's sum from the beginning, so it hears of any loss at once, and
 not when its neighbour's message is overdue.
+
+One model out of its stages.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from isles.comm.call import Call
+from isles.comm.collectives.basic import all_done
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS, MAX_MICROBATCHES
 from isles.comm.transport import AnyOf, Steps, Work
+from isles.models.cuts import Piece
+from isles.models.stages import Stage
 from isles.network.routing.routes import Task
 from isles.pipeline.compute import Goes, StageCompute
 from isles.pipeline.wire import StageForm, phase
@@ -135,3 +140,30 @@ def _unless_lost(works: Sequence[Work], words: Mapping[int, Work]) -> Steps[None
         if not waited:
             return
         yield AnyOf([*waited, *(word for word in words.values() if not word.done() and word not in waited)])
+
+
+@torch.no_grad()
+def assembled(stage: Stage, group: Group, whole: nn.Module, pieces: Sequence[Piece]) -> nn.Module | None:
+    """`whole` with the weights of all stages of `group` (mesh.stage) at stage 0; None at the others, which send theirs.
+    All must ask together. pieces: of every stage. Bytes sent: those of a stage's state, once.
+    """
+    if group.rank:
+        tensors = list(stage.state_dict().values())
+        works = [_send(group, tensor) for tensor in tensors]
+        group.start(all_done(works), "control", nbytes=sum(tensor.nbytes for tensor in tensors)).wait()
+        return None
+    state = whole.state_dict()
+    for name, tensor in stage.state_dict().items():
+        state[name].copy_(tensor)
+    for position in range(1, group.size):
+        names = Stage(whole, pieces[position]).state_dict()
+        arrived = {name: torch.empty_like(state[name], device="cpu").contiguous() for name in names}
+        works = [group.call("control").recv(position, tensor.view(-1)) for tensor in arrived.values()]
+        group.start(all_done(works), "control", nbytes=sum(tensor.nbytes for tensor in arrived.values())).wait()
+        for name, tensor in arrived.items():
+            state[name].copy_(tensor)
+    return whole
+
+
+def _send(group: Group, tensor: Tensor) -> Work:
+    return group.call("control").send(0, tensor.detach().to("cpu").contiguous().view(-1))

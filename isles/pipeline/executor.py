@@ -26,14 +26,12 @@ from isles.comm.collectives.basic import all_done
 from isles.comm.group import Group
 from isles.comm.transport import Work
 from isles.models.stages import Stage
-from isles.network.routing.events import Span
-from isles.network.routing.orders import orders
+from isles.network.routing.events import Span, orders
 from isles.network.routing.replay import TaskSeconds, seconds_of
 from isles.network.routing.routes import Route, Task
 from isles.pipeline.compute import Context, Goes, OpenPass, StageCompute, give_up_numbers
-from isles.pipeline.inbox import ARRIVALS, StageInbox, arrived, planned, receives_ahead
 from isles.pipeline.routers import Router
-from isles.pipeline.wire import StageForm, phase, sender
+from isles.pipeline.wire import ARRIVALS, StageForm, StageInbox, arrived, phase, planned, receives_ahead, sender
 
 Announce = Callable[[Sequence[Task]], None]
 

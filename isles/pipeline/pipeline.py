@@ -10,7 +10,7 @@
 Stage 0 of each replica has the text; the others give None for it. `model` may be on the meta device at workers that
 load weights afterwards; else it is the same model everywhere.
 
-When the subspace of a run is turned (`isles.pipeline.boundaries.grassmann`): all stages of all replicas at the same
+When the subspace of a run is turned (`isles.pipeline.boundaries.scheme`): all stages of all replicas at the same
 step, by a sum over all of their last stages.
 
     last stages     M summed over the workers inside the stage and over the replicas, in rank order -> U, the same bits
@@ -30,20 +30,18 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.codecs import codec
-from isles.comm.collectives.same import same_text
+from isles.comm.group import same_text
 from isles.comm.mesh import Mesh
 from isles.models.cuts import Piece, PieceCosts, cut_points, pieces
 from isles.models.stages import Stage, costs_of, is_tied, width_of
-from isles.network.routing.orders import in_flight
+from isles.network.routing.events import in_flight
 from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.routes import fixed_routes
-from isles.pipeline.assemble import assembled
-from isles.pipeline.boundaries.grassmann import turned
 from isles.pipeline.boundaries.names import boundary_name
-from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, scheme_of
+from isles.pipeline.boundaries.scheme import Crossings, Inside, Scheme, scheme_of, turned
 from isles.pipeline.compute import Context
 from isles.pipeline.config import PipelineConfig
-from isles.pipeline.evaluation import mean_loss
+from isles.pipeline.evaluation import assembled, mean_loss
 from isles.pipeline.executor import Announce, Executor, Ways
 from isles.pipeline.partial import planned_routes
 from isles.pipeline.routers import Router, always, exchanged_routes, random_router

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from isles.base.wrapping import evaluated
 from isles.models.subspace import InsideEmbedding, InsideLinear, held_inside
-from isles.wrapping import evaluated
 
 
 class RowwiseAdamW(Optimizer):

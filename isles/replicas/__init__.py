@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from isles.errors import unknown_name
-from isles.imports import is_place, named
+from isles.base.errors import unknown_name
+from isles.base.imports import is_place, named
 
 if TYPE_CHECKING:  # for type checkers, which see `isles.DiLoCo` through these; the names themselves come from METHODS
     from isles.replicas.config import MethodConfig
@@ -63,12 +63,10 @@ METHODS: dict[str, MethodRow] = {
     ),
     "delayed": _row("delayed:DelayedDiLoCo", "methods.config:DelayedConfig", "DiLoCo whose means arrive a round late"),
     "eager": _row("eager:EagerDiLoCo", "methods.config:EagerConfig", "the same, with the worker's own share fresh"),
-    "noloco": _row(
-        "noloco:NoLoCo", "methods.noloco_config:NoLoCoConfig", "outer step with one random partner every H steps"
-    ),
+    "noloco": _row("noloco:NoLoCo", "methods.config:NoLoCoConfig", "outer step with one random partner every H steps"),
     "streaming-noloco": _row(
         "streaming_noloco:StreamingNoLoCo",
-        "methods.noloco_config:StreamingNoLoCoConfig",
+        "methods.config:StreamingNoLoCoConfig",
         "NoLoCo by fragments, landing later",
     ),
     "fedavg": _row("fedavg:FedAvg", "methods.config:FedAvgConfig", "average the changes of H steps"),
@@ -100,7 +98,7 @@ METHODS: dict[str, MethodRow] = {
         "ist.ist:IST", "methods.ist.config:ISTConfig", "a narrow part of the model each, divided anew every H steps"
     ),
     "custom": _row(
-        "custom:Custom", "methods.custom_config:CustomConfig", "any cadence, mixing, codec, reading, rule and landing"
+        "custom:Custom", "methods.config:CustomConfig", "any cadence, mixing, codec, reading, rule and landing"
     ),
 }
 

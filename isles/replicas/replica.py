@@ -6,28 +6,30 @@
 
 Copies and Shards are in `isles.replicas.island.island`. Methods keep replicas alike and ask of a replica only what
 `Replica` says, never its kind.
+
+Stages that several workers hold alike, where other stages have more or fewer copies.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from isles.comm.collectives.same import numbers
-from isles.comm.group import Group
+from isles.base.wrapping import Deferred, SeveralOptimizers, fresh_state, innermost
+from isles.comm.group import Group, numbers
 from isles.comm.roster import Roster
 from isles.comm.tags import Channel
-from isles.network.planner.memory import Held
-from isles.replicas.island.sharded import own_rows
-from isles.replicas.scaled import Scaled
+from isles.network.exchange_plan import Held
+from isles.replicas.island.fsdp import own_rows
 from isles.replicas.start import same_settings
-from isles.wrapping import Deferred, SeveralOptimizers, fresh_state, innermost
+from isles.replicas.step_guards import Scaled
 
 PeerQuestion = Literal["norm", "largest"]
 """What a step asks the other workers of its replica; each answer is one number of 8 bytes."""
@@ -365,3 +367,38 @@ def summed(group: Group, own: Tensor, channel: Channel) -> Tensor:
 def largest(group: Group, number: int) -> int:
     """Largest of the group's numbers."""
     return max(int(theirs) for theirs in group.all_gather(numbers(number)))
+
+
+class ToldNorm(Plain):
+    """A stage of which somebody else knows the norm of the whole gradient: `told`, after each step's gradients."""
+
+    def __init__(self, model: nn.Module, inner: Optimizer, told: Callable[[], float]) -> None:
+        super().__init__(model, inner, charged=True)
+        self.told = told
+
+    @override
+    def norm(self, rows: Group | None = None) -> Tensor:
+        return torch.tensor(self.told(), device=self.parameters[0].device, dtype=self.parameters[0].dtype)
+
+
+class StageCopy(Plain):
+    """One of `copies` workers that hold `model`. Nobody has a column of stages of its own to ask for the norm of the
+    whole gradient, so `everyone` is asked: the holders of all stages, each of which answers for its share of its stage.
+    Of copies that step alike, for their gradients are averaged first, that is the norm of the whole; of others the mean
+    square over the copies counts for a stage.
+    """
+
+    def __init__(self, model: nn.Module, inner: Optimizer, everyone: Group, copies: int) -> None:
+        super().__init__(model, inner, charged=True)
+        self.everyone, self.copies = everyone, copies
+
+    @override
+    def norm(self, rows: Group | None = None) -> Tensor:
+        own = torch.nn.utils.get_total_norm(self._gradients())
+        share = own.double().square().reshape(1).cpu() / self.copies
+        return summed(self.everyone, share, "inner").sqrt().reshape(()).to(own)
+
+    @override
+    def sent(self, steps: int, questions: Sequence[PeerQuestion]) -> tuple[int, bool]:
+        asked = sum(question == "norm" for question in questions)
+        return steps * asked * 8 * len(self.everyone.others), False

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from isles.comm.codecs import codec
-from isles.comm.collectives.same import hashed, numbers, odd_one, same_text
 from isles.comm.errors import DeadlinePassed, Diverged
-from isles.comm.group import Group
+from isles.comm.group import Group, hashed, numbers, odd_one, same_text
 from isles.comm.tags import Channel
 from isles.replicas.flat import FlatParameters, digest
 

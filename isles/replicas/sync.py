@@ -22,22 +22,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from isles.base.wrapping import evaluated
 from isles.comm.group import Group
 from isles.comm.roster import FixedRoster, Roster, as_roster
-from isles.network.planner.planned import Rhythm
+from isles.network.exchange_plan import Rhythm
 from isles.replicas import start
-from isles.replicas.checks import own_config, with_options
-from isles.replicas.config import MethodConfig
-from isles.replicas.copies import copies_of
-from isles.replicas.ending import EndsAsOne
-from isles.replicas.flat import VectorMaker
-from isles.replicas.guarded import Guarded
-from isles.replicas.names import all_names, warn_if_not_held
+from isles.replicas.config import MethodConfig, own_config, with_options
+from isles.replicas.exchange_schedule import Outline, outline
+from isles.replicas.finish import EndsAsOne
+from isles.replicas.flat import VectorMaker, all_names, warn_if_not_held
 from isles.replicas.replica import Replica, as_replica, largest
-from isles.replicas.scaled import Scaled, TakesScalers
-from isles.replicas.schedule import Outline, outline
-from isles.replicas.watch import ModelWatch, refuse_unfit
-from isles.wrapping import evaluated
+from isles.replicas.step_guards import Guarded, Scaled, TakesScalers
+from isles.replicas.watch import ModelWatch, copies_of, refuse_unfit
 
 
 class ReplicaSync(TakesScalers, Guarded, EndsAsOne):

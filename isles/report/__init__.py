@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from isles.durable import no_room, replacing
+from isles.base.durable import no_room, replacing
 from isles.report.comparison import INDEX, read_comparison, render_comparison
 from isles.report.experts import RESULTS, read_results
 from isles.report.experts import render as render_experts

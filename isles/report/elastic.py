@@ -1,6 +1,6 @@
 """The panels of a run whose workers come and go: members over time, and the life of each seat in a lane.
 
-They are made of RUN/members.jsonl and RUN/exchanges.jsonl (`isles.comm.elastic.record`); a line that is none is left
+They are made of RUN/members.jsonl and RUN/exchanges.jsonl (`isles.membership.run_log`); a line that is none is left
 out. Seconds are counted from the first entry, of the lighthouse's clock.
 """
 
@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from isles.comm.elastic.journal import NAME
-from isles.comm.elastic.record import EXCHANGES, LATE, WHOLE, Lives, RoundLine, StartLine, from_line, lives
-from isles.parsing import parse_json
-from isles.report.panels import Chart, Lane, Lanes, Panel, Polyline, Stretch, chart_panel
+from isles.base.parsing import parse_json
+from isles.membership.journal import NAME
+from isles.membership.run_log import EXCHANGES, LATE, WHOLE, Lives, RoundLine, StartLine, from_line, lives
+from isles.report.panels import Chart, Lane, Lanes, Panel, Point, Polyline, Stretch, chart_panel
 from isles.report.rundir import Run, finite
-from isles.report.series import Point
 
 SEATS = 32
 _LOOKS = {WHOLE: "compute", LATE: "transfer"}

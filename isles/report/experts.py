@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from isles.parsing import parse_json
+from isles.base.parsing import parse_json
 from isles.report import experts_hdee, experts_smalltalk
 from isles.report.page import document, section, wide_table
 from isles.report.panels import Panel, Titled

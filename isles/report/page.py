@@ -7,13 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from isles.comm.elastic.journal import NAME
-from isles.report.charts import bytes_panel, loss_cost_panels, loss_panel, spread_panel
+from isles.base.schema import USAGE
+from isles.membership.journal import NAME
+from isles.report.charts import (
+    bytes_panel,
+    lanes_panel,
+    loss_cost_panels,
+    loss_panel,
+    spread_panel,
+    step_panel,
+    time_panel,
+)
 from isles.report.draw.style import STYLE
 from isles.report.draw.svg_time import draw
 from isles.report.panels import Panel, Table
 from isles.report.rundir import Run, finite
-from isles.report.time_charts import lanes_panel, step_panel, time_panel
 from isles.report.units import (
     compare,
     format_bytes,
@@ -23,7 +31,6 @@ from isles.report.units import (
     format_seconds,
     format_short,
 )
-from isles.schema import USAGE
 
 _REASONS = 8  # that are named
 

@@ -1,7 +1,7 @@
 """Reading a run directory: `config.toml`, `metrics.jsonl`, `timeline.jsonl` and `summary.json`, also while the run is
 still going.
 
-In `metrics.jsonl` some keys (`isles.schema.TOTALS`) are running totals of their worker since step 0, so a lost or
+In `metrics.jsonl` some keys (`isles.base.schema.TOTALS`) are running totals of their worker since step 0, so a lost or
 thinned line loses no bytes. A step that occurs twice (a resumed run repeats the steps after its checkpoint) counts
 once, as written last.
 """
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from isles.parsing import parse_json, parse_toml
-from isles.report.series import Point, mean_over
-from isles.schema import TASK_KINDS, TOTALS, USAGE, backend_of
+from isles.base.parsing import parse_json, parse_toml
+from isles.base.schema import TASK_KINDS, TOTALS, USAGE, backend_of
+from isles.report.panels import Point, mean_over
 
 FILES = ("config.toml", "metrics.jsonl", "summary.json")
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from isles.parsing import parse_json
+from isles.base.parsing import parse_json
 from isles.report.page import document, section, wide_table
 from isles.report.panels import Chart, Panel, Polyline, Table, chart_panel
 from isles.report.units import format_percent

@@ -7,8 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isles.base.imports import named
 from isles.comm.layout import Layout, grid_of
-from isles.imports import named
 from isles.training.records.checkpoint import Checkpoints, newest_whole, seat_of
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ class WorldKind:
     """Whether workers are peers that agree among themselves, and go on when others fail."""
     situations = ("peers that come and go",)
     """Of `isles.training.config.conflicts.TOLD`, those that hold where peers come and go."""
-    check_plan, plan_of = (Lazy(f"isles.training.config.planned:{name}") for name in ("check", "plan_of"))
-    refuse = Lazy("isles.training.plan.sketch:refuse_known")
-    plan = Lazy("isles.training.plan.replicas:plan_replicas")
+    check_plan, plan_of = (Lazy(f"isles.training.config.conflicts:{name}") for name in ("check", "plan_of"))
+    refuse = Lazy("isles.plan.sketch:refuse_known")
+    plan = Lazy("isles.plan.replicas:plan_replicas")
     train = Lazy("isles.training.worker:train_replica")
-    trainer = Lazy("isles.training.parts:trainer_of")
-    churned = Lazy("isles.training.elastic.churn.churned:ChurnedRun")
-    keeper = Lazy("isles.training.elastic.lighthouse.keeper:Keeper")
+    trainer = Lazy("isles.training.worker:trainer_of")
+    churned = Lazy("isles.training.elastic.simulated:ChurnedRun")
+    keeper = Lazy("isles.training.lighthouse.rounds:Keeper")
     seated: Any  # of peers
 
     def check(self, config: Config) -> int:
@@ -80,12 +80,12 @@ class SwarmWorld(WorldKind):
     """Peers of stages, which make up one replica."""
 
     has_peers = True
-    refuse = Lazy("isles.training.staged:planned_cut")
-    plan = Lazy("isles.training.plan.swarm:plan_swarm")
-    trainer = Lazy("isles.training.swarmed.trainer:SwarmTrainer")
-    churned = Lazy("isles.training.churned:ChurnedSwarm")
-    keeper = Lazy("isles.training.swarmed.keeping:SwarmKeeper")
-    seated = Lazy("isles.training.swarmed.peering:SeatedPeer")
+    refuse = Lazy("isles.training.stage_runner:planned_cut")
+    plan = Lazy("isles.plan.peers:plan_swarm")
+    trainer = Lazy("isles.training.swarm.trainer:SwarmTrainer")
+    churned = Lazy("isles.training.simulated_churn:ChurnedSwarm")
+    keeper = Lazy("isles.training.lighthouse.peers:SwarmKeeper")
+    seated = Lazy("isles.training.swarm.connect:SeatedPeer")
     seat = staticmethod(seat_of)
 
     def check(self, config: Config) -> int:
@@ -111,12 +111,12 @@ class ClusterWorld(WorldKind):
 
     has_peers = True
     situations = ("peers that come and go", "clusters that come and go")
-    refuse = Lazy("isles.training.clustered.cuts:cluster_cuts")
-    plan = Lazy("isles.training.plan.clusters:plan_clusters")
-    train = Lazy("isles.training.clustered.opening:train_clustered")
-    churned = Lazy("isles.training.churned:ChurnedClusters")
-    keeper = Lazy("isles.training.swarmed.keeping:ClusterKeeper")
-    seated = Lazy("isles.training.clustered.peering:SeatedClusterPeer")
+    refuse = Lazy("isles.training.clusters.cuts:cluster_cuts")
+    plan = Lazy("isles.plan.peers:plan_clusters")
+    train = Lazy("isles.training.clusters.node:train_clustered")
+    churned = Lazy("isles.training.simulated_churn:ChurnedClusters")
+    keeper = Lazy("isles.training.lighthouse.peers:ClusterKeeper")
+    seated = Lazy("isles.training.clusters.member:SeatedClusterPeer")
 
     def check(self, config: Config) -> int:
         """Where there are several clusters, more workers may stand by."""

@@ -17,18 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isles.base.schema import Metrics
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import sent_bytes
 from isles.comm.mesh import Mesh
 from isles.network.routing.events import Span
-from isles.schema import Metrics
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
-from isles.training.draws import draws_state, restore_draws
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.finite import refuse_losses, refuse_state
+from isles.training.records.shard import refuse_losses, refuse_state
 from isles.training.records.timeline import Timeline
-from isles.training.step import WAITS
+from isles.training.step import WAITS, draws_state, restore_draws
 from isles.training.step_clock import StepClock
 from isles.training.text import Text
 

@@ -3,11 +3,18 @@
     Whole     this worker has a model that it runs by itself
 
 The optimizer does the rest: reduce, clip, step, exchange. So a trainer drives any way to run a model.
+
+A worker's random generators, which dropout and the like draw from: the host's, and that of its CUDA device.
+
+Both are in a checkpoint, so that a resumed run draws what it would have drawn.
+
+How good the weights are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,12 +24,35 @@ from torch import Tensor, nn
 from isles.comm.tags import Channel
 from isles.network.routing.events import Span
 from isles.replicas.sync import ReplicaSync
-from isles.training.evaluation import validation_loss
 from isles.training.text import Text
 
 if TYPE_CHECKING:
     from isles.pipeline.recovery import Recovery
-    from isles.training.memory.at_work import PlannedMemory
+    from isles.training.memory.in_use import PlannedMemory
+
+
+@torch.no_grad()
+def validation_loss(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    autocast: AbstractContextManager[object],
+    loss: Callable[[Tensor], Tensor] | None = None,
+) -> float:
+    """Mean next-token cross-entropy in nats over all rows of `batches` (each (b, T+1), int64; the last may be
+    shorter); NaN without rows. loss: of a batch; None: the model's own.
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    total, rows = 0.0, 0
+    with autocast:
+        for batch in batches:
+            tokens = batch.to(device)
+            total += float(model(tokens).loss if loss is None else loss(tokens)) * len(batch)
+            rows += len(batch)
+    model.train(was_training)
+    return total / rows if rows else float("nan")
+
 
 WAITS: tuple[Channel, ...] = ("outer", "inner", "pipeline")
 """What a worker that waits is said to wait for."""
@@ -123,3 +153,39 @@ class Whole:
             loss = self._model(tokens).loss / self._batches
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         return loss.detach()
+
+
+def draws_seed(seed: int, rank: int) -> int:
+    """Of a worker's draws: every worker has its own, the same on every backend."""
+    return int.from_bytes(hashlib.sha256(f"{seed} worker {rank}".encode()).digest()[:4], "little")
+
+
+def seed_draws(seed: int, rank: int) -> None:
+    """Begin a worker's draws, on the host and on every device."""
+    torch.manual_seed(draws_seed(seed, rank))
+
+
+def draws_state(device: torch.device) -> dict[str, Any]:
+    """Where the draws of a worker that computes on `device` stand."""
+    on_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return {"random": torch.get_rng_state(), "random_cuda": on_cuda}
+
+
+def restore_draws(state: Mapping[str, Any], device: torch.device) -> None:
+    """Go on drawing from `draws_state`. One that holds nothing of a CUDA device, for it was taken on another kind of
+    device or by an earlier version, leaves that device's draws where they are: at their beginning.
+    """
+    torch.set_rng_state(state["random"])
+    on_cuda = state.get("random_cuda")
+    if device.type == "cuda" and on_cuda is not None:
+        torch.cuda.set_rng_state(on_cuda, device)
+
+
+def new_draws(seed: int, rank: int) -> dict[str, Any]:
+    """The state of a worker that has drawn nothing yet."""
+    return {"random": torch.Generator().manual_seed(draws_seed(seed, rank)).get_state(), "random_cuda": None}
+
+
+def carried_draws(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a worker's state are its draws."""
+    return {"random": state["random"], "random_cuda": state.get("random_cuda")}

@@ -14,21 +14,20 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
+from isles.base.staging import to_device
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.network.routing.events import Span
-from isles.staging import to_device
 from isles.training.config.sections import Config
-from isles.training.evaluation import validation_loss
-from isles.training.inner_optimizer import rate_schedule
 from isles.training.loop import TrainingLoop
-from isles.training.records.spread import Sample
-from isles.training.records.tensors import save_model
-from isles.training.step import WAITS, TrainerParts
+from isles.training.optimizer import rate_schedule
+from isles.training.records.replica_spread import Sample
+from isles.training.records.shard import save_model
+from isles.training.step import WAITS, TrainerParts, validation_loss
 
 
 class Trainer(TrainingLoop):
-    """One worker of a run. parts: what it trains and judges with; see `isles.training.parts`."""
+    """One worker of a run. parts: what it trains and judges with; see `isles.training.worker`."""
 
     def __init__(self, config: Config, world: Mesh, parts: TrainerParts) -> None:
         self.text, self.judges, self.optimizer, self.workers = parts.text, parts.judges, parts.optimizer, world.size

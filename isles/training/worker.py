@@ -1,16 +1,51 @@
-"""What each worker of a run does, whatever the run is."""
+"""What each worker of a run does, whatever the run is.
+
+What a `Trainer` is handed: text, optimizer, memory and a way to run the model, as the configuration says.
+
+whole model     text, model, optimizer -> `Whole`
+in stages       text at the first stage, cut, boundaries, one stage, optimizer -> `Staged`, and what mends lost stages
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import torch
+from torch import nn
 
 from isles.comm.mesh import Mesh
+from isles.comm.roster import Roster
+from isles.comm.trust import JUMPS
 from isles.data import Corpus
+from isles.models import autocast, build, limits
+from isles.models.factory import check_contract, take_device
+from isles.models.stages import Stage
+from isles.pipeline.boundaries.scheme import Scheme
+from isles.pipeline.pipeline import Cut
+from isles.replicas.loop.outer import OuterSync
+from isles.replicas.sync import ReplicaSync
+from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
-from isles.training.draws import seed_draws
 from isles.training.kinds import kind_of
+from isles.training.memory.in_use import PlannedMemory
+from isles.training.optimizer import weighs_samples, wrapped
 from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.finished import start_weights
+from isles.training.setup import expectation, take_cores
+from isles.training.stage_runner import (
+    Staged,
+    build_stage,
+    hold_against_whole,
+    planned_cut,
+    recovery_of,
+    run_scheme,
+    told_by_first,
+)
+from isles.training.step import StepRunner, TrainerParts, Whole, seed_draws
+from isles.training.text import Text
+from isles.training.trainer import Trainer
 
 
 def train_worker(
@@ -36,3 +71,86 @@ def train_replica(
             checkpoints = Checkpoints(out)
             trainer.load_state_dict(checkpoints.read_shard(resume, kind.seat(checkpoints, resume, world.rank)))
         return trainer.run(out)
+
+
+def trainer_of(config: Config, world: Mesh, corpus: Corpus | None = None, roster: Roster | None = None) -> Trainer:
+    """One worker of a run whose workers are those of `world`. corpus: that of `config.data`, where it was loaded
+    already. roster: of the replicas, where they come and go.
+    """
+    return Trainer(config, world, PartsMaker(config, world, corpus, roster).made())
+
+
+class PartsMaker(TrainerParts):
+    """Makes those of one worker; see `trainer_of`."""
+
+    def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None, roster: Roster | None = None) -> None:
+        self.config, self.world, self.corpus, self.roster = config, world, corpus, roster
+        self.memory = PlannedMemory(config, take_device(config.model, world.local_rank), world.place.stage)
+
+    def made(self) -> TrainerParts:
+        """Itself, with all of them. ValueError, with the key, where the run cannot mean what the configuration says."""
+        config, world, memory = self.config, self.world, self.memory
+        by_plan = bool(config.pipeline.skippipe.plan)  # some nodes learn more than others, as more comes by them
+        uneven = not config.pipeline.is_grid and (by_plan or config.method != "none")
+        world.world.ledger.trust.ratio = config.world.trust_ratio * (JUMPS if uneven else 1.0)
+        self.name = run_name(config)
+        self.text = self.read() if world.place.stage == 0 else None
+        self.judges = self._judges()
+        cut = planned_cut(config) if config.pipeline.stages > 1 else None
+        scheme = None if cut is None else run_scheme(config, cut)
+        take_cores(config, memory.computes)
+        model = self._whole_model() if cut is None or scheme is None else self._stage(cut, scheme)
+        self.optimizer, self.notices = self.wrapped(model)
+        if weighs_samples(config):
+            self.notices += self._weigh()
+        device = memory.device(self.optimizer.model)
+        line = world.transport.line()
+        self.notices += memory.notices + ([] if line is None else [expectation(self.optimizer, config, line)])
+        self.scaler = torch.amp.GradScaler(device.type) if config.model.autocast == "fp16" else None
+        self.autocast = partial(autocast, config.model, device)
+        if cut is None or scheme is None:
+            batches, self.recovery = config.inner.accumulation, None
+            self.runner = Whole(self.optimizer, self.optimizer.model, self.autocast, self.scaler, batches)
+        else:
+            self.runner = self._staged(cut, scheme)
+            self.recovery = recovery_of(config, world, cut, cast(Stage, self.optimizer.model))
+        return self
+
+    def read(self) -> Text:
+        """What a worker of the first stage reads."""
+        return Text(self.config, self.world, self.corpus)
+
+    def wrapped(self, model: nn.Module) -> tuple[ReplicaSync, list[str]]:
+        """The optimizer of the run, or a refusal; and what is to be said of it."""
+        return wrapped(self.config, model, self.roster or self.world.outer, self.world, self.memory.manage)
+
+    def _judges(self) -> bool:
+        """With a plan the first column judges for all."""
+        judges = told_by_first(self.world.stage, self.text is not None and self.text.judges)
+        return judges and (not self.config.pipeline.skippipe.plan or self.world.place.replica == 0)
+
+    def _staged(self, cut: Cut, scheme: Scheme) -> StepRunner:
+        return Staged(self.config, self.world, cut, scheme, self.optimizer, self.autocast, self.memory.announce)
+
+    def _whole_model(self) -> nn.Module:
+        config = self.config
+        model = build(config.model, config.run.seed, self.world.local_rank, self.memory.home)
+        if config.model.factory is not None:
+            check_contract(model, config.model.factory, limits(config.model).context)
+        if config.run.start:
+            start_weights(model, config.run.start)
+        return model
+
+    def _stage(self, cut: Cut, scheme: Scheme) -> Stage:
+        """This worker's piece of it. The first worker holds all pieces against the whole before anybody trains."""
+        world = self.world
+        if world.rank == 0 and (notice := hold_against_whole(self.config, cut)) is not None:
+            world.report({"notice": notice})
+        return build_stage(self.config, cut, scheme, world.place.stage, world.local_rank, self.memory.home)
+
+    def _weigh(self) -> list[str]:
+        """Tell the others how much text this worker has."""
+        assert isinstance(self.optimizer, OuterSync) and self.text is not None
+        self.optimizer.weigh(self.text.sequences)
+        told = 'weights = "samples": all workers have equal shares of the text with data.split = "iid"'
+        return [] if self.text.split == "by_file" else [told]

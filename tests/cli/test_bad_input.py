@@ -18,7 +18,7 @@ import pytest
 from rich.text import Text
 
 from isles import __version__, cli
-from isles.training.records.lock import RunLock
+from isles.training.records.rundir import RunLock
 from tests.cli.command import isles
 from tests.training.runs import POISONED, TINY, run, tiny, write_text
 
@@ -85,7 +85,7 @@ def answer(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("isles.training.running.server.start_server", lambda: None)
+    monkeypatch.setattr("isles.running.backends.start_server", lambda: None)
 
     def ask(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["isles", *arguments])
@@ -349,7 +349,7 @@ def test_resume_may_change_what_trains(answer: Answer, folder: Path) -> None:
 
 def test_what_a_dry_run_refuses_starts_nothing(answer: Answer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On real processes, by `train` and by `compare`, where the last of the methods is wrong."""
-    from isles.training.running import run as running
+    from isles.running import run as running
 
     monkeypatch.setattr(running, "launch", lambda *given, **more: pytest.fail("it was started"))
     never = ["--set", "world.backend=distributed", "--set", "replicas.sync_every=9"]

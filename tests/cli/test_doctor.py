@@ -41,7 +41,7 @@ TELLING = """
 import atexit
 import sys
 from isles import cli
-heavy = "torch", "isles.comm.elastic.net.hub"
+heavy = "torch", "isles.membership.hub"
 atexit.register(lambda: print("loaded", *[one for one in heavy if one in sys.modules]))
 cli.main()
 """
@@ -99,8 +99,8 @@ def test_bad_input(doctor: Doctor, arguments: list[str], words: str) -> None:
 def test_a_measured_line_is_written_where_a_plan_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from isles.base.version import __version__
     from isles.launch import probe
-    from isles.version import __version__
 
     found = probe.Findings(
         here="10.0.0.1",
@@ -140,11 +140,11 @@ def test_a_measured_line_is_written_where_a_plan_finds_it(
 def test_a_measured_machine_is_written_for_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from isles.memory import measuring
+    from isles.memory import measurement
     from isles.network.machines import machine
     from tests.memory.test_measuring import LITTLE
 
-    monkeypatch.setattr(measuring, "usual_effort", lambda cuda: LITTLE)
+    monkeypatch.setattr(measurement, "usual_effort", lambda cuda: LITTLE)
     monkeypatch.setattr(cli.doctor, "machine", lambda: iter(()))
     path = tmp_path / "my.toml"
     words = ["doctor", "--memory", "--disk", str(tmp_path), "--write", str(path)]

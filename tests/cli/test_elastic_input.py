@@ -15,13 +15,13 @@ import pytest
 
 from isles import cli
 from isles.cli.elastic import join, lighthouse
-from isles.comm import interfaces
-from isles.comm.elastic.messages import Refusal
+from isles.comm import tcp
 from isles.comm.sockets.addresses import parse_address
+from isles.membership.messages import Refusal
 from isles.training.config.reading import to_toml
-from isles.training.elastic import entering
-from isles.training.elastic.lighthouse.stand import read_stand
-from tests.comm.elastic.sessions import free_port
+from isles.training.elastic import connect
+from isles.training.lighthouse.resume_info import read_stand
+from tests.membership.sessions import free_port
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
 from tests.training.runs import TINY, write_text
@@ -124,10 +124,10 @@ def test_where_a_lighthouse_listens(answer: Answer, monkeypatch: pytest.MonkeyPa
     whatever port, it says which.
     """
     if words == ("no route",):
-        monkeypatch.setattr(interfaces, "outward_address", lambda: parse_address("", "no default route"))
+        monkeypatch.setattr(tcp, "outward_address", lambda: parse_address("", "no default route"))
     where, said = "127.0.0.1", "only this machine reaches it; for others name its address with --host"
     if words in ((), ("any port",)):
-        where, said = interfaces.outward_address(), "use --host 127.0.0.1 to keep it to this machine"
+        where, said = tcp.outward_address(), "use --host 127.0.0.1 to keep it to this machine"
         assert not where.startswith("127.")
 
     def press() -> None:
@@ -176,7 +176,7 @@ def test_the_port_to_listen_at_is_taken(answer: Answer, world: Run) -> None:
 
 
 def test_a_lighthouse_of_another_version(answer: Answer, world: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entering, "__version__", "0.0.1")
+    monkeypatch.setattr(connect, "__version__", "0.0.1")
     one_line(answer(*joins(world)), "not 0.0.1: install that version")
 
 
@@ -231,12 +231,12 @@ def test_no_room_is_left(answer: Answer, tmp_path: Path) -> None:
 
 def test_a_port_that_nobody_reaches_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on over the lighthouse."""
-    from isles.comm.elastic.links import whereabouts
+    from isles.membership.p2p import address_book
 
     async def fails(*_: object) -> str:
         return "no answer within 5 s"
 
-    monkeypatch.setattr(whereabouts, "echo_failure", fails)
+    monkeypatch.setattr(address_book, "echo_failure", fails)
     made = Run(small(tmp_path, 20, 2), tmp_path / "run")
     for _ in range(2):
         made.join(listens=True)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from isles.replicas import METHODS, config_of, method
-from isles.training.config.template import template
+from isles.training.config.reading import template
 from tests.report.sample import write_sample
 
 WALK = """
@@ -34,7 +34,7 @@ print("walked")
 READ = """
 import json, sys
 from isles.cli.elastic.lighthouse import _drawn_up
-from isles.training.elastic.terms import rules
+from isles.training.elastic.support import rules
 
 for config, assignments in json.loads(sys.argv[1]):
     rules(_drawn_up(config, {"world.workers": 4}, assignments, None)[0])

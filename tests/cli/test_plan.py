@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 from isles import cli
-from isles.cli.plans.asking import model_of
+from isles.cli.plans.questions import model_of
 from isles.models.sizes import SIZES
-from isles.network.theory import eager_tables
-from isles.report.sheets import noloco as noloco_sheets
-from isles.report.sheets.presets import presets, sheet
+from isles.papers import eager
+from isles.papers import noloco_sheet as noloco_sheets
+from isles.papers.calculations import presets, sheet
 from tests.report.sample import write_sample
 
 GPU = ["methods", "1e9, 24 layers", "--workers", "2", "--links", "lan", "--step-tokens", "250k"]
@@ -176,7 +176,7 @@ def test_json_with_out_keeps_stdout_clean(plan, tmp_path: Path):
     ],
 )
 def test_every_preset_gives_a_whole_sheet(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(eager_tables, "JOBS", {"1B": eager_tables.JOBS["1B"]})  # their size is tested in tests/network
+    monkeypatch.setattr(eager, "JOBS", {"1B": eager.JOBS["1B"]})  # their size is tested in tests/network
     monkeypatch.setattr(noloco_sheets, "_TREES", 20)
     monkeypatch.setattr(noloco_sheets, "_SHOTS", 20)
     monkeypatch.setattr(noloco_sheets, "_CROWDS", (2, 16, 64))

@@ -11,9 +11,9 @@ import pytest
 from isles.cli.doctor import doctor
 from isles.cli.plans.clusters import plan_clusters as plan
 from isles.network.clusters.nodes import ClusterNode
-from isles.training.clustered import describing
+from isles.plan.run_plan import refuse
+from isles.training.clusters import cuts as describing
 from isles.training.config.reading import read_config
-from isles.training.plan.run_plan import refuse
 
 UNTIED = ["model.layers=6", "model.tie_embeddings=false"]
 

@@ -15,7 +15,7 @@ from PIL import Image
 from isles import cli
 from isles.cli.plans.paths import message_sizes
 from isles.network.routing.plan import read_plan
-from isles.network.routing.wires import Sizes
+from isles.network.routing.replay import Sizes
 from isles.report.draw import png
 
 LINKS = """

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from isles import cli
-from isles.training.running.server import PRELOAD
+from isles.running.backends import PRELOAD
 from tests.cli.command import Command, eventually, gone, isles, marked
 from tests.forked import Forked
 from tests.training.runs import metrics, write_folder

@@ -18,19 +18,17 @@ import pytest
 from typer.testing import CliRunner
 
 import isles
+from isles.base.tables import changed
 from isles.cli import app
 from isles.cli.progress import Progress
-from isles.cli.several.rows import ForAllRows, quick, read_beside, rows_of
+from isles.cli.several.rows import ForAllRows, quick, read_beside, rows_of, tuned_in
 from isles.cli.several.study import Study, Terms
-from isles.cli.several.terms import tuned_in
 from isles.replicas.methods.config import DiLoCoConfig
-from isles.replicas.space import MOMENTUM, STEP, Dimension, settings_of
+from isles.replicas.search_space import MOMENTUM, STEP, Dimension, settings_of
 from isles.report.tuning import complete, read_tuning, saved
-from isles.tables import changed
-from isles.training.config.reading import read_config
+from isles.running.run import launch
+from isles.training.config.reading import read_config, tokens_a_step
 from isles.training.config.sections import Config
-from isles.training.config.tokens import tokens_a_step
-from isles.training.running.run import launch
 from tests.training.runs import write_text
 
 pytest.importorskip("optuna", reason="needs the extra isles[tune]")

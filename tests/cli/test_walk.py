@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from isles.cli.elastic import walk as way
-from isles.cli.elastic.walk import walk
+from isles.base.version import __version__
+from isles.cli.elastic import route as way
+from isles.cli.elastic.route import walk
 from isles.comm.credentials import Token, read
-from isles.comm.elastic import lighthouse
-from isles.comm.elastic.messages import About
-from isles.version import __version__
+from isles.membership import lighthouse
+from isles.membership.messages import About
 from tests.cli.command import Command
 from tests.cli.test_doctor import TELLING
-from tests.comm.elastic.sessions import free_port
-from tests.comm.elastic.test_lighthouse import lit
+from tests.membership.sessions import free_port
+from tests.membership.test_lighthouse import lit
 
 WAY = ["name", "route", "tls", "token", "session", "version", "clock", "run", "rate", "direct"]
 
@@ -54,12 +54,12 @@ def test_the_whole_way(light: tuple[int, Token]) -> None:
 
 
 def test_a_port_that_is_not_reached_is_no_fault(light: tuple[int, Token], monkeypatch: pytest.MonkeyPatch) -> None:
-    from isles.comm.elastic.links import whereabouts
+    from isles.membership.p2p import address_book
 
     async def fails(*_: object) -> str:
         return "no answer within 5 s"
 
-    monkeypatch.setattr(whereabouts, "echo_failure", fails)
+    monkeypatch.setattr(address_book, "echo_failure", fails)
     good, found = walked(*light, listen=("127.0.0.1", free_port()))["direct"]
     assert good and found.startswith("no, relayed") and "no answer within 5 s" in found
 

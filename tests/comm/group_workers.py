@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 import isles
+from isles.base.modes import torch_threads
 from isles.comm.codecs import codec
 from isles.comm.collectives import basic as collectives
 from isles.comm.collectives.mean import mean
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
-from isles.modes import torch_threads
 
 
 def refusal(action) -> str:

@@ -58,7 +58,7 @@ def test_every_form_says_what_it_loses() -> None:
     biased = {kind for kind, said in KINDS.items() if said.biased}
     assert biased == {"int2", "sign", "topk", "dct_topk", "randk", "powersgd"}
     with pytest.raises(TypeError, match="lossless"):  # a default would be a guess
-        CodecKind("isles.comm.codecs.casts:Identity")  # type: ignore[call-arg]
+        CodecKind("isles.comm.codecs.scaled:Identity")  # type: ignore[call-arg]
 
 
 def test_an_unknown_codec_is_refused_with_a_hint() -> None:

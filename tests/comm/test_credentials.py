@@ -19,8 +19,8 @@ from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.sockets import loop
 from isles.comm.sockets.addresses import listen
+from isles.comm.sockets.connection import close
 from isles.comm.sockets.listener import Listener
-from isles.comm.sockets.lost import close
 from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
 
 

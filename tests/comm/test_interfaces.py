@@ -7,8 +7,8 @@ import os
 import pytest
 
 from isles.comm.gloo.transport import DistributedTransport
-from isles.comm.interfaces import gloo_interface, interface_of, outward_address
 from isles.comm.mesh import Mesh
+from isles.comm.tcp import gloo_interface, interface_of, outward_address
 from tests.gloo import run_gloo
 from tests.launch.local_workers import heard_at
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import isles
-from isles.comm.collectives.mail import MAGIC, Mail, MailNote
+from isles.comm.collectives.message_queue import MAGIC, Mail, MailNote
 from isles.comm.mesh import Mesh
 from tests.gloo import run_gloo
 

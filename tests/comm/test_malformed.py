@@ -9,15 +9,15 @@ from torch import nn
 import isles
 from isles.comm.codecs import codec
 from isles.comm.codecs.base import Codec, as_bytes
-from isles.comm.codecs.places import unpack
+from isles.comm.codecs.sparse import unpack
 from isles.comm.errors import Diverged, Malformed, WorkerFailed, from_plain, sent_by, to_plain
 from isles.comm.mesh import Mesh
 from isles.comm.transport import Deadlines
 from isles.replicas.flat import FlatParameters
-from isles.replicas.gradient.thresholds import Rule, Thresholds
-from isles.replicas.methods.demo.blocks import Blocks
-from isles.replicas.methods.demo.wire import HEADER_BYTES, Bits, Packing
-from isles.replicas.methods.dilocox.adaptive import Adaptive
+from isles.replicas.gradient.reduction import Rule, Thresholds
+from isles.replicas.methods.demo.momentum import HEADER_BYTES, Bits, Packing
+from isles.replicas.methods.demo.transform import Blocks
+from isles.replicas.methods.dilocox.dilocox import Adaptive
 from tests.replicas.workers import sgd
 
 FORMS = ("none", "bf16", "fp16", "int8", "int4", "int2", "fp4", "sign", "topk:4", "dct_topk:4+int4", "randk:0.01")

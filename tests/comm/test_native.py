@@ -13,12 +13,13 @@ import pytest
 import torch.distributed as dist
 
 from isles.comm.errors import PeerLost
-from isles.comm.gloo import meeting, native, transport
-from isles.comm.gloo.life import Life
-from isles.comm.gloo.native import NativeGroup
+from isles.comm.gloo import transport
+from isles.comm.gloo import transport as meeting
+from isles.comm.gloo import transport as native
+from isles.comm.gloo.liveness import Life
 from isles.comm.gloo.transfers import PostedWork
-from isles.comm.gloo.transport import DistributedTransport
-from isles.replicas.island.sharded_messages import NativeGather
+from isles.comm.gloo.transport import DistributedTransport, NativeGroup
+from isles.replicas.island.fsdp import NativeGather
 
 
 class Clock:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import isles
-from isles.comm.codecs.places import FORMS, pack, places_bytes, smallest, unpack
+from isles.comm.codecs.sparse import FORMS, pack, places_bytes, smallest, unpack
+from isles.comm.collectives.basic import gather_ragged, ragged_bytes
 from isles.comm.collectives.headers import Headers, Stamp
-from isles.comm.collectives.ragged import gather_ragged, ragged_bytes
 from isles.comm.errors import Malformed
 from isles.comm.mesh import Mesh
 from isles.comm.transport import Steps

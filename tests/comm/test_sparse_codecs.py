@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isles.comm.codecs import codec
-from isles.comm.codecs.topk import dct_basis, pack_places, unpack_places
+from isles.comm.codecs.sparse import dct_basis, pack_places, unpack_places
 from tests.comm.test_codecs import noise, through
 
 LENGTHS = (0, 1, 5, 4095, 4096, 4097, 9001)

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isles.data import Loader, blocks, load_corpus
+from isles.data import Loader, load_corpus
+from isles.data import corpus as blocks
 from isles.data.config import DataConfig
 from isles.data.store import open_corpus, save_corpus
 from isles.data.tokenizer import load_tokenizer

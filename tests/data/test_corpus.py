@@ -153,7 +153,7 @@ def test_cache_is_memory_mapped_and_equal(write: Write, tmp_path: Path) -> None:
 
 
 def test_cache_is_used_by_the_next_process(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from isles.data import load as loading
+    from isles.data import prepare as loading
 
     root = write({"a.txt": "text\n" * 100})
     cache = tmp_path / "cache"

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import isles
+from isles.base.staging import HostCopies
 from isles.comm.collectives.mean import native_mean
 from isles.models import Shape
-from isles.staging import HostCopies
 from tests.device import workers
 from tests.memory.streams import HOST, KERNELS, Event, Stream, Watch, Watched, _Piece
 
@@ -47,7 +47,7 @@ def _watching() -> Iterator[DeviceWatch]:
         "Stream": lambda device=None: Stream(watch, f"side {next(numbers)}"),
         "Event": lambda **_: Event(watch),
     }
-    with mock.patch.multiple(torch.cuda, **patched), mock.patch("isles.staging._STREAMS", {}):
+    with mock.patch.multiple(torch.cuda, **patched), mock.patch("isles.base.staging._STREAMS", {}):
         yield watch
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import isles
-from isles.parsing import parse_json
+from isles.base.parsing import parse_json
 
 ROOT = Path(__file__).parents[2]
 IN_ONE_PROCESS = [name for name in isles.METHODS if name != "fsdp"]

@@ -39,13 +39,13 @@ from isles.memory.engines.cuda import CudaMoves  # noqa: E402
 from isles.pipeline.boundaries.base import FullStream  # noqa: E402
 from isles.pipeline.wire import StageForm  # noqa: E402
 from isles.replicas.island.island import Copies  # noqa: E402
-from isles.training.clustered.node import ClusterWorker  # noqa: E402
+from isles.training.clusters.node import ClusterWorker  # noqa: E402
 from isles.training.config.reading import read_config  # noqa: E402
 from isles.training.kinds import layout_of  # noqa: E402
 from isles.training.loop import TrainingLoop  # noqa: E402
-from isles.training.parts import trainer_of  # noqa: E402
-from isles.training.swarmed.trainer import SwarmTrainer  # noqa: E402
+from isles.training.swarm.trainer import SwarmTrainer  # noqa: E402
 from isles.training.trainer import Trainer  # noqa: E402
+from isles.training.worker import trainer_of  # noqa: E402
 from tests.device import ordered, workers, worlds  # noqa: E402
 from tests.device.table import BFLOAT16, IN_ONE_PROCESS, QUICK  # noqa: E402
 
@@ -306,8 +306,9 @@ def _lanes(_: Path) -> dict[str, Any]:
 
 def _machines(_: Path) -> dict[str, Any]:
     """What is said of cuda:1, which is half as large as cuda:0 is."""
-    from isles.training.clustered import describing, peering
-    from isles.training.memory.planned import _free_bytes, machine_of
+    from isles.training.clusters import cuts as describing
+    from isles.training.clusters import member as peering
+    from isles.training.memory.plans import _free_bytes, machine_of
 
     describing._FOR = 0.0
     one, both = (read_config(None, {}, [f"model.device={device}", "world.workers=2"]) for device in ("cuda:1", "cuda"))
@@ -377,9 +378,9 @@ def _peer() -> dict[str, float]:
 
 def _elastic_seconds(folder: Path) -> dict[str, list[float]]:
     """Milliseconds of a step that the worker of an elastic run on cuda:1 tells the lighthouse, and of its rounds."""
-    from isles.comm.elastic.company import Company
+    from isles.membership.client import Company
     from isles.training.config.reading import gather
-    from isles.training.elastic.terms import elastic
+    from isles.training.elastic.support import elastic
     from tests.training.elastic.runs import Run
 
     on = [*TINY[:-2], "model.device=cuda:1", "run.steps=6", "world.workers=1", "replicas.sync_every=3"]

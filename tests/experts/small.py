@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 from isles.experts.jobs import JobProgress
+from isles.experts.planning import opened, settings
 from isles.experts.reading import ExperimentConfig, read
 from isles.experts.system import System
-from isles.experts.systems import opened, settings
 from tests.training.runs import TINY
 
 KINDS = {"easy": "ab", "medium": "cdefg", "difficult": "hijklmnopq", "apart": "rstuvwxyz"}

@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from isles.experts import joining, mixture
+from isles.experts import ensemble as joining
+from isles.experts import mixture
 from isles.experts.domains import read_domains
+from isles.experts.ensemble import Joining
+from isles.experts.forest import Forest, Served, score
 from isles.experts.hdee import hdee
 from isles.experts.hdee.hdee import HdeeConfig, cell
 from isles.experts.jobs import JobProgress, weights_sha256
-from isles.experts.joining import Joining
+from isles.experts.planning import SYSTEMS, opened, settings
 from isles.experts.reading import keep, read, template
-from isles.experts.registry import Forest
-from isles.experts.served import Served, score
 from isles.experts.system import System
-from isles.experts.systems import SYSTEMS, opened, settings
 from isles.models.generate import generate
 from isles.report import write_report
-from isles.training.records.saved import load_run
+from isles.training.records.finished import load_run
 from tests.experts.small import HDEE, asked, made, write_domains
 
 

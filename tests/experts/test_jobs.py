@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file
 
 from isles.experts.jobs import ExpertJob, JobProgress, state, train
-from isles.experts.systems import opened
+from isles.experts.planning import opened
 from isles.training.config.sections import Config
-from isles.training.records.lock import RunLock
+from isles.training.records.rundir import RunLock
 from tests.experts.small import asked, made, write_domains
 from tests.training.runs import tiny, write_text
 

@@ -12,16 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from isles.experts import mixture
+from isles.experts.ensemble import EVERY, Joined, Joining, Speaker, judged_on
+from isles.experts.forest import Forest, ForestMember, Served, score
 from isles.experts.jobs import ExpertJob, JobProgress, train, weights_sha256
-from isles.experts.joining import EVERY, Joined, Joining, judged_on
-from isles.experts.registry import Forest, ForestMember
 from isles.experts.routing.clusters import clustered, texts_of
-from isles.experts.routing.priors import cached, following, given, running
-from isles.experts.routing.routing import ByClusters, Routers, growing
-from isles.experts.served import Served, score
-from isles.experts.speaking import Speaker
+from isles.experts.routing.routing import ByClusters, Routers, cached, following, given, growing, running
 from isles.experts.system import System
-from isles.training.records.saved import load_run
+from isles.training.records.finished import load_run
 from tests.experts.small import made, write_domains
 
 BTM = ["hdee.variants=['m-ho-i-he']", "hdee.iterations=2", "hdee.branch=average", "hdee.baselines=[]"]

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from isles.cli import main
+from isles.experts.forest import Forest
 from isles.experts.jobs import JobProgress, weights_sha256
-from isles.experts.registry import Forest
+from isles.experts.planning import opened
 from isles.experts.routing.routing import gate_of, route
 from isles.experts.system import System
-from isles.experts.systems import opened
 from isles.training.records.checkpoint import Checkpoints
 from tests.cli.command import Command, eventually, gone
 from tests.experts.small import SMALLTALK, asked, made, write_domains

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from isles.experts import mixture
-from isles.experts.judging import judge
-from isles.experts.routing.priors import cached, running, updating
+from isles.experts.evaluation import judge
+from isles.experts.routing.routing import cached, running, updating
 
 E, N, T = 3, 5, 12
 

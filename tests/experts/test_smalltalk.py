@@ -15,19 +15,16 @@ import torch
 
 from isles.comm.errors import Diverged
 from isles.comm.mesh import Mesh
+from isles.experts.ensemble import Joining, Speaker
+from isles.experts.forest import Forest, Served
 from isles.experts.jobs import JobProgress, weights_sha256
-from isles.experts.joining import Joining
-from isles.experts.planning import planned
-from isles.experts.registry import Forest
+from isles.experts.planning import opened, planned
 from isles.experts.routing.assignment import Assignment, assign
 from isles.experts.routing.em import RouterTask, TextRouter, train_router
 from isles.experts.routing.routing import Routers, from_wire, route, to_wire
-from isles.experts.served import Served
-from isles.experts.smalltalk.seed import run_workers
+from isles.experts.smalltalk.run import run_workers
 from isles.experts.smalltalk.smalltalk import router_config
-from isles.experts.speaking import Speaker
 from isles.experts.system import System
-from isles.experts.systems import opened
 from isles.report import write_report
 from isles.training.records.checkpoint import Checkpoints
 from tests.experts.small import asked, made, write_domains

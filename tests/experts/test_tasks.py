@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from isles.comm.errors import CommError, PeerLost
-from isles.experts.jobs import JobProgress, weights_sha256
-from isles.experts.tasks import ExpertTask, carry_out
+from isles.experts.jobs import ExpertTask, JobProgress, carry_out, weights_sha256
+from isles.training.interrupts import first_interrupt
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.running.interrupts import first_interrupt
 from tests.cli.command import Command, eventually, gone
 from tests.experts.small import HDEE, made, write_domains
 

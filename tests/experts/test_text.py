@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from isles.data import DataConfig
-from isles.experts.domains import Domain, DomainText, of_difficulty, pooled, read_domains
-from isles.experts.text import comment_lines, without_prose
+from isles.experts.domains import Domain, DomainText, comment_lines, of_difficulty, pooled, read_domains, without_prose
 from tests.experts.small import write_domains
 
 SOURCE = '''"""What it is.

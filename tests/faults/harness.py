@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from isles.comm.errors import CommError
+from isles.running.run import Interrupted
 from isles.training.config import world
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.running.run import Interrupted
 from tests.faults.launchers import ended, launched
 from tests.faults.striking import KINDS, MOMENTS
 from tests.faults.trials import DEADLINE, GRACE, JOIN, LAUNCHERS, SILENCE, STEPS, WORKERS, Trial, drawn

@@ -16,13 +16,13 @@ from isles.comm.errors import WorkerFailed
 from isles.launch import workers as launching
 from isles.launch.nodes import SINGLE_NODE, NodeGroup, NodeSpec
 from isles.launch.workers import LocalWorkers, Workers, raise_first, run_local
+from isles.running import follow as following
+from isles.running.backends import start_server
+from isles.running.run import Interrupted, launch
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from isles.training.records.events import Schema
-from isles.training.running import follow as following
-from isles.training.running.run import Interrupted, launch
-from isles.training.running.server import start_server
-from isles.training.running.starting import deadlines
+from isles.training.startup import deadlines
 from tests.cli.command import Command, gone
 from tests.faults import striking
 from tests.faults.striking import SIGNALS

@@ -22,10 +22,10 @@ import torch
 
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.mesh import Mesh
+from isles.running.backends import train_process
 from isles.training import trainer as training
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.running.processes import train_process
 
 SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM}
 KINDS = (*SIGNALS, "SEGV", "thread", "NaN", "length", "round", "disk")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from isles.cli import main
+from isles.running import torchrun
 from isles.training.config import world
-from isles.training.running import torchrun
 from tests.faults.striking import struck_process
 
 if __name__ == "__main__":

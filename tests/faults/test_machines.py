@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from benchmarks._machines import Machine, machines, unavailable
+from isles.running.run import launch
 from isles.training.config.reading import read_config
-from isles.training.running.run import launch
 from tests.cli.command import Command, gone, isles
 from tests.training.runs import write_folder
 

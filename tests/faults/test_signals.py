@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from isles.running.run import Interrupted, launch
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.running.run import Interrupted, launch
 from tests.cli.command import ISLES, Command, eventually, gone, marked
 from tests.training.runs import metrics, run_apart, tiny, write_folder, write_text
 

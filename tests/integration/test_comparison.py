@@ -14,8 +14,7 @@ from benchmarks.comparison.cases import PARTS, ROWS, cases_of
 from benchmarks.comparison.claims import Claim, Judged, judge
 from benchmarks.comparison.figures import Figures, front
 from benchmarks.comparison.words import WHY
-from isles.report.comparison import ALONE
-from isles.report.paired import Paired
+from isles.report.comparison import ALONE, Paired
 
 QUICK = ("--quick", "--parts", "short", "--rows", "none,ddp,one-worker", "--trials", "2")
 

@@ -22,9 +22,9 @@ import psutil
 import pytest
 
 from isles.comm.errors import WorkerFailed
+from isles.running.run import launch
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.running.run import launch
 from tests import gloo
 from tests.cli.command import Command, eventually, gone
 from tests.training.runs import Told, metrics, tiny, without_clocks, write_folder, write_text

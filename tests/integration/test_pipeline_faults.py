@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file
 
 from isles.comm.errors import WorkerFailed
+from isles.running.run import launch
 from isles.training.config.reading import read_config
-from isles.training.running.run import launch
 from tests.integration.test_faults import workers
 from tests.training.runs import TINY, run, write_text
 from tests.training.struck import STEP

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from isles.running.run import launch
+from isles.running.torchrun import take_part
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.running.run import launch
-from isles.training.running.torchrun import take_part
 from tests import forked
 from tests.cli.command import Command, eventually, gone
 from tests.training.runs import metrics, tiny, without_clocks, write_folder, write_text

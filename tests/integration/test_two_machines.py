@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from isles.running.run import launch
 from isles.training.config.reading import read_config
-from isles.training.running.run import launch
 from tests.cli.command import Command, eventually, gone, isles
 from tests.integration.namespaces import Machine, two_machines
 from tests.training.runs import metrics, without_clocks, write_folder
@@ -20,7 +20,9 @@ PORT = 29400
 TOKEN = "token.txt"
 # The command itself, where other machines' silence may be noticed sooner than after 30 s.
 SOON = "from isles.training.config import world; world._LEAST_SILENCE = 1.0; from isles.cli import main; main()"
-OTHER_VERSION = "import isles.version; isles.version.__version__ = '9.9.9'; from isles.cli import main; main()"
+OTHER_VERSION = (
+    "import isles.base.version; isles.base.version.__version__ = '9.9.9'; from isles.cli import main; main()"
+)
 
 
 @pytest.fixture(scope="module")

@@ -25,14 +25,13 @@ from isles.comm.errors import (
     from_plain,
     to_plain,
 )
-from isles.comm.interfaces import interface_of
 from isles.comm.sockets import loop
 from isles.comm.sockets.addresses import listen, parse_address
-from isles.comm.sockets.frames import ALIVE, packed
+from isles.comm.sockets.connection import ALIVE, LinkLost, packed
 from isles.comm.sockets.listener import opened
-from isles.comm.sockets.lost import LinkLost
 from isles.comm.sockets.proof import dial
-from isles.comm.sockets.reachable import EchoServer, echo_failure
+from isles.comm.sockets.reachability import EchoServer, echo_failure
+from isles.comm.tcp import interface_of
 from isles.launch import admission, rendezvous
 from isles.launch import workers as local
 from isles.launch.link import Link, connect

@@ -23,9 +23,9 @@ import torch
 
 import isles
 from isles.comm.errors import CommError, WorkerFailed
-from isles.comm.sockets import silence as silences
+from isles.comm.sockets import heartbeats as silences
 from isles.launch import workers as local
-from isles.launch.by_value import dumps
+from isles.launch.worker import dumps
 from isles.launch.workers import LocalWorkers
 from tests import forked, gloo
 from tests.launch import local_workers

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isles.base.wrapping import host_work
 from isles.memory.costs import Placement, Profile, least_peak
 from isles.memory.engines.base import Engine
-from isles.memory.managed import Managed
 from isles.memory.meter import MemoryMeter
+from isles.memory.optimizer import Managed
 from isles.memory.plan import MemoryPlan, digests
 from isles.memory.profile import profile
 from isles.models.decoder import Decoder
 from isles.models.sizes import Shape
 from isles.network.machines import MACHINES
-from isles.wrapping import host_work
 
 UNITS = 4
 SHAPE = Shape(d_model=64, layers=UNITS, heads=4, ffn=192, vocab=256, context=32, tie_embeddings=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from isles.memory.costs import Placement
-from isles.memory.managed import Managed
+from isles.memory.optimizer import Managed
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
 from tests.memory.loops import DECODER, SHAPE, UNITS, adamw, plan_of, profiled

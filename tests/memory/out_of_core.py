@@ -17,7 +17,7 @@ from contextlib import nullcontext
 import torch
 
 from isles.memory.costs import Placement, disk_bytes, least_peak
-from isles.memory.managed import Managed
+from isles.memory.optimizer import Managed
 from isles.memory.plan import table
 from isles.memory.profile import profile
 from isles.models.decoder import Decoder

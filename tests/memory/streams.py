@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from isles.base.wrapping import is_host_work
 from isles.memory.engines.base import EngineLane, Urgency
 from isles.memory.engines.cuda import Cuda, CudaMoves
-from isles.wrapping import is_host_work
 
 HOST, KERNELS = "host", "kernels"
 Clock = Counter[str]

@@ -11,7 +11,7 @@ from isles.memory.costs import ACTIVATIONS, Placement, least_peak
 from isles.memory.engines.base import Engine, Inline
 from isles.memory.engines.cuda import Cuda, CudaMoves, usual_engine
 from isles.memory.engines.paced import Paced
-from isles.memory.managed import Managed
+from isles.memory.optimizer import Managed
 from isles.network.machines import MACHINES
 from tests.memory.loops import DECODER, UNITS, adamw, plan_of, profiled
 

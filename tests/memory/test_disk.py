@@ -15,7 +15,7 @@ from isles.memory.costs import Placement
 from isles.memory.disk import DiskFile, Section, StagingSlot, check_folder
 from isles.memory.engines.base import DiskFailed, Inline
 from isles.memory.engines.paced import Paced
-from isles.memory.managed import Managed
+from isles.memory.optimizer import Managed
 from isles.memory.plan import table
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES

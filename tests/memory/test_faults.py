@@ -16,7 +16,7 @@ from isles.memory.activations import Swapped
 from isles.memory.costs import Placement
 from isles.memory.engines.base import Engine, Inline, LaneFailed
 from isles.memory.engines.paced import Paced
-from isles.memory.managed import Managed
+from isles.memory.optimizer import Managed
 from isles.memory.parameters import Brought
 from isles.memory.plan import PlanMismatch
 from isles.models.decoder import Decoder

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isles.memory.measuring import MeasuringEffort, measure_machine
+from isles.memory.measurement import MeasuringEffort, measure_machine
 from isles.models.sizes import SIZES
 from isles.network.machines import machine, to_toml
 

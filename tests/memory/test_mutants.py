@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from isles.base.wrapping import Wrapping
+from isles.memory.arena import Slots
 from isles.memory.costs import Placement, least_peak
 from isles.memory.engines.base import Inline
 from isles.memory.engines.paced import Paced
-from isles.memory.managed import Managed
+from isles.memory.optimizer import Managed
 from isles.memory.parameters import Brought
-from isles.memory.slots import Slots
-from isles.wrapping import Wrapping
 from tests.memory.loops import DECODER, UNITS, train
 from tests.memory.managing import HOST, OPTIMIZER, managed_decoder, one_step
 

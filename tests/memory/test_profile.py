@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isles.memory.costs import Placement, least_peak
-from isles.memory.measuring import measured
+from isles.memory.measurement import measured
 from isles.memory.profile import SCALARS, _fake_trace, _without_numbers, own_loss, profile, trace_step
 from isles.memory.units import units_of
 from isles.models.decoder import Decoder

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from isles.base.wrapping import host_work
 from isles.memory.costs import ACTIVATIONS, Placement
 from isles.memory.engines import cuda
 from isles.memory.engines.base import Inline
 from isles.memory.engines.cuda import CudaMoves
 from isles.memory.engines.paced import Paced
-from isles.memory.managed import Managed
+from isles.memory.optimizer import Managed
 from isles.network.machines import MACHINES
 from isles.training.memory import trial
 from isles.training.memory.trial import try_out
-from isles.wrapping import host_work
 from tests.memory.loops import DECODER, UNITS, adamw, plan_of, profiled
 from tests.memory.streams import Event, Stream, Watch, WatchedCuda, watching
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from isles.base.modes import torch_threads
 from isles.models import SIZES, Decoder, Shape, decoder, next_token_loss
 from isles.models.decoder import Block, initialise
-from isles.modes import torch_threads
 
 SHAPE = Shape(d_model=24, layers=2, heads=3, ffn=40, vocab=31, context=16, tie_embeddings=True)
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from isles.models.rotary import Rotary
+from isles.models.decoder import Rotary
 
 
 def turned_products(q_C: torch.Tensor, k_C: torch.Tensor, context: int) -> torch.Tensor:

@@ -21,8 +21,7 @@ from isles.models.subspace import (
     orthonormal,
     put_inside,
 )
-from isles.pipeline.boundaries.grassmann import Drift, turned
-from isles.pipeline.boundaries.scheme import Coordinates
+from isles.pipeline.boundaries.scheme import Coordinates, Drift, turned
 from isles.pipeline.rowwise import RowwiseAdamW, by_rows, settled
 
 D, K, V = 16, 4, 30

@@ -6,7 +6,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from isles.network.theory.barrier import StepLaw, waiting
+from isles.papers.noloco import StepLaw, waiting
 
 
 @pytest.mark.parametrize(("count", "variance"), [(1, 0.5), (2, 2.0), (30, 0.5)])

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from isles.comm.elastic.messages import MARGIN
+from isles.membership.messages import MARGIN
 from isles.network.churn import Poisson
-from isles.network.planner.churned import AHEAD, ChurnCosts, churn_costs
+from isles.plan.worker_classes import AHEAD, ChurnCosts, churn_costs
 
 
 def costs(per_second: float, seconds: float = 300.0, rounds: int | None = None, *, pairs: bool = True) -> ChurnCosts:

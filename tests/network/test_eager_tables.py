@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from isles.network.theory import eager_tables as tables
-from isles.network.theory.utilisation import LayeredJob, bandwidth_for, data_parallel, streaming, utilisation
+from isles.papers import eager as tables
+from isles.papers.eager import LayeredJob, bandwidth_for, data_parallel, streaming, utilisation
 
 # Gbit/s for 50, 80, 90, 95, 99 %: table 5 of arXiv 2502.12996, table 4 of arXiv 2501.18512.
 PRINTED = """

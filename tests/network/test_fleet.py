@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from isles.network.pauses import Pauses
-from isles.network.theory.barrier import StepLaw
-from isles.network.theory.fleet import ARRIVED, COMPUTED, Fleet, _Rounds, run
-from isles.report.sheets.presets import sheet
+from isles.papers.calculations import sheet
+from isles.papers.fleet import ARRIVED, COMPUTED, Fleet, _Rounds, run
+from isles.papers.noloco import StepLaw
 
 FLEET = Fleet(workers=9, steps=StepLaw(count=5), message=4.0, message_variance=0.7, seed=3)
 PAUSED = Fleet(

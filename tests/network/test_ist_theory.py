@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from isles.network.theory.ist_theory import (
+from isles.papers.ist import (
     Quadratics,
     all_owners,
     homogeneous,

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from isles.network.theory.latency import pair_seconds, ratios, sigma_of, swap_seconds, two_shot_seconds
+from isles.papers.noloco import pair_seconds, ratios, sigma_of, swap_seconds, two_shot_seconds
 
 # Section 2.10 of the specification of NoLoCo; its own standard errors are below 0.3 %.
 WORKERS = [4, 16, 64, 256, 1024]

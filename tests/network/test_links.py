@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from isles.network.links import Links
-from isles.network.named import ELSEWHERE, PRESETS, links
+from isles.network.networks import ELSEWHERE, PRESETS, links
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *ELSEWHERE])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from isles.network.own import read_links, refuse_file, write_pair
-from isles.network.routing.delays import delays_of
+from isles.network.networks import read_links, refuse_file, write_pair
+from isles.network.routing.speeds import delays_of
 
 
 def test_pairs_make_a_network(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isles.network.named import links
+from isles.network.networks import links
 from isles.network.places import Place, latency
 from isles.network.units import parse_rate, parse_seconds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isles.network.theory.pipelines import PROTOCOL, dilocox_times, stage_utilisation, step_of
+from isles.papers.pipelines import PROTOCOL, dilocox_times, stage_utilisation, step_of
 
 
 def test_wide_models_bear_slow_lines() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from isles.network.theory.quadratic import (
+from isles.replicas.parts.quadratic import (
     Quadratic,
     disagreement,
     heavy_ball,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from isles.network.links import Links
-from isles.network.planner.planned import (
+from isles.network.exchange_plan import (
     Mean,
     MessagePattern,
     PlannedExchange,
@@ -17,8 +16,8 @@ from isles.network.planner.planned import (
     Tree,
     by_size,
 )
-from isles.network.planner.replay import RunReplay
-from isles.network.topology import Topology
+from isles.network.links import Links, Topology
+from isles.plan.replay import RunReplay
 
 WORKERS = 8
 SLOW = Links(bandwidth=1e6, latency=0.05)

@@ -7,8 +7,7 @@ import torch
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.network.links import Links
-from isles.network.topology import Topology
+from isles.network.links import Links, Topology
 
 FAR = Links(bandwidth=1e6, latency=0.1, uplinks=[0, 0, 1, 1])
 NEAR = Links(bandwidth=1e9, latency=0.001)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from isles.network.theory.utilisation import LayeredJob, bandwidth_for, data_parallel, diloco, streaming, utilisation
+from isles.papers.eager import LayeredJob, bandwidth_for, data_parallel, diloco, streaming, utilisation
 
 JOB = LayeredJob(parameters=1e9, layers=24, step_seconds=0.1)
 METHODS = {

@@ -15,9 +15,8 @@ from isles.comm.codecs import codec
 from isles.comm.mesh import Mesh
 from isles.models import Decoder
 from isles.models.subspace import held_inside
-from isles.pipeline.boundaries.grassmann import turned
 from isles.pipeline.boundaries.names import entries_kept
-from isles.pipeline.boundaries.scheme import Crossings, Inside, LargestEntries, crossing, largest
+from isles.pipeline.boundaries.scheme import Crossings, Inside, LargestEntries, crossing, largest, turned
 from isles.pipeline.pipeline import BasisTurns
 from tests.gloo import run_gloo
 from tests.pipeline import bounded

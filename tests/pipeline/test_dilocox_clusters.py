@@ -12,11 +12,11 @@ from torch import nn
 
 import isles
 from isles.comm.mesh import Mesh
+from isles.running.run import launch
 from isles.training.config.presets import preset_file
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.running.run import launch
 from tests.replicas.workers import LINKS, sgd
 from tests.training.runs import Told, metrics, run, tiny, write_text
 

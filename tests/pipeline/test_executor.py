@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import isles
-from isles.network.routing.orders import in_flight
+from isles.network.routing.events import in_flight
 from isles.network.routing.replay import TaskSeconds
 from tests.gloo import run_gloo
 from tests.pipeline import workers

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import isles
-from isles.network.routing.orders import in_flight
+from isles.network.routing.events import in_flight
 from isles.network.routing.replay import TaskSeconds
-from isles.pipeline.inbox import receives_ahead
+from isles.pipeline.wire import receives_ahead
 from tests.pipeline import workers
 from tests.pipeline.workers import SEQUENCES, SHAPE, Cell
 

@@ -96,7 +96,7 @@ def test_a_stage_that_nobody_visits_steps_with_zeros() -> None:
 
 def averaged_step(world: Any, plan: PipelinePlan) -> tuple[dict[str, torch.Tensor], float]:
     """The change of this worker's weights in a step of SGD with rate 1, and the norm of the whole gradient."""
-    from isles.replicas.stage_copy import StageCopy
+    from isles.replicas.replica import StageCopy
 
     run = planned.pipeline_of(world, plan, torch.float64)
     before = {name: own.detach().clone() for name, own in run.stage.named_parameters()}

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 import isles
-from isles.network.links import Links
-from isles.network.named import links
-from isles.network.routing.orders import in_flight, orders
-from isles.network.routing.replay import TaskSeconds, in_order, replay
+from isles.network.links import Links, Topology
+from isles.network.networks import links
+from isles.network.routing.events import in_flight, orders
+from isles.network.routing.replay import MessageLines, Sizes, TaskSeconds, in_order, replay
 from isles.network.routing.routes import Task
-from isles.network.routing.wires import MessageLines, Sizes
-from isles.network.topology import Topology
 from tests.pipeline import workers
 from tests.pipeline.workers import Cell
 

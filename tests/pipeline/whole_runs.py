@@ -12,11 +12,10 @@ from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape
 from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
-from isles.network.routing.orders import in_flight
+from isles.network.routing.events import in_flight
 from isles.network.routing.routes import fixed_routes
-from isles.pipeline.assemble import assembled
 from isles.pipeline.boundaries.base import FullStream
-from isles.pipeline.evaluation import mean_loss
+from isles.pipeline.evaluation import assembled, mean_loss
 from isles.pipeline.executor import Executor, Ways
 from isles.pipeline.routers import always
 from isles.pipeline.wire import StageForm

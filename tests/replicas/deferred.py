@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from isles.wrapping import Wrapping
+from isles.base.wrapping import Wrapping
 from tests.replicas.workers import Net
 
 Update = tuple[list[Tensor | None], list[dict[str, Any]]]

@@ -137,6 +137,6 @@ def train(world: Mesh, case: Case) -> dict[str, Any]:
 
 
 def isles_rows(tensor: Tensor) -> Tensor:
-    from isles.replicas.island.sharded import own_rows
+    from isles.replicas.island.fsdp import own_rows
 
     return own_rows(tensor)

@@ -18,10 +18,8 @@ from isles.replicas.methods.config import FedAdamConfig
 from isles.replicas.methods.fedadam import Adam
 from isles.replicas.methods.fedavg import Descent, FedAvg
 from isles.replicas.methods.fedyogi import Yogi
-from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.choices import EveryH, Everyone, Replace
 from isles.replicas.parts.interfaces import Answer, Composition
-from isles.replicas.parts.landing import Replace
-from isles.replicas.parts.mixing import Everyone
 from tests.replicas.workers import HALVES, LINKS, Net, load, save, sgd, train_step, weights, wrap
 
 

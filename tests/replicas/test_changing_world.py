@@ -13,17 +13,17 @@ from torch import Tensor
 
 import isles
 from isles.comm.call import Ledger
-from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.line import Words
-from isles.comm.elastic.messages import Delivered, Done
-from isles.comm.elastic.quorum.delivery import Deliveries
 from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.comm.roster import FixedRoster, Roster
-from isles.comm.view import View
+from isles.membership.late_shares import Deliveries
+from isles.membership.messages import Delivered, Done
+from isles.membership.requests import Words
+from isles.membership.round_commit import Word
+from isles.membership.views import View
 from isles.replicas.flat import copied
 from isles.replicas.loop.fragment import Exchange, Flight
-from isles.replicas.loop.joining import given
+from isles.replicas.loop.outer import given
 from tests.covers import share
 from tests.replicas.changing import ChangingRoster
 from tests.replicas.workers import LINKS, RUNS, Net, adamw, bits, sgd, train_step, weights

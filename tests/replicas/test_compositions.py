@@ -12,10 +12,8 @@ import isles
 from isles.comm.codecs import form
 from isles.comm.mesh import Mesh
 from isles.replicas.methods.diloco import Nesterov
-from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.choices import EveryH, Everyone, Replace
 from isles.replicas.parts.interfaces import Composition
-from isles.replicas.parts.landing import Replace
-from isles.replicas.parts.mixing import Everyone
 from tests.replicas.workers import HALVES, LINKS, Net, adamw, sgd, train_step, weights, wrap
 
 STEPS = 10

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.replicas.copies import copies_of
+from isles.replicas.watch import copies_of
 from tests.covers import cover, share
 from tests.gloo import run_gloo
 from tests.replicas.workers import RUNS, Net, Whole, bits, loss_of, sgd, train_step, weights, wrap

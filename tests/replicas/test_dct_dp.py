@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import isles
-from isles.comm.codecs.places import places_bytes
+from isles.comm.codecs.sparse import places_bytes
 from isles.comm.mesh import Mesh
 from tests.replicas.workers import LINKS, Net, adamw, batch, bits, counted, sgd, train_step, weights
 

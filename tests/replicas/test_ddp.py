@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.replicas.gradient.buckets import cut_buckets
+from isles.replicas.gradient.bucketed import cut_buckets
 from tests.replicas.workers import LINKS, Net, adamw, batch, bits, counted, loss_of, sgd, train_step, weights, wrap
 
 BUCKETS = {"one bucket": 25.0, "two": 4e-4, "each its own": 1e-6}

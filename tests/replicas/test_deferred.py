@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import isles
+from isles.base.wrapping import innermost
 from isles.comm.mesh import Mesh
-from isles.wrapping import innermost
 from tests.covers import share
 from tests.replicas.deferred import CopyingNet, LateGradients, LateUpdates
 from tests.replicas.workers import DIVIDED, LINKS, RUNS, Net, adamw, bits, held_out, loss_of, usual_inner, weights, wrap

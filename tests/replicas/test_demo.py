@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.replicas.methods.demo.blocks import Blocks, edge
 from isles.replicas.methods.demo.config import DeMoConfig
-from isles.replicas.methods.demo.momentum import Momentum, orthogonalised, snapped
-from isles.replicas.methods.demo.transform import drawn, fixed, largest
-from isles.replicas.methods.demo.wire import HEADER_BYTES, Packing
+from isles.replicas.methods.demo.momentum import HEADER_BYTES, Momentum, Packing, orthogonalised, snapped
+from isles.replicas.methods.demo.transform import Blocks, drawn, edge, fixed, largest
+from isles.running.run import launch
 from isles.training.config.reading import read_config
-from isles.training.running.run import launch
 from tests.replicas.workers import LINKS, Net, bits, counted, loss_of, sgd, train_step, weights, wrap
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 import isles
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
-from isles.replicas.island.sharded import Sharding, _shard
-from isles.replicas.parts.landing import Blend, Carry, Replace
+from isles.replicas.island.fsdp import Sharding, _shard
+from isles.replicas.parts.choices import Blend, Carry, Replace
 
 DEADLINE = 5.0
 

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.replicas.methods.dilocox.adaptive import Adaptive, ranks_used, resized
 from isles.replicas.methods.dilocox.config import DiLoCoXConfig
-from isles.replicas.methods.dilocox.dilocox import factors_form, usual_width
+from isles.replicas.methods.dilocox.dilocox import Adaptive, factors_form, ranks_used, resized, usual_width
 from tests.replicas.workers import LINKS, Net, adamw, loss_of, sgd, train_step, weights
 
 PLAIN: dict[str, Any] = {"rank": 0, "codec": "none", "error_feedback": "none"}

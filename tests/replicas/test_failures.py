@@ -12,7 +12,7 @@ import isles
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import WorkerFailed
 from isles.comm.mesh import Mesh
-from isles.replicas.parts.mixing import RandomGroups
+from isles.replicas.parts.choices import RandomGroups
 from tests.covers import cover, share
 from tests.replicas.workers import LINKS, RUNS, Net, counted, held_out, killed, sgd, train_step, weights, wrap
 

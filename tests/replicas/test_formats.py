@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.network.planner.memory import BLOCK
-from isles.replicas.copies import WeightCopies
+from isles.network.exchange_plan import BLOCK
 from isles.replicas.flat import FlatParameters
+from isles.replicas.watch import WeightCopies
 from tests.covers import cover
 from tests.gloo import run_gloo
 from tests.replicas.workers import RUNS, bits, usual_inner, weights, wrap

@@ -19,7 +19,7 @@ import isles
 from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape, flops_per_token
 from isles.models.subnet import Axes, Axis, put, reads, take
-from isles.network.theory.ist_theory import homogeneous, stationary_mean
+from isles.papers.ist import homogeneous, stationary_mean
 from isles.replicas.methods.ist.config import SAMPLERS
 from isles.replicas.methods.ist.partition import partition, sizes
 from tests.covers import cover

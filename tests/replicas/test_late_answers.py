@@ -13,7 +13,7 @@ from isles.comm.codecs import codec
 from isles.comm.errors import DeadlinePassed
 from isles.comm.mesh import Mesh
 from isles.comm.transport import Deadlines
-from isles.replicas.loop.fragments import cut
+from isles.replicas.loop.fragment import cut
 from isles.replicas.methods.eager import EagerDiLoCo
 from tests.replicas.workers import HALVES, LINKS, Net, bits, sgd, train_step, weights, wrap
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import isles
 from isles.comm.mesh import Mesh
 from isles.replicas.methods.noloco import DeltaPhi
+from isles.replicas.parts.choices import RandomGroups
 from isles.replicas.parts.interfaces import Answer, Composition
-from isles.replicas.parts.mixing import RandomGroups
 from tests.replicas.workers import LINKS, RUNS, Net, batch, bits, sgd, train_step, weights, wrap
 
 FORMS = ["delta+phi", "delta+phi, prefetched", "single_vector", "theta_only"]

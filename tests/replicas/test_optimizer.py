@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.replicas.methods.noloco_config import NoLoCoConfig
+from isles.replicas.methods.config import NoLoCoConfig
 from tests.covers import cover, share
 from tests.replicas.workers import (
     DIVIDED,

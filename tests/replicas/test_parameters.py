@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import LambdaLR
 
 import isles
+from isles.base.wrapping import SeveralOptimizers, fresh_state
 from isles.comm.mesh import Mesh
-from isles.replicas.names import all_names
-from isles.wrapping import SeveralOptimizers, fresh_state
+from isles.replicas.flat import all_names
 from tests.covers import cover
 from tests.gloo import run_gloo
 from tests.replicas.workers import LINKS, Net, adamw, bits, loss_of, sgd, train_step, weights, wrap

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from isles.replicas.methods.noloco import DeltaPhi
+from isles.replicas.parts.choices import RandomGroups
 from isles.replicas.parts.interfaces import Answer
-from isles.replicas.parts.mixing import RandomGroups
 from isles.replicas.parts.stability import largest_gamma, matrix, radius, warn_unless_stable
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import isles
+from isles.base.modes import torch_threads
 from isles.comm.mesh import Mesh
-from isles.modes import torch_threads
 from tests.covers import share
 from tests.device.workers import SETTINGS
 from tests.gloo import run_gloo

@@ -15,7 +15,7 @@ from torch import nn
 import isles
 from benchmarks.virtual import apart as many_apart
 from isles.comm.mesh import Mesh
-from isles.replicas.parts.mixing import RandomGroups
+from isles.replicas.parts.choices import RandomGroups
 from tests.replicas.workers import Net, sgd, train_step, wrap
 
 PARAMETERS = 1200  # divisible by 2, 3, 4

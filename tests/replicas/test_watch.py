@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import isles
+from isles.base.wrapping import Wrapping
 from isles.comm.mesh import Mesh
-from isles.wrapping import Wrapping
 from tests.replicas.workers import (
     HALVES,
     LINKS,

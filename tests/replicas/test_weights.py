@@ -11,8 +11,8 @@ from torch import Tensor
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.training.plan.run_plan import plan_run
-from isles.training.running.run import launch
+from isles.plan.run_plan import plan_run
+from isles.running.run import launch
 from tests.replicas.workers import LINKS, Net, counted, sgd, train_step, weights, wrap
 from tests.training.runs import Told, run, tiny, write_text
 

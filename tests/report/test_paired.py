@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scipy import stats
 
-from isles.report.paired import claims_table, holm, paired
+from isles.report.comparison import claims_table, holm, paired
 
 
 def test_the_interval_is_student_s() -> None:

@@ -6,11 +6,11 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
+from isles.base.schema import BACKENDS, TOTALS, USAGE, ElasticSummary, Metrics, SpreadMetrics, Summary, backend_of
 from isles.report.comparison import COLUMNS
 from isles.report.page import FIELDS
-from isles.schema import BACKENDS, TOTALS, USAGE, ElasticSummary, Metrics, SpreadMetrics, Summary, backend_of
+from isles.running.run import launch
 from isles.training.config.reading import read_config
-from isles.training.running.run import launch
 
 
 def names(cls: type) -> list[str]:

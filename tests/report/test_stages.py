@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from isles.report.charts import step_panel
 from isles.report.draw.svg_time import draw
 from isles.report.panels import Lanes
 from isles.report.rundir import Run, TaskSpan
-from isles.report.time_charts import step_panel
 
 
 def drawn(second: int) -> tuple[Lanes, str, str]:

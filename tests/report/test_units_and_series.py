@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isles.report.comparison import _deviation
-from isles.report.draw.axes import ChartAxis, linear, logarithmic
-from isles.report.series import average, mean_over, quantile, rising, thin
+from isles.report.draw.svg import ChartAxis, linear, logarithmic
+from isles.report.panels import average, mean_over, quantile, rising, thin
 from isles.report.units import (
     compare,
     format_bytes,

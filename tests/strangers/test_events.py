@@ -13,16 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isles.base.parsing import Unfit
 from isles.comm.errors import NodeLost
 from isles.comm.sockets import loop
-from isles.comm.sockets.frames import packed
-from isles.comm.sockets.lost import LinkLost
-from isles.fields import Unfit
+from isles.comm.sockets.connection import LinkLost, packed
 from isles.launch.link import Link
 from isles.launch.nodes import NodeGroup
 from isles.launch.relay import NodeHandle, order
+from isles.running.virtual import train
 from isles.training.records.events import Schema, begun, committed, host_heard
-from isles.training.running.virtual import train
 from tests.strangers.callers import ESCAPES
 from tests.strangers.test_frames import JSON
 from tests.training.runs import tiny, write_text

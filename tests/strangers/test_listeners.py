@@ -9,7 +9,7 @@ import pytest
 
 from isles.comm.sockets.addresses import listen, own_address
 from isles.comm.sockets.listener import Listener
-from isles.launch.store import join_store, open_store
+from isles.launch.worker import join_store, open_store
 from tests.launch.local_workers import heard_at
 
 ALL = ("0.0.0.0", "::")

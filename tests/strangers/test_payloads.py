@@ -14,8 +14,7 @@ from torch import Tensor, nn
 import isles
 from isles.comm.codecs import codec
 from isles.comm.collectives.headers import HEADER_BYTES, Stamp
-from isles.comm.collectives.mean import mean
-from isles.comm.collectives.shots import condemned, verdict
+from isles.comm.collectives.mean import condemned, mean, verdict
 from isles.comm.errors import CommError, Malformed, Refused, WorkerFailed, from_plain, to_plain
 from isles.comm.mesh import Mesh
 from isles.comm.tags import Tag

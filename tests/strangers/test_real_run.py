@@ -14,8 +14,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from isles.running.run import launch
 from isles.training.config.reading import read_config
-from isles.training.running.run import launch
 from tests.cli.command import Command, gone, isles
 from tests.strangers.callers import GARBAGE, call, many, reset
 from tests.training.runs import write_folder

@@ -21,15 +21,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from isles.base.version import __version__
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
 from isles.comm.errors import RendezvousFailed
 from isles.comm.sockets.addresses import listen
-from isles.comm.sockets.frames import packed
+from isles.comm.sockets.connection import packed
 from isles.comm.sockets.proof import TokenRefused
 from isles.launch import rendezvous
 from isles.launch.nodes import NodeGroup, NodeSpec
-from isles.version import __version__
 from tests.strangers.callers import ESCAPES, GARBAGE, call, framed, many, prove, read, reset, say, tls
 
 

@@ -6,8 +6,8 @@ import tracemalloc
 
 import pytest
 
-from isles import parsing
-from isles.parsing import parse_json, parse_toml
+from isles.base import parsing
+from isles.base.parsing import parse_json, parse_toml
 
 DOTS = 100_000  # 200 kB of TOML, whose keys tomllib takes for 5,000,000,000 parts: 20 GB
 LARGE = {

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from isles.base.durable import home
 from isles.cli import app
-from isles.home import home
 from isles.training.config.reading import gather, read_config
 from isles.training.config.trust import TYPED
-from isles.training.records.saved import load_run
+from isles.training.records.finished import load_run
 from isles.training.records.writer import write_config
 
 EVIL = """

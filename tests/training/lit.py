@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isles.training.config.sections import Config
-from tests.comm.elastic.sessions import free_port
+from tests.membership.sessions import free_port
 
 
 class LitRun(ABC):

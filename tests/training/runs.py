@@ -12,10 +12,10 @@ from isles.data import load_corpus
 from isles.replicas import METHODS
 from isles.replicas.methods.localsgd import LocalSGD
 from isles.replicas.methods.none import NoSync
+from isles.running.run import launch
+from isles.running.virtual import VirtualWorkers
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.running.run import launch
-from isles.training.running.virtual import VirtualWorkers
 from isles.training.worker import train_worker
 from tests import gloo
 

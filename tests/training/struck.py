@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import isles
-from isles.replicas.methods.noloco_config import NoLoCoConfig
+from isles.replicas.methods.config import NoLoCoConfig
 from tests.training.dying import wait_for
 
 STEP = 6  # inner steps that are done when it happens, in the middle of a round of three

@@ -19,21 +19,19 @@ from isles.data import Loader, load_corpus
 from isles.models import Decoder
 from isles.models.subspace import most_outside
 from isles.pipeline.boundaries.scheme import Inside
+from isles.plan.run_plan import plan_run
 from isles.replicas import METHODS, method
-from isles.training import staged
+from isles.running.run import launch
+from isles.running.virtual import VirtualWorkers
+from isles.training import stage_runner
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.evaluation import validation_loss
 from isles.training.kinds import layout_of
-from isles.training.parts import trainer_of
-from isles.training.plan.run_plan import plan_run
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.reshard.prepare import prepare
-from isles.training.records.reshard.stages import cut_notes, first_blocks, with_boundary, with_stages
-from isles.training.records.saved import load_run
-from isles.training.running.run import launch
-from isles.training.running.virtual import VirtualWorkers
-from isles.training.worker import train_worker
+from isles.training.records.finished import load_run
+from isles.training.records.reshard import cut_notes, first_blocks, prepare, with_boundary, with_stages
+from isles.training.step import validation_loss
+from isles.training.worker import train_worker, trainer_of
 from tests.training.runs import Told, run, tiny, write_text
 
 MORE = ["model.layers=4", "model.tie_embeddings=false", "data.batch_size=4", "pipeline.stages=2"]
@@ -284,7 +282,7 @@ def test_a_model_of_ones_own_without_a_forward_pass_is_refused_in_a_line(text: P
     settings = [f"data.path={text}", "pipeline.stages=2", "data.batch_size=4", *factory]
     config = read_config(None, {"replicas.method": "none", "world.workers": 2}, settings)
     with pytest.raises(ValueError, match=r"Unnamed'?: its model fails on tokens .*forward"):
-        staged.hold_against_whole(config, staged.planned_cut(config))
+        stage_runner.hold_against_whole(config, stage_runner.planned_cut(config))
 
 
 def stopped(text: Path, folder: Path, *more: str) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -380,4 +378,4 @@ def test_stages_stay_where_their_boundaries_want_them(text: Path, more: list[str
 def test_methods_that_scale_and_add_rows_are_taken_with_full_size_forms(text: Path, name: str) -> None:
     """Others are refused (see above)."""
     config = of(text, "pipeline.boundary.kind=subspace:4", "pipeline.boundary.form=row-wise", method=name)
-    staged.run_scheme(config, staged.planned_cut(config))
+    stage_runner.run_scheme(config, stage_runner.planned_cut(config))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from isles.base.tables import in_tables, keys_of
 from isles.replicas import METHODS, config_of
-from isles.tables import in_tables, keys_of
 from isles.training.config.conflicts import FOLLOW, TOLD, Conflict, conflicts, refuse_conflicts
 from isles.training.config.reading import resolve
 from isles.training.config.sections import SECTIONS

@@ -12,9 +12,10 @@ import torch
 
 from isles.comm.collectives.headers import HEADER_BYTES
 from isles.comm.collectives.mean import native_bytes
-from isles.training import assemble, cores
+from isles.plan.run_plan import plan_run
+from isles.training import optimizer as assemble
+from isles.training import setup as cores
 from isles.training.config.reading import read_config
-from isles.training.plan.run_plan import plan_run
 
 _NEAR = ("0-3,8", "4-7", "4-7", "")
 """By GPU, as the kernel tells it; "" where it does not."""

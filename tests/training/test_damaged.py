@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from isles.comm.errors import CommError
-from isles.training.records.reshard.prepare import prepare
-from isles.training.running.run import launch
+from isles.running.run import launch
+from isles.training.records.reshard import prepare
 from tests.training.runs import Told, run, tiny, write_text
 
 STEPS, SAVED = 6, (2, 4)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from isles.training.draws import carried_draws, draws_state, new_draws, restore_draws, seed_draws
 from isles.training.records.checkpoint import Checkpoints
+from isles.training.step import carried_draws, draws_state, new_draws, restore_draws, seed_draws
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 

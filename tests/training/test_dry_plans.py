@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from isles.network.own import read_links
-from isles.network.routing.delays import fingerprint
+from isles.network.networks import read_links
 from isles.network.routing.plan import as_json
 from isles.network.routing.problem import Costs, Problem, replay_paths
 from isles.network.routing.search import blind
+from isles.network.routing.speeds import fingerprint
+from isles.plan.record import RunPlan
+from isles.plan.run_plan import plan_run
+from isles.plan.sketch import clips_model
+from isles.running.run import launch
 from isles.training.config.sections import Config
-from isles.training.plan.record import RunPlan
-from isles.training.plan.run_plan import plan_run
-from isles.training.plan.sketch import clips_model
-from isles.training.running.run import launch
 from tests.network.routing.instances import drawn
 from tests.training.runs import counted, metrics, tiny, write_text
 from tests.training.test_partial import words, write_plan

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from isles.network.named import links
+from isles.network.networks import links
+from isles.plan.pipelines import staged_steps
+from isles.plan.record import RunPlan
+from isles.plan.replicas import replayed
+from isles.plan.run_plan import plan_run
+from isles.plan.sketch import clips_model, sketch_run
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.plan.pipelines import staged_steps
-from isles.training.plan.record import RunPlan
-from isles.training.plan.replicas import replayed
-from isles.training.plan.run_plan import plan_run
-from isles.training.plan.sketch import clips_model, sketch_run
 from tests.training.runs import counted, tiny, write_text
 
 STAGES = ["model.layers=4", "data.batch_size=4", "data.validation_fraction=0"]
@@ -115,7 +115,7 @@ def test_what_a_method_holds_is_divided_by_the_stages(text: Path, inner: int) ->
 
 
 def test_the_memory_table_knows_stages() -> None:
-    from isles.training.footprint import footprints
+    from isles.plan.run_plan import footprints
 
     whole = {one.method: one for one in footprints(2)}
     halves = {one.method: one for one in footprints(2, stages=2)}

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from isles.comm.virtual.run import run_virtual
-from isles.network.named import links
+from isles.comm.virtual.cluster import run_virtual
+from isles.network.networks import links
+from isles.plan.replicas import replayed as replayed_run
+from isles.plan.run_plan import plan_run
+from isles.plan.sketch import sketch_run
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.plan.replicas import replayed as replayed_run
-from isles.training.plan.run_plan import plan_run
-from isles.training.plan.sketch import sketch_run
 from isles.training.worker import train_worker
 from tests.covers import cover, share
 from tests.training.runs import ON_VIRTUAL, write_text

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from isles.comm.elastic.cells import fresh_before, last_round
-from isles.comm.view import Lot, View
+from isles.membership.data_ledger import fresh_before, last_round
+from isles.membership.views import Lot, View
 from isles.network.churn import ChurnEvent
-from isles.training.config.reading import read_config, resolve
-from isles.training.config.tokens import ending_after, tokens_a_step
-from isles.training.elastic.terms import elastic
-from isles.training.running.run import launch
+from isles.running.run import launch
+from isles.training.config.reading import ending_after, read_config, resolve, tokens_a_step
+from isles.training.elastic.support import elastic
 from tests.training.elastic.test_churned import churned, small
 
 A_STEP = 2 * 16  # tokens of one worker: 2 sequences of 16

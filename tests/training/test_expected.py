@@ -13,8 +13,8 @@ from isles.comm.tcp import is_far
 from isles.comm.transport import Line
 from isles.comm.virtual.transport import VirtualTransport
 from isles.replicas.loop.outer import OuterSync
-from isles.training.expected import expectation
-from isles.training.parts import trainer_of
+from isles.training.setup import expectation
+from isles.training.worker import trainer_of
 from tests.training.runs import ON_VIRTUAL, Told, lines_of, run, tiny, write_text
 
 

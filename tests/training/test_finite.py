@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from isles.comm.errors import WorkerFailed
+from isles.running.run import launch
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.finite import first_nan, not_finite
-from isles.training.records.reshard.prepare import prepare
-from isles.training.running.run import launch
+from isles.training.records.reshard import prepare
+from isles.training.records.shard import first_nan, not_finite
 from tests.training.runs import POISONED, Told, metrics, run, tiny, write_text
 
 

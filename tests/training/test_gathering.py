@@ -13,9 +13,9 @@ import pytest
 from isles.comm import credentials
 from isles.comm.sockets.addresses import listen
 from isles.launch.nodes import NodeGroup, NodeSpec
+from isles.running.agree import met
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.running.agree import met
 from tests.training.runs import tiny, write_text
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from isles.training.config.inner import InnerConfig, lr_factor
-from isles.training.inner_optimizer import inner_optimizer
+from isles.training.optimizer import inner_optimizer
 
 
 def factors(steps: int, **settings: float) -> list[float]:

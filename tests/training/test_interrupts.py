@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from isles.training.running.interrupts import Interrupts, first_interrupt
+from isles.training.interrupts import Interrupts, first_interrupt
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

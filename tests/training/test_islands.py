@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from isles.training.plan.run_plan import plan_run
+from isles.plan.run_plan import plan_run
+from isles.running.run import launch
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.reshard.prepare import prepare
-from isles.training.running.run import launch
+from isles.training.records.reshard import prepare
 from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
 
 REAL = "world.backend=distributed"

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from isles.comm.layout import Layout
+from isles.plan.run_plan import plan_run, refuse
+from isles.running.backends import PRELOAD
 from isles.training import kinds
 from isles.training.config.sections import Config
 from isles.training.kinds import Lazy, WorldKind, kind_of, layout_of
-from isles.training.plan.run_plan import plan_run, refuse
-from isles.training.records.reshard.prepare import prepare
-from isles.training.running.server import PRELOAD
+from isles.training.records.reshard import prepare
 from isles.training.worker import train_worker
 from tests.training.runs import VirtualWorkers, run, tiny, write_text
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from isles.training.records.lock import NAME, RunLock
-from isles.training.running.run import launch
+from isles.running.run import launch
+from isles.training.records.rundir import NAME, RunLock
 from tests.training.runs import tiny
 
 HOLD = """
 import pathlib, sys
-from isles.training.records.lock import RunLock
+from isles.training.records.rundir import RunLock
 with RunLock(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -58,7 +58,7 @@ def test_a_file_that_was_taken_away_is_no_lock(tmp_path: Path, monkeypatch: pyte
         calls.append(handle)
         real(handle, how)
 
-    monkeypatch.setattr("isles.training.records.lock.fcntl.flock", slow)
+    monkeypatch.setattr("isles.training.records.rundir.fcntl.flock", slow)
     with RunLock(tmp_path):
         assert len(calls) == 2 and (tmp_path / NAME).exists()
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from isles.running.run import launch
 from isles.training.config.reading import read_config
 from isles.training.records import loggers
-from isles.training.running.run import launch
 from tests.training.runs import Told, lines_of, run, tiny, write_text
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.reshard.prepare import prepare
-from isles.training.records.spread import Spread
+from isles.training.records.replica_spread import Spread
+from isles.training.records.reshard import prepare
 from isles.training.records.writer import cut_metrics
 from tests.training.dying import AWAITED
 from tests.training.runs import Told, lines_of, run, run_apart, tiny, write_text

@@ -16,12 +16,12 @@ import torch
 import isles
 from isles.memory.costs import Placement
 from isles.memory.engines.base import Inline
-from isles.memory.managed import Managed
+from isles.memory.optimizer import Managed
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
 from isles.replicas.replica import Plain
+from isles.running.run import launch
 from isles.training.config.reading import read_config
-from isles.training.running.run import launch
 from tests.memory.loops import DECODER, SHAPE, UNITS, adamw, plan_of, profiled
 from tests.training.test_memory import PLANS, _Part, _worker
 

@@ -16,13 +16,12 @@ import isles
 from isles.memory.activations import Remade
 from isles.memory.costs import Placement, Profile, least_peak
 from isles.memory.meter import MemoryMeter
-from isles.memory.profile import adamw_bytes
-from isles.memory.profiling.fully_sharded import fully_sharded
+from isles.memory.profile import adamw_bytes, fully_sharded
 from isles.models.decoder import Decoder
-from isles.replicas.island.sharded import own_rows
+from isles.plan.run_plan import plan_run
+from isles.replicas.island.fsdp import own_rows
+from isles.running.run import launch
 from isles.training.config.reading import read_config
-from isles.training.plan.run_plan import plan_run
-from isles.training.running.run import launch
 from tests.gloo import run_gloo
 from tests.memory.loops import DECODER, SHAPE, UNITS, adamw, plan_of, profiled
 

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from isles.memory.disk import check_folder
+from isles.running.run import launch
 from isles.training.config.reading import read_config
-from isles.training.memory import at_work
-from isles.training.memory import planned as planning
-from isles.training.memory.planned import machine_of, planned, profile_of
-from isles.training.running.run import launch
+from isles.training.memory import in_use
+from isles.training.memory import plans as planning
+from isles.training.memory.plans import machine_of, planned, profile_of
 from tests.training.test_memory import _config, _launch
 
 GPU = ["memory.method=auto", "memory.machine=RTX 3060"]
@@ -198,9 +198,9 @@ def test_a_gpu_that_does_not_keep_the_bits_is_refused(monkeypatch: pytest.Monkey
     def fails(device: torch.device) -> None:
         raise RuntimeError(f"on {device}, copies beside kernels leave other bits than copies alone")
 
-    monkeypatch.setattr(at_work, "try_out", fails)
+    monkeypatch.setattr(in_use, "try_out", fails)
     config = _config(*GPU, backend="distributed")
-    memory = at_work.PlannedMemory(config, torch.device("cuda", 5))
+    memory = in_use.PlannedMemory(config, torch.device("cuda", 5))
     assert memory.home == torch.device("cpu")
     with pytest.raises(ValueError, match=r'^memory\.method: on cuda:5, copies beside .* alone; choose "checkpoint"$'):
         memory._engine()

@@ -15,13 +15,13 @@ from isles.comm.virtual.transport import VirtualTransport
 from isles.memory.costs import Placement
 from isles.memory.engines.base import Inline
 from isles.memory.engines.paced import Paced
-from isles.memory.managed import Managed
+from isles.memory.optimizer import Managed
 from isles.memory.sharing import runs
 from isles.models.decoder import Decoder
 from isles.network.machines import MACHINES
+from isles.plan.run_plan import plan_run
+from isles.running.run import launch
 from isles.training.config.reading import read_config
-from isles.training.plan.run_plan import plan_run
-from isles.training.running.run import launch
 from tests.gloo import run_gloo
 from tests.memory.loops import DECODER, SHAPE, UNITS, adamw, plan_of, profiled
 from tests.training.test_memory import PLANS

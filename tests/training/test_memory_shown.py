@@ -7,8 +7,8 @@ import json
 import pytest
 
 from isles.cli import plan_printer as shown
-from isles.training.memory.planned import prepared
-from isles.training.plan.run_plan import plan_run
+from isles.plan.run_plan import plan_run
+from isles.training.memory.plans import prepared
 from tests.training.test_memory import _config
 
 WORDS = ["memory.method=auto", "memory.machine=RTX 3060", "memory.device_budget=2MB"]

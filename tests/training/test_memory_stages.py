@@ -10,10 +10,10 @@ import pytest
 
 from isles.memory.costs import ACTIVATIONS, Placement
 from isles.memory.plan import MemoryPlan
+from isles.running.run import launch
 from isles.training.config.reading import read_config
-from isles.training.memory import at_work
-from isles.training.memory import planned as planning
-from isles.training.running.run import launch
+from isles.training.memory import in_use
+from isles.training.memory import plans as planning
 from tests.memory.loops import plan_of
 
 PLACES = ("host", "optimizer", "device")
@@ -71,14 +71,14 @@ def test_stages_keep_their_bits(
     planning._PREPARED.clear()
     wanted = _left(_config(stages, routing), tmp_path / "plain")
     peaks: list[tuple[int, int]] = []
-    real = at_work.PlannedMemory.told
+    real = in_use.PlannedMemory.told
 
-    def told(self: at_work.PlannedMemory, seconds: float) -> Any:
+    def told(self: in_use.PlannedMemory, seconds: float) -> Any:
         assert self.managed is not None
         peaks.append((self._measured_peak(), self.managed.plan.peak))
         return real(self, seconds)
 
-    monkeypatch.setattr(at_work.PlannedMemory, "told", told)
+    monkeypatch.setattr(in_use.PlannedMemory, "told", told)
     got = _left(_config(stages, routing, "memory.method=auto", "memory.machine=RTX 3060"), tmp_path / "planned")
     assert got[2] == wanted[2]
     assert got[0] == wanted[0]

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from isles.cli.plans.methods import config_of
 from isles.models.config import ModelConfig
 from isles.models.sizes import SIZES, parameters
+from isles.plan.methods import EVERY, MethodPlan, plan_methods
+from isles.plan.question import Candidate, InSite, PlanQuestion, candidates, decoder_of
+from isles.plan.run_plan import plan_run
 from isles.replicas import METHODS
 from isles.training.config.reading import read_config
-from isles.training.plan.candidates import Candidate, candidates
-from isles.training.plan.method_plans import MethodPlan, plan_methods
-from isles.training.plan.planned_method import EVERY
-from isles.training.plan.question import InSite, PlanQuestion, decoder_of
-from isles.training.plan.run_plan import plan_run
 from tests.training.runs import write_text
 from tests.training.test_dry_time import shown
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isles.training.multiple_choice import Question, accuracies, ending_score, parse_question, read_questions
+from isles.training.scoring import Question, accuracies, ending_score, parse_question, read_questions
 
 
 def encode(text: str) -> list[int]:

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from isles.cli.evaluate import evaluate
 from isles.cli.export import export
 from isles.models import ModelConfig, build, limits
+from isles.running.run import launch
 from isles.training.config.reading import read_config, to_toml
 from isles.training.config.sections import Config
-from isles.training.records.saved import load_run
-from isles.training.running.run import launch
+from isles.training.records.finished import load_run
 from tests.cli.command import isles
 from tests.training.own_models import save_gpt2
 from tests.training.runs import (
@@ -211,7 +211,7 @@ REFUSED = [
     ([f"model.factory={OWN}:two_losses", "model.context=4"], "a .loss that is no scalar"),
     ([f"model.factory={OWN}:cut_off", "model.context=4"], "no gradient flows"),
     ([f"model.factory={OWN}:falls", "model.context=4"], "its model fails on tokens (1, 5): RuntimeError"),
-    ([*FACTORY, "model.options.widht=4"], "unexpected keyword argument 'widht' (own.py, line"),
+    ([*FACTORY, "model.options.widht=4"], "unexpected keyword argument 'widht' (factory.py, line"),
     ([*FACTORY, "model.vocab=100"], "model.vocab = 100 is smaller than the tokenizer's 256 ids"),
 ]
 

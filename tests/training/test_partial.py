@@ -16,16 +16,16 @@ from safetensors.torch import load_file
 
 from benchmarks._reference import paths_of
 from isles import cli
-from isles.network.own import read_links
-from isles.network.routing.delays import delays_of, fingerprint
+from isles.network.networks import read_links
 from isles.network.routing.plan import PipelinePlan, as_json, read_plan
 from isles.network.routing.problem import Problem, replay_paths
 from isles.network.routing.search import blind
-from isles.training.config.kept import settled
-from isles.training.config.planned import plan_of
+from isles.network.routing.speeds import delays_of, fingerprint
+from isles.running.run import launch
+from isles.training.config.conflicts import plan_of
 from isles.training.config.reading import read_config, run_name
-from isles.training.records.saved import load_run
-from isles.training.running.run import launch
+from isles.training.config.trust import settled
+from isles.training.records.finished import load_run
 from tests.network.routing.instances import drawn, reference
 from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
 from tests.training.test_stage_loss import CHANCE, STEPS, seed_of

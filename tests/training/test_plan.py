@@ -16,17 +16,16 @@ import torch
 from isles.comm.codecs import codec
 from isles.comm.collectives.mean import working_bytes
 from isles.comm.mesh import Mesh
-from isles.comm.virtual.run import run_virtual
+from isles.comm.virtual.cluster import run_virtual
 from isles.models import SIZES, Decoder, ModelConfig, build, flops_per_token, sketch
-from isles.network.planner.planned import fed
+from isles.network.exchange_plan import fed
+from isles.plan.computing import counted_flops
+from isles.plan.record import MemoryFit, RunPlan
+from isles.plan.run_plan import plan_run
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.parts import trainer_of
-from isles.training.plan.computing import counted_flops
-from isles.training.plan.record import MemoryFit, RunPlan
-from isles.training.plan.run_plan import plan_run
-from isles.training.worker import train_worker
+from isles.training.worker import train_worker, trainer_of
 from tests.cli.command import Command
 from tests.covers import share
 from tests.training.own_models import Bigram

@@ -11,10 +11,10 @@ import pytest
 from isles.cli.config import config as print_config
 from isles.cli.train import train
 from isles.models import parameters
+from isles.plan.record import RunPlan
+from isles.plan.run_plan import plan_run
 from isles.training.config.presets import preset_file, presets
 from isles.training.config.reading import read_config
-from isles.training.plan.record import RunPlan
-from isles.training.plan.run_plan import plan_run
 
 NAMES = list(presets())
 

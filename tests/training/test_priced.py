@@ -12,12 +12,11 @@ from typer.testing import CliRunner
 from isles.cli import app
 from isles.models.config import ModelConfig
 from isles.models.sizes import SIZES, parameters
-from isles.training.churn import trace_of
+from isles.plan.methods import plan_methods
+from isles.plan.priced import named, priced
+from isles.plan.question import PlanQuestion, candidates
 from isles.training.config.reading import read_config
-from isles.training.plan.candidates import candidates
-from isles.training.plan.method_plans import plan_methods
-from isles.training.plan.question import PlanQuestion
-from isles.training.running.priced import named, priced
+from isles.training.simulated_churn import trace_of
 from tests.training.runs import TINY, write_text
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from isles.running.run import launch
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.reshard.prepare import prepare
-from isles.training.running.run import launch
+from isles.training.records.reshard import prepare
 from tests.training.runs import Told, lines_of, run, tiny, write_text
 
 AT, STEPS = 4, 8  # AT stands in the middle of a round of 3

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import isles
-from isles.training.plan.run_plan import plan_run, refuse
+from isles.plan.run_plan import plan_run, refuse
 from tests.training.runs import tiny, write_text
 
 

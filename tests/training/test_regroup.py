@@ -13,11 +13,11 @@ import torch
 
 from isles.cli.resume import resume
 from isles.data import Loader, load_corpus
+from isles.running.run import launch
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.reshard.prepare import prepare
+from isles.training.records.reshard import prepare
 from isles.training.records.shard import State
-from isles.training.running.run import launch
 from tests.training.runs import (
     BATCH,
     COMPOSED,

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from isles import cli
+from isles.plan.run_plan import plan_run
 from isles.training.config.reading import read_config
-from isles.training.plan.run_plan import plan_run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("\n## Six questions\n")[2].partition("\n## ")[0]

@@ -13,10 +13,10 @@ from typer.main import get_command
 from isles.cli import app
 from isles.data import load_corpus
 from isles.models.config import ModelConfig
+from isles.plan.question import PlanQuestion, decoder_of
+from isles.plan.splits import SplitsQuestion, WorkerSplit, plan_split, plan_splits, splits
+from isles.running.virtual import VirtualWorkers
 from isles.training.config.reading import read_config
-from isles.training.plan.question import PlanQuestion, decoder_of
-from isles.training.plan.split_plans import SplitsQuestion, WorkerSplit, plan_split, plan_splits, splits
-from isles.training.running.virtual import VirtualWorkers
 from isles.training.worker import train_worker
 from tests.training.runs import write_text
 
@@ -100,7 +100,7 @@ def test_a_large_fleet_is_played_in_part(replicas: int, stages: int, monkeypatch
     asked, split = large(32), WorkerSplit(replicas=replicas, stages=stages, inner=1)
     part = plan_split(asked, split)
     for key, most in (("_WORKERS", 64), ("_MESSAGES", 200_000)):
-        monkeypatch.setattr(f"isles.training.plan.split_plans.{key}", most)
+        monkeypatch.setattr(f"isles.plan.splits.{key}", most)
     whole = plan_split(asked, split)
     assert part.bubble == pytest.approx(whole.bubble, rel=0.001)
     assert part.waiting == pytest.approx(whole.waiting, rel=0.01)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from isles.training.records import spread
-from isles.training.records.spread import Sample, Spread, variance_of
+from isles.training.records import replica_spread
+from isles.training.records.replica_spread import Sample, Spread, variance_of
 from tests.training.runs import lines_of, run, spreads, tiny, write_text
 
 
@@ -46,7 +46,7 @@ def test_a_small_model_is_read_whole() -> None:
 def test_a_large_model_is_estimated() -> None:
     """Also where tensors differ much in size and noise."""
     held = replicas([(200, 300), (300,), (64, 512), (3, 1000)], 4)
-    assert sum(one.numel() for one in held[0]) > 40 * spread.WEIGHTS
+    assert sum(one.numel() for one in held[0]) > 40 * replica_spread.WEIGHTS
     assert spread_of([Sample(own).read() for own in held]) == pytest.approx(exact(held), rel=0.1)
 
 
@@ -58,7 +58,7 @@ def test_coarse_and_shared_numbers_are_read_too() -> None:
 
 def test_the_last_sample_of_a_step_gives_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers may be far apart; what never becomes whole is forgotten."""
-    monkeypatch.setattr(spread, "_PENDING", 3)
+    monkeypatch.setattr(replica_spread, "_PENDING", 3)
     first, second = (Sample(own).read() for own in replicas([(8,)], 2))
     together = Spread({0: 0, 1: 0})
     assert [together.take(step, 0, first, 8) for step in (1, 2, 3, 4, 5)] == [{}] * 5

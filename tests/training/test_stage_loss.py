@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from isles.pipeline.recovery import lost_stages
-from isles.training.running.run import launch
+from isles.running.run import launch
 from tests.training.runs import Told, metrics, run, tiny, without_clocks, write_text
 
 STEPS, CHANCE = 6, 0.1

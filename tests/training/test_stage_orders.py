@@ -14,8 +14,8 @@ from isles import cli
 from isles.models import Decoder, Shape
 from isles.models.cuts import pieces
 from isles.models.stages import blocks_of_stages
-from isles.training.evaluation import validation_loss
-from isles.training.stage_orders import asked_order, curves, dropped, exchanged, order_loss
+from isles.training.scoring import asked_order, curves, dropped, exchanged, order_loss
+from isles.training.step import validation_loss
 from tests.training.runs import run, tiny, write_text
 
 SHAPE = Shape(d_model=8, layers=4, heads=2, ffn=12, vocab=20, context=6, tie_embeddings=True)

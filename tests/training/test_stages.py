@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from isles.report import write_report
+from isles.running.run import launch
 from isles.training.config.reading import read_config
-from isles.training.running.run import launch
 from tests.covers import share
 from tests.training.runs import TINY, Told, metrics, run, tiny, write_text
 from tests.training.runs import lines_of as all_lines

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import isles
 from isles.comm.mesh import Mesh
-from isles.comm.virtual.run import run_virtual
-from isles.training.parts import trainer_of
+from isles.comm.virtual.cluster import run_virtual
 from isles.training.step import Whole
+from isles.training.worker import trainer_of
 from tests.training.runs import BATCH, CONTEXT, tiny, write_text
 
 STEP_SECONDS, BATCHES = 0.8, 4

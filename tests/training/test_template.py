@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from isles.experts.systems import SYSTEMS
+from isles.base.tables import field_docs, tables_of
+from isles.experts.planning import SYSTEMS
 from isles.replicas import METHODS, method
-from isles.tables import field_docs, tables_of
-from isles.training.config.reading import read_config, to_toml
+from isles.training.config.reading import read_config, template, to_toml
 from isles.training.config.sections import ORDER, SECTIONS, Config
-from isles.training.config.template import template
 from tests.covers import share
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from isles.comm.traffic import MAX_SPANS, ClockSpan, Traffic
+from isles.running.run import launch
 from isles.training.records import timeline
 from isles.training.records.timeline import Timeline
-from isles.training.running.run import launch
 from tests.training.runs import Told, lines_of, run, tiny, write_text
 
 

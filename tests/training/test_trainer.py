@@ -15,18 +15,17 @@ from torch.nn import functional as F
 
 from isles.comm.errors import Diverged, WorkerFailed
 from isles.comm.mesh import Mesh
-from isles.comm.virtual.run import run_virtual
+from isles.comm.virtual.cluster import run_virtual
 from isles.data import load_corpus
 from isles.models import build
 from isles.models.sizes import parameters as count_parameters
+from isles.plan.run_plan import plan_run
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.parts import trainer_of
-from isles.training.plan.run_plan import plan_run
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.trainer import Trainer
-from isles.training.worker import train_worker
+from isles.training.worker import train_worker, trainer_of
 from tests.training.runs import (
     APART,
     BATCH,

@@ -12,7 +12,7 @@ from isles.memory.disk import disk_vectors
 from isles.memory.meter import MemoryMeter
 from isles.training.config.reading import read_config
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.tensors import write_tensors
+from isles.training.records.shard import write_tensors
 from tests.training.test_memory import _config, _launch
 
 

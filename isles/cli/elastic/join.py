@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.options import OwnDevice
-from isles.cli.signals import end_in_order
+from isles.cli.terminal import OwnDevice, end_in_order
 
 if TYPE_CHECKING:
     from isles.comm.credentials import Token
@@ -52,8 +51,8 @@ def join(
     """Join a run: the configuration comes from the lighthouse, the state from another worker. Ctrl-C leaves it after
     the round under way.
     """
-    from isles.launch.room import refuse_too_many
-    from isles.training.elastic.own import as_words
+    from isles.launch.workers import refuse_too_many
+    from isles.training.elastic.connect import as_words
 
     end_in_order()
     parsed = given_token(token)
@@ -64,8 +63,7 @@ def join(
     there = places(listen, workers, relay)
     if workers > 1:
         raise typer.Exit(_several(address, parsed, there, [*as_words(settings), *["--relay"] * relay]))
-    from isles.training.elastic.entering import Here
-    from isles.training.elastic.part import take_part
+    from isles.training.elastic.connect import Here, take_part
 
     listening, announced = place(there[0], address)
     here = Here(own=settings, listen=listening, announced=announced, apart=apart, relays=relay)
@@ -76,7 +74,7 @@ def own(data: str | None, device: str | None, assignments: list[str] | None) -> 
     """What --data, --device and --set say of this machine. ValueError where it is not its to say, or no such GPU."""
     from isles.models import ModelConfig, choose_device
     from isles.training.config.reading import words
-    from isles.training.elastic.own import with_own
+    from isles.training.elastic.connect import with_own
 
     said = with_own({}, words(None, {"data.path": data, "model.device": device}, assignments or []))
     choose_device(ModelConfig(device=said.get("model", {}).get("device", "auto")))
@@ -98,8 +96,8 @@ def place(listen: str | None, lighthouse: str) -> tuple[tuple[str, int] | None, 
     is at HOST:PORT, and to which this machine may speak by another line than to all others). HOST may be that of the
     router in front of this machine. (None, "") where nothing is listened at.
     """
-    from isles.comm.interfaces import outward_address
     from isles.comm.sockets.addresses import is_own, parse_address
+    from isles.comm.tcp import outward_address
 
     if listen is None:
         return None, ""
@@ -131,7 +129,7 @@ def _several(address: str, token: Token, listening: list[str | None], settings: 
     """Each in a process of its own; the worst of their exit codes. Ctrl-C and the like reach this process alone, which
     asks each of them once to leave: a second signal would end them within the round.
     """
-    from isles.training.running.interrupts import first_interrupt
+    from isles.training.interrupts import first_interrupt
 
     command = [sys.executable, "-m", "isles", "join", address, *settings]
     environment = {**os.environ, "ISLES_TOKEN": str(token), "LOCAL_WORLD_SIZE": str(len(listening))}

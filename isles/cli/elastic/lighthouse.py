@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.options import Set
-from isles.cli.signals import end_in_order
+from isles.cli.terminal import Set, end_in_order
 
 if TYPE_CHECKING:
     from isles.training.config.sections import Config
-    from isles.training.elastic.lighthouse.stand import Stand
+    from isles.training.lighthouse.resume_info import Stand
 
 _ALONE = "127.0.0.1"
 
@@ -46,10 +45,10 @@ def lighthouse(
     with.
     """
     from isles.cli.train import new_directory
-    from isles.comm.interfaces import outward_address
     from isles.comm.sockets.addresses import refuse_unknown
-    from isles.launch.room import refuse_too_many
-    from isles.training.elastic.lighthouse.stand import Stand
+    from isles.comm.tcp import outward_address
+    from isles.launch.workers import refuse_too_many
+    from isles.training.lighthouse.resume_info import Stand
 
     end_in_order()
     if not 0 <= port < 65536:
@@ -68,7 +67,7 @@ def lighthouse(
 
 def light_again(run: Path, workers: int | None) -> None:
     """Go on with the run of a lighthouse where it stood, with `workers` on this machine; None: as many as it had."""
-    from isles.training.elastic.lighthouse.stand import read_stand
+    from isles.training.lighthouse.resume_info import read_stand
 
     stand = read_stand(run)
     config, _ = _drawn_up(str(run), {}, [], None)
@@ -80,8 +79,8 @@ def _keep(config: Config, run: Path, stand: Stand) -> None:
     from isles.cli.progress import ComingAndGoing
     from isles.cli.train import print_summary
     from isles.comm.sockets.addresses import written
+    from isles.training.interrupts import first_interrupt
     from isles.training.kinds import kind_of
-    from isles.training.running.interrupts import first_interrupt
 
     with ExitStack() as stack:
         progress = stack.enter_context(ComingAndGoing(config.method, config.run.steps))
@@ -124,7 +123,7 @@ def _drawn_up(
 ) -> tuple[Config, Path | None]:
     """The run's configuration, and the run directory where it is that of a run that goes on."""
     from isles.training.config.reading import gather
-    from isles.training.elastic.terms import elastic
+    from isles.training.elastic.support import elastic
 
     goes_on = config is not None and Path(config).is_dir()
     if goes_on:
@@ -141,10 +140,10 @@ def _start(config: Config, joins_with: str, address: str, out: Path, number: int
     """A worker on this machine, with a log of its own, that the others here reach directly. It reads the token from a
     file: arguments can be seen.
     """
+    from isles.base.parsing import parse_toml
     from isles.comm.credentials import read, write_private
-    from isles.parsing import parse_toml
     from isles.training.config.reading import to_toml
-    from isles.training.elastic.own import as_words
+    from isles.training.elastic.connect import as_words
 
     token = out / "credentials" / "token"
     write_private(token, str(read(token.parent).token).encode("ascii"))

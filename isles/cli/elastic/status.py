@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isles.cli.elastic.join import RunToken, given_token
-from isles.cli.signals import end_in_order
+from isles.cli.terminal import end_in_order
 
 if TYPE_CHECKING:
-    from isles.comm.elastic.messages import RunNow
-    from isles.comm.elastic.swarm.words import SwarmNow
+    from isles.membership.messages import RunNow, SwarmNow
 
 
 def status(
@@ -21,9 +20,9 @@ def status(
     """Show who takes part in a run, how far and how fast, by which fingerprint others know it and which way it reaches
     them, and what was refused.
     """
-    from isles.cli.elastic.asking import run_now
-    from isles.cli.table import print_table
-    from isles.comm.elastic.messages import RunNow
+    from isles.cli.elastic.query import run_now
+    from isles.cli.terminal import print_table
+    from isles.membership.messages import RunNow
     from isles.report.panels import Table
 
     end_in_order()
@@ -45,7 +44,7 @@ def _path(row: tuple[int, int, str, float, int, int]) -> list[str]:
 
 
 def _replicas(now: RunNow) -> tuple[list[str], list[list[str]], int]:
-    from isles.comm.elastic.identity import spoken
+    from isles.membership.views import spoken
     from isles.report.units import format_seconds
 
     last = f" of {now.last}" if now.last else ""
@@ -71,7 +70,7 @@ def _swarm(now: SwarmNow) -> tuple[list[str], list[list[str]], int]:
 
 
 def _by_stage(now: SwarmNow) -> tuple[list[str], list[list[str]]]:
-    from isles.comm.elastic.identity import spoken
+    from isles.membership.views import spoken
     from isles.report.units import format_seconds
 
     rows = []
@@ -86,7 +85,7 @@ def _by_stage(now: SwarmNow) -> tuple[list[str], list[list[str]]]:
 
 
 def _by_cluster(now: SwarmNow) -> tuple[list[str], list[list[str]]]:
-    from isles.comm.elastic.identity import spoken
+    from isles.membership.views import spoken
     from isles.report.units import format_seconds
 
     rows = []

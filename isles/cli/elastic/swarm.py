@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isles.cli.elastic.join import OwnData, OwnRelay, OwnSettings, RunToken, given_token, own, place, places, tell
-from isles.cli.options import OwnDevice
-from isles.cli.signals import end_in_order
+from isles.cli.terminal import OwnDevice, end_in_order
 
 if TYPE_CHECKING:
     from isles.network.clusters.nodes import ClusterNode
@@ -48,9 +47,9 @@ def peer(
     if stage is not None and stage < 0:
         raise ValueError(f"--stage {stage}: choose 0 or more, or leave it out")
     settings = own(data, device, set_)
-    from isles.training.elastic.entering import Here
-    from isles.training.swarmed.peering import take_part
-    from isles.training.swarmed.seated import ANYWHERE
+    from isles.training.elastic.connect import Here
+    from isles.training.swarm.connect import take_part
+    from isles.training.swarm.trainer import ANYWHERE
 
     listening, announced = place(there, join)
     here = Here(own=settings, listen=listening, announced=announced, relays=relay, node=described)

@@ -10,10 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from isles.cli.options import ConfigFile, Set, Trust
-from isles.cli.plans.showing import AsJson
-from isles.cli.signals import end_in_order
-from isles.errors import warnings_told
+from isles.base.errors import warnings_told
+from isles.cli.terminal import AsJson, ConfigFile, Set, Trust, end_in_order
 
 app = typer.Typer(
     help="Models that are trained apart and joined where they are used: HDEE and SMALLTALK LM.", no_args_is_help=True
@@ -49,8 +47,8 @@ def _system(system: str, what: str) -> None:
         jobs: Jobs = False,
     ) -> None:
         from isles.cli.experts.show import print_jobs, print_results
+        from isles.experts.planning import opened, settings
         from isles.experts.reading import read
-        from isles.experts.systems import opened, settings
 
         end_in_order()
         asked = read(system, settings(system), config, set_ or [], quick=quick)
@@ -105,9 +103,9 @@ def evaluate(
 ) -> None:
     """Judge again: a whole directory on its own domains, or one forest on a text."""
     from isles.cli.experts.show import print_forest, print_results
-    from isles.experts.joining import Joining
+    from isles.experts.ensemble import Joining
+    from isles.experts.planning import SYSTEMS, opened
     from isles.experts.reading import kept
-    from isles.experts.systems import SYSTEMS, opened
 
     joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
     if trust:
@@ -148,8 +146,7 @@ def generate(
     """Continue prompts: HDEE by the mixed distribution, SMALLTALK by the one expert that a prompt is routed to."""
     import torch
 
-    from isles.experts.joining import Joining
-    from isles.experts.speaking import Speaker
+    from isles.experts.ensemble import Joining, Speaker
     from isles.models.generate import generate as sample
 
     joining = Joining(prior=prior, top=top_experts, prefix=prefix, route=route)  # type: ignore[arg-type]
@@ -172,8 +169,7 @@ def forest(
     trust: Trust = False,
 ) -> None:
     """Put finished runs together as a forest that mixes them, wherever they were trained."""
-    from isles.experts.registry import forest_of
-    from isles.experts.served import Served
+    from isles.experts.forest import Served, forest_of
 
     if trust:
         _take_word(*runs)
@@ -197,9 +193,8 @@ def average(
     from dataclasses import replace
 
     from isles.experts.averages import shares_on, write_average
-    from isles.experts.registry import Forest
-    from isles.experts.routing.priors import given
-    from isles.experts.served import Served
+    from isles.experts.forest import Forest, Served
+    from isles.experts.routing.routing import given
 
     if trust:
         _take_word(forest)
@@ -217,8 +212,8 @@ def average(
 @app.command("config")
 def config(system: Annotated[str, typer.Argument(metavar="hdee|smalltalk")]) -> None:
     """Print every setting of a system with its default and what it means, to start a CONFIG.toml from."""
+    from isles.experts.planning import settings
     from isles.experts.reading import template
-    from isles.experts.systems import settings
 
     print(template(system, settings(system)), end="")
 
@@ -236,8 +231,8 @@ def plan(
 ) -> None:
     """Say what the experts will cost: the budget, FLOPs, and bytes between machines. Trains and writes nothing."""
     from isles.cli.experts.show import print_paper, print_plan
+    from isles.experts.planning import settings
     from isles.experts.reading import read
-    from isles.experts.systems import settings
 
     if paper:
         if system != "smalltalk" or config is not None or set_ or quick:
@@ -255,7 +250,7 @@ def _progress() -> Any:
 
 def _take_word(*paths: Path) -> None:
     """What the runs of a forest, of a directory of experts, or these runs themselves name is imported from now on."""
-    from isles.experts.registry import Forest
+    from isles.experts.forest import Forest
     from isles.training.config.trust import take_word
 
     for path in paths:

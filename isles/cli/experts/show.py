@@ -10,10 +10,10 @@ from typing_extensions import override
 
 from isles.cli.progress import Progress as Bar
 from isles.cli.progress import bars
-from isles.cli.table import print_named, print_table
+from isles.cli.terminal import print_named, print_table
+from isles.experts.ensemble import Joining
 from isles.experts.hdee.hdee import TRAINED
 from isles.experts.jobs import JobProgress
-from isles.experts.joining import Joining
 from isles.experts.reading import ExperimentConfig
 from isles.experts.system import System
 from isles.report.panels import Table
@@ -84,7 +84,7 @@ def print_results(results: dict[str, Any], out: Path) -> None:
 
 def print_forest(path: Path, data: str, joining: Joining) -> None:
     """Perplexity of one forest on a text."""
-    from isles.experts.joining import judged_on
+    from isles.experts.ensemble import judged_on
 
     print_named(judged_on(path, data, joining))
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isles.cli.options import Set
-from isles.cli.plans.showing import AsJson
+from isles.cli.terminal import AsJson, Set
 
 if TYPE_CHECKING:
-    from isles.network.clusters.forming import NodeCluster
+    from isles.network.clusters.cuts import ModelLoad
+    from isles.network.clusters.formation import NodeCluster
     from isles.network.clusters.nodes import ClusterNode
-    from isles.network.clusters.splitting import ModelLoad
     from isles.training.config.sections import Config
 
 
@@ -37,10 +36,10 @@ def plan_clusters(
     write: Annotated[Path | None, typer.Option(help="Also write the whole run as a new CONFIG.toml.")] = None,
 ) -> None:
     """Put unequal nodes into clusters that hold one copy of the model each, and print the settings of such a run."""
-    from isles.errors import unknown_name
-    from isles.network.clusters.forming import form_clusters
+    from isles.base.errors import unknown_name
+    from isles.network.clusters.cuts import SPLITS
+    from isles.network.clusters.formation import form_clusters
     from isles.network.clusters.nodes import read_nodes
-    from isles.network.clusters.splitting import SPLITS
 
     if by not in SPLITS:
         raise ValueError(unknown_name("--by", by, SPLITS))
@@ -63,7 +62,7 @@ def plan_clusters(
     else:
         import tomlkit
 
-        from isles.tables import in_tables
+        from isles.base.tables import in_tables
 
         _show(described, load, made)
         print("\n" + tomlkit.dumps(in_tables(settings)).rstrip())
@@ -99,8 +98,7 @@ def _settings(made: Sequence[NodeCluster]) -> dict[str, Any]:
 def _load(read: Config) -> ModelLoad:
     from isles.models import limits, sketch
     from isles.models.cuts import decoder_costs
-    from isles.models.loads import load_of
-    from isles.models.stages import costs_of, is_tied
+    from isles.models.stages import costs_of, is_tied, load_of
     from isles.training.config.inner import inner_kind
 
     model = sketch(read.model)
@@ -135,7 +133,7 @@ def _rows(nodes: Sequence[ClusterNode], made: Sequence[NodeCluster]) -> list[dic
 
 
 def _show(nodes: Sequence[ClusterNode], load: ModelLoad, made: Sequence[NodeCluster]) -> None:
-    from isles.cli.table import print_table
+    from isles.cli.terminal import print_table
     from isles.report.panels import Table
     from isles.report.units import format_bytes, format_seconds
 

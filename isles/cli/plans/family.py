@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from isles.cli.plans import checking, clusters, memory, methods, paths, splits
-from isles.cli.plans.showing import AsJson, OutFolder, show
+from isles.cli.plans import clusters, memory, methods, paths, splits
+from isles.cli.plans import legality as checking
+from isles.cli.terminal import AsJson, OutFolder, show
 
 
 def plan_parallel(
@@ -24,14 +25,13 @@ def plan_parallel(
     out: OutFolder = None,
 ) -> None:
     """Compare ways to train one model on equal devices: out of core, sharded, or cut into stages."""
-    from isles.cli.plans.asking import model_of
-    from isles.memory.parallel.decoder import decoder_like
-    from isles.memory.parallel.job import ParallelJob
+    from isles.cli.plans.questions import model_of
     from isles.models.sizes import parameters
     from isles.network.machines import machine as named_machine
-    from isles.network.named import links as named
+    from isles.network.networks import links as named
     from isles.network.units import parse_count
-    from isles.report.sheets.parallel import parallel_sheet
+    from isles.papers.memory_parallel.decoder import ParallelJob, decoder_like
+    from isles.papers.memory_parallel.sheet import parallel_sheet
 
     tokens = parse_count("--step-tokens", step_tokens)
     if sequence < 1 or per_host < 1:
@@ -60,8 +60,8 @@ def explain(
     out: OutFolder = None,
 ) -> None:
     """Redo a table or a figure of the papers: what stands behind it, and our numbers."""
-    from isles.cli.table import print_named
-    from isles.report.sheets.presets import presets, sheet
+    from isles.cli.terminal import print_named
+    from isles.papers.calculations import presets, sheet
 
     if name is not None:
         show(sheet(name), json, out)

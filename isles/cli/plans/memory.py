@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isles.cli.options import Set
-from isles.cli.plans.asking import model_of
-from isles.parsing import parse_json
+from isles.base.parsing import parse_json
+from isles.cli.plans.questions import model_of
+from isles.cli.terminal import Set
 
 if TYPE_CHECKING:
     from isles.memory.costs import Profile
@@ -45,8 +45,7 @@ def plan_memory(
     """Fit a model into a machine's memory: the fastest plan, unit by unit, with bytes, peak and seconds of a step."""
     from isles.report.units import format_percent, format_seconds
     from isles.training.config.reading import gather, resolve
-    from isles.training.memory.planned import machine_of, planned, profile_of
-    from isles.training.memory.refused import refusals, sharded_over
+    from isles.training.memory.plans import machine_of, planned, profile_of, refusals, sharded_over
 
     flags: dict[str, Any] = {
         "memory.machine": machine,
@@ -114,11 +113,11 @@ def _cut(tables: dict[str, dict[str, Any]], stages: int | None) -> dict[str, Any
 
 def _print_stages(asked: Config, *, as_json: bool) -> None:
     """A row a stage: whether the machine can host it, and by which plan."""
-    from isles.cli.table import print_table
+    from isles.cli.terminal import print_table
     from isles.memory.plan import InfeasibleBudget
     from isles.report.panels import Table
     from isles.report.units import format_bytes, format_count, format_seconds
-    from isles.training.memory.planned import machine_of, planned, profile_of
+    from isles.training.memory.plans import machine_of, planned, profile_of
 
     here, rows, plans, hosted = machine_of(asked), [], [], []
     for stage in range(asked.pipeline.stages):
@@ -167,8 +166,7 @@ def _others(asked: Any, made: Profile, here: Machine) -> dict[str, MemoryPlan | 
     from isles.memory.config import MemoryConfig
     from isles.memory.plan import InfeasibleBudget
     from isles.memory.search import METHODS
-    from isles.training.memory.planned import planned
-    from isles.training.memory.refused import idle_keys, refusals
+    from isles.training.memory.plans import idle_keys, planned, refusals
 
     found: dict[str, MemoryPlan | None] = {}
     for name in METHODS:
@@ -203,7 +201,7 @@ def _head(plan: MemoryPlan, made: Profile, here: Machine) -> list[str]:
 
 
 def _table(plan: MemoryPlan, made: Profile) -> None:
-    from isles.cli.table import print_table
+    from isles.cli.terminal import print_table
     from isles.memory.plan import table
     from isles.report.panels import Table
     from isles.report.units import format_bytes

@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from isles.cli.plans import asking
-from isles.cli.plans.showing import AsJson, alone, show
+from isles.cli.plans import questions
 from isles.cli.plans.splits import keys
+from isles.cli.terminal import AsJson, alone, show
 
 if TYPE_CHECKING:
     from isles.network.churn import Poisson
-    from isles.training.plan.method_plans import MethodPlan
+    from isles.plan.methods import MethodPlan
 
 _TARGET = 0.9  # share of computing that is to be reached
 
 
 def plan_methods(
-    model: asking.Model,
-    links: asking.Network,
-    gpu: asking.Gpu = None,
-    sites: asking.Sites = None,
+    model: questions.Model,
+    links: questions.Network,
+    gpu: questions.Gpu = None,
+    sites: questions.Sites = None,
     devices: Annotated[int, typer.Option(help="Of a site, which share its line and are one replica.")] = 1,
     inner_bandwidth: Annotated[
         str | None, typer.Option(help="Between them, as 400Gbit/s. Default: a local network.")
     ] = None,
-    tokens: asking.Tokens = None,
-    step_tokens: asking.StepTokens = None,
+    tokens: questions.Tokens = None,
+    step_tokens: questions.StepTokens = None,
     method: Annotated[
         str, typer.Option(help="One alone, or package.module:Class; with its rounds: 'diloco, sync_every = 50'.")
     ] = "",
@@ -46,16 +46,16 @@ def plan_methods(
     ] = None,
 ) -> None:
     """Say which method suits which network: time, bytes, memory and money of each, before a run."""
-    from isles.report.sheets.plan import plan_sheet, with_churn
-    from isles.training.plan import method_plans
-    from isles.training.plan.candidates import candidates
+    from isles.plan import methods
+    from isles.plan.question import candidates
+    from isles.report.sheets.methods import plan_sheet, with_churn
 
     rate = None if churn is None else _churn(churn)
     name, settings = keys("--method", "method", method)
     every = settings.pop("sync_every", None)
     if settings:
         raise ValueError(f"--method {method}: only sync_every is taken here; others: isles train CONFIG.toml --dry-run")
-    question, network = asking.question_of(
+    question, network = questions.question_of(
         model,
         gpu,
         sites,
@@ -68,7 +68,7 @@ def plan_methods(
         price_hour=price_hour,
     )
     with alone():
-        table = method_plans.plan_methods(
+        table = methods.plan_methods(
             question, targets=(_TARGET,), every=every, among=candidates(name or None), grows=rate is not None, best=best
         )
         made = plan_sheet(question, table, network, target=_TARGET, pictures=out is not None)

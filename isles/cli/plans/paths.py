@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.plans.showing import AsJson, show
+from isles.cli.terminal import AsJson, show
 
 if TYPE_CHECKING:
-    from isles.network.routing.assign import Stages
+    from isles.network.routing.assignment import Stages
     from isles.network.routing.problem import Costs
-    from isles.network.routing.wires import Sizes
+    from isles.network.routing.replay import Sizes
     from isles.report.sheet import Sheet
 
 
@@ -48,15 +48,13 @@ def plan_paths(
     json: AsJson = False,
 ) -> None:
     """Find paths for microbatches that leave out stages and exchange them (SkipPipe): seconds of a step by strategy."""
-    from isles.network.named import links as named
-    from isles.network.routing.assign import assign
-    from isles.network.routing.delays import delays_of, fingerprint
+    from isles.network.networks import links as named
+    from isles.network.routing.assignment import assign
     from isles.network.routing.plan import PipelinePlan, as_json, plan_network
     from isles.network.routing.problem import Problem
-    from isles.network.routing.search import Effort
-    from isles.network.routing.speeds import forward_seconds
-    from isles.network.routing.strategies import strategies
-    from isles.report.sheets.pipeline import pipeline_sheet
+    from isles.network.routing.search import Effort, strategies
+    from isles.network.routing.speeds import delays_of, fingerprint, forward_seconds
+    from isles.report.sheets.paths import pipeline_sheet
 
     check_out(out)
     seconds = search_seconds(budget)
@@ -109,7 +107,7 @@ def search_seconds(budget: str) -> float:
 
 def message_sizes(text: str, boundary: str | None, codec: str | None) -> tuple[Sizes, float]:
     """(bytes of the messages, seconds of each beside its line) of --message. ValueError for what is none."""
-    from isles.network.routing.wires import Sizes
+    from isles.network.routing.replay import Sizes
     from isles.network.units import parse_count, parse_latency, parse_sized_bytes
     from isles.pipeline.boundaries.names import boundary_name
 
@@ -133,7 +131,7 @@ def message_sizes(text: str, boundary: str | None, codec: str | None) -> tuple[S
             f"--boundary {boundary}: with a plan the loss is computed at the origin, and what leaves the last visit "
             "does not fit through; choose dct:0.75"
         )
-    from isles.training.plan.pipelines import message_sizes as sizes_of  # which loads torch
+    from isles.plan.pipelines import message_sizes as sizes_of  # which loads torch
 
     return sizes_of(round(parse_count("--message", tokens.strip())), int(width), settings), overhead
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from isles.cli.plans import asking
-from isles.cli.plans.showing import AsJson, OutFolder, alone, show
-from isles.errors import unknown_name
+from isles.base.errors import unknown_name
+from isles.cli.plans import questions
+from isles.cli.terminal import AsJson, OutFolder, alone, show
 
 _DRY = "isles train CONFIG.toml --dry-run --set pipeline.routing="
 _ELSEWHERE = {
@@ -19,12 +19,12 @@ _ELSEWHERE = {
 
 
 def plan_splits(
-    model: asking.Model,
-    links: asking.Network,
-    tokens: asking.Tokens = None,
-    step_tokens: asking.StepTokens = None,
-    gpu: asking.Gpu = None,
-    workers: asking.Sites = None,
+    model: questions.Model,
+    links: questions.Network,
+    tokens: questions.Tokens = None,
+    step_tokens: questions.StepTokens = None,
+    gpu: questions.Gpu = None,
+    workers: questions.Sites = None,
     stages: Annotated[str, typer.Option(help="Of a replica: auto, or such as 2,4,8.")] = "auto",
     routing: Annotated[str, typer.Option(help="Ways of the microbatches: fixed or random.")] = "fixed",
     microbatches: Annotated[int, typer.Option(help="Of a replica's batch.")] = 4,
@@ -42,8 +42,8 @@ def plan_splits(
     out: OutFolder = None,
 ) -> None:
     """Say how workers are best cut into replicas and stages: the step, bytes and memory of every split."""
+    from isles.plan import splits
     from isles.report.sheets.splits import splits_sheet
-    from isles.training.plan import split_plans
 
     if routing in _ELSEWHERE:
         raise ValueError(f"--routing {routing}: {_ELSEWHERE[routing]}")
@@ -54,8 +54,8 @@ def plan_splits(
     numbers = stages.split(",")
     if stages != "auto" and not all(word.strip().isdigit() and int(word) for word in numbers):
         raise ValueError(f'--stages {stages}: write "auto", or numbers with commas between, such as 2,4,8')
-    question, network = asking.question_of(model, gpu, workers, links, tokens, step_tokens)
-    asked = split_plans.SplitsQuestion(
+    question, network = questions.question_of(model, gpu, workers, links, tokens, step_tokens)
+    asked = splits.SplitsQuestion(
         question=question,
         routing="random" if routing == "random" else "fixed",
         microbatches=microbatches,
@@ -64,16 +64,16 @@ def plan_splits(
         near=inner_links,
         boundary=({} if kind is None else {"kind": kind}) | crosses,
     )
-    found = split_plans.splits(
+    found = splits.splits(
         question.workers, question.model.shape().layers, None if stages == "auto" else [int(word) for word in numbers]
     )
     with alone():
-        show(splits_sheet(asked, split_plans.plan_splits(asked, found), network), json, out)
+        show(splits_sheet(asked, splits.plan_splits(asked, found), network), json, out)
 
 
 def keys(option: str, first: str, text: str) -> tuple[str | None, dict[str, Any]]:
     """(what stands first without a key, the keys behind it)."""
-    from isles.tables import parse_value
+    from isles.base.tables import parse_value
 
     name, found = None, {}
     for number, part in enumerate(text.split(",")):

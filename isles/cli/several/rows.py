@@ -6,6 +6,8 @@
     fast                                             a table [methods.fast] of CONFIG.toml, which says method = "diloco"
 
 Two rows are always there: workers that never talk (`none`), and one worker that reads all the tokens.
+
+Equal terms: a run with other settings for as many tokens, steps or virtual seconds; settings that were tuned.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from isles.base.parsing import parse_toml
+from isles.base.tables import changed
 from isles.report.comparison import ALONE, NEVER
+from isles.report.tuning import TUNED, complete, read_tuning
+from isles.training.config.reading import to_toml, tokens_a_step
+from isles.training.config.sections import Config
 
 if TYPE_CHECKING:
     from isles.report.panels import Table
@@ -51,7 +58,7 @@ class ComparisonRow:
 
 def quick() -> dict[str, Any]:
     """--quick, under the other options: a model of no use, in seconds."""
-    from isles.tables import parse_value
+    from isles.base.tables import parse_value
 
     return {key: parse_value(value) for key, value in (word.split("=") for word in _QUICK.split())}
 
@@ -82,7 +89,6 @@ def read_all(said: ForAllRows, rows: Sequence[ComparisonRow], seeds: Sequence[in
     """All configurations, before the first is run: a slip in the last should not cost the hours of the others; over
     what was `tuned`, for as many tokens.
     """
-    from isles.cli.several.terms import at_equal
     from isles.training.config.reading import read_config
 
     config, flags, assignments = said
@@ -120,8 +126,7 @@ def swept(said: ForAllRows, rows: Sequence[ComparisonRow], sweep: str) -> list[C
 
 def read_beside(said: ForAllRows, rows: Sequence[ComparisonRow], seeds: Sequence[int], tuned: Tuned = None) -> Configs:
     """`read_all`, and beside them the rows that all are held against; a note where one cannot be."""
-    from isles.cli.several.terms import at_equal
-    from isles.tables import changed
+    from isles.base.tables import changed
 
     configs = read_all(said, rows, seeds, tuned)
     calm = said._replace(assignments=[*said.assignments, "world.drop_outer=0"])  # nothing is exchanged to be dropped
@@ -139,9 +144,9 @@ def read_beside(said: ForAllRows, rows: Sequence[ComparisonRow], seeds: Sequence
 
 def one_worker(config: Config) -> Config:
     """`config`, in which nobody talks, with one worker that reads the tokens of all: as many steps more."""
+    from isles.base.tables import changed
     from isles.pipeline.config import PipelineConfig
-    from isles.tables import changed
-    from isles.training.config.tokens import ending
+    from isles.training.config.reading import ending
 
     times, run, world = config.replicas_in_all * config.world.inner, config.run, config.world
     steps = {key: getattr(run, key) * times for key in ("steps", "log_every", "validate_every", "checkpoint_every")}
@@ -154,9 +159,9 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
     """Finished runs by label, as compare.json in `out` holds them: runs that differ in the seed alone are one row. A
     note where they are not at equal terms. as_: what they are priced as, over their own links or each of these.
     """
+    from isles.plan.priced import priced
     from isles.report.rundir import read_run
     from isles.training.config.reading import read_config
-    from isles.training.running.priced import priced
 
     rows: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for folder in folders:
@@ -191,10 +196,10 @@ def of_runs(folders: Sequence[Path], out: Path, as_: str | None, over: Sequence[
 def estimate(configs: Configs) -> Table:
     """What is to be run, a line a row, and about how long it takes here. Measures a step."""
     from isles.models.model_limits import limits
+    from isles.plan.computing import measured_step
     from isles.report.panels import Table
     from isles.report.units import format_seconds
-    from isles.training.config.tokens import tokens_a_step
-    from isles.training.plan.computing import measured_step
+    from isles.training.config.reading import tokens_a_step
 
     measured, lines, total = dict[object, float](), [], 0.0
     for label in dict.fromkeys(label for label, _ in configs):
@@ -212,3 +217,43 @@ def estimate(configs: Configs) -> Table:
         lines.append([label, *(f"{count:,}" for count in counts), format_seconds(seconds)])
     lines.append(["in all", str(len(configs)), "", "", "", format_seconds(total)])
     return Table(heads=["row", "seeds", "workers", "steps", "tokens", "about"], rows=lines)
+
+
+def at_equal(at: str, made: Config, base: Config) -> Config:
+    """`made`, which is `base` with other settings, for as many tokens, steps or seconds as `base`. A batch takes time
+    by its size; the warm-up is the same share of the run.
+    """
+    ratio = tokens_a_step(made, made.replicas_in_all) / tokens_a_step(base, base.replicas_in_all)
+    made = changed(made, {"world.virtual.step_seconds": base.world.virtual.step_seconds * ratio})
+    share = {"tokens": 1 / ratio, "steps": 1.0}.get(at) or pace(base) / pace(made)
+    steps = max(round(base.run.steps * share), 1)
+    warmup = round(base.inner.warmup_steps * steps / base.run.steps)
+    return changed(made, {"inner.warmup_steps": warmup, "run.steps": steps, "run.tokens": 0})
+
+
+def pace(config: Config) -> float:
+    """Virtual seconds of an inner step, waiting included, by the plan of the run."""
+    from isles.plan.run_plan import plan_run
+
+    plan = plan_run(config)
+    found = plan.step_seconds if plan.time is None else plan.time.step
+    return found or config.world.virtual.step_seconds
+
+
+def tuned_in(folder: Path, rows: Mapping[str, Config]) -> dict[str, Mapping[str, Any]]:
+    """The best settings of `isles tune --out FOLDER/ROW` for each of `rows` that has such a search; notes on those that
+    have none, or one on another model. ValueError: nobody has.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, config in rows.items():
+        place = folder / name.replace(":", ".")
+        study = read_tuning(place) if (place / TUNED).is_file() else {"trials": []}
+        if best := complete(study):
+            found[name] = best[0]["settings"]
+            if parse_toml(study["config"]).get("model") != parse_toml(to_toml(config))["model"]:
+                print(f"note: {place} was tuned on another model", file=sys.stderr)
+    if not found:
+        raise ValueError(f"--tuned {folder}: holds no finished search in {', '.join(rows)}; make one with isles tune")
+    if missing := [name for name in rows if name not in found]:
+        print(f"note: not tuned, for {folder} holds no search: {', '.join(missing)}", file=sys.stderr)
+    return found

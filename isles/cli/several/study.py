@@ -22,17 +22,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isles.cli.several.terms import at_equal
-from isles.durable import write_text
+from isles.base.durable import write_text
+from isles.base.tables import changed
+from isles.cli.several.rows import at_equal
 from isles.network.noise import hash64
-from isles.replicas.space import Dimension, settings_of
-from isles.report.paired import judged
+from isles.replicas.search_space import Dimension, settings_of
+from isles.report.comparison import judged
 from isles.report.tuning import TUNED, complete, read_tuning
-from isles.tables import changed
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
-from isles.training.records.finite import NotFinite
 from isles.training.records.rundir import as_json
+from isles.training.records.shard import NotFinite
 
 if TYPE_CHECKING:
     import optuna

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from isles.base.imports import named
 from isles.comm.codecs.kinds import CodecName, read_codec, read_form
-from isles.imports import named
 
 if TYPE_CHECKING:
     from isles.comm.codecs.base import Codec

@@ -15,9 +15,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.codecs.base import Codec
-from isles.comm.codecs.casts import BFloat16
 from isles.comm.codecs.integers import pack_halves, pairs_of, unpack_halves
-from isles.comm.codecs.scaled import ScaledBlocks
+from isles.comm.codecs.scaled import BFloat16, ScaledBlocks
 
 _VALUES = [0.0, *(2.0 ** (code - 7) for code in range(1, 8))]
 _PAIRS = pairs_of([*_VALUES, *(-value for value in _VALUES)])

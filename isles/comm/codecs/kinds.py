@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from isles.errors import unknown_name
+from isles.base.errors import unknown_name
 
 CHUNK = 4096
 """Entries of which topk, dct_topk and randk keep some."""
@@ -46,23 +46,23 @@ def _rank(rank: float) -> str | None:
 
 _HERE = "isles.comm.codecs"
 KINDS: dict[str, CodecKind] = {
-    "none": CodecKind(f"{_HERE}.casts:Identity", lossless=True, biased=False, shared_mask=False),
-    "fp16": CodecKind(f"{_HERE}.casts:Float16", lossless=False, biased=False, shared_mask=False),
-    "bf16": CodecKind(f"{_HERE}.casts:BFloat16", lossless=False, biased=False, shared_mask=False),
+    "none": CodecKind(f"{_HERE}.scaled:Identity", lossless=True, biased=False, shared_mask=False),
+    "fp16": CodecKind(f"{_HERE}.scaled:Float16", lossless=False, biased=False, shared_mask=False),
+    "bf16": CodecKind(f"{_HERE}.scaled:BFloat16", lossless=False, biased=False, shared_mask=False),
     "int8": CodecKind(f"{_HERE}.integers:Int8", lossless=False, biased=False, shared_mask=False),
     "int4": CodecKind(f"{_HERE}.integers:Int4", lossless=False, biased=False, shared_mask=False),
     "int2": CodecKind(f"{_HERE}.integers:Int2", lossless=False, biased=True, shared_mask=False),
     "fp4": CodecKind(f"{_HERE}.float4:Float4", lossless=False, biased=False, shared_mask=False),
-    "sign": CodecKind(f"{_HERE}.sign:Sign", lossless=False, biased=True, shared_mask=False),
-    "topk": CodecKind(f"{_HERE}.topk:TopK", False, True, False, int, _entries),
-    "dct_topk": CodecKind(f"{_HERE}.topk:DCTTopK", False, True, False, int, _entries),
-    "randk": CodecKind(f"{_HERE}.randomk:RandomK", False, True, True, float, _fraction),
+    "sign": CodecKind(f"{_HERE}.scaled:Sign", lossless=False, biased=True, shared_mask=False),
+    "topk": CodecKind(f"{_HERE}.sparse:TopK", False, True, False, int, _entries),
+    "dct_topk": CodecKind(f"{_HERE}.sparse:DCTTopK", False, True, False, int, _entries),
+    "randk": CodecKind(f"{_HERE}.sparse:RandomK", False, True, True, float, _fraction),
     "powersgd": CodecKind(f"{_HERE}.lowrank:LowRank", False, True, False, int, _rank),
 }
 """Every form by what stands before the colon; one of a name after a colon loses what the kind loses."""
 CODECS: dict[str, str] = {kind: row.place for kind, row in KINDS.items() if row.number is None} | {
-    "int8:stochastic": f"{_HERE}.stochastic:StochasticInt8",
-    "int4:stochastic": f"{_HERE}.stochastic:StochasticInt4",
+    "int8:stochastic": f"{_HERE}.integers:StochasticInt8",
+    "int4:stochastic": f"{_HERE}.integers:StochasticInt4",
 }
 """The place of each that sends every entry, in fewer bits."""
 NAMES = (*CODECS, "topk:64", "dct_topk:64", "randk:0.01")

@@ -12,9 +12,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from isles.comm.codecs.base import Codec
-from isles.comm.codecs.casts import Identity
 from isles.comm.codecs.integers import Int8
 from isles.comm.codecs.kinds import KINDS
+from isles.comm.codecs.scaled import Identity
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,14 @@
 Wire: float32 scales of all blocks, then `bits` an entry, packed; the last byte is filled with zeros. bits per entry =
 bits + 32/block. A block with a non-finite entry decodes to something non-finite, so that it is noticed and not averaged
 away.
+
+Codecs that only change the floating-point format, float16 with a scale.
+
+One bit an entry: the sign, times the block's mean magnitude (Karimireddy et al., 2019, arXiv 1901.09847).
+
+    s = mean|x| over the block;  decoded = +s where x >= 0, else -s
+
+Biased: train with error feedback. Bits are packed from the lowest up; 1.125 bits an entry.
 """
 
 from __future__ import annotations
@@ -10,11 +18,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from isles.comm.codecs.base import Codec
+from isles.comm.codecs.base import Codec, as_bytes
 
 _PIECE = 1 << 17  # entries worked on at a time: they and their temporaries stay in the second-level cache
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -102,3 +111,82 @@ class ScaledBlocks(Codec):
         """
         room = torch.zeros(shape[0] * self.block, dtype=torch.float32, device="cpu")
         return room, room[: shape.numel()].view(shape)
+
+
+class Identity(Codec):
+    """The entries as they are held: no copy, no loss."""
+
+    name = "none"
+
+    def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        return elements * dtype.itemsize
+
+    def encode(self, x: Tensor) -> Tensor:
+        return as_bytes(x)
+
+    def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        self.refuse_other_length(wire, elements, dtype)
+        return wire.view(dtype)
+
+
+class BFloat16(Codec):
+    """Round to bfloat16: 8 bits of mantissa, the range of float32. 2 bytes an entry, relative error at most 2**-8."""
+
+    name = "bf16"
+
+    def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
+        return 2 * elements
+
+    def encode(self, x: Tensor) -> Tensor:
+        return as_bytes(x.to(torch.bfloat16))
+
+    def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
+        self.refuse_other_length(wire, elements, dtype)
+        return wire.view(torch.bfloat16).to(dtype)
+
+
+class Float16(ScaledBlocks):
+    """Round x / max|block| to float16, one float32 scale per 4096 entries: 16.008 bits an entry.
+
+    Unscaled float16 would flush a quarter of the entries of a small outer gradient (~1e-7) to zero.
+    """
+
+    name = "fp16"
+    block = 4096
+    bits = 16
+
+    @override
+    def pack(self, y: Tensor, out: Tensor) -> None:
+        out.view(torch.float16).copy_(y[: len(out) // 2])
+
+    @override
+    def unpack(self, codes: Tensor, out: Tensor) -> None:
+        out.copy_(codes.view(torch.float16))
+
+
+_EIGHTS = 1.0 - 2.0 * (np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.float32)
+
+
+class Sign(ScaledBlocks):
+    """The mean of several goes back as bfloat16."""
+
+    name = "sign"
+    block = 256
+    bits = 1
+
+    @property
+    @override
+    def back(self) -> Codec:
+        return BFloat16()
+
+    @override
+    def scale(self, sizes_KB: Tensor, out: Tensor) -> None:
+        torch.mean(sizes_KB, dim=1, keepdim=True, out=out)  # 0 for zeros: 0 / 0 counts as x >= 0
+
+    @override
+    def pack(self, y: Tensor, out: Tensor) -> None:
+        out.copy_(torch.from_numpy(np.packbits((y < 0).numpy(), bitorder="little"))[: len(out)])
+
+    @override
+    def unpack(self, codes: Tensor, out: Tensor) -> None:
+        np.take(_EIGHTS, codes.numpy(), axis=0, out=out.numpy().reshape(-1, 8), mode="clip")

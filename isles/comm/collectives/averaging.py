@@ -16,7 +16,7 @@ from isles.comm.codecs.base import Codec
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import as_decoded, mean, pattern, working_bytes
 from isles.comm.transport import Steps
-from isles.network.planner.planned import MessagePattern
+from isles.network.exchange_plan import MessagePattern
 
 
 class Averaging(ABC):

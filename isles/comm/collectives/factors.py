@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from isles.base.modes import torch_threads
 from isles.comm.call import Call
 from isles.comm.codecs.lowrank import Form, LowRank
 from isles.comm.collectives.averaging import Averaging, Coded
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean, pattern, working_bytes
 from isles.comm.transport import Steps, Work, awaited
-from isles.modes import torch_threads
-from isles.network.planner.planned import MessagePattern, Then
+from isles.network.exchange_plan import MessagePattern, Then
 
 _DENSE, _SECOND = 2, 3  # parts of a round, see `mean`; 0 and 1 are the caller's
 

@@ -6,6 +6,16 @@ computation, and take as many torch threads as the caller has.
 
 A deadline counts from the last sign of life of those that are waited for: from the last byte to or from them, or, where
 they have all that we have for them, from the last byte between them and others, for at most twenty deadlines.
+
+Threads that wait, so that nobody else has to.
+
+torch.distributed offers no way to poll a gloo receive (`is_completed` stays False until somebody waits), and a wait
+with a time-out closes every pair of the rank when it expires. So each posted message gets a thread that waits without
+limit, and deadlines are kept elsewhere. Idle threads are reused; a thread stuck on a silent peer harms nobody until the
+process ends. Then it must have ended before the interpreter does: one that wakes up meanwhile, in the middle of torch,
+takes the process down (SIGABRT).
+
+What transports between real processes have in common: a host's clock, and one thread that drives protocols.
 """
 
 from __future__ import annotations
@@ -23,10 +33,10 @@ from typing import Any
 import torch
 
 from isles.comm.errors import DeadlinePassed, PeerLost
-from isles.comm.gloo.life import GLANCE, Life
+from isles.comm.gloo.liveness import GLANCE, Life
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Steps, awaited
+from isles.comm.transport import Line, Steps, awaited
 
 _LOOK = "look"  # wakes the driver's thread, that it may begin to look
 
@@ -274,3 +284,93 @@ class Driver:
             self.life.look()
             for waiting in list(self.under_way):
                 waiting.give_up_lost()
+
+
+WaitingJob = Callable[[], Callable[[], None]]
+"""Waits, and returns what then tells of it; neither raises."""
+
+
+class Waiters:
+    """A pool that never queues: a job gets an idle thread, or a new one."""
+
+    def __init__(self) -> None:
+        self._idle: list[SimpleQueue[WaitingJob | None]] = []
+        self._threads: set[threading.Thread] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, job: WaitingJob) -> None:
+        """Run `job` on a thread of its own. It is idle again before anybody is told: who then has another job finds it,
+        so there are never more threads than jobs have waited at once.
+        """
+        with self._lock:
+            inbox = self._idle.pop() if self._idle else None
+        if inbox is None:
+            inbox = SimpleQueue()
+            thread = threading.Thread(target=self._serve, args=(inbox,), name="isles-waiter", daemon=True)
+            self._threads.add(thread)
+            thread.start()
+        inbox.put(job)
+
+    def close(self, seconds: float) -> bool:
+        """Let idle threads end, and busy ones after their job. True if all have ended within `seconds`."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for inbox in idle:
+            inbox.put(None)
+        ends_at = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(ends_at - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _serve(self, inbox: SimpleQueue[WaitingJob | None]) -> None:
+        while (job := inbox.get()) is not None:
+            tell = job()
+            with self._lock:
+                closed = self._closed
+                if not closed:
+                    self._idle.append(inbox)
+            tell()
+            del job, tell  # an idle thread keeps no message, and so no buffer, alive
+            if closed:
+                return
+
+
+class OnHostClock:
+    """Computing takes the time it takes, and nothing of it can be saved."""
+
+    step_seconds = 0.0
+    away_seconds = 0.0
+
+    def __init__(self, life: Life | None = None) -> None:
+        self.traffic = Traffic()
+        self.life = life or Life()
+        self._start = time.perf_counter()
+        self._driver = Driver(self.now, self.life)
+
+    def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
+        """Drive `protocol` in the background; the transfer fails `deadline` seconds after the last sign of life."""
+        return self._driver.start(protocol, channel, deadline, self.traffic)
+
+    def bell(self, seconds: float = math.inf) -> HostBell:
+        """On the host's clock; the thread that drives protocols rings it."""
+        return self._driver.bell(seconds)
+
+    def line(self) -> Line | None:
+        """By the kernel's counters."""
+        return self.life.line()
+
+    def now(self) -> float:
+        """Seconds since this transport was made, host clock."""
+        return time.perf_counter() - self._start
+
+    def compute(self, seconds: float) -> None:
+        """Nothing: the host's clock runs by itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to save: clocks are the host's."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""

@@ -6,6 +6,14 @@ transfer's deadline ends (DeadlinePassed); other pairs stay usable after either.
 
 Messages travel over gloo as uint8 views of CPU memory. `native_sum` is torch's own all_reduce, over NCCL for CUDA
 buffers: the fast path inside an island.
+
+How processes that somebody else has started meet: at a store, within a deadline, and by name if one is missing.
+
+Collectives of torch's own on GPUs, which nobody waits for: a call only queues them, on NCCL's streams.
+
+A lost member leaves the others' kernels turning for ever. So each collective is looked at until it is over. Where a
+member is gone, or none of its group's has ended for `silence` seconds, the group is aborted, the member that has given
+no sign of life for longest is named, and the next call over these ranks raises that; the group is made anew after it.
 """
 
 from __future__ import annotations
@@ -13,8 +21,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -26,16 +36,93 @@ import torch.distributed.distributed_c10d as distributed_c10d
 from torch import Tensor
 
 from isles.comm.environment import world_variables
-from isles.comm.errors import PeerLost
-from isles.comm.gloo import meeting
-from isles.comm.gloo.host_clock import OnHostClock
-from isles.comm.gloo.life import Life
-from isles.comm.gloo.native import NativeGroup
-from isles.comm.gloo.transfers import PostedWork
-from isles.comm.gloo.waiters import Waiters
-from isles.comm.interfaces import gloo_interface, refuse_unknown_interfaces
+from isles.comm.errors import PeerLost, RendezvousFailed
+from isles.comm.gloo.liveness import GLANCE, Life
+from isles.comm.gloo.transfers import OnHostClock, PostedWork, Waiters
 from isles.comm.tags import Tag, pack
+from isles.comm.tcp import gloo_interface, refuse_unknown_interfaces
 from isles.comm.transport import Deadlines
+
+_LATER = "raise the deadline if it starts later: isles.init(deadlines=isles.Deadlines(join=SECONDS))"
+
+
+def store_of(variables: Mapping[str, str], seconds: float) -> dist.Store:
+    """That of torchrun, or one at rank 0, as `world_variables` describes it."""
+    address, port, rank = variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), int(variables["RANK"])
+    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    where = f"nobody answers at {address}:{port} for {seconds:g} s, where rank 0 should"
+    with failing_as(f"rank {rank}: {where}; {_LATER}"):
+        return dist.TCPStore(
+            address, port, None, is_host, timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=True
+        )
+
+
+def meet(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> None:
+    """Wait until all of `ranks` have called this with a store of the same keys. RendezvousFailed after `seconds`."""
+    ends_at = time.monotonic() + seconds
+    store.set(f"here/{rank}", "")
+    for peer in ranks:
+        try:
+            store.wait([f"here/{peer}"], timedelta(seconds=max(ends_at - time.monotonic(), 0.01)))
+        except RuntimeError as error:  # each kind of store has its own
+            try:
+                missing = [str(one) for one in ranks if not store.check([f"here/{one}"])]
+            except RuntimeError:
+                raise RendezvousFailed(f"rank {rank}: the store where the workers meet is gone ({error})") from None
+            who = ", ".join(missing or [str(peer)])
+            raise RendezvousFailed(
+                f"worker {who} of {len(ranks)} did not come to isles.init() within {seconds:g} s: every process that "
+                f"is started must call it; {_LATER}"
+            ) from None
+
+
+@contextmanager
+def failing_as(what: str) -> Iterator[None]:
+    """Torch's own errors within say `what` first."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise RendezvousFailed(f"{what} ({str(error).splitlines()[0]})") from None
+
+
+_SOON = 0.0005  # seconds between looks at one that somebody waits for
+
+
+class NativeGroup:
+    """torch's group of `ranks`, of which this worker is `rank`."""
+
+    def __init__(self, processes: Any, rank: int, ranks: tuple[int, ...], life: Life, silence: float) -> None:
+        self.processes, self._rank = processes, rank
+        self._others = [other for other in ranks if other != rank]
+        self._life, self._silence = life, silence
+        self._ended = 0.0  # when the newest of its collectives was seen to be over
+        self.error: PeerLost | None = None
+
+    def follow(self, message: list[Any], work: PostedWork | None = None) -> Callable[[], None]:
+        """Look at a collective until it is over, or the group is lost; what then tells of it. message: it alone, let go
+        before anyone hears. work: of who waits.
+        """
+        began = time.monotonic()
+        while not message[0].is_completed():
+            self._life.look()
+            quiet = min(self._others, key=self._liveliness, default=self._rank)
+            late = time.monotonic() - max(began, self._ended, self._life.last(quiet)) > self._silence
+            why = self._life.gone(quiet) or f"a sum on GPUs has waited for it for {self._silence:g} s"
+            if work is not None:
+                work.peer = quiet  # it is named where the wait is given up
+            if self.error is None and (late or self._life.gone(quiet) is not None):
+                self.error = PeerLost(quiet, why)
+                self.processes.abort()
+            if self.error is not None:
+                break
+            time.sleep(GLANCE if work is None else _SOON)
+        self._ended = time.monotonic()
+        message.clear()
+        return (lambda: None) if work is None else partial(work.finished, self.error)
+
+    def _liveliness(self, other: int) -> tuple[bool, float]:
+        return self._life.gone(other) is None, self._life.last(other)
+
 
 _LOG = logging.getLogger(__name__)
 _WORLDS = count()  # of this process, found by `from_environment`: all processes find them in the same order
@@ -86,15 +173,15 @@ class DistributedTransport(OnHostClock):
             rank, size = int(told["RANK"]), int(told["WORLD_SIZE"])
         if interface := gloo_interface({**told, "WORLD_SIZE": str(size)}):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        store = distributed_c10d._get_default_store() if is_beside else meeting.store_of(told, join)
+        store = distributed_c10d._get_default_store() if is_beside else store_of(told, join)
         # Keys of its own: those of a process group that was made and destroyed before are still there.
         store = dist.PrefixStore(f"isles/{next(_WORLDS)}", store)
-        meeting.meet(store, rank, range(size), join)
+        meet(store, rank, range(size), join)
         life = Life()
         refuse_unknown_interfaces(os.environ)
         default = partial(_default, dist.PrefixStore("gloo", store), rank, size, join)
         make = partial(_new_group, join, backend="gloo") if is_beside else default
-        with meeting.failing_as(f"the {size} workers met, but gloo did not connect them within {join:g} s"):
+        with failing_as(f"the {size} workers met, but gloo did not connect them within {join:g} s"):
             processes = life.meet(make, rank, range(size), lambda: dist.PrefixStore("life", store))
         transport = cls(rank, size, processes, life)
         transport._store, transport._join = store, join
@@ -146,9 +233,9 @@ class DistributedTransport(OnHostClock):
             # Only the members meet: other groups of the mesh are made by their own. A group made anew has new keys.
             prefix = f"{key[1]} {ranks} {self._lost[key]}"
             own = dist.PrefixStore(prefix, self._store or distributed_c10d._get_default_store())
-            meeting.meet(own, self.rank, ranks, self._join)
+            meet(own, self.rank, ranks, self._join)
             make = partial(_new_group, self._join, ranks=list(ranks), backend=key[1], use_local_synchronization=True)
-            with meeting.failing_as(f"workers {ranks} met, but {key[1]} did not connect them"):
+            with failing_as(f"workers {ranks} met, but {key[1]} did not connect them"):
                 made = self.life.meet(make, self.rank, ranks, lambda: own)
             self._native_groups[key] = NativeGroup(made, self.rank, ranks, self.life, self._silence)
         return self._native_groups[key].processes

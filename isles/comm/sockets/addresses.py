@@ -7,7 +7,7 @@ import errno
 import ipaddress
 import socket
 
-from isles.comm.interfaces import outward_address
+from isles.comm.tcp import outward_address
 
 
 def listen(port: int, host: str) -> socket.socket:

@@ -6,20 +6,132 @@ a slow line is a sign of life. A frame fits a TLS record, and what the kernel ta
 kept small, or urgent messages would wait behind it.
 
 All of it runs in the loop's thread.
+
+What travels between two machines: frames, measured before they are kept; and JSON, parsed as what strangers wrote.
+
+    frame = b"isle" + length (4 bytes, big-endian) + that many bytes of a message; length 0 says only "I am here"
+
+The two highest bits of the length are flags: `URGENT`, and `MORE` where the message goes on in a later frame. No
+pickle: what comes is plain data, and anything else is `BadFrame`.
+
+Why a connection is of no use, in words; and the little that all who hold one need.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import json
+import os
 import socket
+import ssl
+import struct
 import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
+from typing import Any
 
-from isles.comm.sockets.frames import ALIVE, HEAD, MARK, MORE, URGENT, BadFrame, head_of
-from isles.comm.sockets.lost import LinkLost, close, ends
-from isles.comm.sockets.silence import Silence
+from isles.base.parsing import parse_json
+from isles.comm.errors import CommError
+from isles.comm.sockets.heartbeats import Silence
+
+MARK = b"isle"
+HEAD = struct.Struct(">4sI")
+URGENT, MORE = 1 << 31, 1 << 30
+LONGEST = 16 << 20  # bytes of a message from one who belongs to the run; they have some hundred
+STRANGERS = 64 << 10  # bytes of a message from one of whom nothing is known
+ALIVE = HEAD.pack(MARK, 0)
+_OTHER = "what answers there is not Isles"
+_DEEPEST = 32  # tables and lists in each other; those of Isles have 6
+
+
+class BadFrame(ValueError):
+    """What came is no message of Isles."""
+
+
+def packed(message: Any) -> bytes:
+    """The frame of a message: anything that JSON holds."""
+    body = json.dumps(message).encode()
+    return HEAD.pack(MARK, len(body)) + body
+
+
+def head_of(head: bytes, longest: int) -> tuple[int, bool, bool]:
+    """Of the first `HEAD.size` bytes of a frame: bytes that follow, whether it is urgent, and whether its message goes
+    on. BadFrame where it is longer than `longest`.
+    """
+    mark, flags = HEAD.unpack(head)
+    length = flags & ~(URGENT | MORE)
+    if mark != MARK or length > longest or (flags and not length):
+        raise BadFrame(_OTHER)
+    return length, bool(flags & URGENT), bool(flags & MORE)
+
+
+def message_of(body: bytes) -> Any:
+    """The message of a body. BadFrame where it is no JSON, or deeper than any message of Isles."""
+    try:
+        return parse_json(body, _DEEPEST)
+    except ValueError as error:
+        raise BadFrame(_OTHER) from error
+
+
+async def heard(reader: asyncio.StreamReader, longest: int) -> Any:
+    """The first message on a connection. BadFrame, or EOFError where there is none."""
+    body, more = b"", True
+    while more or not body:
+        length, _, more = head_of(await reader.readexactly(HEAD.size), longest - len(body))
+        body += await reader.readexactly(length)
+    return message_of(body)
+
+
+SILENCE = 10.0  # seconds without a sign of life until the other side counts as lost, while the machines meet
+
+
+class LinkLost(CommError):
+    """The connection is of no use any more; the text says why, as in "it closed the connection"."""
+
+
+def ends(writer: asyncio.StreamWriter) -> tuple[str, str]:
+    """The addresses of this end and the other one; empty for a connection that is gone already."""
+    names = (writer.get_extra_info("sockname"), writer.get_extra_info("peername"))
+    here, there = (plain(name[0]) if name else "" for name in names)
+    return here, there
+
+
+def plain(address: str) -> str:
+    """An IPv4 address that an IPv6 socket saw, as people write it."""
+    return address.removeprefix("::ffff:")
+
+
+def reason(error: BaseException, seconds: float | None = None) -> str:
+    """Why a connection is of no use, in words. seconds: how long it was waited; None: SILENCE."""
+    if isinstance(error, BadFrame):
+        return str(error)
+    if isinstance(error, EOFError | ConnectionResetError | BrokenPipeError | RuntimeError):
+        return "it closed the connection"
+    if isinstance(error, TimeoutError) and error.errno == errno.ETIMEDOUT:
+        return "nothing reaches it any more (the kernel gave the connection up)"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {SILENCE if seconds is None else seconds:g} s"
+    if isinstance(error, socket.gaierror):
+        return "no such host name"
+    if isinstance(error, ssl.SSLError):
+        return "it does not speak TLS as isles does"
+    number = error.errno if isinstance(error, OSError) else None
+    return (os.strerror(number) if number else str(error)).lower()
+
+
+async def close(writer: asyncio.StreamWriter) -> None:
+    """Close a connection once what was sent has left, or it takes too long."""
+    try:
+        writer.close()
+        async with asyncio.timeout(_FLUSH):
+            await writer.wait_closed()
+    except (OSError, RuntimeError):
+        pass
+    finally:
+        writer.transport.abort()
+
 
 PIECE = 1 << 14
 """Bytes of a message in one frame."""

@@ -25,8 +25,7 @@ from typing import Self
 from isles.comm import credentials
 from isles.comm.credentials import Credentials
 from isles.comm.sockets import loop
-from isles.comm.sockets.frames import STRANGERS
-from isles.comm.sockets.lost import LinkLost, plain, reason
+from isles.comm.sockets.connection import STRANGERS, LinkLost, plain, reason
 from isles.comm.sockets.proof import prove_as_host
 
 MOST = 64

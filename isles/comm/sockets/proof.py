@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 from isles.comm import credentials
 from isles.comm.credentials import Token
 from isles.comm.sockets.addresses import written
-from isles.comm.sockets.frames import STRANGERS
-from isles.comm.sockets.lost import LinkLost, ends
+from isles.comm.sockets.connection import STRANGERS, LinkLost, ends
 
 _SIZE = 32  # bytes of a challenge, and of a proof
 _GOOD, _OTHER, _EXPIRED = b"y", b"o", b"e"

@@ -14,8 +14,7 @@ from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
 from isles.comm.virtual.scheduler import Scheduler, Stepped, VirtualWorker
-from isles.comm.virtual.transfer import VirtualBell, VirtualTransfer, VirtualWork
-from isles.comm.virtual.wire import VirtualWire
+from isles.comm.virtual.wire import VirtualBell, VirtualTransfer, VirtualWire, VirtualWork
 from isles.network.noise import lognormal
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from isles.errors import demand, unknown_name
+from isles.base.errors import demand, unknown_name
 from isles.experts.domains import TRAINED, Difficulty, Domain, of_difficulty
 from isles.experts.jobs import ExpertJob, configured
 from isles.experts.meters import TOLERANCE, ExpertTraffic, Share, bytes_of, check_budget

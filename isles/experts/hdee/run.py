@@ -34,16 +34,15 @@ from isles.data.corpus import rows_corpus
 from isles.experts import mixture
 from isles.experts.averages import averaged
 from isles.experts.domains import TRAINED, DomainPart, DomainText, of_difficulty, pooled, read_domains, store_rows
+from isles.experts.evaluation import WAYS, judge
+from isles.experts.forest import Forest, ForestMember, Served, score
 from isles.experts.hdee import hdee
 from isles.experts.hdee.hdee import HdeeConfig, HdeePlan
 from isles.experts.jobs import ExpertJob, JobProgress
-from isles.experts.judging import WAYS, judge
-from isles.experts.registry import Forest, ForestMember
-from isles.experts.routing.priors import cached
-from isles.experts.served import Served, score
+from isles.experts.routing.routing import cached
 from isles.experts.system import System
 from isles.models import flops_per_token
-from isles.training.records.saved import SavedRun, load_run
+from isles.training.records.finished import SavedRun, load_run
 
 LAMBDA = 1e-2
 

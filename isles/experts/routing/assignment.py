@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from isles.parsing import parse_json
+from isles.base.parsing import parse_json
 
 AssignmentRule = Literal["greedy", "sequential", "optimal", "unbalanced"]
 

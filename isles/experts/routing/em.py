@@ -27,17 +27,17 @@ from isles.comm.mesh import Mesh
 from isles.data import load_corpus
 from isles.data.loader import windows
 from isles.data.order import epoch_order
+from isles.experts.forest import score
 from isles.experts.routing.assignment import assign, digest, purity
 from isles.experts.routing.routing import from_wire, to_wire
-from isles.experts.served import score
 from isles.experts.smalltalk.smalltalk import SmalltalkConfig, router_seed
 from isles.models import build, limits
-from isles.training.assemble import wrapped
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
+from isles.training.optimizer import wrapped
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.saved import SavedRun
-from isles.training.records.tensors import save_model
+from isles.training.records.finished import SavedRun
+from isles.training.records.shard import save_model
 
 
 @dataclass(frozen=True, kw_only=True)

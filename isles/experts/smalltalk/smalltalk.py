@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from isles.errors import demand
+from isles.base.errors import demand
 from isles.experts.jobs import ExpertJob, configured
 from isles.experts.routing.assignment import AssignmentRule
 from isles.models import flops_per_token

@@ -25,9 +25,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from isles.base.staging import arena
 from isles.memory.engines.base import Engine, EngineLane, Moves, Urgency
 from isles.memory.engines.paced import Paced
-from isles.staging import arena
 
 _CHUNK = 1 << 24
 """Bytes of each of the two pieces of pinned memory through which numbers go whose format changes on the way."""

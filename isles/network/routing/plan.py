@@ -12,15 +12,21 @@ from pathlib import Path as File
 from statistics import fmean
 from typing import Any, ClassVar
 
-from isles.network.links import Links
-from isles.network.routing.legal import PathRules, faults
-from isles.network.routing.problem import Costs, Paths, Problem, replay_paths, replay_shared, routes_of
-from isles.network.routing.replay import Replay
+from isles.base.parsing import parse_json
+from isles.base.tables import typed
+from isles.network.links import Links, Topology
+from isles.network.routing.problem import (
+    Costs,
+    PathRules,
+    Paths,
+    Problem,
+    faults,
+    replay_paths,
+    replay_shared,
+    routes_of,
+)
+from isles.network.routing.replay import MessageLines, Replay, Sizes
 from isles.network.routing.routes import Route
-from isles.network.routing.wires import MessageLines, Sizes
-from isles.network.topology import Topology
-from isles.parsing import parse_json
-from isles.tables import typed
 
 FORM = "isles plan paths 1"
 

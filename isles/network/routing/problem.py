@@ -5,21 +5,91 @@ slots; a slot has one microbatch on the way at a time and sends `waves` of them 
 
     path o -> v1 -> ... -> vn -> o, alone:
     w_o + sum_i (d(v_i-1, v_i) + w_vi) + d(vn, o) + loss w_o + d(o, vn) + sum_i (back w_vi + d(v_i, v_i-1)) + back w_o
+
+What no plan can be faster than, and the best path of a microbatch that is alone.
+
+round trip   slot k of an origin starts after k forwards there, and its waves go one after the other, each at least
+             for the best round trip alone
+origin       a node computes all forwards, losses and backwards of its own microbatches, and the first of them starts
+             with nothing else to do until its best path is back
+work         what all nodes of later stages have to do together, if it were spread evenly over their speeds
+
+Which orders of stages a microbatch may take (SkipPipe, arXiv 2502.19913: its convergence constraints).
+
+Stage 0 comes first and is never left out. A stage that comes after a higher one is a swap, its distance how far it lies
+below the highest stage before it; a stage that lies further above the highest one before it than one jumps over those
+between.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from isles.errors import demand
+from isles.base.errors import demand
 from isles.network.routing.events import TaskWire, orders_of
-from isles.network.routing.legal import PathRules
-from isles.network.routing.replay import Replay, TaskSeconds, first_come, in_order, replay
+from isles.network.routing.replay import Delays, Replay, TaskSeconds, first_come, in_order, replay
 from isles.network.routing.routes import MOST_VISITS, Route, Task
-from isles.network.routing.wires import Delays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathRules:
+    """swaps: in one path. distance: of one swap. total: of all of them together. jump: to how far above the highest
+    stage so far the next one may lie.
+    """
+
+    swaps: int = 2
+    distance: int = 1
+    total: int = 2
+    jump: int = 4
+
+    def __post_init__(self) -> None:
+        demand(self, "swaps distance total", lambda x: x >= 0, "choose 0 or more")
+        demand(self, "jump", lambda x: x >= 1, "choose 1 or more; with 1 no stage is left out but the last ones")
+
+
+def faults(order: Sequence[int], rules: PathRules) -> list[str]:
+    """What is wrong with an order of stages, a few words each; nothing for a legal one."""
+    found = []
+    if not order or order[0] != 0:
+        found.append("does not begin with stage 0")
+    if len(set(order)) < len(order):
+        twice = sorted({stage for stage in order if order.count(stage) > 1})
+        found.append(f"runs stage {twice[0]} twice")
+    highest, distances = 0, []
+    for stage in order[1:]:
+        if stage < highest:
+            distances.append(highest - stage)
+        elif stage > highest + rules.jump:
+            found.append(f"jumps from stage {highest} to {stage}, at most {highest + rules.jump} is allowed")
+        highest = max(highest, stage)
+    if any(distance > rules.distance for distance in distances):
+        found.append(f"swaps stages {max(distances)} apart, at most {rules.distance} is allowed")
+    if len(distances) > rules.swaps or sum(distances) > rules.total:
+        found.append(
+            f"has {len(distances)} swaps of distance {sum(distances)} in all, at most {rules.swaps} of {rules.total} "
+            "are allowed"
+        )
+    return found
+
+
+def legal_orders(stages: int, length: int, rules: PathRules) -> list[tuple[int, ...]]:
+    """All legal orders of `length` of `stages` stages, in lexicographic order."""
+    made: list[tuple[int, ...]] = []
+
+    def extend(order: tuple[int, ...]) -> None:
+        if len(order) == length:
+            made.append(order)
+            return
+        for stage in range(1, stages):
+            if stage not in order and not faults((*order, stage), rules):
+                extend((*order, stage))
+
+    extend((0,))
+    return made
+
 
 Slot = tuple[int, int]
 """An origin's node, and the number of the slot there."""
@@ -160,3 +230,71 @@ def replay_routes(problem: Problem, routes: Sequence[Route]) -> Replay:
     """A step of `routes`, otherwise as `replay_paths`."""
     room = dict.fromkeys(range(problem.nodes), problem.memory)
     return replay(routes, problem.seconds, Delays(problem.delays), first_come, room=room, pause=problem.rest)
+
+
+def lower_bounds(problem: Problem) -> dict[str, float]:
+    """Seconds of a step by the name of the bound; the largest is the one that counts. ValueError where an origin has no
+    legal path.
+    """
+    best, costs = BestPaths(problem), problem.costs
+    trips, works = [], []
+    for origin in problem.origins:
+        found = best.of(origin)
+        if found is None:
+            raise ValueError(f"there is no legal path of {problem.path_length} stages: choose another path_length")
+        first = problem.forward[origin] + costs.rest_at_origin
+        trips.append((problem.memory - 1) * first + problem.waves * found[0])
+        own = problem.memory * problem.waves
+        each = problem.forward[origin] * (1 + costs.loss + costs.backward)
+        works.append(own * (each + costs.rest_at_origin + 2 * costs.rest) - costs.rest)
+    rate = sum(1 / problem.forward[node] for stage in problem.stages[1:] for node in stage)
+    visits = problem.microbatches * (problem.path_length - 1)
+    work = visits * (1 + costs.backward) / rate if visits else 0.0
+    return {"round trip": max(trips), "origin": max(works), "work": work}
+
+
+class BestPaths:
+    """The best paths of a problem for a microbatch where nobody else is on the way: exact, over all legal orders.
+
+    Round trips add up over the visits of a path, so the best way to each node of the last stage of an order is known
+    once it is known for the order without it (Viterbi); orders that begin alike share what they have in common.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._orders = legal_orders(len(problem.stages), problem.path_length, problem.rules)
+
+    def of(self, origin: int, full: Collection[int] = ()) -> tuple[float, Path] | None:
+        """(seconds of the round trip, path) of the fastest path from `origin` that visits no node of `full`; the first
+        in lexicographic order of those. None: there is none.
+        """
+        problem = self._problem
+        back = 1 + problem.costs.backward
+        start = (back + problem.costs.loss) * problem.forward[origin]
+        open_nodes = [[node for node in sorted(stage) if node not in full] for stage in problem.stages]
+        known: dict[tuple[int, ...], dict[int, tuple[float, Path]]] = {(0,): {origin: (start, (origin,))}}
+
+        def reached(order: tuple[int, ...]) -> dict[int, tuple[float, Path]]:
+            """The best way to each node of the last stage of `order`."""
+            if order not in known:
+                before = reached(order[:-1])
+                known[order] = {
+                    node: min(
+                        (seconds + self._both_ways(last, node) + back * problem.forward[node], (*path, node))
+                        for last, (seconds, path) in before.items()
+                    )
+                    for node in open_nodes[order[-1]]
+                    if before
+                }
+            return known[order]
+
+        found: tuple[float, Path] | None = None
+        for order in self._orders:
+            for last, (seconds, path) in reached(order).items():
+                whole = seconds + self._both_ways(last, origin), path
+                if found is None or whole < found:
+                    found = whole
+        return found if found is not None and math.isfinite(found[0]) else None
+
+    def _both_ways(self, one: int, other: int) -> float:
+        return self._problem.hop(one, other) + self._problem.hop(other, one)

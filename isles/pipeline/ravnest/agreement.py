@@ -7,33 +7,43 @@ All take part, those of broken clusters and those who stand by as well, as often
                agrees already, has failed
     agree      done | failed      all done: it counts. Else from the top
 
-Guarantee, that of `isles.pipeline.swarm.agreement`: whoever is lost, as many as there are and at any moment, all who
+Guarantee, that of `isles.pipeline.peers.agreement`: whoever is lost, as many as there are and at any moment, all who
 are left come to the same clusters, and either all of them count what was done or none does. A worker that is late and
 not lost (DeadlinePassed) ends the run by name: it may come back, so nobody goes on without it. Who serves what changes
 by what all have agreed on alone. Who has come is one of them from the next time on (`admit`).
 
     word     of a world of fixed size: nothing but who is lost. Where nodes come and leave: leaves | `COMERS` x (who
-             came, what it tells of itself, see `isles.network.clusters.telling`)
+             came, what it tells of itself, see `isles.network.clusters.nodes`)
+
+How a node comes to clusters that are at work, as `isles.pipeline.peers.join` has it.
+
+asks with     what it offers (`isles.network.clusters.nodes`)
+is told       `ClusterWelcome`, right after the average at which all agreed that it has come
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import torch
+from pydantic import Field
+from torch import Tensor
 
-from isles.comm.collectives.mail import Mail, MailLetter
+from isles.base.parsing import Int, Str, read_json
+from isles.comm.collectives.message_queue import Mail, MailLetter, MailNote
 from isles.comm.errors import Malformed, PeerLost
-from isles.comm.group import Group
+from isles.comm.group import Group, numbers
 from isles.comm.transport import Steps, Transfer
-from isles.network.clusters.growing import ClusterGrowth
-from isles.network.clusters.telling import is_told
-from isles.pipeline.ravnest.seats import ClusterSeats
-from isles.pipeline.swarm.agreement import Agreement
-from isles.pipeline.swarm.books import words_for
-from isles.pipeline.swarm.post import ASK, COMERS, OUTER, WELCOME, WORD, Post
+from isles.network.clusters.formation import ClusterGrowth
+from isles.network.clusters.nodes import is_told
+from isles.pipeline.peers.agreement import Agreement
+from isles.pipeline.peers.inbox import ASK, COMERS, OUTER, WELCOME, WORD, Post
+from isles.pipeline.peers.join import ask
+from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.swarm.ledger import words_for
 
 _IDLE = 100.0  # times as long as others wait for each other those wait who train nothing meanwhile
 _LONGEST = 1 << 20  # bytes of a welcome
@@ -217,3 +227,53 @@ def _holds(transfer: Transfer[Any]) -> bool:
     except (PeerLost, Malformed):
         return False
     return True
+
+
+_Told = tuple[Annotated[Int, Field(ge=0)], Any, dict[Str, Int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterWelcome:
+    """What a node needs to take part in clusters at work. turn: of agreements so far. facts: of the run, by name."""
+
+    turn: int
+    seats: ClusterSeats
+    facts: Mapping[str, int]
+
+    def packed(self) -> Tensor:
+        """As bytes (n,) uint8."""
+        told = [self.turn, self.seats.to_plain(), dict(self.facts)]
+        return torch.frombuffer(bytearray(json.dumps(told).encode("ascii")), dtype=torch.uint8)
+
+    @classmethod
+    def unpacked(cls, body: Tensor, size: int) -> ClusterWelcome:
+        """From `packed`. size: positions of the world. ValueError for what is no welcome there."""
+        turn, seats, facts = read_json(_Told, body.numpy().tobytes())
+        return cls(turn=turn, seats=ClusterSeats.of_plain(seats, size), facts=facts)
+
+
+def let_in(agreement: ClusterAgreement, facts: Mapping[str, int]) -> list[int]:
+    """Right after an agreement: welcome those who have come, as all have agreed; their positions."""
+    comers, post = agreement.admit(), agreement.post
+    body = ClusterWelcome(turn=post.turn, seats=agreement.seats, facts=facts).packed()
+    for position in comers:
+        post.mail.send(position, MailNote(WELCOME, 0), body)
+    return comers
+
+
+def ask_in(
+    post: Post, others: Sequence[int], told: int, gives_up: Callable[[], bool] = lambda: False
+) -> ClusterWelcome | None:
+    """Tell `others` what this node offers, and wait to be let in; see `isles.pipeline.peers.join.ask`."""
+    group = post.mail.group
+    welcome = ask(
+        post,
+        others,
+        lambda body: ClusterWelcome.unpacked(body, group.size),
+        group.deadlines.outer,
+        body=numbers(told).view(torch.uint8),
+        gives_up=gives_up,
+    )
+    if welcome is not None:
+        post.turn = welcome.turn
+    return welcome

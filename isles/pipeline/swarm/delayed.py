@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from isles.pipeline.swarm.arrangement import StageChange
+from isles.pipeline.peers.inbox import as_number
 from isles.pipeline.swarm.peer import Tally
-from isles.pipeline.swarm.post import as_number
+from isles.pipeline.swarm.placement import StageChange
 from isles.pipeline.swarm.swarm import Said, Swarm, SwarmStep
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from isles.network.engine import LAST, EventQueue, Wire, WireMessage
-from isles.network.topology import Topology
+from isles.network.links import Topology
 from isles.pipeline.swarm.balancer import PeerBalancer
 
 

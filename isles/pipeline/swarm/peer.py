@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from isles.comm.collectives.mail import MailLetter, MailNote
+from isles.comm.collectives.message_queue import MailLetter, MailNote
 from isles.comm.errors import Refused
-from isles.pipeline.swarm.agreement import Agreement
+from isles.pipeline.peers.agreement import Agreement
+from isles.pipeline.peers.inbox import BACKWARD, FORWARD, HOME, TAKEN, Post
 from isles.pipeline.swarm.balancer import PeerBalancer
-from isles.pipeline.swarm.books import Fixes, PartialRoute
-from isles.pipeline.swarm.post import BACKWARD, FORWARD, HOME, TAKEN, Post
+from isles.pipeline.swarm.ledger import Fixes, PartialRoute
 from isles.pipeline.swarm.stage_work import Booked, OpenWork, StageWork
 
 

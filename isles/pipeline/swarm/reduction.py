@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isles.comm.collectives.mail import MailLetter, MailNote
+from isles.comm.collectives.message_queue import MailLetter, MailNote
 from isles.comm.errors import Malformed, Refused
-from isles.pipeline.swarm.agreement import Agreement
-from isles.pipeline.swarm.post import MEAN, SHARD
+from isles.pipeline.peers.agreement import Agreement
+from isles.pipeline.peers.inbox import MEAN, SHARD
 
 
 class StageSum:

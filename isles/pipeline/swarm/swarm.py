@@ -29,11 +29,11 @@ from torch import Tensor, nn
 
 from isles.comm.errors import CommError
 from isles.pipeline.config import Consistency
-from isles.pipeline.swarm.agreement import Agreement
-from isles.pipeline.swarm.arrangement import NOWHERE, Arrangement, PeerWord, StageChange, origins
-from isles.pipeline.swarm.books import as_words, fixes, from_words, lacking
+from isles.pipeline.peers.agreement import Agreement
+from isles.pipeline.peers.inbox import ASK, COMERS, as_bits, as_number
+from isles.pipeline.swarm.ledger import as_words, fixes, from_words, lacking
 from isles.pipeline.swarm.peer import SwarmPeer
-from isles.pipeline.swarm.post import ASK, COMERS, as_bits, as_number
+from isles.pipeline.swarm.placement import NOWHERE, Arrangement, PeerWord, StageChange, origins
 from isles.pipeline.swarm.reduction import StageSum
 
 _NO_SQUARE = -1.0

@@ -7,6 +7,10 @@ For parts of a pipeline, and an inner optimizer that works late, they are in `st
 early (a plan of memory) is told of each bucket whose mean has come, and updates what is in it while later buckets
 travel, as KARMA does (arXiv 2008.11421): then nothing may need all means at once, neither clipping nor a step that is
 skipped. Memory: one bucket-sized buffer for every bucket, 4 bytes a parameter.
+
+Parameters whose gradients travel together, in the reverse order of the model's.
+
+What methods that reduce gradients bucket by bucket say of a run before it: messages, bytes and memory.
 """
 
 from __future__ import annotations
@@ -16,28 +20,273 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from threading import get_ident
 from typing import Any
+from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
+from isles.base.modes import own_modes
+from isles.base.staging import HostCopies, arena, is_away, pinned_bytes
+from isles.base.wrapping import Deferred, Phased, Sharing, host_work, is_within_function
 from isles.comm.collectives.headers import packed
 from isles.comm.errors import DeadlinePassed, WorkerFailed
+from isles.comm.tags import MAX_FRAGMENTS
+from isles.comm.transport import Transfer
 from isles.comm.trust import JUMPS
-from isles.modes import own_modes
+from isles.network.exchange_plan import PINNED, Held, PlannedExchange, Rhythm, by_size
 from isles.replicas import start
-from isles.replicas.checks import workers
-from isles.replicas.gradient.buckets import Bucket, cut_buckets
-from isles.replicas.gradient.foretold import FORWARD_SHARE, BucketsForetold
-from isles.replicas.gradient.reduction import Reduction
-from isles.replicas.island.island import Copies
-from isles.replicas.island.spreading import SpreadRows, spread_fragment
-from isles.replicas.replica import Replica
-from isles.replicas.scaled import Scaled
+from isles.replicas.config import workers
+from isles.replicas.exchange_schedule import Outline, everyone, outline
+from isles.replicas.flat import FlatParameters
+from isles.replicas.gradient.config import BucketsConfig
+from isles.replicas.gradient.reduction import Reduction, together
+from isles.replicas.island.island import Copies, SpreadRows, planned_spreads, spread_fragment
+from isles.replicas.replica import PeerQuestion, Replica
 from isles.replicas.start import among_even
-from isles.wrapping import Deferred, Phased, Sharing, host_work, is_within_function
+from isles.replicas.step_guards import Scaled
+from isles.replicas.sync import ReplicaSync
+
+_NOBODYS = -0.0
+"""First entry of what has no gradient here. -0.0 is the sum of nothing but such ones, and a gradient's own is made 0.0:
+so the mean tells what nobody has a gradient of, without a byte more.
+"""
+
+
+class Bucket:
+    """Parameters whose gradients travel together."""
+
+    def __init__(self, index: int, parameters: list[nn.Parameter], device: torch.device) -> None:
+        self.index, self.parameters = index, parameters
+        self.layout = FlatParameters(parameters)
+        self._away = device.type == "cpu" and is_away(parameters)  # gradients are on GPUs, and travel from the host
+        if self._away and self.layout.exact:
+            (self.flat,) = arena([torch.empty(self.layout.numel, dtype=self.layout.dtype, device="meta")])
+        else:
+            self.flat = self.layout.new() if self.layout.device.type == "meta" else self.layout.new().to(device)
+        self.views = [
+            part.view(parameter.shape) for part, parameter in zip(self.split(self.flat), parameters, strict=True)
+        ]
+        self._staging = HostCopies(self.views if self.layout.exact else arena(parameters) if self._away else ())
+        self.waiting = len(parameters)
+        """Gradients not ready yet in this backward pass."""
+        self.reduction: Reduction
+        self.transfer: Transfer[tuple[int, ...]] | None = None
+        self.stale = False
+        """True if a backward pass changed a gradient after the bucket had left."""
+        self._loaded: list[tuple[Tensor | None, int]] = []
+        self._given = False
+        self.means: list[Tensor] = []
+        """The gradients, while they are means that no step has used."""
+        self._filled = [place for place, parameter in enumerate(parameters) if parameter.numel()]
+        self._firsts = [self.views[place].view(-1)[:1] for place in self._filled]
+
+    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """A flat vector of the bucket as one view (p,) a parameter."""
+        return flat.split([parameter.numel() for parameter in self.parameters])
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What it pins for gradients on GPUs beside its buffer: of that the rest of the block, where it is pinned."""
+        exact = self.layout.exact
+        return pinned_bytes([self.flat]) - self.flat.nbytes if exact else pinned_bytes(self.parameters)
+
+    def load(self) -> None:
+        """Copy the gradients in, with those of earlier passes of the step unless they were thrown away. One that was
+        not computed counts as zero. ValueError for a sparse one.
+        """
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in self.parameters):
+            raise ValueError("a gradient is sparse, buckets hold dense ones: make its layer with sparse=False")
+        for parameter in self.parameters:
+            if parameter.grad is not None and 0 in parameter.grad.stride():  # expanded: nobody could write to it
+                parameter.grad = parameter.grad.contiguous()
+        if self.means and {id(mean) for mean in self.means} & {id(p.grad) for p in self.parameters}:
+            self.keep()  # this pass adds to what was told of the earlier ones
+        self.means = []
+        self._staging.settle()
+        self.flat.zero_() if any(p.grad is None for p in self.parameters) else None
+        if self._away:
+            self._staging.down([p.grad for p in self.parameters])
+        pairs = self._pairs()
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [own for _, own in pairs])
+        if self.reduction.keeps_signs:
+            self._mark()
+        self._loaded = self._gradients()
+
+    def _mark(self) -> None:
+        if self._firsts:
+            torch._foreach_add_(self._firsts, 0.0)  # which makes -0.0 positive
+        for place, first in zip(self._filled, self._firsts, strict=True):
+            if self.parameters[place].grad is None:
+                first.fill_(_NOBODYS)
+
+    @property
+    def frozen_digest(self) -> int:
+        """Hash of which parameters are frozen; 0: none is."""
+        frozen = [place for place, parameter in enumerate(self.parameters) if not parameter.requires_grad]
+        return crc32(repr(frozen).encode()) if frozen else 0
+
+    def handed_on(self) -> None:
+        """Its means were given to the inner optimizer, which may take the gradients when it will."""
+        self._loaded, self._given = self._gradients(), True
+
+    def is_changed(self, *, in_pass: bool) -> bool:
+        """Whether somebody else wrote to a gradient since `load`: what travels does not know of it. What the inner
+        optimizer was given it takes away, and has on the parameter for a moment while it updates, in another thread.
+        in_pass: at the end of a backward pass, which writes to all that are views of one buffer by turns.
+        """
+        return any(
+            (old is not new or (before != now and not (in_pass and new is not None and new._is_view())))
+            and not (self._given and (old is None or new is None))
+            for (old, before), (new, now) in zip(self._loaded, self._gradients(), strict=True)
+        )
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        return [(p.grad, -1 if p.grad is None else p.grad._version) for p in self.parameters]
+
+    def unload(self) -> None:
+        """Copy the means back into the gradients. What is frozen, and where zeros keep their signs what nobody has a
+        gradient of, has none, so that the inner optimizer leaves it alone.
+        """
+        missing = [place for place, parameter in enumerate(self.parameters) if parameter.grad is None]
+        left = {place for place in missing if not self.parameters[place].requires_grad}
+        if missing and self.reduction.keeps_signs:
+            firsts = torch.cat(self._firsts)
+            nobodys = (firsts == 0).logical_and_(firsts.signbit()).tolist()
+            left |= {place for place, own in zip(self._filled, nobodys, strict=True) if own} & set(missing)
+        for place in missing:
+            if place not in left:
+                self.parameters[place].grad = torch.zeros_like(self.parameters[place])
+        pairs = self._pairs()
+        if pairs:
+            torch._foreach_copy_([own for _, own in pairs], [view for view, _ in pairs])
+        if self._away:
+            self._staging.up([p.grad for p in self.parameters])
+        self.means = [p.grad for p in self.parameters if p.grad is not None]
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """(view, gradient or what stands for it on the host) of what has a gradient; none where the views stand for
+        them.
+        """
+        if self._away and self.layout.exact:
+            return []
+        own = self._staging.hosts if self._away else [p.grad for p in self.parameters]
+        pairs = zip(self.views, own, self.parameters, strict=True)
+        return [(view, one) for view, one, p in pairs if one is not None and p.grad is not None]
+
+    def keep(self) -> None:
+        """The means are used, if there are any."""
+        if self.means:
+            self.reduction.keep(self.flat)
+        self.means = []
+
+    def rest(self) -> None:
+        """Ready for the next backward pass."""
+        self._loaded = []  # holds gradients that the user may want freed
+        self.waiting, self.transfer, self.stale, self._given = len(self.parameters), None, False, False
+
+
+def cut_buckets(parameters: list[nn.Parameter], limit: float, device: torch.device) -> list[Bucket]:
+    """Runs of parameters in reverse order, each of about `limit` bytes: backward passes make the last gradients
+    first.
+    """
+    runs: list[list[nn.Parameter]] = [[]]
+    size = 0
+    for parameter in reversed(parameters):
+        bytes_here = parameter.numel() * parameter.itemsize
+        if runs[-1] and size + bytes_here > limit:
+            runs.append([])
+            size = 0
+        runs[-1].append(parameter)
+        size += bytes_here
+    most = MAX_FRAGMENTS - 1  # the last is for what an island spreads
+    if len(runs) > most:
+        raise ValueError(f"{len(runs)} buckets are too many (at most {most}): raise bucket_megabytes")
+    return [Bucket(index, run, device) for index, run in enumerate(runs)]
+
+
+FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a forward pass
+
+
+class BucketsForetold(ReplicaSync):
+    """The part of `BucketedSync`, whose attributes these are, that plans."""
+
+    Config = BucketsConfig
+    config: BucketsConfig
+    buckets: list[Bucket]
+    _careful: bool
+    _portions: list[list[int]]
+
+    def device(self) -> torch.device:
+        """Where buckets lie."""
+        return torch.device("cpu")
+
+    def phases(self, steps: int) -> list[tuple[int, int]]:
+        """The steps of a run that send differently: (the first, how many are like it), one behind the other."""
+        return [(1, steps)] if steps else []
+
+    @override
+    def schedule(self, steps: int) -> list[PlannedExchange]:
+        """A bucket leaves when the backward pass has filled it."""
+        groups, left = everyone(self.group.size), self._left()
+        plan = []
+        for first, count in self.phases(steps):
+            patterns = [by_size(groups, partial(bucket.reduction.pattern, first)) for bucket in self.buckets]
+            plan += [
+                one
+                for step in range(first, first + count)
+                for one in [
+                    *(
+                        PlannedExchange(step - behind, step, index, "gradient", groups, pattern, 2 * step)
+                        for index, (behind, pattern) in enumerate(zip(left, patterns, strict=True))
+                    ),
+                    *planned_spreads(self._portions, step, groups, 2 * step + 1),
+                ]
+            ]
+        return plan
+
+    def _left(self) -> list[float]:
+        """Of a step's computation, what is left when each bucket leaves."""
+        behind, last = [bucket.layout.numel for bucket in self.buckets], (1 - FORWARD_SHARE) / self.batches
+        return [last * sum(behind[index + 1 :]) / sum(behind) for index in range(len(behind))]
+
+    @override
+    def rhythm(self, steps: int) -> Rhythm:
+        return Rhythm(self.phases(steps)[-1][0] - 1 if steps else 0, 1)
+
+    @property
+    @override
+    def questions(self) -> list[PeerQuestion]:
+        return [*super().questions, "largest"] if self._careful else super().questions
+
+    @override
+    def own_outline(self, steps: int) -> Outline:
+        """Steps times buckets may be millions, and most steps are alike."""
+        sent = [0] * self.group.size
+        for first, count in self.phases(steps):
+            for position in range(self.group.size):
+                each = sum(self._sent(bucket, first, position) for bucket in self.buckets)
+                shares = (self.group.size - 1) * sum(sizes[position] for sizes in self._portions)
+                sent[position] += count * (each + shares)
+        short = outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
+        return replace(short, sent=tuple(sent))
+
+    @override
+    def memory(self) -> list[Held]:
+        """With reduction = "native" the buckets lie where the gradients do."""
+        buffers = Held("gradient buckets", sum(bucket.flat.nbytes for bucket in self.buckets), "always")
+        held = [one for bucket in self.buckets for one in bucket.reduction.memory(self.group.size)]
+        if self.device().type == "cpu":
+            held += [Held(PINNED, bucket.pinned_bytes, "pinned") for bucket in self.buckets]
+        return [*super().memory(), *together([buffers, *held])]
+
+    def _sent(self, bucket: Bucket, step: int, position: int) -> int:
+        return bucket.reduction.sent_bytes(step, self.group.size, position)
 
 
 class BucketedSync(BucketsForetold):

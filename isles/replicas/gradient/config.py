@@ -7,11 +7,10 @@ from typing import Literal, get_args
 
 from typing_extensions import override
 
+from isles.base.errors import demand
 from isles.comm.codecs.kinds import read_form
-from isles.errors import demand
-from isles.replicas.checks import at_least, one_of
-from isles.replicas.config import Feedback, MethodConfig, check_feedback
-from isles.replicas.space import Dimension
+from isles.replicas.config import Feedback, MethodConfig, at_least, check_feedback, one_of
+from isles.replicas.search_space import Dimension
 
 VALUES = ("none", "bf16", "fp16", "int8", "int4")
 Places = Literal["auto", "blocks", "indices", "bitmap"]

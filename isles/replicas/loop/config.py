@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from isles.comm.codecs.kinds import read_form
-from isles.replicas.checks import at_least, one_of
-from isles.replicas.config import Feedback, MethodConfig, OnBroken, check_feedback
+from isles.replicas.config import Feedback, MethodConfig, OnBroken, at_least, check_feedback, one_of
 
 Weights = Literal["equal", "samples"]
 Fragments = str | tuple[tuple[str, ...], ...]

@@ -1,7 +1,7 @@
 """Rounds whose mean is that of those who delivered in time, weighted by their inner steps, while all train on: where
 workers come and go, of methods with one mean for all (Decoupled DiLoCo, arXiv 2604.21428).
 
-    end of a round   snapshot; it is delivered (`isles.comm.elastic.quorum.delivery`), and the next inner steps begin
+    end of a round   snapshot; it is delivered (`isles.membership.late_shares`), and the next inner steps begin
     between steps    told among whom: the exchange begins, behind the computation; it is done: its hash is told;
                      told to land: land, and what was learned meanwhile is added again
     next snapshot    the round before has landed, or it is waited for
@@ -19,14 +19,13 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 from typing_extensions import override
 
-from isles.comm.elastic.quorum.delivery import Deliveries, Delivery
 from isles.comm.roster import Roster
-from isles.network.planner.memory import Held
+from isles.membership.late_shares import Deliveries, Delivery
+from isles.network.exchange_plan import Held
 from isles.replicas.config import MethodConfig
-from isles.replicas.loop.agreed import AgreedCourier
 from isles.replicas.loop.config import WeightedConfig
-from isles.replicas.loop.courier import Courier, ToldCourier
 from isles.replicas.loop.fragment import Exchange, Flight, Fragment
+from isles.replicas.loop.round_exchange import AgreedCourier, Courier, ToldCourier
 from isles.replicas.parts.interfaces import Composition
 
 _POSITIVE = (1 << 61) - 1

@@ -1,18 +1,40 @@
 """Settings of methods that have one file each; symbols as there. They are together because most take over another one's
 and change a default. Loads no torch.
+
+Settings of `noloco` and `streaming-noloco`; symbols as there. Loads no torch.
+
+Settings of `custom`: one choice an axis of `parts.legal`. Loads no torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
-from isles.errors import demand
-from isles.replicas.checks import at_least, momentum_in_range, positive_rate
-from isles.replicas.config import Feedback, MethodConfig
-from isles.replicas.loop.config import CompressedConfig, FirstSync, Fragments, WeightedConfig, check_fragments
-from isles.replicas.space import Dimension
+from isles.base.errors import demand
+from isles.comm.codecs.kinds import read_form
+from isles.replicas.config import (
+    Feedback,
+    MethodConfig,
+    at_least,
+    check_feedback,
+    momentum_in_range,
+    one_of,
+    positive_rate,
+)
+from isles.replicas.loop.config import (
+    CompressedConfig,
+    FirstSync,
+    Fragments,
+    OuterConfig,
+    WeightedConfig,
+    check_fragments,
+)
+from isles.replicas.parts.legal import AXES, PLAIN, refuse
+from isles.replicas.search_space import Dimension
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,3 +213,206 @@ class StreamingConfig(DiLoCoConfig):
                 "such a number for each worker"
             )
         demand(self, "merge_alpha", lambda x: 0 <= x <= 1, "choose the local weights' share, 0 to 1")
+
+
+ExchangeForm = Literal["delta+phi", "single_vector", "theta_only"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoLoCoConfig(OuterConfig):
+    """Settings of `noloco`; defaults of the paper, Table 1, and of its code."""
+
+    sync_every: int = 50
+    """Inner steps a round (m)."""
+    outer_lr: float = 0.7
+    """Outer learning rate (beta)."""
+    outer_momentum: float = 0.5
+    """Outer momentum (alpha)."""
+    gamma: float | None = None
+    """Pull to the group's anchors; left out, it equals outer_lr."""
+    group_size: int = 2
+    """Workers a group (n)."""
+    exchange: ExchangeForm = "delta+phi"
+    """What travels, see the module: delta+phi, or half the bytes, single_vector or theta_only."""
+    prefetch_phi: bool = True
+    """Send phi as soon as it is final, not with Delta."""
+    codec: str = "none"
+    """Form of Delta on the wire; a lossy one needs exchange = "delta+phi"."""
+    anchor_codec: str = "none"
+    """Form of phi on the wire: none, bf16, int8; a lossy one needs exchange = "delta+phi"."""
+    on_peer_failure: Literal["raise", "solo"] = "raise"
+    """Where a partner is lost or late: raise, or solo: go on alone in that round."""
+    seed: int = 0
+    """Seed of the groups."""
+
+    def __post_init__(self) -> None:
+        at_least("sync_every", self.sync_every, 1)
+        positive_rate(self.outer_lr)
+        momentum_in_range(self.outer_momentum)
+        read_form(self.codec)  # refuses an unknown one
+        refuse(PLAIN | {"mixing": "groups", "rule": "noloco", "codec": self.codec.partition(":")[0]})
+        one_of("anchor_codec", self.anchor_codec, ("none", "bf16", "int8"))
+        at_least("group_size", self.group_size, 2)
+        at_least("gamma", self.pull, 0)
+        one_of("exchange", self.exchange, get_args(ExchangeForm))
+        one_of("on_peer_failure", self.on_peer_failure, ("raise", "solo"))
+        if self.exchange != "delta+phi" and (self.codec, self.anchor_codec) != ("none", "none"):
+            raise ValueError(f'exchange = {self.exchange!r} travels in full precision: lossy codecs want "delta+phi"')
+        if self.exchange == "theta_only" and self.pull != self.outer_lr:
+            raise ValueError(f'exchange = "theta_only" needs gamma = outer_lr, not {self.gamma}: leave gamma out')
+
+    @property
+    @override
+    def survives(self) -> bool:
+        return self.on_peer_failure == "solo"
+
+    @property
+    def pull(self) -> float:
+        """gamma with its default."""
+        return self.outer_lr if self.gamma is None else self.gamma
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingNoLoCoConfig(NoLoCoConfig):
+    """Settings of `streaming-noloco`."""
+
+    sync_every: int = 100
+    fragments: Fragments = "strided"
+    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
+    layers_per_fragment: int | None = None
+    """Blocks in each; left out, 3, or half of a shorter model's."""
+    overlap_steps: int = 1
+    """Inner steps after which an answer lands (tau), below sync_every, the same for all."""
+    merge_alpha: float = 0.5
+    """Share of the live weights where they meet the anchor (alpha), 0..1."""
+    first_sync: FirstSync = "full_window"
+    """When a fragment is first sent: "full_window", after H steps; "offset", at its own offset."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fragments(self.fragments, self.layers_per_fragment, self.first_sync)
+        if not 0 <= self.overlap_steps < self.sync_every:
+            raise ValueError(f"overlap_steps = {self.overlap_steps}: choose 0 to {self.sync_every - 1}")
+        if not 0 <= self.merge_alpha <= 1:
+            raise ValueError(f"merge_alpha = {self.merge_alpha}: choose the local weights' share, 0 to 1")
+
+
+WITH_RATE = ("sgd", "nesterov", "heavy_ball", "noloco")
+ACTS_ON: dict[str, tuple[str, tuple[str, ...]]] = {
+    "group_size": ("mixing", ("groups",)),
+    "outer_lr": ("rule", WITH_RATE),
+    "outer_momentum": ("rule", ("nesterov", "heavy_ball", "noloco")),
+    "gamma": ("rule", ("noloco",)),
+    "anchor_codec": ("rule", ("noloco",)),
+    "merge_alpha": ("landing", ("blend",)),
+}
+"""Settings that only some members of an axis ask for."""
+USUAL = {"group_size": 2, "outer_lr": 1.0, "outer_momentum": 0.0, "anchor_codec": "none", "merge_alpha": 0.5}
+DEFAULTS: dict[str, dict[str, float]] = {
+    "nesterov": {"outer_lr": 0.7, "outer_momentum": 0.9},
+    "heavy_ball": {"outer_momentum": 0.5},
+    "noloco": {"outer_lr": 0.7, "outer_momentum": 0.5},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomConfig(WeightedConfig):
+    """Settings of `custom`: one choice an axis, and what the chosen members want to know. What is left out takes the
+    default of the method that the member comes from.
+    """
+
+    sync_every: int = 50
+    """Inner steps a round (H)."""
+    fragments: Fragments = "whole"
+    """How the model is cut: "strided", "sequential", "whole", or lists of parameter names or their beginnings."""
+    layers_per_fragment: int | None = None
+    """Blocks in each; left out, 3, or half of a shorter model's."""
+    overlap_steps: int = 0
+    """Inner steps after which the answer to a fragment lands, below sync_every; 0: at once."""
+    outer_delay: int = 0
+    """Rounds that an answer comes late; 0: see overlap_steps."""
+    first_sync: FirstSync = "full_window"
+    """When a fragment is first sent: "full_window", after H steps; "offset", at its own offset."""
+    every_step_until: int = 0
+    """Last inner step of a first phase that exchanges after each."""
+    mixing: str = "all"
+    """With whom: all, groups (random ones, new each round), nobody."""
+    group_size: int | None = None
+    """Workers a group; left out, 2."""
+    seed: int = 0
+    """Seed of the groups."""
+    codec: str = "none"
+    """Form of the outer gradient on the wire (none, fp16, bf16, int8, int4, fp4, sign, topk:64, powersgd:16, ...)."""
+    error_feedback: Feedback = "none"
+    """What the codec loses is added to the next round: "none", "local" or "global" (what differs from the mean)."""
+    feedback_decay: float = 1.0
+    """Factor on it each round, 0..1."""
+    reading: str = "received"
+    """What counts of an answer: received (all of it), or eager (the own stale share replaced by the fresh one)."""
+    rule: str = "nesterov"
+    """What an answer does to the anchor: average, sgd, nesterov, heavy_ball, noloco."""
+    outer_lr: float | None = None
+    """The rule's rate; left out, its method's."""
+    outer_momentum: float | None = None
+    """The rule's momentum; left out, its method's."""
+    gamma: float | None = None
+    """Pull to the anchors of the group; left out, outer_lr."""
+    anchor_codec: str | None = None
+    """Form of anchors on the wire: none, bf16, int8; left out, none."""
+    landing: str = "replace"
+    """What the anchor does to the live weights: replace, blend, carry."""
+    merge_alpha: float | None = None
+    """The live weights' share where they blend; left out, 0.5."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for axis in ("mixing", "reading", "rule", "landing"):
+            one_of(axis, getattr(self, axis), AXES[axis])
+        read_form(self.codec)  # refuses an unknown one
+        check_feedback(self.error_feedback, self.feedback_decay)
+        check_fragments(self.fragments, self.layers_per_fragment, self.first_sync)
+        refuse(self.choice)
+        for setting, (axis, members) in ACTS_ON.items():
+            given, member = getattr(self, setting), getattr(self, axis)
+            if given is not None and member not in members:
+                raise ValueError(
+                    f'{setting} = {given} has nothing to act on with {axis} = "{member}": leave it out, or choose '
+                    f"{axis} = {' or '.join(members)}"
+                )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        at_least("sync_every", self.sync_every, 1)
+        at_least("outer_delay", self.outer_delay, 0)
+        at_least("group_size", self.filled("group_size"), 2)
+        if not 0 <= self.overlap_steps < self.sync_every:
+            raise ValueError(f"overlap_steps = {self.overlap_steps}: choose 0 to {self.sync_every - 1}")
+        if self.overlap_steps and self.outer_delay:
+            raise ValueError("overlap_steps and outer_delay both say when an answer lands: set one of them")
+        if self.every_step_until and (self.overlap_steps or self.outer_delay):
+            raise ValueError("every_step_until wants answers at once: leave out overlap_steps and outer_delay")
+        at_least("every_step_until", self.every_step_until, 0)
+        if self.rule in WITH_RATE:
+            positive_rate(self.filled("outer_lr"))
+            momentum_in_range(self.filled("outer_momentum"))
+        at_least("gamma", self.filled("gamma"), 0)
+        one_of("anchor_codec", self.filled("anchor_codec"), ("none", "bf16", "int8"))
+        if not 0 <= self.filled("merge_alpha") <= 1:
+            raise ValueError(f"merge_alpha = {self.merge_alpha}: choose the local weights' share, 0 to 1")
+
+    @property
+    def choice(self) -> Mapping[str, str]:
+        """The member of each axis, see `legal`."""
+        cut = not isinstance(self.fragments, str) or self.fragments != "whole"
+        at_once = "fragments" if cut else "every_h"
+        late = "one_round" if self.outer_delay == 1 else "more_rounds" if self.outer_delay > 1 else None
+        own = {axis: getattr(self, axis) for axis in ("mixing", "error_feedback", "reading", "rule", "landing")}
+        kind = self.codec.partition(":")[0]
+        return {"cadence": late or ("overlap" if self.overlap_steps else at_once), "codec": kind, **own}
+
+    def filled(self, setting: str) -> Any:
+        """A setting, or its default where it was left out."""
+        given = getattr(self, setting)
+        if given is None and setting == "gamma":
+            return self.filled("outer_lr")
+        return DEFAULTS.get(self.rule, {}).get(setting, USUAL[setting]) if given is None else given

@@ -9,21 +9,18 @@ from __future__ import annotations
 from typing_extensions import override
 
 from isles.comm.codecs import codec, form
-from isles.replicas.checks import eager_rate, group_fits
-from isles.replicas.loop.fragments import cut
+from isles.replicas.config import eager_rate, group_fits
+from isles.replicas.loop.fragment import cut
 from isles.replicas.loop.outer import OuterSync
-from isles.replicas.methods.custom_config import CustomConfig
+from isles.replicas.methods.config import CustomConfig
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.fedavg import Descent
 from isles.replicas.methods.localsgd import Average
 from isles.replicas.methods.noloco import DeltaPhi
 from isles.replicas.methods.slowmo import HeavyBall
 from isles.replicas.methods.sparta import AveragePart
-from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.choices import Blend, Carry, Eager, EveryH, Everyone, Nobody, RandomGroups, Received, Replace
 from isles.replicas.parts.interfaces import Composition, Landing, Mixing, OuterRule, feedback
-from isles.replicas.parts.landing import Blend, Carry, Replace
-from isles.replicas.parts.mixing import Everyone, Nobody, RandomGroups
-from isles.replicas.parts.reading import Eager, Received
 from isles.replicas.parts.stability import warn_unless_stable
 
 

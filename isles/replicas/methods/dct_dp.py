@@ -29,15 +29,13 @@ from dataclasses import replace
 from typing_extensions import override
 
 from isles.comm.codecs import codec
-from isles.comm.codecs.casts import Identity
+from isles.comm.codecs.scaled import Identity
 from isles.comm.collectives.factors import averaging
 from isles.comm.collectives.mean import sent_bytes
-from isles.replicas.gradient.bucketed import BucketedSync
-from isles.replicas.gradient.buckets import Bucket
+from isles.replicas.exchange_schedule import Outline
+from isles.replicas.gradient.bucketed import Bucket, BucketedSync
 from isles.replicas.gradient.config import DCTDPConfig
-from isles.replicas.gradient.reduction import Averaged, Reduction
-from isles.replicas.gradient.thresholds import Rule, Thresholds
-from isles.replicas.schedule import Outline
+from isles.replicas.gradient.reduction import Averaged, Reduction, Rule, Thresholds
 
 
 class DCTDP(BucketedSync):

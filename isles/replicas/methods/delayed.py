@@ -17,12 +17,11 @@ from dataclasses import replace
 
 from typing_extensions import override
 
-from isles.replicas.loop.fragments import cut
+from isles.replicas.loop.fragment import cut
 from isles.replicas.methods.config import DelayedConfig
 from isles.replicas.methods.diloco import DiLoCo
-from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.choices import EveryH, Received
 from isles.replicas.parts.interfaces import Composition, Reading
-from isles.replicas.parts.reading import Received
 
 
 class DelayedDiLoCo(DiLoCo):

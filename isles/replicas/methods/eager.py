@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from isles.replicas.checks import eager_rate
+from isles.replicas.config import eager_rate
 from isles.replicas.methods.config import EagerConfig
 from isles.replicas.methods.delayed import DelayedDiLoCo
+from isles.replicas.parts.choices import Eager
 from isles.replicas.parts.interfaces import Reading
-from isles.replicas.parts.reading import Eager
 
 
 class EagerDiLoCo(DelayedDiLoCo):

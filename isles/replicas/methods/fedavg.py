@@ -19,10 +19,8 @@ from typing_extensions import override
 from isles.comm.codecs import form
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.config import FedAvgConfig
-from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.choices import EveryH, Everyone, Replace
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule, feedback
-from isles.replicas.parts.landing import Replace
-from isles.replicas.parts.mixing import Everyone
 
 
 @dataclass(frozen=True, kw_only=True)

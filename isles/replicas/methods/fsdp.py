@@ -19,16 +19,15 @@ from typing_extensions import override
 
 from isles.comm.errors import Refused
 from isles.comm.group import Group
-from isles.network.planner.memory import Held
-from isles.network.planner.planned import PlannedExchange, Swap, by_size
+from isles.network.exchange_plan import Held, PlannedExchange, Swap, by_size
+from isles.replicas.exchange_schedule import everyone, opening_exchanges
+from isles.replicas.flat import all_names
 from isles.replicas.gradient.config import FSDPConfig
+from isles.replicas.island.fsdp import Sharding, as_sharded, gathered, shard, sharding_of, without_meshes
 from isles.replicas.island.island import Shards
-from isles.replicas.island.sharded import Sharding, as_sharded, gathered, shard, sharding_of, without_meshes
-from isles.replicas.names import all_names
 from isles.replicas.replica import Replica
-from isles.replicas.scaled import Scaled
-from isles.replicas.schedule import everyone, opening_exchanges
 from isles.replicas.start import bytes_by_format, same_settings
+from isles.replicas.step_guards import Scaled
 from isles.replicas.sync import MethodConfig, StepsAlike
 
 _NORM_BYTES = 8  # the square of a gradient's norm, float64

@@ -17,10 +17,8 @@ from typing_extensions import override
 from isles.comm.codecs import codec
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.config import LocalSGDConfig
-from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.choices import EveryH, Everyone, Replace
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
-from isles.replicas.parts.landing import Replace
-from isles.replicas.parts.mixing import Everyone
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,13 +32,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.comm.codecs import codec, form
-from isles.replicas.checks import group_fits
+from isles.replicas.config import group_fits
 from isles.replicas.loop.outer import OuterSync
-from isles.replicas.methods.noloco_config import NoLoCoConfig
-from isles.replicas.parts.cadence import EveryH
+from isles.replicas.methods.config import NoLoCoConfig
+from isles.replicas.parts.choices import EveryH, RandomGroups, Replace
 from isles.replicas.parts.interfaces import Answer, Composition, OuterRule
-from isles.replicas.parts.landing import Replace
-from isles.replicas.parts.mixing import RandomGroups
 from isles.replicas.parts.stability import warn_unless_stable
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from isles.network.planner.planned import PlannedExchange
+from isles.network.exchange_plan import PlannedExchange
 from isles.replicas.methods.config import NoneConfig
 from isles.replicas.sync import ReplicaSync
 

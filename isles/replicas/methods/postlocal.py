@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from isles.replicas.methods.config import PostLocalSGDConfig
 from isles.replicas.methods.localsgd import LocalSGD
-from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.choices import EveryH
 from isles.replicas.parts.interfaces import Composition
 
 

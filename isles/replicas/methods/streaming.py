@@ -19,12 +19,11 @@ from dataclasses import replace
 
 from typing_extensions import override
 
-from isles.replicas.loop.fragments import cut
+from isles.replicas.loop.fragment import cut
 from isles.replicas.methods.config import StreamingConfig
 from isles.replicas.methods.diloco import DiLoCo
-from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.choices import Blend, EveryH
 from isles.replicas.parts.interfaces import Composition
-from isles.replicas.parts.landing import Blend
 
 
 class StreamingDiLoCo(DiLoCo):

@@ -16,12 +16,11 @@ from dataclasses import replace
 
 from typing_extensions import override
 
-from isles.replicas.loop.fragments import cut
+from isles.replicas.loop.fragment import cut
+from isles.replicas.methods.config import StreamingNoLoCoConfig
 from isles.replicas.methods.noloco import NoLoCo
-from isles.replicas.methods.noloco_config import StreamingNoLoCoConfig
-from isles.replicas.parts.cadence import EveryH
+from isles.replicas.parts.choices import Blend, EveryH
 from isles.replicas.parts.interfaces import Composition
-from isles.replicas.parts.landing import Blend
 
 
 class StreamingNoLoCo(NoLoCo):

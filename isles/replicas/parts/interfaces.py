@@ -24,10 +24,9 @@ from torch import Tensor, nn
 
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.lowrank import Form, LowRank
-from isles.replicas.checks import one_of
-from isles.replicas.config import Feedback, OnBroken
+from isles.replicas.config import Feedback, OnBroken, one_of
+from isles.replicas.parts.choices import Received
 from isles.replicas.parts.legal import refuse
-from isles.replicas.parts.reading import Received
 
 
 class Cadence(Protocol):

@@ -2,7 +2,7 @@
 
 Disagreement of anchors under NoLoCo's outer step with no inner progress, independent random groups, many workers. For
 the state (E phi^2, E phi delta, E delta^2), alpha the momentum, gamma the pull, c = (n-1)/n for groups of n, one round
-multiplies by (`isles.network.theory.quadratic.disagreement`)
+multiplies by (`isles.replicas.parts.quadratic.disagreement`)
 
     M = [ 1 - 2 gamma c + gamma^2 c    2 alpha - 2 alpha gamma c    alpha^2 ]
         [ -gamma c + gamma^2 c         alpha - 2 alpha gamma c      alpha^2 ]
@@ -18,7 +18,7 @@ import warnings
 
 import numpy as np
 
-from isles.network.theory import quadratic
+from isles.replicas.parts import quadratic
 
 
 def matrix(alpha: float, gamma: float, group_size: int = 2) -> np.ndarray:

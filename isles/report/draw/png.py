@@ -14,9 +14,8 @@ from typing import Any
 from isles.report import experts, tuning
 from isles.report.comparison import Runs, comparison_panels, table_of
 from isles.report.comparison import title as comparison_title
-from isles.report.draw.axes import ChartAxis
 from isles.report.draw.style import BOXES, LIGHT, LINES
-from isles.report.draw.svg import axes_of
+from isles.report.draw.svg import ChartAxis, axes_of
 from isles.report.page import panels, subtitle, title
 from isles.report.panels import Bars, Chart, Grid, Lanes, Panel, Table
 from isles.report.rundir import Run

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from isles.report.draw.axes import linear
 from isles.report.draw.style import STYLE
-from isles.report.draw.svg import WIDTH, line_chart
+from isles.report.draw.svg import WIDTH, line_chart, linear
 from isles.report.panels import Bars, Chart, Grid, Lanes, Picture
 from isles.report.units import format_seconds
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from isles.plan.question import PlanQuestion
+from isles.plan.splits import SplitPlan, SplitsQuestion
 from isles.report.panels import Table
 from isles.report.sheet import Sheet
-from isles.report.sheets.plan import on_device
+from isles.report.sheets.methods import on_device
 from isles.report.units import format_percent, format_short
-from isles.training.plan.question import PlanQuestion
-from isles.training.plan.split_plans import SplitPlan, SplitsQuestion
 
 
 def splits_sheet(asked: SplitsQuestion, plans: Sequence[SplitPlan], network: str) -> Sheet:

@@ -6,7 +6,7 @@ clipping.
              warm-up
 
 f: final_lr_fraction. The schedule counts inner steps only; outer steps do not touch it. Loads no torch; the optimizer
-itself: `isles.training.inner_optimizer`.
+itself: `isles.training.optimizer`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from isles.errors import demand
+from isles.base.errors import demand
 
 
 @dataclass(frozen=True, kw_only=True)

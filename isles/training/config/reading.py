@@ -4,33 +4,67 @@ embedded.toml (only without a CONFIG.toml)  <  CONFIG.toml  <  --method, --worke
 
 `gather` does all that needs no method; `resolve` the rest, its settings. Neither loads torch, unless the method is
 somebody's own: `isles.replicas.config_of`.
+
+The full configuration as commented TOML: every key with its default and the docstring below its field.
+
+A run that ends by tokens: how many inner steps that is.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 
-from isles.errors import unknown_name
-from isles.imports import is_place
-from isles.parsing import parse_toml
+from isles.base.errors import unknown_name
+from isles.base.imports import is_place
+from isles.base.parsing import parse_toml
+from isles.base.schema import backend_of
+from isles.base.tables import field_docs, in_tables, keys_of, parse_value, read_toml, tables_of, typed
+from isles.models.model_limits import limits
 from isles.replicas import METHODS, config_of, method
-from isles.schema import backend_of
-from isles.tables import in_tables, keys_of, parse_value, read_toml, tables_of, typed
 from isles.training.config.conflicts import wanted
-from isles.training.config.kept import beside, kept_names
 from isles.training.config.sections import ORDER, SECTIONS, Config
-from isles.training.config.tokens import ending
-from isles.training.config.trust import check
+from isles.training.config.trust import beside, check, kept_names
 from isles.training.config.world import WorldConfig
+
+
+def tokens_a_step(config: Config, replicas: int) -> int:
+    """Tokens that so many replicas, islands or single workers, train on in an inner step."""
+    readers = replicas * config.world.inner
+    rows = config.data.batch_size * (readers if config.data.batch_mode == "per_worker" else 1)
+    return rows * config.inner.accumulation * limits(config.model).context
+
+
+def ending(config: Config, every: int = 1) -> Config:
+    """`config` with the `run.steps` that follow from `run.tokens`, where that is given: as many as it takes all
+    replicas, rounded up to a multiple of `every`.
+    """
+    if not config.run.tokens:
+        return config
+    steps = -(-config.run.tokens // tokens_a_step(config, config.replicas_in_all))
+    return replace(config, run=replace(config.run, steps=-(-steps // every) * every))
+
+
+def ending_after(config: Config, replicas: int, step: int) -> Config:
+    """`config`, which goes on with what `replicas` have done in `step` inner steps: with as many as the tokens that are
+    left take it. From here on `run.steps` says so, for tokens are counted from the start.
+    """
+    if not config.run.tokens:
+        return config
+    left = max(config.run.tokens - step * tokens_a_step(config, replicas), 0)
+    more = -(-left // tokens_a_step(config, config.replicas_in_all))
+    return replace(config, run=replace(config.run, steps=max(step + more, 1), tokens=0))
+
 
 DEFAULT_METHOD = "noloco"
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -271,3 +305,48 @@ def _inherited(name: str, tables: Tables) -> dict[str, Any]:
     keys = [field.name for field in fields(kind.Config)]
     found = next((tables[named[base]] for base in kind.__mro__ if named.get(base) in tables), {})
     return {key: value for key, value in found.items() if key in (*keys, *ORDER)}
+
+
+_WIDTH = 100
+
+
+def template(name: str) -> str:
+    """TOML that `read_config` reads to the defaults of method `name`; keys without a default stand commented out."""
+    made_for = config_of(name)
+    lines = [
+        f"# isles train THIS.toml    (method {name}: {METHODS[name].what})" if name in METHODS else f"# method {name}"
+    ]
+    for section in ORDER:
+        cls = made_for if section == "replicas" else SECTIONS[section]
+        lines += ["", *commented(section, cls, {"method": name} if section == "replicas" else {})]
+    return "\n".join(lines) + "\n"
+
+
+def commented(section: str, cls: type, given: Mapping[str, Any] | None = None) -> list[str]:
+    """A section's lines: its head, the keys of `given`, then those of the config class with their defaults and
+    docstrings.
+    """
+    tables = tables_of(cls)
+    lines = [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in (given or {}).items())]
+    for key, text in field_docs(cls).items():
+        lines += [] if key in tables else _entry(cls, key, text)
+    for key, table in tables.items():
+        lines += ["", *_comment(inspect.getdoc(table) or ""), *commented(f"{section}.{key}", table)]
+    return lines
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+
+
+def _entry(cls: type, key: str, text: str) -> list[str]:
+    field = next(field for field in fields(cls) if field.name == key)
+    comments = _comment(text)
+    if field.default is None:
+        return [*comments, f"# {key} ="]
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return [*comments, f"{key} = {_toml(default)}"]
+
+
+def _toml(value: Any) -> str:
+    return tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()

@@ -10,18 +10,18 @@ import math
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
+from isles.base.errors import demand, unknown_name
+from isles.base.imports import named
+from isles.base.tables import refuse
 from isles.data.config import DataConfig
-from isles.errors import demand, unknown_name
-from isles.imports import named
 from isles.memory.config import MemoryConfig
 from isles.models.config import ModelConfig
 from isles.models.sizes import Shape
 from isles.network.links import Links
-from isles.network.named import links
+from isles.network.networks import links
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
 from isles.replicas.config import MethodConfig
-from isles.tables import refuse
 from isles.training.config.inner import InnerConfig
 from isles.training.config.world import WorldConfig
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Literal
 
-from isles.errors import demand
-from isles.network.named import links
+from isles.base.errors import demand
+from isles.base.schema import BACKENDS, known_backend
+from isles.base.tables import refuse
+from isles.network.networks import links
 from isles.network.pauses import Pauses
-from isles.schema import BACKENDS, known_backend
-from isles.tables import refuse
 
 _MOST_JITTER = 3.0  # beyond it one step in a thousand takes longer than all others together
 _LEAST_SILENCE = 30.0  # seconds
@@ -26,7 +26,7 @@ class VirtualConfig:
 
     links: str = "home-fibre"
     """A preset of `isles.network.links`, a rate and a latency such as "40Mbit/s, 25ms", or a file of your own
-    (`isles.network.own`).
+    (`isles.network.networks`).
     """
     inner_links: str = "lan"
     """The same inside islands."""
@@ -185,7 +185,7 @@ class WorldConfig:
 
     @property
     def start_threads(self) -> int:
-        """Torch threads that a worker begins with: `isles.training.cores` may add some."""
+        """Torch threads that a worker begins with: `isles.training.setup` may add some."""
         return self.threads or 1
 
     @property

@@ -1,4 +1,4 @@
-"""A run of whole replicas whose workers come and go, on top of `isles.comm.elastic`.
+"""A run of whole replicas whose workers come and go, on top of `isles.membership`.
 
 `terms`       which configurations can be such a run, and the lighthouse's rules of one
 `figures`     what its summary says; `given`: under which names states and models are given

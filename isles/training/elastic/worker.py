@@ -12,37 +12,29 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from isles.comm.elastic.cells import Batch
-from isles.comm.elastic.gifts.giving import Gifts
-from isles.comm.elastic.gifts.taking import NotAdopted, NotGiven
-from isles.comm.elastic.guards.refusals import Refusals, together, told_rows
-from isles.comm.elastic.links.paths import MOST, told_paths
-from isles.comm.elastic.p2p.stream import CARRIED
-from isles.comm.elastic.rounds.decision import Decision, DecisionKind
-from isles.comm.elastic.rounds.island import IslandGroup
-from isles.comm.elastic.rounds.leader import RoundLeader
-from isles.comm.elastic.rounds.roster import ElasticRoster
-from isles.comm.elastic.transport import ElasticTransport
+from isles.base.parsing import parse_json
 from isles.comm.errors import Malformed
 from isles.comm.group import Group
 from isles.comm.layout import grid_of
 from isles.comm.mesh import Mesh
 from isles.data import Corpus
-from isles.data.lots import rows, spare_rows
+from isles.data.order import rows, spare_rows
+from isles.membership.data_ledger import Batch
+from isles.membership.messages import MOST, told_paths
+from isles.membership.p2p.stream import CARRIED
+from isles.membership.p2p.transport import ElasticTransport
+from isles.membership.rounds import Decision, DecisionKind, ElasticRoster, IslandGroup, RoundLeader
+from isles.membership.session import Refusals, together, told_rows
+from isles.membership.state_transfer import Gifts, NotAdopted, NotGiven
 from isles.models import build
-from isles.parsing import parse_json
-from isles.replicas.loop.joining import enter
-from isles.replicas.loop.outer import OuterSync
+from isles.replicas.loop.outer import OuterSync, enter
 from isles.training.config.sections import Config
-from isles.training.draws import draws_seed
-from isles.training.elastic.given import giver_of
-from isles.training.elastic.means import Means, shadow
-from isles.training.elastic.states import WARM_UP, States
-from isles.training.elastic.terms import lands_together, sync_every
-from isles.training.evaluation import validation_loss
-from isles.training.parts import trainer_of
-from isles.training.records.saved import load_weights
+from isles.training.elastic.states import WARM_UP, Means, States, giver_of, shadow
+from isles.training.elastic.support import lands_together, sync_every
+from isles.training.records.finished import load_weights
 from isles.training.records.summary import by_channel
+from isles.training.step import draws_seed, validation_loss
+from isles.training.worker import trainer_of
 
 T = TypeVar("T")
 _TRIES = 5
@@ -285,7 +277,7 @@ def positions(
     """What `seat` reads: (b,) places of the data's order for each backward pass.
 
     batches: one an inner step; where there are none, a round's out of turn from its own stretch, of which it has read
-    `spare`. reader: see `isles.data.lots.rows`.
+    `spare`. reader: see `isles.data.order.rows`.
     """
     size, accumulation = config.data.batch_size_per_worker(1), config.inner.accumulation
     steps = [rows(*batch, batch_size=size * accumulation, reader=reader) for batch in batches]

@@ -14,7 +14,7 @@ from torch import Tensor
 from isles.memory.costs import Placement, Profile, least_peak
 from isles.memory.engines.base import Engine, Inline
 from isles.memory.engines.cuda import Cuda, CudaMoves
-from isles.memory.managed import Managed
+from isles.memory.optimizer import Managed
 from isles.memory.plan import MemoryPlan, digests
 from isles.memory.profile import profile
 from isles.models.decoder import Decoder

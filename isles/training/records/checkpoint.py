@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isles.durable import replacing, settle, sync_folder
-from isles.training.records.checked import is_whole, read_checked, write_checked
+from isles.base.durable import replacing, settle, sync_folder
+from isles.training.records.checksums import is_whole, read_checked, write_checked
 
 if TYPE_CHECKING:
     from isles.training.records.shard import State

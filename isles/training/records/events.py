@@ -17,12 +17,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from isles.base.errors import printable
+from isles.base.parsing import UTF8, Float, Unfit, integer, table, value_of
+from isles.base.schema import TASK_KINDS, USAGE, Metrics
 from isles.comm.errors import NodeLost
-from isles.errors import printable
-from isles.fields import UTF8, Float, Unfit, integer, table, value_of
-from isles.schema import TASK_KINDS, USAGE, Metrics
 from isles.training.config.sections import Config
-from isles.training.records.spread import WEIGHTS
+from isles.training.records.replica_spread import WEIGHTS
 from isles.training.records.timeline import KEPT
 
 _COUNT = 1 << 63

@@ -1,24 +1,131 @@
 """A state in one file: a safetensors file that holds its tensors by their place in it, and beside them, as one tensor
 of bytes, everything else as JSON. So lie checkpoints on disk, states that a lighthouse keeps, and those that one worker
 hands to another. No pickle.
+
+Tensors into a safetensors file, one after the other: what lies on a device or on disk is in memory one at a time.
+
+The library's own `save_file` wants all of them in the host's memory, each with a storage to itself. The format: 8 bytes
+of length, a JSON header of that length with each tensor's dtype, shape and place, then the bytes, little-endian.
+
+Whether what is about to be kept is made of numbers: looked at before a checkpoint counts and a model is saved.
+
+A loss that is a number says nothing of the step that came of it, so weights are looked at by themselves. Parameters
+must be finite; buffers may hold infinities (a causal mask does), and so may an optimizer's state; nothing may hold a
+NaN. A worker whose numbers are no numbers any more says which ones, since when, and what to change.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import zlib
+from collections.abc import Container, Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from isles.parsing import parse_json
-from isles.training.records.checked import UNCHECKED, read_notes
-from isles.training.records.tensors import copy_to_host, write_into, write_tensors
+from isles.base.durable import replacing
+from isles.base.parsing import parse_json
+from isles.comm.errors import WorkerFailed
+from isles.training.config.sections import Config
+from isles.training.records.checksums import CHECK_AT, UNCHECKED, read_notes
+
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_ALIGNED = 8
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of them, in one piece of the host's memory, which goes when the last of them does."""
+    order = _aligned(tensors)
+    held = torch.empty(sum(tensors[name].nbytes for name in order), dtype=torch.uint8, device="cpu")
+    parts = held.split([tensors[name].nbytes for name in order])
+    copies = {}
+    for name, part in zip(order, parts, strict=True):
+        tensor = tensors[name]
+        copies[name] = part.view(tensor.dtype).view(tensor.shape)
+        copies[name].copy_(tensor.detach())
+    return copies
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> None:
+    """Write them, with notes for whoever reads the header. OSError where that fails: no part of the file stays then."""
+    try:
+        with path.open("wb") as file:
+            write_into(file, tensors, notes or {})
+    except OSError:
+        path.unlink(missing_ok=True)  # it would take room from what is written next
+        raise
+
+
+def save_model(model: nn.Module, path: Path) -> None:
+    """Write the weights as safetensors, one after the other, all or nothing; tied tensors once, by the first name."""
+    kept, tied = dict[str, Tensor](), dict[str, str]()
+    names = dict[tuple[Any, ...], str]()
+    for name, tensor in sorted(model.state_dict().items()):
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        if names.setdefault(key, name) == name:
+            kept[name] = tensor
+        else:
+            tied[name] = names[key]
+    with replacing(path) as partial:
+        write_tensors(partial, kept, tied)
+
+
+def write_into(file: BinaryIO, tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> None:
+    """Write them into `file`, which is empty. Where the first of `notes` is "check", it becomes the file's checksum."""
+    order = _aligned(tensors)
+    header, end = dict[str, object]({"__metadata__": dict(notes)} if notes else {}), 0
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in _NAMES:
+            raise TypeError(f"{name} is {tensor.dtype}, which a checkpoint has no name for")
+        begin, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    text = len(text).to_bytes(8, "little") + text
+    file.write(text)
+    checksum = zlib.crc32(text)
+    for name in order:
+        piece = _bytes(tensors[name])
+        file.write(piece)
+        checksum = zlib.crc32(piece, checksum) if "check" in notes else 0
+        del piece  # and what it may have copied
+    if "check" in notes:
+        file.seek(CHECK_AT)
+        file.write(f"{checksum:08x}".encode())
+
+
+def _aligned(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Their names in an order in which, one behind the other, each is aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+
 
 State = dict[str, Any]
 
@@ -122,3 +229,65 @@ def _unpacked(tensors: dict[str, Tensor]) -> State:
 
 def _checked(notes: Mapping[str, str] | None) -> dict[str, str]:
     return {"check": UNCHECKED, **(notes or {})}
+
+
+_UNDER_WAY = ("flights", "ahead")  # what a round that is skipped has left there is never used
+
+
+def not_finite(weights: Mapping[str, Tensor], parameters: Container[str]) -> str | None:
+    """The first of the named weights that is not to be kept. parameters: the names of those that must be finite, the
+    others may be infinite.
+    """
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and not (tensor.isfinite().all() if name in parameters else _has_no_nan(tensor)):
+            return name
+    return None
+
+
+def first_nan(state: Any) -> str | None:
+    """Path of the first tensor with a NaN in a worker's state (`Trainer.state_dict`), of what its next steps use."""
+    return next((path for path, tensor in _tensors(state, ()) if not _has_no_nan(tensor)), None)
+
+
+def _has_no_nan(tensor: Tensor) -> bool:
+    return not tensor.isnan().any()
+
+
+def _tensors(state: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(state, Tensor):
+        if state.is_floating_point():
+            yield ".".join(path), state
+    elif isinstance(state, Mapping):
+        for key, entry in state.items():
+            if key not in _UNDER_WAY:
+                yield from _tensors(entry, (*path, str(key)))
+    elif isinstance(state, Sequence) and not isinstance(state, str):
+        for index, entry in enumerate(state):
+            yield from _tensors(entry, (*path, str(index)))
+
+
+def refuse_losses(config: Config, rank: int, last: int, losses: Sequence[Tensor], each: int = 1) -> None:
+    """WorkerFailed where a loss of the inner steps up to `last` is no number any more. each: losses of a step."""
+    values = torch.stack(list(losses)).tolist() if losses else []
+    for number, loss in enumerate(values):
+        if not math.isfinite(loss):
+            step = last - (len(values) - 1 - number) // each
+            raise _diverged(config, rank, f"its loss is {loss} at inner step {step}")
+
+
+def refuse_state(config: Config, rank: int, step: int, state: Mapping[str, Any], parameters: Container[str]) -> None:
+    """WorkerFailed where weights, or what the next steps make of them, are no numbers after `step`. state: "model", the
+    weights by name where they are apart, and more. parameters: names of those that must be finite.
+    """
+    broken = not_finite(state.get("model", {}), parameters) or first_nan(state)
+    if broken is not None:
+        raise _diverged(config, rank, f"its weights are not finite after inner step {step} ({broken})")
+
+
+class NotFinite(WorkerFailed):
+    """Numbers of the run left the range of floats: its rates are too high."""
+
+
+def _diverged(config: Config, rank: int, what: str) -> NotFinite:
+    mend = f"lower inner.lr (now {config.inner.lr:g}), or replicas.outer_lr where the method has one"
+    return NotFinite(rank, f"{what}: {mend}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from isles import schema
+from isles.base import schema
+from isles.base.version import __version__
 from isles.training.config.sections import Config
-from isles.version import __version__
 
 SummaryTable = dict[str, Any]
 _MEAN_HEADER = 32  # bytes beside a mean

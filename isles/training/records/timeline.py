@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from isles.base.schema import TASK_KINDS
 from isles.comm.traffic import ClockSpan
 from isles.network.routing.events import Span
-from isles.schema import TASK_KINDS
 
 KEPT = 400
 

@@ -12,9 +12,9 @@ import os
 import shutil
 from pathlib import Path
 
+from isles.base.durable import home
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token, parse_token
-from isles.home import home
 
 CREDENTIALS = "credentials"
 VARIABLE = "ISLES_TOKEN"

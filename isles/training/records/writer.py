@@ -8,20 +8,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from isles.durable import write_text
+from isles.base.durable import write_text
+from isles.base.parsing import parse_json
+from isles.base.schema import SpreadMetrics
 from isles.launch.nodes import NodeGroup
-from isles.parsing import parse_json
-from isles.schema import SpreadMetrics
-from isles.training.config.kept import kept_files, kept_names
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
+from isles.training.config.trust import kept_files, kept_names
 from isles.training.kinds import kind_of, layout_of
 from isles.training.records.checkpoint import Checkpoints
-from isles.training.records.lock import RunLock
 from isles.training.records.loggers import Loggers
-from isles.training.records.reshard.stages import run_facts
-from isles.training.records.rundir import CONFIG, METRICS, TIMELINE, as_json, keep_config
-from isles.training.records.spread import Spread
+from isles.training.records.replica_spread import Spread
+from isles.training.records.reshard import run_facts
+from isles.training.records.rundir import CONFIG, METRICS, TIMELINE, RunLock, as_json, keep_config
 
 
 class Records:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from isles.network.clusters.forming import NodeCluster, form_clusters
+from isles.network.clusters.cuts import ClusterCutter, ModelLoad
+from isles.network.clusters.formation import NodeCluster, form_clusters
 from isles.network.clusters.nodes import ClusterNode, read_nodes
-from isles.network.clusters.splitting import ClusterCutter, ModelLoad
 
 
 def drawn(count: int, seed: int) -> list[ClusterNode]:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from isles.network.routing.legal import PathRules, faults, legal_orders
+from isles.network.routing.problem import PathRules, faults, legal_orders
 
 
 def by_hand(order):

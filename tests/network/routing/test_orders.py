@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from isles.network.routing.events import AtOnce
-from isles.network.routing.orders import in_flight, orders
+from isles.network.routing.events import AtOnce, in_flight, orders
 from isles.network.routing.replay import TaskSeconds, in_order, replay
 from isles.network.routing.routes import Route, fixed_routes
 

@@ -6,12 +6,12 @@ import math
 import pytest
 
 from isles.network.links import Links
-from isles.network.named import links
-from isles.network.routing.delays import delays_of, fingerprint, slips
+from isles.network.networks import links
 from isles.network.routing.plan import PipelinePlan, as_json, plan_network, read_plan
 from isles.network.routing.problem import Problem, replay_paths
+from isles.network.routing.replay import Sizes
 from isles.network.routing.search import blind
-from isles.network.routing.wires import Sizes
+from isles.network.routing.speeds import delays_of, fingerprint, slips
 from tests.network.routing.instances import drawn
 
 

@@ -8,15 +8,21 @@ import pytest
 import torch
 
 from isles.comm.transport import Deadlines
-from isles.comm.virtual.run import run_virtual
-from isles.network.links import Links
-from isles.network.named import links
-from isles.network.routing.events import AtOnce
-from isles.network.routing.orders import in_flight, orders
-from isles.network.routing.replay import TaskSeconds, first_come, in_order, replay
+from isles.comm.virtual.cluster import run_virtual
+from isles.network.links import Links, Topology
+from isles.network.networks import links
+from isles.network.routing.events import AtOnce, in_flight, orders
+from isles.network.routing.replay import (
+    Delays,
+    MessageLines,
+    Sizes,
+    TaskSeconds,
+    bytes_sent,
+    first_come,
+    in_order,
+    replay,
+)
 from isles.network.routing.routes import Route, fixed_routes, random_routes, visited
-from isles.network.routing.wires import Delays, MessageLines, Sizes, bytes_sent
-from isles.network.topology import Topology
 
 GRID = list(itertools.product((1, 2, 3, 4), (1, 2, 3, 4), range(1, 9)))
 

@@ -8,18 +8,24 @@ from dataclasses import replace
 import pytest
 
 from benchmarks._reference import paths_of
-from isles.network.links import Links
-from isles.network.named import links
-from isles.network.routing.assign import assign
-from isles.network.routing.bounds import BestPaths, lower_bounds
-from isles.network.routing.delays import delays_of
-from isles.network.routing.legal import PathRules, legal_orders
+from isles.network.links import Links, Topology
+from isles.network.networks import links
+from isles.network.routing.assignment import assign
 from isles.network.routing.plan import broken_rules
-from isles.network.routing.problem import Costs, Problem, replay_paths, replay_shared, routes_of
-from isles.network.routing.search import Effort, Stopwatch, blind, with_collisions, without_collisions
-from isles.network.routing.strategies import strategies
-from isles.network.routing.wires import MessageLines, Sizes
-from isles.network.topology import Topology
+from isles.network.routing.problem import (
+    BestPaths,
+    Costs,
+    PathRules,
+    Problem,
+    legal_orders,
+    lower_bounds,
+    replay_paths,
+    replay_shared,
+    routes_of,
+)
+from isles.network.routing.replay import MessageLines, Sizes
+from isles.network.routing.search import Effort, Stopwatch, blind, strategies, with_collisions, without_collisions
+from isles.network.routing.speeds import delays_of
 from tests.network.routing.instances import drawn, reference
 
 QUICK = Effort(moves=1500)

@@ -17,8 +17,8 @@ from isles.comm.mesh import Mesh
 from isles.models.cuts import pieces
 from isles.models.stages import Stage
 from isles.pipeline.ravnest.agreement import ClusterAgreement, cluster_post
+from isles.pipeline.ravnest.assignment import ClusterSeats
 from isles.pipeline.ravnest.averaging import ClusterAverage, refinement
-from isles.pipeline.ravnest.seats import ClusterSeats
 from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
 from tests.pipeline.ravnest import nodes
 from tests.pipeline.ravnest.nodes import BLOCKS, Wet

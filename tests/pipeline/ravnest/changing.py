@@ -15,13 +15,12 @@ from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
 from isles.models.cuts import pieces
 from isles.models.stages import Stage
-from isles.network.clusters.growing import ClusterGrowth
-from isles.network.clusters.splitting import ModelLoad
-from isles.network.clusters.telling import SILENT
-from isles.pipeline.ravnest.agreement import ClusterAgreement, cluster_post
+from isles.network.clusters.cuts import ModelLoad
+from isles.network.clusters.formation import ClusterGrowth
+from isles.network.clusters.nodes import SILENT
+from isles.pipeline.ravnest.agreement import ClusterAgreement, ask_in, cluster_post, let_in
+from isles.pipeline.ravnest.assignment import ClusterSeats
 from isles.pipeline.ravnest.averaging import ClusterAverage, SharedSegment, refinement
-from isles.pipeline.ravnest.entering import ask_in, let_in
-from isles.pipeline.ravnest.seats import ClusterSeats
 from tests.pipeline.ravnest.averages import THREE
 from tests.pipeline.ravnest.nodes import BLOCKS, Wet, stepper
 

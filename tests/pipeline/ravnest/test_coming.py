@@ -9,19 +9,16 @@ import pytest
 import torch
 
 import isles
-from isles.comm.collectives.mail import MailNote
-from isles.comm.collectives.same import numbers
+from isles.comm.collectives.message_queue import MailNote
 from isles.comm.errors import PeerLost
+from isles.comm.group import numbers
 from isles.comm.mesh import Mesh
-from isles.network.clusters.forming import form_clusters
-from isles.network.clusters.growing import ClusterGrowth
-from isles.network.clusters.nodes import ClusterNode
-from isles.network.clusters.splitting import ModelLoad
-from isles.network.clusters.telling import SILENT, heard, is_told, told
-from isles.pipeline.ravnest.agreement import ClusterAgreement, cluster_post
-from isles.pipeline.ravnest.entering import ClusterWelcome, ask_in, let_in
-from isles.pipeline.ravnest.seats import ClusterSeats
-from isles.pipeline.swarm.post import ASK, COMERS, WORD
+from isles.network.clusters.cuts import ModelLoad
+from isles.network.clusters.formation import ClusterGrowth, form_clusters
+from isles.network.clusters.nodes import SILENT, ClusterNode, heard, is_told, told
+from isles.pipeline.peers.inbox import ASK, COMERS, WORD
+from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, cluster_post, let_in
+from isles.pipeline.ravnest.assignment import ClusterSeats
 
 LOAD = ModelLoad(flops=(1e9,) * 4, weights=(1e6,) * 4, saved=(1e5,) * 4, stream=1e4)
 GROWTH = ClusterGrowth(LOAD)

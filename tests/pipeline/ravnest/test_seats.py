@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from isles.pipeline.ravnest.seats import ClusterSeats
+from isles.pipeline.ravnest.assignment import ClusterSeats
 
 
 @pytest.mark.parametrize("seed", range(30))

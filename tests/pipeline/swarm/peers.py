@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles.comm.collectives.mail import Mail
+from isles.comm.collectives.message_queue import Mail
 from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape
 from isles.models.cuts import PieceCosts, cut_points, pieces
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.config import Consistency
+from isles.pipeline.peers.agreement import Agreement
+from isles.pipeline.peers.inbox import ASIDE, Post, letter_lengths
 from isles.pipeline.shares import stage_shares
-from isles.pipeline.swarm.agreement import Agreement
-from isles.pipeline.swarm.arrangement import Arrangement
 from isles.pipeline.swarm.peer import SwarmPeer, SwarmWays
-from isles.pipeline.swarm.post import ASIDE, Post, letter_lengths
+from isles.pipeline.swarm.placement import Arrangement
 from isles.pipeline.swarm.stage_work import StageWork
 from isles.pipeline.swarm.swarm import Swarm
 from isles.pipeline.wire import StageForm

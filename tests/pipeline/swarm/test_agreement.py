@@ -12,14 +12,14 @@ import pytest
 
 import isles
 from isles.comm.collectives.basic import all_gather
-from isles.comm.collectives.mail import Mail
-from isles.comm.collectives.same import numbers
+from isles.comm.collectives.message_queue import Mail
 from isles.comm.errors import CommError
+from isles.comm.group import numbers
 from isles.comm.mesh import Mesh
+from isles.pipeline.peers.agreement import Agreement
+from isles.pipeline.peers.inbox import WORD, Post
 from isles.pipeline.ravnest.agreement import Attempt, ClusterAgreement, cluster_post
-from isles.pipeline.ravnest.seats import ClusterSeats
-from isles.pipeline.swarm.agreement import Agreement
-from isles.pipeline.swarm.post import WORD, Post
+from isles.pipeline.ravnest.assignment import ClusterSeats
 from tests.pipeline.swarm import killing
 
 LINES = isles.Links(bandwidth=1e7, latency=0.02, jitter=0.9)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import isles
-from isles.comm.collectives.mail import MAGIC, MailNote
+from isles.comm.collectives.message_queue import MAGIC, MailNote
 from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
-from isles.pipeline.swarm.books import from_words
-from isles.pipeline.swarm.post import BACKWARD, FORWARD, GIFT, MEAN, SHARD, TAKEN, WELCOME, WORD
+from isles.pipeline.peers.inbox import BACKWARD, FORWARD, GIFT, MEAN, SHARD, TAKEN, WELCOME, WORD
+from isles.pipeline.swarm.ledger import from_words
 from isles.pipeline.swarm.swarm import Swarm
 from tests.pipeline.swarm.peers import Setting, furthest, swarm_of, text
 

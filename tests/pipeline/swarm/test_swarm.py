@@ -14,7 +14,7 @@ import torch
 import isles
 from isles.comm.errors import DeadlinePassed
 from isles.pipeline.swarm import swarm as steps
-from isles.pipeline.swarm.books import Fixes
+from isles.pipeline.swarm.ledger import Fixes
 from isles.pipeline.swarm.swarm import StageLost
 from tests.gloo import run_gloo
 from tests.pipeline.swarm import killing, peers

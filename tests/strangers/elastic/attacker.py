@@ -16,16 +16,14 @@ from typing import Any
 
 from isles.comm import credentials
 from isles.comm.credentials import Credentials, Token
-from isles.comm.elastic.keys import ASKED, HELLO, TIES, TOLD, gift_at, sealed, signature
-from isles.comm.elastic.messages import Entry, Find, Found, Hello, decode, encode
-from isles.comm.elastic.net.words import Frame, FrameKind, packed
-from isles.comm.elastic.p2p.possession import show
-from isles.comm.elastic.p2p.stream import TICKET_SIZE, Head, PairHello, Stream, as_dialler
-from isles.comm.elastic.session import Session, open_session
-from isles.comm.sockets.frames import HEAD, MARK, URGENT
-from isles.comm.sockets.lost import LinkLost
+from isles.comm.sockets.connection import HEAD, MARK, URGENT, LinkLost
 from isles.comm.tags import Tag
-from tests.comm.elastic.sessions import free_port
+from isles.membership.hub import Frame, FrameKind, packed
+from isles.membership.keys import ASKED, HELLO, TIES, TOLD, gift_at, sealed, signature
+from isles.membership.messages import Entry, Find, Found, Hello, decode, encode
+from isles.membership.p2p.stream import TICKET_SIZE, Head, PairHello, Stream, as_dialler, show
+from isles.membership.tls_session import Session, open_session
+from tests.membership.sessions import free_port
 from tests.strangers.callers import call, prove, read, say
 
 Answer = tuple[bytes | None, bytes | None]

@@ -11,9 +11,12 @@ from typing import Literal, NamedTuple
 
 import pytest
 
-from isles.comm.elastic.keys import ASKED, CONFIG, HELLO, LIGHTHOUSE, REPORTED, gift_at, signature
-from isles.comm.elastic.lighthouse import JOINS
-from isles.comm.elastic.messages import (
+from isles.comm.sockets.connection import LinkLost
+from isles.comm.sockets.proof import TokenRefused
+from isles.comm.tags import Tag
+from isles.membership.keys import ASKED, CONFIG, HELLO, LIGHTHOUSE, REPORTED, gift_at, signature
+from isles.membership.lighthouse import JOINS
+from isles.membership.messages import (
     Accusation,
     Ack,
     Beat,
@@ -32,11 +35,8 @@ from isles.comm.elastic.messages import (
     decode,
     encode,
 )
-from isles.comm.elastic.p2p.stream import CHUNK, KEPT, PIECE, REFUSED, TICKET_SIZE, Head
-from isles.comm.elastic.session import open_session
-from isles.comm.sockets.lost import LinkLost
-from isles.comm.sockets.proof import TokenRefused
-from isles.comm.tags import Tag
+from isles.membership.p2p.stream import CHUNK, KEPT, PIECE, REFUSED, TICKET_SIZE, Head
+from isles.membership.tls_session import open_session
 from tests.strangers.callers import GARBAGE
 from tests.strangers.elastic.attacker import NEVER, UNASKED, Attacker, other_run
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from isles.comm import credentials
-from isles.comm.elastic.calls import RoundsAssembly
-from isles.comm.elastic.company import Company
-from isles.comm.elastic.journal import Journal
-from isles.comm.elastic.keys import HELLO, SeatKeys
-from isles.comm.elastic.lighthouse import Lighthouse
-from isles.comm.elastic.messages import Entry, Hello, decode, encode
-from isles.comm.elastic.orders import Rules
-from isles.comm.elastic.p2p.pairs import Pairs
-from isles.comm.elastic.session import Session, open_session
-from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.tags import Tag
-from tests.comm.elastic.sessions import router, settled
-from tests.comm.elastic.test_lighthouse import ask
+from isles.membership.client import Company
+from isles.membership.coordinator import RoundsAssembly
+from isles.membership.effects import Rules
+from isles.membership.journal import Journal
+from isles.membership.keys import HELLO, SeatKeys
+from isles.membership.lighthouse import Lighthouse
+from isles.membership.messages import Entry, Hello, decode, encode
+from isles.membership.p2p.pairs import Pairs
+from isles.membership.p2p.transport import ElasticTransport
+from isles.membership.tls_session import Session, open_session
+from tests.membership.sessions import router, settled
+from tests.membership.test_lighthouse import ask
 from tests.strangers.elastic.attacker import Attacker
 from tests.strangers.elastic.cases import ANYBODY, CASES, Case
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from isles.cli.elastic import status as command
-from isles.comm.elastic.identity import spoken
-from isles.comm.elastic.messages import Find, Found
+from isles.membership.messages import Find, Found
+from isles.membership.views import spoken
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
 

@@ -11,28 +11,27 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.calls import RoundsAssembly
-from isles.comm.elastic.gifts.giving import Giver
-from isles.comm.elastic.gifts.taking import NotGiven, _facts
-from isles.comm.elastic.keys import LIGHTHOUSE, SeatKeys
-from isles.comm.elastic.messages import Accusation, Ack, Beat, Delivered, Later, Load, Silent
-from isles.comm.elastic.orders import Rules
-from isles.comm.elastic.record import RoundLine, StartLine, as_line, from_line
-from isles.comm.elastic.session import open_session
+from isles.base.parsing import Unfit
 from isles.comm.errors import Malformed
-from isles.fields import Unfit
-from isles.pipeline.ravnest.entering import ClusterWelcome
-from isles.training.clustered.node import ClusterWorker
-from isles.training.clustered.peering import _restore
-from isles.training.elastic.given import STATE
-from isles.training.elastic.lighthouse.keeper import Keeper
+from isles.membership.coordinator import RoundsAssembly
+from isles.membership.effects import Rules
+from isles.membership.keys import LIGHTHOUSE, SeatKeys
+from isles.membership.messages import Accusation, Ack, Beat, Delivered, Later, Load, Silent
+from isles.membership.round_commit import Word
+from isles.membership.run_log import RoundLine, StartLine, as_line, from_line
+from isles.membership.state_transfer import Giver, NotGiven, _facts
+from isles.membership.tls_session import open_session
+from isles.pipeline.ravnest.agreement import ClusterWelcome
+from isles.training.clusters.member import _restore
+from isles.training.clusters.node import ClusterWorker
+from isles.training.elastic.states import STATE
+from isles.training.lighthouse.rounds import Keeper
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.events import Schema
 from isles.training.records.shard import read_state, write_state
-from isles.training.swarmed.trainer import _read
-from tests.comm.elastic.sessions import router
-from tests.comm.elastic.test_gifts import Known
+from isles.training.swarm.trainer import _read
+from tests.membership.sessions import router
+from tests.membership.test_gifts import Known
 from tests.training.elastic.test_terms import config
 
 HUGE = 1 << 61

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from isles.base.version import __version__
 from isles.comm.credentials import read
-from isles.version import __version__
 from tests.strangers.callers import GARBAGE, call
 from tests.strangers.elastic.attacker import Attacker
 from tests.strangers.elastic.cases import CASES

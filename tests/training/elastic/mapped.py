@@ -55,8 +55,8 @@ class Book:
 
     def attach(self) -> None:
         """Note what all transports and transfers of this process do from now on."""
-        from isles.comm.elastic.transport import ElasticTransport
         from isles.comm.gloo.transfers import BackgroundTransfer
+        from isles.membership.p2p.transport import ElasticTransport
 
         send, receive, end = ElasticTransport.send, ElasticTransport.recv, BackgroundTransfer._end
 

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from isles.comm.credentials import read
 from isles.training.config.reading import to_toml
-from tests.comm.elastic.sessions import free_port
+from tests.membership.sessions import free_port
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
 from tests.training.elastic.warm import Worker

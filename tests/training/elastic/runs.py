@@ -11,16 +11,15 @@ from typing import Any
 from typing_extensions import override
 
 from isles.comm.credentials import parse_token
-from isles.comm.elastic.messages import Over
-from isles.comm.elastic.rounds.island import IslandGroup
-from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.mesh import arrange
+from isles.membership.messages import Over
+from isles.membership.p2p.transport import ElasticTransport
+from isles.membership.rounds import IslandGroup
 from isles.training.config.sections import Config
-from isles.training.elastic.entering import Here, admitted, seated
-from isles.training.elastic.joining import Participant
-from isles.training.elastic.lighthouse.keeper import Keeper
-from isles.training.elastic.part import follow, leading
-from tests.comm.elastic.sessions import vanish, workers
+from isles.training.elastic.connect import Here, admitted, follow, leading, seated
+from isles.training.elastic.leader import Participant
+from isles.training.lighthouse.rounds import Keeper
+from tests.membership.sessions import vanish, workers
 from tests.training.lit import LitRun
 
 

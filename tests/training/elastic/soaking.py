@@ -15,12 +15,11 @@ from unittest.mock import patch
 
 import numpy as np
 
-from isles.comm.elastic.account import Account
-from isles.comm.elastic.cells import lot_batches
-from isles.comm.elastic.membership import Membership
-from isles.comm.elastic.orders import Rules
-from isles.comm.elastic.record import ALONE, WHOLE
-from isles.data.lots import rows
+from isles.data.order import rows
+from isles.membership.coordinator import Membership
+from isles.membership.data_ledger import Account, lot_batches
+from isles.membership.effects import Rules
+from isles.membership.run_log import ALONE, WHOLE
 from tests.training.elastic.mapped import account, ended
 from tests.training.elastic.processes import Processes, connected
 from tests.training.elastic.test_runs import EVERY, events

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.lighthouse import Lighthouse
-from isles.comm.elastic.rounds.decision import Decision
-from isles.training.elastic.joining import Participant
+from isles.membership.lighthouse import Lighthouse
+from isles.membership.round_commit import Word
+from isles.membership.rounds import Decision
+from isles.training.elastic.leader import Participant
 from isles.training.elastic.worker import Decisions, ElasticWorker
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import events, small

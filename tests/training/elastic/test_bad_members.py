@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.tags import Tag
+from isles.membership.p2p.transport import ElasticTransport
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import EVERY, events, leisurely, small
 

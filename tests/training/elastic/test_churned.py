@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from isles.comm.elastic.cells import batches
-from isles.comm.elastic.messages import from_plain
-from isles.comm.elastic.record import RoundLine, StartLine
-from isles.data.lots import rows
+from isles.data.order import rows
+from isles.membership.data_ledger import batches
+from isles.membership.messages import from_plain
+from isles.membership.run_log import RoundLine, StartLine
 from isles.network.churn import ChurnEvent, rate_of, write_trace
-from isles.network.planner.churned import churn_costs
-from isles.training.churn import trace_of
+from isles.plan.worker_classes import churn_costs
 from isles.training.config.reading import over, resolve
 from isles.training.config.sections import Config
-from isles.training.elastic.churn.churned import ChurnedRun
-from isles.training.elastic.figures import recorded
-from isles.training.elastic.terms import going_on
+from isles.training.elastic.metrics import recorded
+from isles.training.elastic.simulated import ChurnedRun
+from isles.training.elastic.support import going_on
+from isles.training.simulated_churn import trace_of
 
 SMALL: dict[str, Any] = {"layers": 1, "d_model": 16, "heads": 2, "context": 16}
 
@@ -113,7 +113,7 @@ def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
 
 def test_without_churn_it_is_the_fixed_world(tmp_path: Path) -> None:
     """Weights to the bit."""
-    from isles.training.running.run import launch
+    from isles.running.run import launch
 
     config = small(tmp_path, 3, 12)
     run = churned(config, [], tmp_path)
@@ -238,7 +238,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_records_lines_are_checked() -> None:
-    from isles.comm.elastic.record import as_line, from_line
+    from isles.membership.run_log import as_line, from_line
 
     line = RoundLine(seat=1, round=2, view=-1, spare=0, steps=2, seconds=1.0, seats=(1, 2), outcome="whole", at=3.5)
     assert from_line(json.loads(json.dumps(as_line(line)))) == line

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from isles.comm.elastic.gifts.giving import Giver
-from isles.comm.elastic.gifts.taking import NotGiven
-from isles.comm.elastic.keys import SeatKeys
-from isles.comm.elastic.session import Session, open_session
-from isles.training.elastic.given import MODEL, STATE
-from isles.training.elastic.lighthouse.keeper import Keeper
-from tests.comm.elastic.sessions import router
-from tests.comm.elastic.test_gifts import Known
+from isles.membership.keys import SeatKeys
+from isles.membership.state_transfer import Giver, NotGiven
+from isles.membership.tls_session import Session, open_session
+from isles.training.elastic.states import MODEL, STATE
+from isles.training.lighthouse.rounds import Keeper
+from tests.membership.sessions import router
+from tests.membership.test_gifts import Known
 from tests.training.elastic.test_terms import config
 
 

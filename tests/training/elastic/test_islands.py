@@ -18,11 +18,11 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isles.comm.elastic.record import EXCHANGES, WHOLE, RoundLine, from_line
-from isles.comm.elastic.transport import ElasticTransport
 from isles.comm.errors import PeerLost
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import Tag
+from isles.membership.p2p.transport import ElasticTransport
+from isles.membership.run_log import EXCHANGES, WHOLE, RoundLine, from_line
 from isles.replicas.loop.fragment import Flight
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config

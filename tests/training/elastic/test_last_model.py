@@ -11,10 +11,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from isles.training.elastic.lighthouse import averaging, keeping
-from isles.training.elastic.lighthouse.averaging import consolidate, same_weights, spread, write_mean
-from isles.training.elastic.lighthouse.keeper import Keeper
-from isles.training.records.tensors import save_model
+from isles.training.lighthouse import mean as averaging
+from isles.training.lighthouse import server as keeping
+from isles.training.lighthouse.mean import consolidate, same_weights, spread, write_mean
+from isles.training.lighthouse.rounds import Keeper
+from isles.training.records.shard import save_model
 from tests.training.elastic.test_terms import config
 
 NOTES = {"head": "embedding"}

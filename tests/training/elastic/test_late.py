@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from isles.comm.elastic.ballot import Word
-from isles.comm.elastic.quorum.delivery import Delivery
-from isles.comm.elastic.record import RoundLine
+from isles.membership.late_shares import Delivery
+from isles.membership.round_commit import Word
+from isles.membership.run_log import RoundLine
 from isles.network.churn import ChurnEvent
+from isles.running.run import launch
 from isles.training.config.reading import resolve
 from isles.training.config.sections import Config
-from isles.training.elastic.churn.churned import ChurnedRun
-from isles.training.elastic.figures import recorded
-from isles.training.elastic.terms import going_on
-from isles.training.running.run import launch
+from isles.training.elastic.metrics import recorded
+from isles.training.elastic.simulated import ChurnedRun
+from isles.training.elastic.support import going_on
 from tests.training.elastic.test_churned import EVERYTHING, churned, read_by, small
 
 

@@ -20,7 +20,7 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks._machines import Machine, machines, unavailable
-from isles.comm.elastic.lasting.journalled import RELAYED
+from isles.membership.effects import RELAYED
 from isles.models import build
 from isles.training.config.reading import read_config
 from isles.training.config.world import ElasticConfig

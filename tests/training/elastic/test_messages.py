@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from isles.comm.virtual.wire import VirtualMessage, VirtualWire
-from isles.training.elastic.churn.churned import ChurnedRun
+from isles.training.elastic.simulated import ChurnedRun
 from tests.training.elastic.test_churned import churned, small
 from tests.training.elastic.traces import random_trace
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from isles.comm.elastic.ballot import Ballot, Part
-from isles.comm.elastic.quorum.delivery import Delivery
-from isles.comm.elastic.quorum.grace import Graces
+from isles.membership.late_shares import Delivery
+from isles.membership.round_commit import Ballot, Graces, Part
 from isles.replicas.loop.quorum import QuorumCourier
-from tests.comm.elastic import test_quorum as rounds
-from tests.comm.elastic.interleavings import start, walk
+from tests.membership import test_quorum as rounds
+from tests.membership.interleavings import start, walk
 from tests.training.elastic import test_late as late
 
 

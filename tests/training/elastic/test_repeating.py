@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from isles.comm.elastic.record import RoundLine, StartLine
+from isles.membership.run_log import RoundLine, StartLine
 from isles.network.churn import ChurnEvent
-from isles.training.elastic.churn.repeating import repeat, script
-from isles.training.elastic.figures import recorded
+from isles.training.elastic.metrics import recorded
+from isles.training.elastic.replay import repeat, script
 from tests.training.elastic.processes import Processes
 from tests.training.elastic.test_churned import EVERYTHING, churned, small
 from tests.training.elastic.test_runs import EVERY

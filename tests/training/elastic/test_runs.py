@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isles.comm.elastic.rounds.decision import Decision
+from isles.membership.rounds import Decision
 from isles.training.config.reading import gather
 from isles.training.config.sections import Config
-from isles.training.elastic.joining import Participant
-from isles.training.elastic.terms import elastic
+from isles.training.elastic.leader import Participant
+from isles.training.elastic.support import elastic
 from isles.training.elastic.worker import Decisions, ElasticWorker
 from tests.training.elastic.runs import Run
 from tests.training.runs import TINY, metrics, run, write_text

@@ -15,20 +15,17 @@ import torch
 from torch import nn
 
 import isles
-from isles.comm.elastic.gifts.giving import Giver
-from isles.comm.elastic.gifts.taking import GiftRequest, NotGiven, NotOffered, take
-from isles.comm.elastic.messages import Load
-from isles.comm.elastic.session import open_session
 from isles.comm.errors import RendezvousFailed
 from isles.comm.mesh import Mesh
+from isles.membership.messages import Load
+from isles.membership.state_transfer import GiftRequest, Giver, NotGiven, NotOffered, take
+from isles.membership.tls_session import open_session
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.world import JoinState
-from isles.training.elastic.beginning import Beginning
-from isles.training.elastic.given import STATE
-from isles.training.elastic.means import Means
-from isles.training.elastic.states import FRESH, States
+from isles.training.elastic.leader import Beginning
+from isles.training.elastic.states import FRESH, STATE, Means, States
 from isles.training.records.checkpoint import Checkpoints
-from tests.comm.elastic.sessions import router
+from tests.membership.sessions import router
 
 
 def trained(world: Mesh, width: int, steps: int, **options: Any) -> OuterSync:

@@ -10,18 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from isles.base.parsing import parse_toml
 from isles.cli.resume import resume
-from isles.comm.elastic.cells import batches
-from isles.comm.view import View
-from isles.parsing import parse_toml
+from isles.membership.data_ledger import batches
+from isles.membership.views import View
+from isles.running.run import launch
 from isles.training.config.reading import gather, resolve, words
-from isles.training.elastic.entering import Here, _configuration
-from isles.training.elastic.lighthouse.averaging import write_mean
-from isles.training.elastic.lighthouse.keeper import Keeper
-from isles.training.elastic.own import as_words, with_own
-from isles.training.elastic.terms import elastic, in_rounds, last_round, rules
+from isles.training.elastic.connect import Here, _configuration, as_words, with_own
+from isles.training.elastic.support import elastic, in_rounds, last_round, rules
 from isles.training.elastic.worker import positions
-from isles.training.running.run import launch
+from isles.training.lighthouse.mean import write_mean
+from isles.training.lighthouse.rounds import Keeper
 from tests.training.runs import TINY
 
 

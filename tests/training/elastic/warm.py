@@ -27,7 +27,7 @@ from tests.training.elastic.mapped import Book, book_of
 
 FOLDER, LANDINGS, READS, STARTS = "rounds", "landings", "reads", "starts"
 _MOST_READS = 1 << 20
-_LOADED = ["torch._dynamo", "isles.cli", "isles.training.elastic.entering", "tests.training.elastic.warm"]
+_LOADED = ["torch._dynamo", "isles.cli", "isles.training.elastic.connect", "tests.training.elastic.warm"]
 
 
 class Worker:
@@ -144,10 +144,10 @@ def _work(words: list[str], folder: str, log: str, pause: float) -> None:
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(out, stream)
-    from isles.comm.elastic.company import Company
-    from isles.comm.elastic.rounds.decision import Decision
-    from isles.data.lots import rows
-    from isles.training.elastic.joining import Participant
+    from isles.data.order import rows
+    from isles.membership.client import Company
+    from isles.membership.rounds import Decision
+    from isles.training.elastic.leader import Participant
     from isles.training.elastic.worker import Decisions, ElasticWorker
     from isles.training.trainer import Trainer
 

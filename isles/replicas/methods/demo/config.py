@@ -7,10 +7,9 @@ from typing import Literal, get_args
 
 from typing_extensions import override
 
-from isles.errors import demand
-from isles.replicas.checks import at_least, one_of
-from isles.replicas.config import MethodConfig
-from isles.replicas.space import Dimension
+from isles.base.errors import demand
+from isles.replicas.config import MethodConfig, at_least, one_of
+from isles.replicas.search_space import Dimension
 
 Base = Literal["sign", "sgd", "muon"]
 Projection = Literal["dct", "identity", "random"]

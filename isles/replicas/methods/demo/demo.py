@@ -33,21 +33,19 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from isles.base.staging import to_device, to_host
+from isles.base.wrapping import each_of, innermost
 from isles.comm.collectives.basic import all_gather
 from isles.comm.collectives.headers import Stamp, packed
 from isles.comm.errors import Diverged, WorkerFailed, sent_by
 from isles.comm.trust import JUMPS, mean_square
-from isles.network.planner.memory import Held
-from isles.network.planner.planned import PlannedExchange, by_size, gathered
+from isles.network.exchange_plan import Held, PlannedExchange, by_size, gathered
 from isles.replicas import start
+from isles.replicas.exchange_schedule import everyone
 from isles.replicas.methods.demo.config import DeMoConfig
-from isles.replicas.methods.demo.momentum import Momentum, orthogonalised
-from isles.replicas.methods.demo.wire import Sent
-from isles.replicas.schedule import everyone
+from isles.replicas.methods.demo.momentum import Momentum, Sent, orthogonalised
 from isles.replicas.start import OTHER_SETTINGS, OTHER_STATE, among_even
 from isles.replicas.sync import StepsAlike
-from isles.staging import to_device, to_host
-from isles.wrapping import each_of, innermost
 
 _DIGESTED = (
     OTHER_SETTINGS,

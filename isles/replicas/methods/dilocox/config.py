@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from isles.comm.codecs.kinds import CODECS, read_codec
-from isles.replicas.checks import at_least, momentum_in_range, one_of, positive_rate
-from isles.replicas.config import Feedback, check_feedback
+from isles.replicas.config import Feedback, at_least, check_feedback, momentum_in_range, one_of, positive_rate
 from isles.replicas.loop.config import WeightedConfig
 
 

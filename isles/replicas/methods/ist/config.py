@@ -7,9 +7,8 @@ from typing import Literal
 
 from typing_extensions import override
 
-from isles.replicas.checks import at_least, one_of
-from isles.replicas.config import MethodConfig
-from isles.replicas.space import Dimension, rounds
+from isles.replicas.config import MethodConfig, at_least, one_of
+from isles.replicas.search_space import Dimension, rounds
 
 SAMPLERS = ("random", "stratified", "rolling", "fixed")
 SERVERS = ("partitioned", "central")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isles.comm.collectives.same import numbers
+from isles.comm.group import numbers
 from isles.models.subnet import Axes, Axis, layers_of
 
 Units = tuple[Tensor | None, ...]

@@ -19,7 +19,7 @@ from torch import Tensor
 from isles.comm.call import Call
 from isles.comm.codecs.base import as_bytes
 from isles.comm.collectives.basic import all_to_all
-from isles.comm.collectives.same import numbers
+from isles.comm.group import numbers
 from isles.comm.transport import Steps
 from isles.comm.trust import JUMPS, mean_square
 from isles.models.subnet import put, take

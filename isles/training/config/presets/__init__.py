@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from isles.errors import unknown_name
+from isles.base.errors import unknown_name
 
 _FOLDER = Path(__file__).parent
 

@@ -1,0 +1,1 @@
+"""What every room stands on: errors, files, tables, names of settings; nothing of training."""

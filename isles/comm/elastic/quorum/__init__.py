@@ -1,1 +1,0 @@
-"""Rounds for whose mean a quorum is enough."""

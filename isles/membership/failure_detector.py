@@ -1,0 +1,136 @@
+"""Whose connection is there, and speaks.
+
+The engine tells who is connected; but anybody in the session can be there under a seat's name, a process may stand
+while its connection answers, and an engine may take its time to give up a line. So who is there, and says nothing that
+bears the seat's key for `SILENT` seconds, is gone until it speaks again: a worker beats each second.
+
+Sooner than that, whoever is waited for in vain and has not spoken for longer than a beat takes is quiet: nobody is to
+wait for it, but it is not gone.
+
+Seconds are those in which the lighthouse looked: while it was held up itself nobody could be heard.
+
+Whether one that is waited for in vain is there at all.
+
+A partner may be late because it is slow, or waits for another one itself, or stands still; the engine tells of the last
+only after its lease. So whoever stands still for somebody asks the lighthouse, which hears each worker every second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+from typing_extensions import override
+
+from isles.comm.gloo.liveness import Life
+from isles.comm.transport import DOUBT_AFTER, DOUBT_EVERY
+
+SILENT = 10.0  # seconds; the engine tells sooner, and a worker whose machine is busy beats late
+_QUIET = 1.5  # seconds without a beat, which comes each second
+_MOST = 4096  # seats that are gone and remembered
+_LOOK = 0.5  # seconds from one look to the next that count, at most
+
+
+class WholeSeats:
+    """Which seats are there as a whole: an island is several workers, and is gone once one of them is."""
+
+    def __init__(self) -> None:
+        self._missing: dict[int, set[int]] = {}  # by seat whose first worker is there: places whose connection broke
+
+    def changed(self, seat: int, place: int, there: bool) -> bool | None:
+        """The connection of the worker at `place` came or broke: whether the seat is there now; None where that is as
+        before. Who has not come yet is on its way.
+        """
+        if place == 0:
+            self._missing.pop(seat, None)
+            if there:
+                self._missing[seat] = set()
+            return there
+        missing = self._missing.get(seat)
+        if missing is None:
+            return None
+        was_whole = not missing
+        (missing.discard if there else missing.add)(place)
+        return None if was_whole == (not missing) else not missing
+
+
+class Presence:
+    """Who is there and speaks, for a lighthouse that looks several times a second."""
+
+    def __init__(self) -> None:
+        self._looked_at: float | None = None
+        self._now = 0.0  # seconds in which it looked
+        self._heard: dict[int, float] = {}  # of those that are there: when they spoke last, or came
+        self._mute: set[int] = set()
+        self._quiet: dict[int, float] = {}  # when others were told last
+        self._gone: dict[int, None] = {}  # the newest _MOST
+
+    def changed(self, seat: int, there: bool) -> None:
+        """A connection came or broke."""
+        self._mute.discard(seat)
+        if there:
+            self._heard[seat] = self._now
+            self._gone.pop(seat, None)
+        elif seat in self._heard:
+            del self._heard[seat]
+            self._gone[seat] = None
+            if len(self._gone) > _MOST:  # anybody with the token can be there, and go, under many names
+                del self._gone[next(iter(self._gone))]
+
+    def is_gone(self, seat: int) -> bool:
+        """Whether it was there, and its connection broke."""
+        return seat in self._gone
+
+    def joined(self, seat: int) -> None:
+        """A seat was given to somebody, who is to come."""
+        self._heard[seat] = self._now
+
+    def spoke(self, seat: int) -> bool:
+        """A word of the seat's own; whether it was taken for gone, and is back."""
+        if seat in self._heard:
+            self._heard[seat] = self._now
+        was_mute = seat in self._mute
+        self._mute.discard(seat)
+        return was_mute
+
+    def others_of(self, seat: int) -> list[int]:
+        """Somebody waits in vain for `seat`: who is to be told that it is quiet; nobody where it has just spoken, or
+        they were told a moment ago.
+        """
+        heard, told = self._heard.get(seat), self._quiet.get(seat, -_QUIET)
+        if heard is None or self._now - heard < _QUIET or self._now - told < _QUIET:
+            return []
+        self._quiet = {s: at for s, at in self._quiet.items() if self._now - at < _QUIET} | {seat: self._now}
+        return [other for other in self._heard if other != seat]
+
+    def _pass(self, at: float) -> None:
+        if self._looked_at is not None:
+            self._now += min(at - self._looked_at, _LOOK)
+        self._looked_at = at
+
+    def silent(self, at: float) -> list[int]:
+        """Look, at a moment of any clock. Who is gone now, for it has said nothing; each is named once."""
+        self._pass(at)
+        found = [s for s, heard in self._heard.items() if self._now - heard > SILENT and s not in self._mute]
+        self._mute |= {*found}
+        return found
+
+
+class Doubts(Life):
+    """ask: called with a seat that is waited for in vain, in the thread that waits."""
+
+    def __init__(self, ask: Callable[[int], None]) -> None:
+        super().__init__()
+        self._ask = ask
+        self._asked: dict[int, float] = {}
+
+    @override
+    def awaited(self, peers: Collection[int | None], seconds: float) -> None:
+        if seconds < DOUBT_AFTER:
+            return
+        now = time.monotonic()
+        self._asked = {seat: at for seat, at in self._asked.items() if now - at < DOUBT_EVERY}
+        for seat in peers:
+            if seat is not None and seat not in self._asked:
+                self._asked[seat] = now
+                self._ask(seat)

@@ -1,0 +1,313 @@
+"""What passes words on between those who were let in: questions to whoever serves their address, answers back, and who
+is there.
+
+The hub waits for nobody: for each client some megabytes wait to be sent, and a question that finds no room is answered
+with "later" at once. So one client on a slow line, or one that has stopped, holds up no other. Whoever is let in may
+ask everybody, and watch who is there; it serves `SERVED_BY_SEATS` and is seen as `PRESENT_AS_SEATS` alone, so nobody
+answers in the place of the hub's own session.
+
+All of it runs in the loop's thread.
+
+What a hub and its clients say to each other: words, each a message of one `Connection`.
+
+word = kind (1 byte), number (8), milliseconds (4), lengths of key (2) and of what goes beside (4); these; payload
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from itertools import count
+from typing import NamedTuple
+
+from isles.comm.credentials import Credentials
+from isles.comm.sockets.connection import SILENCE, BadFrame, Connection
+from isles.comm.sockets.listener import Listener
+from isles.membership.keys import PRESENT_AS_SEATS, SERVED_BY_SEATS
+from isles.membership.p2p.relay import Ties, new_ticket
+from isles.membership.session import Refusals
+
+MAX_MESSAGE = 4 << 20
+"""Bytes of a word's payload."""
+LONGEST = MAX_MESSAGE + (1 << 16)
+"""Bytes of a word."""
+_WORD = struct.Struct(">BQIHI")
+
+
+class FrameKind(IntEnum):
+    """What a word is. Of a client: ASK, SERVE, PRESENT, WATCH; of the hub: WELCOME, SEEN, GONE; of whoever was asked,
+    and passed on: REPLY, REFUSAL, NOBODY.
+    """
+
+    WELCOME, ASK, REPLY, REFUSAL, NOBODY, SERVE, PRESENT, WATCH, SEEN, GONE = range(10)
+
+
+class Frame(NamedTuple):
+    """One word. number: of the question that it asks or answers, or of what is watched. milliseconds: for an answer."""
+
+    kind: FrameKind
+    number: int
+    key: str = ""
+    payload: bytes | memoryview = b""
+    beside: bytes | memoryview = b""
+    milliseconds: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of what it says."""
+        return len(self.payload) + len(self.beside)
+
+
+def packed(frame: Frame) -> bytes:
+    """The word as bytes."""
+    key = frame.key.encode("ascii")
+    head = _WORD.pack(frame.kind, frame.number, frame.milliseconds, len(key), len(frame.beside))
+    return b"".join((head, key, frame.beside, frame.payload))
+
+
+def frame_of(word: bytes | bytearray) -> Frame:
+    """The word of these bytes. BadFrame where they are none."""
+    try:
+        kind, number, milliseconds, key, beside = _WORD.unpack_from(word)
+        at = _WORD.size + key
+        if at + beside > len(word):
+            raise BadFrame("a word that is cut short")
+        body = memoryview(word)
+        name = word[_WORD.size : at].decode("ascii")
+        if not name.isprintable():
+            raise BadFrame("an address that is none")
+        return Frame(FrameKind(kind), number, name, body[at + beside :], body[at : at + beside], milliseconds)
+    except (struct.error, ValueError) as error:
+        raise BadFrame("what it says is no word of Isles") from error
+
+
+_LOG = logging.getLogger(__name__)
+_WAITING = 16 << 20  # bytes that wait to be sent to one client
+_CLIENTS = 4096
+_NAMES, _LENGTH = 64, 256  # addresses that one client serves, is seen at, or watches; characters of each
+_UNDER_WAY = 4096  # questions of one client
+_LONGEST = 600_000  # milliseconds for an answer
+
+
+class Peer:
+    """Somebody whom words go to. post: sends one, whether it is urgent, False where there is no room. cut: ends the
+    connection; None for the hub's own session.
+    """
+
+    def __init__(
+        self, name: str, there: str, post: Callable[[Frame, bool], bool], cut: Callable[[], None] | None = None
+    ) -> None:
+        self.name, self.there, self.post, self.cut = name, there, post, cut
+        self.is_own = cut is None
+        self.serves: set[str] = set()
+        self.is_at: set[str] = set()
+        self.watches: dict[int, str] = {}
+        self.owes: set[int] = set()  # numbers of questions that it was asked
+        self.asked = 0  # questions of its own that are under way
+
+
+class _Question(NamedTuple):
+    asker: Peer
+    number: int  # the asker's
+    served_by: set[Peer]
+    ends: asyncio.TimerHandle
+
+
+class Hub:
+    """Listens at `listening` for whoever has the token of `mine`, whose key it holds.
+
+    relayed: bytes that clients have said to each other. refused: where what is not taken is counted.
+    """
+
+    def __init__(self, mine: Credentials, listening: socket.socket, lease: float, refused: Refusals) -> None:
+        self.relayed = 0
+        self._lease, self._refused = lease, refused
+        self._peers: dict[str, Peer] = {}
+        self._serving: dict[str, dict[Peer, None]] = {}
+        self._present: dict[str, set[Peer]] = {}
+        self._questions: dict[int, _Question] = {}
+        self._numbers = count(1)
+        self._lines: dict[asyncio.Task[None], Connection] = {}
+        self._key = secrets.token_bytes(32)
+        self._ties = Ties(self._key, self._carry)
+        self._listener = Listener(
+            listening, self._admit, seconds=SILENCE, mine=mine, refused=self._turned_away, raw=self._ties.take
+        )
+
+    def close(self) -> None:
+        """Let nobody in any more; not for the loop's thread."""
+        self._listener.__exit__()
+        self._ties.close()
+
+    async def end(self) -> None:
+        """Close the connections once what was said has left."""
+        lines = [*self._lines.items()]
+        await asyncio.gather(*(line.close() for _, line in lines))
+        for task, _ in lines:
+            task.cancel()
+        await asyncio.gather(*(task for task, _ in lines), return_exceptions=True)
+
+    def seen(self, name: str) -> str:
+        """The address of the client of that name; "" for none."""
+        peer = self._peers.get(name)
+        return "" if peer is None else peer.there
+
+    def join(self, peer: Peer) -> None:
+        """Somebody is there."""
+        self._peers[peer.name] = peer
+
+    def hear(self, peer: Peer, frame: Frame, urgent: bool) -> None:
+        """What somebody says."""
+        kind, key = frame.kind, frame.key
+        if kind == FrameKind.ASK:
+            self._ask(peer, frame, urgent)
+        elif kind in (FrameKind.REPLY, FrameKind.REFUSAL):
+            self._answer(peer, frame, urgent)
+        elif not peer.is_own and (len(key) > _LENGTH or self._names(peer) >= _NAMES):
+            self._refused.note(-1, "more addresses than anybody needs")
+        elif kind == FrameKind.WATCH:
+            peer.watches[frame.number] = key
+            found = [one for one in self._present if matches(key, one)]
+            self._tell(peer, Frame(FrameKind.SEEN, frame.number, payload="\n".join(found).encode("ascii")))
+        elif kind == FrameKind.SERVE and self._may(peer, key, SERVED_BY_SEATS):
+            peer.serves.add(key)
+            self._serving.setdefault(key, {})[peer] = None
+        elif kind == FrameKind.PRESENT and self._may(peer, key, PRESENT_AS_SEATS):
+            peer.is_at.add(key)
+            there = self._present.setdefault(key, set())
+            there.add(peer)
+            if len(there) == 1:
+                self._changed(key, FrameKind.SEEN)
+
+    def leave(self, peer: Peer) -> None:
+        """Somebody is gone."""
+        self._peers.pop(peer.name, None)
+        for key in peer.serves:
+            self._serving[key].pop(peer, None)
+            if not self._serving[key]:
+                del self._serving[key]
+        for number in [*peer.owes]:
+            self._not_from(peer, number, Frame(FrameKind.NOBODY, 0))
+        for key in peer.is_at:
+            self._present[key].discard(peer)
+            if not self._present[key]:
+                del self._present[key]
+                self._changed(key, FrameKind.GONE)
+
+    # Who is let in
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._lines) >= _CLIENTS:
+            raise ConnectionError("there are too many")
+        line = Connection(reader, writer, self._lease, longest=LONGEST, most=_WAITING)
+        name = secrets.token_hex(8)
+        peer = Peer(name, line.there, lambda frame, urgent: line.send(packed(frame), urgent=urgent), line.abort)
+        peer.post(Frame(FrameKind.WELCOME, 0, name, milliseconds=round(1000 * self._lease)), True)
+        self.join(peer)
+        task = asyncio.get_running_loop().create_task(self._attend(peer, line))
+        self._lines[task] = line
+        task.add_done_callback(lambda task: self._lines.pop(task, None))
+
+    async def _attend(self, peer: Peer, line: Connection) -> None:
+        try:
+            await line.run(lambda word, urgent: self.hear(peer, frame_of(word), urgent))
+        except (OSError, EOFError, RuntimeError, ValueError) as error:
+            _LOG.debug("%s: %s", peer.there, error)
+        finally:
+            line.abort()
+            self.leave(peer)
+
+    def _turned_away(self, address: str, why: str) -> None:
+        _LOG.debug("turned away %s: %s", address, why)
+
+    def ticket(self) -> bytes:
+        """For a pair of which neither reaches the other."""
+        return new_ticket(self._key)
+
+    def _carry(self, size: int) -> None:
+        self.relayed += size
+
+    # Questions
+
+    def _ask(self, peer: Peer, frame: Frame, urgent: bool) -> None:
+        servers = self._serving.get(frame.key)
+        if not servers:
+            peer.post(Frame(FrameKind.NOBODY, frame.number), True)
+            return
+        if peer.asked >= _UNDER_WAY and not peer.is_own:
+            peer.post(Frame(FrameKind.REFUSAL, frame.number, payload=b"later"), True)
+            return
+        number, seconds = next(self._numbers), min(frame.milliseconds, _LONGEST) / 1000
+        ends = asyncio.get_running_loop().call_later(seconds, self._forget, number)
+        peer.asked += 1
+        self._questions[number] = _Question(peer, frame.number, set(servers), ends)
+        passed_on = frame._replace(number=number)
+        for server in [*servers]:
+            server.owes.add(number)  # before it is asked: the hub's own session may refuse at once
+            if server.post(passed_on, urgent):
+                self._count(peer, server, frame)
+            else:
+                self._not_from(server, number, Frame(FrameKind.REFUSAL, 0, payload=b"later"))
+
+    def _answer(self, peer: Peer, frame: Frame, urgent: bool) -> None:
+        if frame.number in peer.owes:
+            question = self._questions[frame.number]
+            self._count(peer, question.asker, frame)
+            self._settle(frame.number, frame, urgent)
+
+    def _count(self, one: Peer, other: Peer, frame: Frame) -> None:
+        if not (one.is_own or other.is_own):
+            self.relayed += frame.size
+
+    def _not_from(self, peer: Peer, number: int, instead: Frame) -> None:
+        """No answer comes from one of those who were asked; `instead` of the last one's."""
+        peer.owes.discard(number)
+        if (question := self._questions.get(number)) is not None:
+            question.served_by.discard(peer)
+            if not question.served_by:
+                self._settle(number, instead, True)
+
+    def _settle(self, number: int, answer: Frame, urgent: bool) -> None:
+        question = self._forget(number)
+        question.asker.post(answer._replace(number=question.number), urgent)
+
+    def _forget(self, number: int) -> _Question:
+        question = self._questions.pop(number)
+        question.ends.cancel()
+        question.asker.asked -= 1
+        for server in question.served_by:
+            server.owes.discard(number)
+        return question
+
+    # Who is there
+
+    def _may(self, peer: Peer, key: str, allowed: tuple[str, ...]) -> bool:
+        return peer.is_own or any(matches(one, key) for one in allowed)
+
+    def _names(self, peer: Peer) -> int:
+        return len(peer.serves) + len(peer.is_at) + len(peer.watches)
+
+    def _changed(self, key: str, kind: FrameKind) -> None:
+        for peer in [*self._peers.values()]:
+            for number, pattern in peer.watches.items():
+                if matches(pattern, key):
+                    self._tell(peer, Frame(kind, number, payload=key.encode("ascii")))
+
+    def _tell(self, peer: Peer, frame: Frame) -> None:
+        """What must not be missed: whoever has no room for it is better off with a new connection."""
+        if not peer.post(frame, True) and peer.cut is not None:
+            peer.cut()
+
+
+def matches(pattern: str, key: str) -> bool:
+    """Whether `key` is of `pattern`, in which * stands for one part between slashes, and ** at the end for any."""
+    wanted, parts = pattern.split("/"), key.split("/")
+    if wanted[-1] == "**":
+        wanted.pop()
+        parts = parts[: max(len(wanted), 1)]
+    return len(wanted) == len(parts) and all(one in ("*", part) for one, part in zip(wanted, parts, strict=True))

@@ -1,0 +1,155 @@
+"""A worker's share of a round for whose mean a quorum is enough, while the worker trains on.
+
+told        the lighthouse knows of it; words on it are looked at between inner steps
+exchanging  among those who have delivered: an attempt is to be made
+done        its answer is here, or it failed, and that is told
+landed      it is everybody's: land it
+late        the mean is taken without it, and is to be fetched
+over        this worker has no part in the run now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from isles.comm.errors import CommError
+from isles.comm.group import Group
+from isles.membership.messages import Delivered, Done
+from isles.membership.round_commit import NOTHING, Part, Word
+
+if TYPE_CHECKING:
+    from isles.membership.client import Company
+
+KEEPERS = 2  # of those who landed a mean so many, the first, keep it for who was late
+_SOON = 0.3  # seconds until something is told again
+Phase = Literal["told", "exchanging", "done", "landed", "late", "over"]
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """What others landed in a round without this worker: the mean (n,), of so many, `whole` where it was not skipped;
+    the hash of the anchor after it. left_out: who takes no part any more since then, as `Member.left_out`.
+    """
+
+    mean: Tensor
+    participants: int
+    whole: bool
+    digest: int
+    left_out: Mapping[int, int]
+
+
+class Delivery:
+    """Of `round`, the work of so many inner `steps`; this worker's next exchange is in `seconds`, 0 where that is
+    unknown. word: the newest on it. It is told first by asking, so that who is late knows at once.
+    """
+
+    def __init__(self, line: Company, round: int, steps: int, seconds: float, now: float) -> None:
+        self.round, self.steps = round, steps
+        self.word: Word | None = None
+        self._line, self._told = line, now
+        self._part = Part(line.seat, round, 0, (line.seat,))
+        self._said: Delivered | Done = Delivered(round, steps, seconds)
+        self._failed = -1  # the newest attempt that did
+        answer = line.ask(self._said)
+        if isinstance(answer, Word):
+            line.words.hear(answer)
+
+    @property
+    def attempt(self) -> int:
+        """The number of the exchange that is being made, or waits for its word."""
+        return self._part.attempt
+
+    @property
+    def factor(self) -> float:
+        """What this worker's share is scaled by, so that the mean of all is one by inner steps."""
+        assert self.word is not None and self.word.steps
+        return len(self.word.steps) * self.steps / sum(self.word.steps)
+
+    def look(self, now: float) -> Phase:
+        """The phase that it is in now. What was told is told again now and then, for words may be lost."""
+        self.word = self._line.words.of(self.round) or self.word
+        if self.word is not None:
+            self._part = self._part.heard(self.word)
+        if self._line.is_over:
+            return "over"
+        if self._part.phase == "landed":
+            return "landed"
+        is_without = self.word is not None and self._line.seat not in self.word.seats
+        if is_without and (self._part.phase == "left out" or self._part.attempt == 0):
+            return "late"
+        waits = self._part.attempt == 0 or self._part.phase == "done" or self._part.attempt == self._failed
+        if waits and now - self._told >= _SOON:
+            self._told = now
+            self._line.say(self._said)
+        return "exchanging" if not waits else "told" if self._part.attempt == 0 else "done"
+
+    def answered(self, digest: int | None, now: float) -> None:
+        """The exchange of this attempt has an answer with that hash, or failed."""
+        if digest is None:
+            self._failed = self._part.attempt
+        else:
+            self._part = self._part.answered(self._part.attempt)
+        self._said, self._told = Done(self.round, self._part.attempt, NOTHING if digest is None else digest), now
+        self._line.say(self._said)
+
+    def say(self) -> None:
+        """Tell it again."""
+        self._line.say(self._said)
+
+    def wait(self) -> None:
+        """Wait until there is something new to look at, a moment at most."""
+        known = self.word
+        self._line.wait(lambda: self._line.is_over or self._line.words.of(self.round) != known, _SOON)
+
+
+class Deliveries:
+    """How a worker makes them. alone: its group of itself. fetch: a mean that it missed, None where nobody gives it;
+    landed: called after each landing with its round.
+    """
+
+    def __init__(self, line: Company, alone: Group) -> None:
+        self.line, self._alone = line, alone
+        self.fetch: Callable[[Word], Missed | None] = lambda word: None
+        self.landed: Callable[[int], None] = lambda round: None
+        self.late = 0
+        """Rounds whose mean was taken without this worker."""
+
+    def new(self, round: int, steps: int, seconds: float) -> Delivery:
+        """Deliver."""
+        return Delivery(self.line, round, steps, seconds, self._alone.transport.now())
+
+    def group(self, word: Word, seconds: float) -> Group:
+        """The group of an attempt, whose members may be late by so many seconds."""
+        waits = self._alone.deadlines
+        return replace(
+            self._alone, ranks=word.seats, view=max(word.view, 0), deadlines=replace(waits, outer=waits.outer + seconds)
+        )
+
+    def fail(self, delivery: Delivery, error: CommError) -> None:
+        """Tell that the exchange of `delivery` has failed here, and whom that speaks of."""
+        self.line.accuse(delivery.round, delivery.attempt, error)
+        delivery.answered(None, self._alone.transport.now())
+
+    def missed(self, delivery: Delivery) -> Missed | None:
+        """The mean that was taken without it, once it has landed there. None where it cannot be had now."""
+        while not self.line.is_over and self.line.has_answers:
+            word = self.line.words.of(delivery.round)
+            if word is not None and word.verdict == "land":
+                found = self.fetch(word)
+                if found is None:
+                    self.line.reload()
+                return found
+            delivery.wait()
+            delivery.look(self._alone.transport.now())
+            delivery.say()
+        return None
+
+    def is_missed(self, word: Word) -> bool:
+        """Whether somebody of the round's view was late, and this worker is one of those who keep the mean for it."""
+        view = self.line.member.view_of(word.round)
+        keeps = self.line.seat in word.seats[:KEEPERS]
+        return keeps and view is not None and not set(view.seats) <= set(word.seats)

@@ -1,0 +1,398 @@
+"""The meeting point of an elastic run: an `Assembly` on a router's session, with its journal. No torch.
+
+question of a seat -> Assembly -> orders: an entry for the journal, on the disk before anything later leaves; an
+answer; words to other seats, which may be lost, for the next beats say them again
+
+All of it happens in callbacks of the session, one after the other.
+
+How often one address may come: a bucket of turns for each, which fills again with time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+from isles.base.parsing import parse_json
+from isles.membership.effects import Assembly, Order, Record, Reply
+from isles.membership.failure_detector import Presence, WholeSeats
+from isles.membership.journal import Journal
+from isles.membership.keys import (
+    ABOUT,
+    ASKED,
+    CONFIG,
+    ECHO,
+    HELLO,
+    LIT,
+    PIECE,
+    PRESENT_AS_SEATS,
+    REACH,
+    REPORTED,
+    SeatKeys,
+    numbered,
+    signature,
+    told_at,
+)
+from isles.membership.messages import (
+    About,
+    Accusation,
+    Admitted,
+    Entry,
+    Find,
+    Finished,
+    Hello,
+    Later,
+    Listening,
+    Reached,
+    Refusal,
+    Silent,
+    decode,
+    encode,
+)
+from isles.membership.p2p.address_book import Whereabouts
+from isles.membership.p2p.relay import RelayCount
+from isles.membership.session import ControlSession, Query, Timer
+
+_ADDRESSES = 4096  # the oldest is forgotten beyond that: it has a full bucket again
+
+
+class Admissions:
+    """`most` turns at once, and as many again within `seconds`."""
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self._most, self._each = most, seconds / most
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by address: (turns, when that was so)
+
+    def take(self, address: str, now: float) -> float:
+        """Take a turn: 0; or the seconds until there is one. now: of a clock in seconds."""
+        turns, then = self._left.pop(address, (float(self._most), now))
+        turns = min(turns + (now - then) / self._each, float(self._most))
+        wait = 0.0 if turns >= 1.0 else (1.0 - turns) * self._each
+        self._left[address] = (turns if wait else turns - 1.0, now)
+        if len(self._left) > _ADDRESSES:
+            self._left.popitem(last=False)
+        return wait
+
+
+_LOG = logging.getLogger(__name__)
+GRACE = 8.0  # seconds for workers to come back to a lighthouse that was started again
+JOINS = 30  # seats that one address takes at once, and as many again each minute
+_TICK = 0.25
+_TOLD = 5.0  # seconds that a word to a seat is tried for
+_LONGEST_REPORT = 1 << 20
+_ORDERS = 1 << 40  # more than a lighthouse gives before it is lit again
+T = TypeVar("T")
+
+
+class Lighthouse:
+    """Drives the state machine of a run, `assembly`, by what workers say, and carries out its orders.
+
+    An entry is on the disk (`journal`) before anybody is told what follows from it, so a lighthouse that is killed and
+    started again on that journal contradicts nothing that it said before.
+
+    assembly: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
+    have. heard(seat, event): called with what a worker reports, parsed from JSON but unchecked; its ValueError refuses
+    the report. places: workers in each seat, which all hear its orders. presence: what it knows of who is there, if not
+    by what they say.
+
+    finished: seats that have done the last round. refused: what was not taken, by (seat or -1, reason). corpus:
+    SHA-256 of the text of the first worker; None until it came.
+    """
+
+    def __init__(
+        self,
+        session: ControlSession,
+        assembly: Assembly,
+        journal: Journal,
+        keys: SeatKeys,
+        *,
+        config: str,
+        version: str,
+        heard: Callable[[int, Any], None],
+        places: int = 1,
+        presence: Presence | None = None,
+    ) -> None:
+        self.refused = session.refused
+        self.finished = assembly.finished
+        self._failed: OSError | None = None
+        self._relay = RelayCount(lambda: session.relayed, journal.entries)
+        self.corpus: str | None = None
+        self._session, self._journal, self._keys = session, journal, keys
+        self._config, self._version, self._heard = config.encode("utf-8"), version, heard
+        self._assembly, self._places, self._whole = assembly, places, WholeSeats()
+        if journal.entries:
+            journal.append({"event": "lit", "at": round(session.wall(), 3)})
+        lit = sum(entry.get("event") == "lit" for entry in journal.entries) + bool(journal.entries)
+        self._orders = count(lit * _ORDERS)
+        self._whereabouts = Whereabouts(keys, session.seen)
+        for entry in journal.entries:
+            self._joined(entry)
+        self._admissions, self._present = Admissions(JOINS, 60.0), presence or Presence()
+        self._lock = session.condition()
+        session.serve(CONFIG, lambda query: query.reply(self._config))
+        session.serve(HELLO, self._hello)
+        session.serve(ABOUT, lambda query: query.reply(encode(self._about())))
+        session.serve(ECHO, lambda query: query.reply(partial(bytes, _echoed(query))))
+        session.serve(REACH, self._reach)
+        session.serve(ASKED, self._asked)
+        session.serve(REPORTED, self._reported)
+        for there in PRESENT_AS_SEATS:
+            session.watch(there, self._presence)
+        session.present(LIT)
+        self._ticks: Timer | None = session.later(self._tick_on, _TICK) if session.beats else None
+
+    def act(self, call: Callable[[float], list[Order]]) -> None:
+        """Call something of the assembly, in a callback, and carry out its orders. Returns at once."""
+        self._session.later(lambda: self._carry_out(self._call(lambda _, now: call(now))))
+
+    def look(self, at: Callable[[float], T]) -> T:
+        """The answer of `at`, called with the time while nothing of the assembly changes."""
+        with self._lock:
+            return at(self._session.now())
+
+    def wait(self, over: Callable[[], bool], seconds: float) -> bool:
+        """Until `over`, looked at whenever somebody was heard, or `seconds` have passed. OSError where the disk takes
+        no more: then nothing was told that is not on it, and nothing will be.
+        """
+        with self._lock:
+            said = self._lock.wait_for(lambda: self._failed is not None or over(), seconds)
+            if self._failed is not None:
+                raise self._failed
+            return said
+
+    def tell(self, seats: Sequence[int], message: Any) -> None:
+        """Send `message` to each of `seats`; nobody says whether it came."""
+        for seat in seats:
+            self._tell(seat, encode(message))
+
+    @property
+    def relayed(self) -> int:
+        """Bytes that workers have sent to each other over this lighthouse."""
+        return self._relay.relayed()
+
+    def seen(self, seat: int) -> str:
+        """The address from which the first worker of a seat comes; "" while it does not."""
+        return self._whereabouts.addresses.get((seat, 0), "")
+
+    def close(self) -> None:
+        """Do no more by itself. The session is whoever's who opened it."""
+        with self._lock:
+            if self._ticks is not None:
+                self._ticks.cancel()
+
+    # In callbacks
+
+    def _hello(self, query: Query) -> None:
+        if (hello := self._greeting(query, Hello)) is None:
+            return
+        why = None
+        if hello.version != self._version:
+            why = f"this run is of isles {self._version}, not {hello.version}: install that version"
+        elif len(hello.certificates) != self._places:
+            why = f"each member of this run is of {self._places} workers, and shows the certificate of each"
+        elif self.corpus is not None and hello.corpus != self.corpus:
+            why = (
+                f"data.path: this machine's text is another one (sha256 {hello.corpus[:8]}...) than the run's "
+                f"({self.corpus[:8]}...): put the same files there"
+            )
+        if why is not None:
+            self.refused.note(-1, "another version, text or number of workers")
+            query.reply(encode(Refusal(why)))
+            return
+        wait = self._admissions.take(self._session.seen(hello.session), self._session.now())
+        if wait > 0:
+            self.refused.note(-1, "joins too often")
+            why = f"{JOINS} workers a minute may join from one address"
+            query.reply(encode(Later(round(wait, 1), why)))
+            return
+        self._carry_out(self._call(lambda m, now: m.join(now, hello.corpus, hello.certificates)), query)
+
+    def _joined(self, entry: Mapping[str, Any]) -> None:
+        """Note of an entry of the journal who has joined, if that is what it says."""
+        if entry.get("event") == "join":
+            self.corpus = str(entry.get("description"))
+            self._whereabouts.joined(entry["seat"], entry["certificates"])
+
+    def _about(self) -> About:
+        members, newest, last = self._assembly.about()
+        return About(self._version, self._session.wall(), members, newest, last)
+
+    def _reach(self, query: Query) -> None:
+        if (said := self._greeting(query, Listening)) is not None:
+            self._listening(-1, said, query)
+
+    def _greeting(self, query: Query, kind: type[T]) -> T | None:
+        """What somebody without a seat says; None, and refused, where that is no `kind`."""
+        try:
+            return decode(query.payload, {kind.__name__.lower(): kind})
+        except ValueError as error:
+            self._refuse(query, -1, str(error))
+            return None
+
+    def _asked(self, query: Query) -> None:
+        said = query.payload
+        seat = self._keys.seat(query.attachment, ASKED, said)
+        if seat is None:
+            self._refuse(query, -1, "a word without the key of its seat")
+            return
+        try:
+            message = decode(said)
+        except ValueError as error:
+            self._refuse(query, seat, str(error))
+            return
+        is_seats_own = not isinstance(message, (Find, Listening, Silent))  # which others of an island say too
+        if is_seats_own and self._present.spoke(seat):
+            self._carry_out(self._call(lambda m, now: m.back(now, seat)))
+        match message:
+            case Find():
+                query.reply(encode(self._whereabouts.find(seat, message)))
+            case Silent():
+                query.reply()
+                gone = self._present.is_gone(message.seat)  # whoever waits for it has begun to when that was told
+                self.tell([seat] if gone else self._present.others_of(message.seat), message)
+            case Listening():
+                self._listening(seat, message, query)
+            case Finished():
+                with self._lock:
+                    self.finished.add(seat)
+                    self._lock.notify_all()
+                query.reply()
+            case _:
+                self._consult(seat, message, query)
+
+    def _consult(self, seat: int, message: Any, query: Query) -> None:
+        """Answer as the assembly decides."""
+        try:
+            orders = self._call(lambda m, now: m.hear(now, seat, message))
+        except ValueError as error:
+            self._refuse(query, seat, str(error))
+            return
+        if orders is None:
+            self._refuse(query, seat, "a word that no worker says")
+            return
+        if isinstance(message, Accusation) and message.charge == "refused":
+            self.refused.note(message.seat, "a share that another worker refuses")
+        self._carry_out(orders, query)
+
+    def _listening(self, seat: int, message: Listening, query: Query) -> None:
+        def answer(reached: Reached) -> None:
+            self._session.later(lambda: query.reply(encode(reached)))
+
+        try:
+            self._whereabouts.listening(seat, message, answer)
+        except ValueError as error:
+            self._refuse(query, seat, str(error))
+
+    def _reported(self, query: Query) -> None:
+        payload = query.payload
+        seat = self._keys.seat(query.attachment, REPORTED, payload)
+        if seat is None or len(payload) > _LONGEST_REPORT:
+            self._refuse(query, -1 if seat is None else seat, "a report that cannot be")
+            return
+        try:
+            self._heard(seat, parse_json(payload))
+        except ValueError as error:
+            self.refused.note(seat, str(error))
+        except OSError as error:
+            self._fail(error)
+        query.reply()
+        with self._lock:
+            self._lock.notify_all()
+
+    def _presence(self, key: str, there: bool) -> None:
+        """The connection of a worker came or broke: with it that of its seat, perhaps."""
+        names = [
+            name for name in key.split("/") if name.isdecimal() and len(name) <= 9
+        ]  # a place if it is not 0, a seat
+        if len(names) != key.count("/") // 2 or not 0 <= (place := int(names[0]) if names[1:] else 0) < self._places:
+            return
+        seat = int(names[-1])
+        if not there:
+            self._whereabouts.forget(seat, place)
+        whole = self._whole.changed(seat, place, there)
+        if whole is not None:
+            self._present.changed(seat, whole)
+            self._carry_out(self._call(lambda m, now: m.back(now, seat) if whole else m.gone(now, seat)))
+
+    def tick(self) -> None:
+        """Time has passed."""
+        self._carry_out(self._call(lambda m, now: m.tick(now)))
+        for seat in self._present.silent(self._session.now()):
+            self._carry_out(self._call(lambda m, now, seat=seat: m.gone(now, seat)))
+        if (note := self._relay.note(self.relayed)) is not None:
+            self._carry_out([Record(note)])
+
+    def _call(self, asked: Callable[[Assembly, float], T]) -> T:
+        with self._lock:
+            orders = asked(self._assembly, self._session.now())
+            self._lock.notify_all()
+        return orders
+
+    def _carry_out(self, orders: Sequence[Order], query: Query | None = None) -> None:
+        if self._failed is not None:
+            return
+        try:
+            self._carry(orders, query)
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        """Have `wait` raise: the disk takes no more, so nothing may be told from here on."""
+        with self._lock:
+            self._failed = self._failed or error
+            self._lock.notify_all()
+
+    def _carry(self, orders: Sequence[Order], query: Query | None) -> None:
+        answer, encoded = b"", (None, b"")
+        for order in orders:
+            if isinstance(order, Record):
+                self._journal.append({**order.entry, "at": round(self._session.wall(), 3)})
+                self._joined(order.entry)
+                if "still" in order.entry:
+                    self.refused.note(order.entry["seat"], f"no new round for {order.entry['still']} s: left out")
+                continue
+            self._journal.commit()
+            if isinstance(order, Reply):
+                message: Any = order.message
+                if isinstance(message, Admitted):
+                    self._present.joined(message.seat)
+                    message = Entry(message.seat, self._keys.of(message.seat))
+                answer = encode(message)
+            else:
+                if order.message is not encoded[0]:  # a view goes to everybody
+                    encoded = order.message, encode(order.message)
+                self._tell(order.seat, encoded[1])
+        self._journal.commit()
+        if query is not None:
+            query.reply(answer)
+
+    def _tell(self, seat: int, said: bytes) -> None:
+        key = self._keys.of(seat)
+        with self._lock:  # orders leave in the order of their numbers
+            order = numbered(next(self._orders), said)
+            try:
+                for where in (told_at(seat, place) for place in range(self._places)):
+                    word = signature(seat, key, where, order)
+                    self._session.ask(
+                        where, order, lambda reply, refusal: None, attachment=word, seconds=_TOLD, urgent=True
+                    )
+            except OSError:
+                _LOG.debug("the session is closed")
+
+    def _refuse(self, query: Query, seat: int, why: str) -> None:
+        self.refused.note(seat, why)
+        query.refuse(b"never")
+
+    def _tick_on(self) -> None:
+        with self._lock:
+            self._ticks = self._session.later(self._tick_on, _TICK)
+        self.tick()
+
+
+def _echoed(query: Query) -> int:
+    """Bytes that are asked for."""
+    return min(int.from_bytes(query.payload[:4], "big"), PIECE)

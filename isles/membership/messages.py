@@ -1,0 +1,491 @@
+"""What the lighthouse and the workers of an elastic run say to each other, and its form as JSON.
+
+Every message is a frozen dataclass of numbers, text and tuples; `encode` and `decode` are the only ways in and out.
+What comes from another machine is data: it must have the kind, the keys, the types and the sizes that are stated here,
+or `decode` refuses it with one line. Nothing of it becomes code, a path or a type.
+
+What the peers of a swarm and their lighthouse say to each other, beside what is said in every world.
+
+How each pair of workers is connected, as one of them tells the lighthouse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field
+from pydantic_core import from_json, to_json
+
+from isles.base.parsing import MANY, Bool, Exact, Float, Int, Ints, Str, read
+from isles.membership.round_commit import Word
+from isles.membership.views import Fingerprint, View
+
+MOST = 256
+"""SeatPaths that one worker tells of: those with the most bytes."""
+PathRow = tuple[int, str, float, int, int]
+"""A peer's seat; how this worker sends to it now ("" while it does not); the shortest round trip of that connection in
+seconds, 0 where unknown; bytes sent to that peer and taken from it so far, of messages.
+"""
+SeatPaths = Annotated[tuple[tuple[Int, Int, Str, Float, Int, Int], ...], MANY]
+"""Each with the seat before it whose worker tells of it."""
+_Bytes = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]
+_Rows = Annotated[
+    list[
+        tuple[
+            Annotated[int, Field(strict=True, ge=0, lt=1 << 30)],
+            Annotated[Str, Field(max_length=40)],
+            Annotated[float, Field(ge=0, lt=1e6)],
+            _Bytes,
+            _Bytes,
+        ]
+    ],
+    Field(max_length=MOST, fail_fast=True),
+]
+
+
+def told_paths(told: object) -> list[PathRow]:
+    """Rows as another machine tells them. ValueError where they are none."""
+    return read(_Rows, told, "a list of paths that is none")
+
+
+ANY = -1
+"""A peer's wish for a stage, where it has none."""
+
+
+@dataclass(frozen=True)
+class Seek(Exact):
+    """A peer has nothing to do yet. stage: that it wishes to serve, or `ANY`. run: a number that all of one
+    configuration and of the same cut points share.
+    """
+
+    stage: Int
+    run: Int
+
+
+@dataclass(frozen=True)
+class Begin(Exact):
+    """Begin a swarm of `seats`, which serve `stages`, with what the lighthouse keeps of after `step`; 0: as drawn.
+    epoch: of all swarms of this run, which one.
+    """
+
+    epoch: Int
+    step: Int
+    seats: Ints
+    stages: Ints
+
+
+@dataclass(frozen=True)
+class Enter(Exact):
+    """A swarm is at work: ask its `members` to be let in."""
+
+    epoch: Int
+    members: Ints
+
+
+@dataclass(frozen=True)
+class Wait(Exact):
+    """Nothing can begin yet, for the `reason` that is one line for a person."""
+
+    reason: Str
+
+
+@dataclass(frozen=True)
+class Apart(Exact):
+    """The run does not go on with what this peer is part of: it is to come again as somebody else."""
+
+    reason: Str
+
+
+@dataclass(frozen=True)
+class SwarmBeat(Exact):
+    """A peer at work, each second: after `step` the swarm is `seats`, which serve `stages`. seconds: that a microbatch
+    takes it; queue: microbatches that waited, on average; counted: in the newest step; since: seconds since that ended.
+    place: in a run in clusters this peer's, as `PeerNow` has it.
+    """
+
+    epoch: Int
+    step: Int
+    seats: Ints
+    stages: Ints
+    seconds: Float
+    queue: Float
+    counted: Int
+    since: Float
+    place: Ints
+
+
+@dataclass(frozen=True)
+class StatesKept(Exact):
+    """To a peer at work: the lighthouse keeps all stages' states of after `step`; 0: as drawn."""
+
+    step: Int
+
+
+@dataclass(frozen=True)
+class PeerNow(Exact):
+    """One peer as the lighthouse knows it. stage: `ANY` while it waits. heard: seconds since it was. place: in a run in
+    clusters its cluster, its stage there, how many that has, and 1 where it is whole; () where it serves none.
+    identity: fingerprint of its certificate.
+    """
+
+    seat: Int
+    stage: Int
+    step: Int
+    seconds: Float
+    queue: Float
+    counted: Int
+    heard: Float
+    place: Ints
+    identity: Str
+
+
+@dataclass(frozen=True)
+class SwarmNow(Exact):
+    """How a swarm stands. wanted: what nothing can begin without, "" where it has begun. since: seconds since the
+    newest step ended, -1 before the first. kept: the newest step of which the lighthouse keeps all stages' states.
+    refused, paths: as in `RunNow`. clustered: whether it is a run in clusters.
+    """
+
+    epoch: Int
+    step: Int
+    last: Int
+    since: Float
+    kept: Int
+    wanted: Str
+    peers: Annotated[tuple[PeerNow, ...], MANY]
+    refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
+    clustered: Bool
+    paths: SeatPaths = ()
+
+
+MARGIN = 3  # rounds from the newest that anybody has begun to the first of a new view
+MAX_BYTES = 64 << 10  # of one message from a worker
+Fingerprints = Annotated[tuple[Fingerprint, ...], Field(max_length=1024, fail_fast=True)]
+
+
+@dataclass(frozen=True)
+class Proposal(Exact):
+    """A view that is to be: from round `since` on, `seats`. Whoever has not begun that round promises not to begin it
+    before it knows what became of this, and takes no work of `lost` from now on.
+
+    number: that of the view, if it comes to be; never used twice. base: the newest view before it.
+    """
+
+    number: Int
+    base: Int
+    since: Int
+    seats: Ints
+    lost: Ints = ()
+
+
+@dataclass(frozen=True)
+class Beat(Exact):
+    """A worker's sign of life, at least at the begin of every round.
+
+    round: the one that it is in, 0 before the first with the state that it has. ready: the call (`BeatReply.call`) for
+    which it has everything that it needs to take part, -1 while it has not. skipped: rounds that it did out of turn;
+    seen: newest rounds of others whose work it has, by seat; both since the last answer. known: its newest view.
+    seconds: of an inner step, 0 where unknown.
+    """
+
+    round: Int = 0
+    ready: Int = -1
+    known: Int = -1
+    skipped: Ints = ()
+    seen: Annotated[tuple[tuple[Int, Int], ...], MANY] = ()
+    seconds: Float = 0.0
+
+
+@dataclass(frozen=True)
+class Ack(Exact):
+    """A worker's answer to a proposal: True promises what `Proposal` says, False says that it is in that round."""
+
+    number: Int
+    promised: Bool
+    beat: Beat
+
+
+@dataclass(frozen=True)
+class BeatReply(Exact):
+    """The lighthouse's answer to a beat.
+
+    round: that of the beat. issued: the highest number ever proposed. newest: number of the newest view, -1 before the
+    first. views: those that the beat's `known` did not know, the older ones that their debts name included.
+    newest_round: that of the member that is furthest; a view that is proposed later begins `MARGIN` rounds behind it or
+    later. proposal: under way. call: how often this worker has been asked to begin with another's state.
+    """
+
+    round: Int
+    issued: Int
+    newest: Int
+    newest_round: Int
+    views: Annotated[tuple[View, ...], MANY]
+    proposal: Proposal | None
+    call: Int
+
+
+@dataclass(frozen=True)
+class Admitted(Exact):
+    """The seat of a worker that asked to join."""
+
+    seat: Int
+
+
+@dataclass(frozen=True)
+class Load(Exact):
+    """Take the state of `donor` (-1: from the lighthouse's disk, or the run's own start), then be ready for `call`.
+
+    seconds: that a round takes the donor, 0 where unknown; its state is copied at the end of one.
+    """
+
+    call: Int
+    donor: Int
+    seconds: Float = 0.0
+
+
+@dataclass(frozen=True)
+class Done(Exact):
+    """The answer of an attempt of an all-reduce round is whole at a worker; `digest` is its hash."""
+
+    round: Int
+    attempt: Int
+    digest: Int
+
+
+@dataclass(frozen=True)
+class Delivered(Exact):
+    """A worker has a share of a round for whose mean a quorum is enough, the work of `steps` inner steps, and is at its
+    next exchange in so many `seconds`; 0 where that is unknown.
+    """
+
+    round: Int
+    steps: Int
+    seconds: Float
+
+
+@dataclass(frozen=True)
+class Accusation(Exact):
+    """In this attempt the share of `seat` was late, or was refused: `reason` says why. by: who found it so and told the
+    sayer; -1: the sayer itself.
+    """
+
+    round: Int
+    attempt: Int
+    seat: Int
+    charge: Literal["late", "refused"]
+    reason: Str = ""
+    by: Int = -1
+
+
+@dataclass(frozen=True)
+class Silent(Exact):
+    """To the lighthouse: nothing comes from `seat`, which is waited for. To members: the lighthouse has not heard it
+    either, so nobody waits for it now.
+    """
+
+    seat: Int
+
+
+@dataclass(frozen=True)
+class Failed(Exact):
+    """From one worker of an island to the others: it has no answer of that attempt, so nobody there waits for one."""
+
+    round: Int
+    attempt: Int
+
+
+@dataclass(frozen=True)
+class Hello(Exact):
+    """A worker asks for a seat. version: of isles. corpus: SHA-256 of its text, which all must share. session: the
+    engine's name of the session that asks. certificates: fingerprints of its own, or of those of all workers of its
+    island: what others are to know it by.
+    """
+
+    version: Str
+    corpus: Str
+    session: Str
+    certificates: Fingerprints
+
+
+@dataclass(frozen=True)
+class Later(Exact):
+    """The answer to `Hello` where too many come: ask again in `seconds`; `reason` is a line for a person."""
+
+    seconds: Float
+    reason: Str
+
+
+@dataclass(frozen=True)
+class About(Exact):
+    """How a run stands. clock: the lighthouse's, seconds since 1970. members: who train; round: the newest that anybody
+    has begun, of `last` (0: it has no end).
+    """
+
+    version: Str
+    clock: Float
+    members: Int
+    round: Int
+    last: Int
+
+
+@dataclass(frozen=True)
+class Entry(Exact):
+    """The answer to `Hello`: a seat, and the key that everything said for that seat must bear."""
+
+    seat: Int
+    key: Str
+
+
+@dataclass(frozen=True)
+class Listening(Exact):
+    """A worker can be reached directly, it thinks; or, at port 0 of "", it is there and not reached. host: "" where the
+    lighthouse sees it; session: the name of the session that asks; certificate: its own's fingerprint; place: in its
+    island. relays: whether it carries for others.
+    """
+
+    host: Str
+    port: Int
+    session: Str
+    certificate: Fingerprint
+    place: Int = 0
+    relays: Bool = False
+
+
+@dataclass(frozen=True)
+class Reached(Exact):
+    """The answer to `Listening`: where the lighthouse tried; refusal: why that failed, "" where it did not. seen: the
+    address from which it sees the session that asked.
+    """
+
+    host: Str
+    port: Int
+    refusal: Str
+    seen: Str
+
+
+@dataclass(frozen=True)
+class Find(Exact):
+    """A worker asks for the way to the worker at `place` in the island of `seat`."""
+
+    seat: Int
+    place: Int = 0
+
+
+@dataclass(frozen=True)
+class Found(Exact):
+    """The answer to `Find`. host, port: as in `Listening`, "" and 0 where it is not reached directly. certificates: as
+    in `Hello`; none where it is not there. introduction: what the worker that asked shows to `seat` (hex). relay: the
+    seat, -1 for none, of who carries for the two where neither reaches the other; ticket: to be shown there (hex).
+    """
+
+    seat: Int
+    host: Str
+    port: Int
+    certificates: Fingerprints
+    introduction: Str
+    relay: Int = -1
+    ticket: Str = ""
+
+
+@dataclass(frozen=True)
+class Leave(Exact):
+    """This worker leaves with the next view."""
+
+
+@dataclass(frozen=True)
+class Reload(Exact):
+    """The state that `Load` named did not come: another donor."""
+
+
+@dataclass(frozen=True)
+class Finished(Exact):
+    """This worker has done the last round, and offers what it came to."""
+
+
+@dataclass(frozen=True)
+class Examine(Exact):
+    """The one model of the run is at the lighthouse: fetch it, and report its validation loss."""
+
+
+@dataclass(frozen=True)
+class Over(Exact):
+    """The run has ended, for the `reason` that is one line for a person; "" where all went well."""
+
+    reason: Str = ""
+
+
+@dataclass(frozen=True)
+class MemberNow(Exact):
+    """One worker as the lighthouse knows it. state: a `WorkerState`. round: the newest that it has begun. seconds: of
+    an inner step, 0 where unknown. identity: as in `View`. seen: the address from which it comes, "" while it does not.
+    """
+
+    seat: Int
+    state: Str
+    round: Int
+    seconds: Float
+    identity: Str
+    seen: Str
+
+
+@dataclass(frozen=True)
+class RunNow(Exact):
+    """How a run of whole replicas stands. view: the newest, -1 before the first. round, last: as in `About`. refused:
+    by whom (-1: the lighthouse), of whom (-1: somebody), why, and how often. paths: by whom, and a `PathRow`.
+    """
+
+    view: Int
+    round: Int
+    last: Int
+    members: Annotated[tuple[MemberNow, ...], MANY]
+    refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
+    paths: SeatPaths = ()
+
+
+@dataclass(frozen=True)
+class Refusal(Exact):
+    """What was asked is not done; `reason` is one line for a person."""
+
+    reason: Str
+
+
+Message = (
+    View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | Accusation | Silent | Refusal | Word
+    | Failed | Hello | Later | About | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine
+    | Over | RunNow | Seek | Begin | Enter | Wait | Apart | SwarmBeat | StatesKept | SwarmNow
+)  # fmt: skip
+KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
+
+
+def encode(message: Any) -> bytes:
+    """One line of JSON, without the end of the line."""
+    values = {field.name: getattr(message, field.name) for field in fields(message)}
+    return to_json({"kind": type(message).__name__.lower(), **values})
+
+
+def decode(data: bytes, kinds: Mapping[str, type] = KINDS, *, limit: int = MAX_BYTES) -> Any:
+    """The message that `encode` was given. ValueError, in one line, where it is none of `kinds`."""
+    if len(data) > limit:
+        raise ValueError(f"a message of {len(data)} bytes; at most {limit} are read")
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError:
+        raise ValueError("a message that is not JSON") from None
+    return from_plain(value, kinds)
+
+
+def plain(message: Any) -> dict[str, Any]:
+    """{"kind": its name in small letters, and its fields}, of values that JSON holds."""
+    return from_json(encode(message))
+
+
+def from_plain(value: Any, kinds: Mapping[str, type] = KINDS) -> Any:
+    """The message of `plain`. ValueError where anything is not as its class says."""
+    if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
+        raise ValueError("a message without a kind")
+    kind = kinds.get(value["kind"])
+    if kind is None:
+        raise ValueError(f"a message of the unknown kind {ascii(value['kind'])[:60]}")
+    return read(kind, {key: part for key, part in value.items() if key != "kind"})

@@ -1,0 +1,322 @@
+"""The receiving side of messages in pieces, without a network: what has come, what is waited for, what nobody wants.
+
+The pieces of a message come one behind the other; those of another message in between mean that its sender has given
+the first one up. They are read straight into the buffer of the receive that was posted for their address, or kept while
+there is none: up to `EARLY` bytes a sender and `EARLY_OF_ALL` together. Beyond that the sender's connection is not read
+until there is room, so that TCP holds it back. A message that comes twice, for its connection broke, is taken once. A
+receive takes exactly what was posted: another length is refused. What belongs to a round that is over is not taken, so
+that its sender does not wait for an answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from isles.comm.errors import PeerLost, RoundPassed
+from isles.comm.tags import Channel, Tag
+from isles.membership.p2p.stream import KEPT, PASSED, REFUSED, Head
+from isles.membership.session import Refusals
+
+EARLY = 16 << 20
+EARLY_OF_ALL = 32 << 20
+_LONGEST = 1 << 36  # bytes of a message
+_STALE = 8  # rounds: whoever posts a receive of round r waits no more for those of rounds before r - 8
+_LEAST = 4096  # bytes that a message counts for which is kept
+_GLANCE = 0.1  # seconds
+ANOTHER = "another attempt of that round has begun"
+
+Ended = Callable[[str | PeerLost | None], None]
+
+
+def before(tag: Tag, round: int, attempt: int) -> bool:
+    """Whether it is of an earlier attempt of that round."""
+    return tag.round == round and tag.attempt < attempt
+
+
+@dataclass(eq=False)
+class Receive:
+    """A receive that was posted. ended: called once, with None or with what went wrong. cut: breaks off whoever reads
+    into `out` now; why: what went wrong meanwhile.
+    """
+
+    tag: Tag
+    out: np.ndarray
+    ended: Ended
+    cut: Callable[[], None] | None = None
+    why: tuple[str | PeerLost] | None = None
+
+    def end(self, why: str | PeerLost) -> bool:
+        """It is over; whether nobody reads into it now, so that `ended` may be called."""
+        self.why = (why,)
+        if self.cut is not None:
+            self.cut()
+        return self.cut is None
+
+
+@dataclass(eq=False)
+class _Coming:
+    """A message that comes: into the receive that waits for it, or to be kept, or to nowhere."""
+
+    head: Head
+    receive: Receive | None = None
+    kept: bytearray | None = None
+    verdict: int = KEPT
+    next: int = 0  # the offset of its next piece
+
+
+@dataclass
+class _Sender:
+    """What is known of one sender. newest, held_back: numbers of the newest message that was taken, and of that for
+    which there was no room. kept: by tag, those that nobody has asked for yet.
+    """
+
+    newest: int = -1
+    held_back: int = -1
+    posted: dict[Tag, Receive] = field(default_factory=dict)
+    kept: dict[Tag, list[bytearray]] = field(default_factory=dict)
+    bytes: int = 0
+    coming: _Coming | None = None
+
+
+class Inbox:
+    """The receiving side of one worker. Safe to call from several threads. refused: where what was not taken is
+    counted, by sender; by default here.
+    """
+
+    def __init__(self, refused: Refusals | None = None) -> None:
+        self.refused = Refusals() if refused is None else refused
+        self._senders: dict[int, _Sender] = {}
+        self._over: dict[Channel, int] = {}  # the newest round that is over
+        self._again: dict[Channel, tuple[int, int]] = {}  # the newest round of several attempts, and its newest attempt
+        self._changed = threading.Condition()
+
+    def post(self, sender: int, tag: Tag, out: np.ndarray, ended: Ended) -> None:
+        """Receive exactly `len(out)` bytes from `sender` into (n,) uint8 `out`. ended: called once, perhaps at once."""
+        receive = Receive(tag, out, ended)
+        with self._changed:
+            known = self._senders.setdefault(sender, _Sender())
+            given_up = self._forget_old(known, tag)
+            has_passed = self._has_passed(tag)
+            kept = None
+            if not has_passed:
+                kept = self._take_kept(known, tag, len(out))
+                if kept is None:
+                    known.posted[tag] = receive
+            self._changed.notify_all()
+        for old in given_up:
+            old.ended("nobody waits for it any more")
+        if has_passed:
+            ended(RoundPassed(sender, ANOTHER))
+        elif kept is not None:
+            out[:] = np.frombuffer(kept, np.uint8)
+            ended(None)
+
+    def begin(self, sender: int, head: Head, cut: Callable[[], None]) -> memoryview | None:
+        """A piece comes from `sender`: where its bytes go; None while there is no room, `wait` for it. cut: breaks off
+        the connection that it comes on.
+        """
+        with self._changed:
+            known = self._senders.setdefault(sender, _Sender())
+            coming = known.coming
+            if coming is None or (coming.head.number, coming.head.total, coming.next) != (
+                head.number,
+                head.total,
+                head.offset,
+            ):
+                self._abandon(known)
+                coming = known.coming = self._comes(sender, known, head)
+                if coming is None:
+                    return None
+            coming.next = head.offset + head.size
+            receive = coming.receive
+            if receive is not None and receive.why is None and known.posted.get(head.tag) is receive:
+                receive.cut = cut
+                return receive.out.data[head.offset : coming.next]
+            if receive is not None:
+                coming.receive, coming.verdict = None, PASSED
+            if coming.kept is not None:
+                return memoryview(coming.kept)[head.offset : coming.next]
+            return memoryview(bytearray(head.size))
+
+    def end(self, sender: int, head: Head, *, whole: bool) -> int | None:
+        """That piece has come, or, where it is not `whole`, its connection broke. What to say of its message; None
+        while more of it comes.
+        """
+        ended: tuple[Receive, str | PeerLost | None] | None = None
+        verdict = None
+        with self._changed:
+            known = self._senders.setdefault(sender, _Sender())
+            coming = known.coming
+            receive = None if coming is None else coming.receive
+            if receive is not None:
+                receive.cut = None
+                if receive.why is not None:
+                    ended = receive, receive.why[0]
+            if not whole:
+                self._abandon(known)
+            elif coming is not None and (coming.next >= head.total or coming.verdict != KEPT):
+                verdict = coming.verdict
+                if coming.next >= head.total:
+                    known.newest = max(known.newest, head.number) if verdict == KEPT else known.newest
+                    known.coming = None
+                    if receive is not None and ended is None:
+                        known.posted.pop(head.tag, None)
+                        ended = receive, None
+                    elif coming.kept is not None:
+                        ended = self._keep(known, head, coming.kept)
+            self._changed.notify_all()
+        if ended is not None:
+            ended[0].ended(ended[1])
+        return verdict
+
+    def over(self, channel: Channel, round: int) -> list[tuple[int, Tag]]:
+        """Rounds of `channel` up to `round` are over, and no later ones: nothing of them is taken any more.
+        (sender, tag) of what came for them in vain.
+        """
+        vain = list[tuple[int, Tag]]()
+        with self._changed:
+            self._over[channel] = round
+            for sender, known in self._senders.items():
+                for tag in [tag for tag in known.kept if self._is_over(tag)]:
+                    self._drop_kept(known, tag)
+                    vain.append((sender, tag))
+            ended = self._ended(self._is_over, "that round is over here")
+        self._call(ended)
+        return vain
+
+    def again(self, tag: Tag) -> None:
+        """The attempt of `tag` has begun: nobody waits any more in those of its round before it."""
+        with self._changed:
+            known_of = self._again.get(tag.channel, (-1, 0))
+            self._again[tag.channel] = max(known_of, (tag.round, tag.attempt))
+            ended = self._ended(self._has_passed, None)
+        self._call(ended)
+
+    def passed(self, sender: int, channel: Channel, round: int, why: PeerLost) -> None:
+        """Nothing comes from `sender` any more for rounds of `channel` up to `round`."""
+        with self._changed:
+            ended = self._ended(lambda tag: tag.channel == channel and tag.round <= round, why, sender)
+        self._call(ended)
+
+    def drop(self, sender: int, why: str | PeerLost) -> None:
+        """`sender` is gone: end its receives and forget what it sent, but for what of it was taken."""
+        with self._changed:
+            ended = self._ended(lambda tag: True, why, sender)
+            known = self._senders.get(sender)
+            if known is not None:
+                known.kept.clear()
+                known.bytes = 0
+        self._call(ended)
+
+    def wait(self) -> None:
+        """For a moment, or until there may be room."""
+        with self._changed:
+            self._changed.wait(_GLANCE)
+
+    def held(self) -> int:
+        """Bytes kept of messages that nobody has asked for."""
+        with self._changed:
+            return sum(len(one) for known in self._senders.values() for kept in known.kept.values() for one in kept)
+
+    # Under the lock
+
+    def _comes(self, sender: int, known: _Sender, head: Head) -> _Coming | None:
+        """A message begins; None while there is no room for it."""
+        if head.offset or head.number < 0 or head.total < 0:
+            return self._refuse(sender, head, "pieces that do not fit together")
+        if head.total > _LONGEST:
+            return self._refuse(sender, head, "a message longer than any")
+        if head.number <= known.newest:
+            return _Coming(head)  # it has come before, and is taken again to nowhere
+        if self._is_over(head.tag):
+            return _Coming(head, verdict=PASSED)
+        receive = known.posted.get(head.tag)
+        if receive is not None:
+            if head.total != len(receive.out):
+                return self._refuse(sender, head, "another length than was asked for")
+            return None if receive.cut is not None else _Coming(head, receive)
+        size = max(head.total, _LEAST)
+        others = sum(other.bytes for other in self._senders.values())
+        if known.bytes + size <= EARLY and others + size <= EARLY_OF_ALL:
+            known.bytes += size
+            return _Coming(head, kept=bytearray(head.total))
+        if known.held_back != head.number:
+            known.held_back = head.number
+            self.refused.note(sender, "more than is kept of what nobody asked for")
+        return None
+
+    def _refuse(self, sender: int, head: Head, why: str) -> _Coming:
+        self.refused.note(sender, why)
+        return _Coming(head, verdict=REFUSED)
+
+    def _abandon(self, known: _Sender) -> None:
+        """What came of a message so far is for nothing."""
+        if known.coming is not None and known.coming.kept is not None:
+            known.bytes -= max(known.coming.head.total, _LEAST)
+        known.coming = None
+
+    def _keep(self, known: _Sender, head: Head, kept: bytearray) -> tuple[Receive, str | None] | None:
+        """A message is whole that was to be kept: perhaps it is waited for by now."""
+        receive = known.posted.get(head.tag)
+        if receive is None or receive.cut is not None or len(receive.out) != len(kept):
+            known.kept.setdefault(head.tag, []).append(kept)
+            return None
+        known.bytes -= max(len(kept), _LEAST)
+        receive.out[:] = np.frombuffer(kept, np.uint8)
+        del known.posted[head.tag]
+        return receive, None
+
+    def _take_kept(self, known: _Sender, tag: Tag, size: int) -> bytearray | None:
+        waiting = known.kept.get(tag, [])
+        found = next((one for one in waiting if len(one) == size), None)
+        if found is not None:
+            known.kept[tag] = [one for one in waiting if one is not found]
+            known.bytes -= max(size, _LEAST)
+            if not known.kept[tag]:
+                del known.kept[tag]
+        return found
+
+    def _drop_kept(self, known: _Sender, tag: Tag) -> None:
+        known.bytes -= sum(max(len(one), _LEAST) for one in known.kept.pop(tag, []))
+
+    def _ended(
+        self, which: Callable[[Tag], bool], why: str | PeerLost | None, sender: int | None = None
+    ) -> list[tuple[Receive, str | PeerLost]]:
+        """Receives that are over, and that nobody reads into now. why: None for another attempt's."""
+        found = list[tuple[Receive, str | PeerLost]]()
+        for one, known in self._senders.items():
+            for tag in [tag for tag in known.posted if which(tag)] if sender in (None, one) else []:
+                receive, because = known.posted.pop(tag), why or RoundPassed(one, ANOTHER)
+                if receive.end(because):
+                    found.append((receive, because))
+        self._changed.notify_all()
+        return found
+
+    def _call(self, ended: list[tuple[Receive, str | PeerLost]]) -> None:
+        for receive, why in ended:
+            receive.ended(why)
+
+    def _is_over(self, tag: Tag) -> bool:
+        return tag.round <= self._over.get(tag.channel, -1)
+
+    def _has_passed(self, tag: Tag) -> bool:
+        return before(tag, *self._again.get(tag.channel, (-1, 0)))
+
+    def _forget_old(self, known: _Sender, tag: Tag) -> list[Receive]:
+        """Rounds long over: their receives, which missed their deadlines, and what came for nobody. Other channels have
+        no rounds: the numbers there count letters, batches or calls, many of which are under way at a time.
+        """
+        if tag.channel != "outer":
+            return []
+
+        def old(other: Tag) -> bool:
+            return other.channel == tag.channel and other.round < tag.round - _STALE
+
+        for other in [other for other in known.kept if old(other)]:
+            self._drop_kept(known, other)
+        found = [known.posted.pop(other) for other in [other for other in known.posted if old(other)]]
+        return [receive for receive in found if receive.end("nobody waits for it any more")]

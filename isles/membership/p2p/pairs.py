@@ -1,0 +1,473 @@
+"""The connections of one worker to others: who dials whom, and who is who.
+
+    direct     the sender dials, where the lighthouse knows that the other one is reached; or is dialled by it, where it
+               is itself
+    relayed    both dial a worker that carries for others, else the lighthouse, with one ticket, which makes the two
+               connections one
+
+The lighthouse vouches for the certificate of each worker by its fingerprint, which the dialler compares, and gives it
+an introduction, the knowledge of which both prove inside TLS. What it has said is kept, so that two who have met go on
+without it. Which way it goes is told in a line.
+
+By what a worker knows the members that it is connected with: whom views name, and who showed itself.
+
+Where a worker is reached by others of its run, and by those for whom it carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Protocol
+
+from isles.comm.credentials import Credentials, Token
+from isles.comm.sockets.addresses import written
+from isles.comm.sockets.connection import SILENCE, LinkLost
+from isles.comm.sockets.listener import MOST, peeked
+from isles.comm.sockets.reachability import EchoServer
+from isles.membership.keys import LIT, TIES, introduction, sealed
+from isles.membership.messages import Entry, Find, Found, Listening, Reached
+from isles.membership.p2p.relay import Ties
+from isles.membership.p2p.stream import PAIR, TICKET_SIZE, PairHello, Stream, as_dialler, as_host, show, shown, tuned
+from isles.membership.session import Query, Refusals
+from isles.membership.tls_session import Session
+from isles.membership.views import View, identity_of, spoken
+
+
+class KnownMembers:
+    """Of the worker in `seat`, whose own member is `identity`. notice: called with a line for a person."""
+
+    def __init__(self, seat: int, identity: str, refused: Refusals, notice: Callable[[str], None]) -> None:
+        self._refused, self._notice, self._lock = refused, notice, threading.Lock()
+        self._named: dict[int, str] = {}  # by views
+        self._met = {seat: identity}  # whoever this worker is or was connected with, and itself
+        self._told: set[tuple[int, str]] = set()
+
+    def meet(self, view: View) -> list[int]:
+        """Take in whom `view` names; with which of them somebody else is connected than whom it names."""
+        others = list[int]()
+        for seat, identity in zip(view.seats, view.identities, strict=False):
+            with self._lock:
+                self._named[seat] = identity
+                met = self._met.get(seat, identity)
+                if met != identity:
+                    del self._met[seat]
+            if met != identity:
+                self._is_another(seat, met, identity)
+                others.append(seat)
+        return others
+
+    def check(self, seat: int, identity: str) -> None:
+        """Whoever says that it is `seat` shows this identity. LinkLost where views name another one."""
+        with self._lock:
+            named = self._named.get(seat, identity)
+            if named == identity:
+                self._met[seat] = identity
+        if named != identity:
+            self._is_another(seat, identity, named)
+            raise LinkLost("views name somebody else")
+
+    def spoken(self, seat: int) -> str:
+        """Of whoever this worker is connected with as `seat`."""
+        return spoken(self._met.get(seat, ""))
+
+    def _is_another(self, seat: int, identity: str, named: str) -> None:
+        why = f"its fingerprint is {spoken(identity)}, and {spoken(named)} where views name it"
+        self._refused.note(seat, why)
+        if (seat, identity) not in self._told:
+            self._told.add((seat, identity))
+            self._notice(f"warning: worker {seat} is not who the lighthouse says: {why}")
+
+
+class PairListener(EchoServer):
+    """Listens at host:port for other workers; port 0: any. welcome: called, in a thread of its own, with each that
+    begins as one does; others get the echo by which the lighthouse sees that `name` is reached. ties: of a worker that
+    carries for others. ValueError where the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        name: str,
+        welcome: Callable[[socket.socket], object],
+        ties: Ties | None = None,
+    ) -> None:
+        self._welcome, self._ties = welcome, ties
+        self._threads = ThreadPoolExecutor(MOST, "isles-welcomes")
+        super().__init__(host, port, name, SILENCE, self._attends)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.__exit__()
+        if self._ties is not None:
+            self._ties.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _attends(self, connection: socket.socket) -> bool:
+        if self._ties is not None and await self._ties.take(connection):
+            return True
+        if not await peeked(connection, PAIR):
+            return False
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._welcome, connection)
+        except BaseException:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # its thread waits for nothing any more
+            raise
+        return True
+
+
+_TRIED = 20.0  # seconds for the lighthouse's answer, which tries the address meanwhile
+_DIAL = 3.0  # seconds that a worker is dialled for
+_CALL = 5.0  # seconds until one that was asked to dial has
+_TICKET = 8.0  # seconds until the other one has come to the lighthouse; to a worker that carries: _DIAL
+_LOOK = 30.0  # seconds until one that was not reached is dialled again
+_AT_ONCE = 16  # others that this worker dials because they have asked
+_SAID = struct.Struct(f"<qHBq{TICKET_SIZE}s")
+_LIGHTHOUSE = -1
+_ASKS = b"isles dials\0"
+_SEATS = 1 << 20
+
+
+class PairedTransport(Protocol):
+    """What sends and takes: `ElasticTransport`."""
+
+    def open(self) -> None:
+        """Be seen by others, and see them."""
+        ...
+
+    def take(self, seat: int, stream: Stream) -> None:
+        """`seat` sends on `stream`, from now on."""
+        ...
+
+    def carries(self, size: int) -> None:
+        """So many bytes went through this worker, from others to others."""
+        ...
+
+    def cut(self, seat: int) -> None:
+        """Break off all connections with `seat`; they are made anew."""
+        ...
+
+
+class Pairs:
+    """Of the worker in the seat of `entry`; the `Guide` of what it gives and takes.
+
+    ask: asks the lighthouse, as `Company.ask`. mine: this worker's key and certificate. lease: seconds of silence after
+    which a connection counts as broken. notice: called with a line for a person. place: this worker's in its island; it
+    is connected with the workers at the same place of other islands. certificates: fingerprints of its whole island.
+
+    seen: the address from which the lighthouse sees this worker.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        entry: Entry,
+        ask: Callable[..., Any],
+        mine: Credentials,
+        *,
+        lease: float,
+        notice: Callable[[str], None],
+        place: int = 0,
+        certificates: Sequence[str] = (),
+    ) -> None:
+        self._session, self._entry, self._ask, self._place = session, entry, ask, place
+        self._lease, self._notice = lease, notice
+        self._mine, self._shows = mine, certificates or (mine.token.fingerprint,)
+        self.seen = ""
+        self._known = KnownMembers(entry.seat, identity_of(self._shows), session.refused, notice)
+        self._transport: PairedTransport | None = None
+        self._listener: PairListener | None = None
+        self._listens, self._announced, self._relays = False, "", False
+        self._found: dict[int, Found] = {}
+        self._ways: dict[int, str] = {}  # what was said of each
+        self._unreached: dict[int, float] = {}  # since when
+        self._dialling = threading.Semaphore(_AT_ONCE)
+        self._came: dict[tuple[int, int], list[ssl.SSLSocket]] = {}  # by (seat, lane): on which this worker is to send
+        self._awaits: set[tuple[int, int]] = set()
+        self._changed = threading.Condition()
+        self._lit: list[bool] = []  # how the lighthouse came and went, since it was last told where this worker is
+        self._closed = False
+
+    def listen(self, host: str, port: int, *, announced: str = "", relays: bool = False) -> None:
+        """Be reached at port `port` of this machine's address `host`; announced: the address for others, "" where the
+        lighthouse sees this machine. relays: carry for others. Says whether the lighthouse reaches it. ValueError where
+        the address cannot be had.
+        """
+        ties = Ties(self._entry.key.encode("ascii"), self._carried) if relays else None
+        self._listener = PairListener(host, port, self._mine.token.fingerprint, self._welcome, ties)
+        self._announced, self._relays = announced, relays
+        self._announce()
+
+    def start(self, transport: PairedTransport) -> None:
+        """Bring others to `transport` from now on."""
+        self._transport = transport
+        self._session.serve(self._key(self._entry.seat), self._asked)
+        if self._listener is None:
+            self._announce()
+        self._session.watch(LIT, self._light)
+        transport.open()
+
+    def close(self) -> None:
+        """End what is under way. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._listener is not None:
+            self._listener.close()
+
+    def meet(self, view: View) -> None:
+        """`view` names members: whoever is connected with this worker as one of them, and is not, is cut off."""
+        for seat in self._known.meet(view):
+            if self._transport is not None:
+                self._transport.cut(seat)
+
+    # What gifts ask (`Guide`)
+
+    def introduction(self, peer: int) -> bytes | None:
+        """By which a message to `peer` is sealed; None while the lighthouse does not say. Waits for its answer."""
+        found = self._found.get(peer) or self._find(peer)
+        return None if found is None else bytes.fromhex(found.introduction)
+
+    def expected(self, sender: int) -> bytes:
+        """By which a message of `sender` must be sealed."""
+        return introduction(self._entry.key, sender)
+
+    # What the transport asks
+
+    def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
+        """That connection to send to `peer` on; None where it would be relayed and nothing is to be sent `soon`.
+        LinkLost where it is not reached.
+        """
+        if self._closed:
+            raise LinkLost("this worker has ended")
+        found = self._find(peer)
+        if found is None:
+            raise LinkLost("the lighthouse does not say where it is")
+        self._known.check(peer, identity_of(found.certificates))
+        line = self._directly(peer, lane, found)
+        if line is not None:
+            return self._stream(peer, lane, line, "direct")
+        if not soon:
+            return None
+        try:
+            return self._stream(peer, lane, *self._relayed(peer, lane, found))
+        except OSError as error:
+            raise LinkLost(str(error)) from None
+
+    def _stream(self, peer: int, lane: int, line: ssl.SSLSocket, way: str) -> Stream:
+        if self._ways.get(peer) != way:
+            self._ways[peer] = way
+            self._notice(f"worker {peer}: {way}, fingerprint {self._known.spoken(peer)}")
+        return Stream(line, way, self._lease, lane)
+
+    def _directly(self, peer: int, lane: int, found: Found) -> ssl.SSLSocket | None:
+        if time.monotonic() - self._unreached.get(peer, -_LOOK) < _LOOK:
+            return None
+        try:
+            if found.host and self._is_near(found.host):
+                return self._dial(lane, found, sends=True)
+        except (OSError, LinkLost):
+            self._unreached[peer] = time.monotonic()
+        try:
+            return self._dialled(peer, lane, found) if self._listens else None
+        except LinkLost:
+            self._unreached[peer] = time.monotonic()
+        return None
+
+    def _dial(self, lane: int, found: Found, *, sends: bool) -> ssl.SSLSocket:
+        line = tuned(socket.create_connection((found.host, found.port), _DIAL))
+        line.sendall(PAIR)
+        return self._shown(line, lane, found, sends=sends)
+
+    def _dialled(self, peer: int, lane: int, found: Found) -> ssl.SSLSocket:
+        """Dialled by `peer`, which is asked to."""
+        with self._changed:
+            self._awaits.add((peer, lane))
+        try:
+            self._call(peer, lane, found, _LIGHTHOUSE, bytes(TICKET_SIZE))
+            with self._changed:
+                self._changed.wait_for(lambda: self._came.get((peer, lane)) or self._closed, _CALL)
+                if came := self._came.pop((peer, lane), []):
+                    return came[-1]
+            raise LinkLost("it did not come")
+        finally:
+            with self._changed:
+                self._awaits.discard((peer, lane))
+
+    def _relayed(self, peer: int, lane: int, found: Found) -> tuple[ssl.SSLSocket, str]:
+        """And by whom, in words."""
+        if found.relay >= 0:
+            with suppress(OSError, LinkLost, ValueError):
+                line = self._tied(peer, lane, found, found.relay, bytes.fromhex(found.ticket))
+                return line, f"relayed by worker {found.relay}"
+        ticket, _ = self._session.answer(TIES, b"", seconds=_CALL, urgent=True)
+        if not ticket or len(ticket) != TICKET_SIZE:
+            raise LinkLost("the lighthouse does not answer")
+        return self._tied(peer, lane, found, _LIGHTHOUSE, ticket), "relayed"
+
+    def _tied(self, peer: int, lane: int, found: Found, relay: int, ticket: bytes) -> ssl.SSLSocket:
+        self._call(peer, lane, found, relay, ticket)
+        return self._shown(self._meet(relay, ticket), lane, found, sends=True)
+
+    def _meet(self, relay: int, ticket: bytes) -> socket.socket:
+        """The connection to whoever comes with the same ticket to the worker of that seat, or the lighthouse."""
+        if relay < 0:
+            return tuned(self._session.tied(ticket, _TICKET))
+        there = self._find(relay)
+        if there is None or not there.host:
+            raise LinkLost("who was to carry is not reached")
+        return tuned(self._session.tied(ticket, _DIAL, (there.host, there.port)))
+
+    def _shown(self, line: socket.socket, lane: int, found: Found, *, sends: bool) -> ssl.SSLSocket:
+        host = found.certificates[self._place]
+        talk = as_dialler(line, Token(host, found.introduction), PairHello(self._entry.seat, self._place, sends, lane))
+        show(talk, self._mine, self._shows, host)
+        return talk
+
+    def _call(self, peer: int, lane: int, found: Found, relay: int, ticket: bytes) -> None:
+        """Have `peer` dial this worker, or with a ticket who carries for both. LinkLost where it does not answer."""
+        said = _SAID.pack(self._entry.seat, self._place, lane, relay, ticket)
+        proof = sealed(bytes.fromhex(found.introduction), _ASKS, said)
+        try:
+            reply, _ = self._session.answer(self._key(peer), said, attachment=proof, seconds=_CALL, urgent=True)
+        except OSError as error:
+            raise LinkLost(str(error)) from None
+        if reply is None:
+            raise LinkLost("it does not answer")
+
+    def _find(self, seat: int) -> Found | None:
+        answer = self._ask(Find(seat, self._place))
+        if isinstance(answer, Found) and answer.seat == seat and len(answer.certificates) > self._place:
+            self._found[seat] = answer
+        return self._found.get(seat)
+
+    def _is_near(self, host: str) -> bool:
+        """Whether `host` is the same machine here as for the lighthouse: a loopback address is everybody's own."""
+        with suppress(ValueError):
+            return not ipaddress.ip_address(host).is_loopback or self._session.is_local()
+        return True
+
+    def _key(self, seat: int) -> str:
+        room = "isles" if not self._place else f"isles/place/{self._place}"
+        return f"{room}/mail/{seat}"
+
+    # What others ask
+
+    def _asked(self, query: Query) -> None:
+        """Somebody asks to be dialled. In the session's thread."""
+        note = self._session.refused.note
+        if len(query.payload) != _SAID.size:
+            note(-1, "no message of this library")
+            query.refuse(b"never")
+            return
+        seat, place, lane, relay, ticket = _SAID.unpack(query.payload)
+        if not 0 <= seat < _SEATS or place != self._place or not _LIGHTHOUSE <= relay < _SEATS:
+            note(-1, "a message of nobody who is there")
+            query.refuse(b"later")
+        elif not hmac.compare_digest(query.attachment, sealed(self.expected(seat), _ASKS, query.payload)):
+            note(-1, "a message in another's name")
+            query.refuse(b"never")
+        elif not self._dialling.acquire(blocking=False):
+            query.refuse(b"later")
+        else:
+            query.reply()
+            threading.Thread(
+                target=self._go, args=(seat, lane, relay, ticket), name=f"isles-dials-{seat}", daemon=True
+            ).start()
+
+    def _go(self, seat: int, lane: int, relay: int, ticket: bytes) -> None:
+        try:
+            with suppress(OSError, LinkLost):
+                if ticket != bytes(TICKET_SIZE):
+                    talk, hello = self._let_in(self._meet(relay, ticket), seat)
+                    self._take(hello, talk, "relayed")
+                elif (found := self._find(seat)) is not None and found.host:
+                    hello = PairHello(seat, self._place, True, lane)
+                    self._take(hello, self._dial(lane, found, sends=False), "direct")
+        finally:
+            self._dialling.release()
+
+    def _welcome(self, connection: socket.socket) -> None:
+        """Somebody has dialled this worker. LinkLost where it is not let in."""
+        talk, hello = self._let_in(tuned(connection))
+        if hello.sends:
+            self._take(hello, talk, "direct")
+            return
+        with self._changed:
+            if (hello.seat, hello.lane) in self._awaits:
+                self._came.setdefault((hello.seat, hello.lane), []).append(talk)
+                self._changed.notify_all()
+                return
+        talk.close()
+
+    def _let_in(self, line: socket.socket, seat: int | None = None) -> tuple[ssl.SSLSocket, PairHello]:
+        """Whoever dials, as `seat` where that was agreed. LinkLost where it is not who it says."""
+        talk, hello = as_host(line, self._mine, lambda hello: self._token_of(hello, seat))
+        try:
+            self._known.check(hello.seat, shown(talk, self._mine.token.fingerprint, self._place))
+        except LinkLost:
+            talk.close()
+            raise
+        return talk, hello
+
+    def _token_of(self, hello: PairHello, seat: int | None = None) -> Token:
+        """What it must know who says that it is this seat."""
+        if hello.place != self._place or not 0 <= hello.seat < _SEATS or seat not in (None, hello.seat):
+            raise LinkLost("it is not who was asked")
+        return Token(self._mine.token.fingerprint, self.expected(hello.seat).hex())
+
+    def _take(self, hello: PairHello, talk: ssl.SSLSocket, way: str) -> None:
+        if self._transport is None or self._closed:
+            talk.close()
+        else:
+            self._transport.take(hello.seat, Stream(talk, way, self._lease, hello.lane))
+
+    def _carried(self, size: int) -> None:
+        if self._transport is not None:
+            self._transport.carries(size)
+
+    # What the lighthouse is told
+
+    def _announce(self) -> None:
+        port = 0 if self._listener is None else self._listener.port
+        said = Listening(
+            self._announced if port else "",
+            port,
+            self._session.name(),
+            self._mine.token.fingerprint,
+            self._place,
+            self._relays,
+        )
+        answer = self._ask(said, _TRIED)
+        if isinstance(answer, Reached):
+            self.seen = answer.seen
+        if not port:
+            return
+        reached = isinstance(answer, Reached) and not answer.refusal
+        if isinstance(answer, Reached) and reached != self._listens:
+            self._notice(f"others reach this worker directly, at {written(answer.host, answer.port)}")
+        elif not reached and not self._listens:
+            where = f" of {answer.host} ({answer.refusal})" if isinstance(answer, Reached) else ""
+            self._notice(
+                f"warning: relayed: the lighthouse does not reach port {port}{where}; open or forward it, or leave "
+                "--listen out"
+            )
+        self._listens = self._listens or reached
+
+    def _light(self, _: str, there: bool) -> None:
+        """The lighthouse went out, or is lit again and has forgotten where this worker is."""
+        self._lit.append(there)
+        if self._lit[2:]:  # there, gone, there
+            del self._lit[1:]
+            self._session.aside(self._announce).start()

@@ -1,0 +1,370 @@
+"""The transport of elastic worlds: messages between seats over connections of their own (`p2p`), direct or relayed.
+
+A rank is a seat. Each peer has a thread that sends to it and one that takes what comes from it, so that a slow peer
+delays nobody else. A message counts as sent once the peer has it. A peer that ends, stands still or is cut off fails
+the works with it, and no others.
+
+A peer is there while the lighthouse sees it, or one of the pair's connections is alive: so those that are connected
+directly go on without the lighthouse. What goes over a connection that breaks goes over another one again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from itertools import count
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from isles.comm.errors import PeerLost, RoundPassed
+from isles.comm.gloo.transfers import OnHostClock, PostedWork
+from isles.comm.sockets.connection import LinkLost
+from isles.comm.tags import Channel, Tag
+from isles.comm.transport import Transport
+from isles.membership.failure_detector import Doubts
+from isles.membership.messages import MOST, PathRow
+from isles.membership.p2p.inbox import ANOTHER, Inbox, before
+from isles.membership.p2p.outbox import Outgoing, OutgoingMessage, PartedWork, lost_peer
+from isles.membership.p2p.stream import ALIVE, CARRIED, KEPT, OVER, PIECE, Stream
+from isles.membership.session import Refusals
+from isles.membership.tls_session import Session
+
+_SEAT = "seat"
+_ENDS = 5.0  # seconds for a connection that was broken off
+_LARGE = 1 << 20  # bytes of a message that is spread over the connections of a pair
+_FAREWELL = 0.5  # seconds for others to hear the last word
+
+
+SeatLane = tuple[int, int]
+"""A seat, and which of the connections with it."""
+
+
+class Connects(Protocol):
+    """What reaches peers: `Pairs`."""
+
+    def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
+        """See `Pairs.connect`."""
+        ...
+
+
+class Nowhere:
+    """Where nobody is reached."""
+
+    def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
+        raise LinkLost("nobody is reached from here")
+
+
+class ElasticTransport(OnHostClock):
+    """One worker's end of the transport.
+
+    session: to the lighthouse. seat: this worker's, its rank. size: number of workers of the world that it begins in.
+    gone, back: called with a seat, in some thread, when nothing connects this worker with it any more, and when
+    something does again. doubt: called with a seat that is waited for in vain. guide: what reaches others. place: this
+    worker's in its island; it reaches the workers at the same place of other islands. beside: the transport inside the
+    island; both count together, by one clock. connections: with each peer in each direction, over which a large message
+    is spread; the same number at all workers.
+
+    resent: messages sent again. carried: bytes of the messages that went out, by "direct" and "relayed",
+    and of what went through this worker, "relayed_by_workers".
+    """
+
+    native = False
+
+    def __init__(
+        self,
+        session: Session,
+        seat: int,
+        size: int,
+        *,
+        gone: Callable[[int], None] = lambda seat: None,
+        back: Callable[[int], None] = lambda seat: None,
+        doubt: Callable[[int], None] = lambda seat: None,
+        guide: Connects | None = None,
+        place: int = 0,
+        beside: Transport | None = None,
+        connections: int = 1,
+    ) -> None:
+        super().__init__(Doubts(doubt))
+        if beside is not None:
+            self.traffic, self._start = beside.traffic, time.perf_counter() - beside.now()
+        self._room = f"isles/place/{place}" if place else "isles"
+        self.rank, self.size, self.resent = seat, size, 0
+        self.carried: Counter[str] = Counter(dict.fromkeys(CARRIED, 0))
+        self._sent, self._taken = Counter[int](), Counter[int]()  # bytes by peer
+        self._session, self._gone, self._back = session, gone, back
+        self._guide: Connects = guide or Nowhere()
+        self._meeting = threading.Lock()
+        self._known: set[int] = set()
+        self._seen: set[int] = set()  # by the lighthouse
+        self._alive: dict[int, list[Stream]] = {}  # by seat: connections with it
+        self._takes: dict[SeatLane, tuple[Stream, threading.Thread]] = {}
+        self._inboxes = [Inbox(session.refused) for _ in range(connections)]
+        self._lock = threading.Lock()
+        self._lost: frozenset[int] = frozenset()
+        self._outgoing: dict[SeatLane, Outgoing] = {}
+        self._numbers = count()
+        self._closed = False
+        if guide is None:
+            self.open()
+
+    def open(self) -> None:
+        """Be seen by others, and see them, now that they can reach this worker."""
+        self._session.watch(f"{self._room}/{_SEAT}/*", self._changed)
+        self._session.present(f"{self._room}/{_SEAT}/{self.rank}")
+
+    @property
+    def refused(self) -> Refusals:
+        """Messages that were not taken, by (sender, reason)."""
+        return self._session.refused
+
+    @property
+    def lost(self) -> Collection[int]:
+        """Seats whose connection is broken now."""
+        return self._lost
+
+    def way(self, peer: int) -> str:
+        """How this worker sends to `peer` now; "" while it does not."""
+        return next((stream.way for stream in self._alive.get(peer, ()) if stream.sends), "")
+
+    def paths(self) -> list[PathRow]:
+        """Of each worker that this one has sent to or taken from, those with the most bytes first."""
+        rows = list[PathRow]()
+        with self._lock, self._meeting:
+            for peer, _ in (self._sent + self._taken).most_common(MOST):
+                trip = max((stream.round_trip for stream in self._alive.get(peer, ()) if stream.sends), default=0.0)
+                rows.append((peer, self.way(peer), round(trip, 6), self._sent[peer], self._taken[peer]))
+        return rows
+
+    def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
+        parts = self._parts(data)
+        work = PostedWork(peer, data, self.now)
+        counted = PartedWork(work, len(parts))
+        for lane, part in enumerate(parts):
+            with self._lock:
+                line = None if peer in self._lost or self._closed else self._line(peer, lane)
+            if line is None:
+                counted.finished(PeerLost(peer, "its connection is gone"))
+            else:
+                line.add(OutgoingMessage(counted, part, tag))
+        return work
+
+    def _parts(self, data: Tensor) -> list[np.ndarray]:
+        """What of it goes over each connection: the same at both ends."""
+        lanes = len(self._inboxes) if len(data) >= _LARGE else 1
+        return np.array_split(data.numpy(), lanes)
+
+    def _line(self, peer: int, lane: int = 0) -> Outgoing:
+        """To that peer; under the lock."""
+        line = self._outgoing.get((peer, lane))
+        if line is None:
+            line = self._outgoing[peer, lane] = Outgoing(self, peer, lane)
+        return line
+
+    def _lines(self, peer: int) -> list[Outgoing]:
+        with self._lock:
+            return [line for (seat, _), line in self._outgoing.items() if seat == peer]
+
+    def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
+        """Receive from one seat. ValueError for `peer` None: from anyone is not offered."""
+        if peer is None:
+            raise ValueError("a receive from anyone is not offered where workers come and go: name the seat")
+        parts = self._parts(out)
+        work = PostedWork(peer, out, self.now)
+        counted = PartedWork(work, len(parts))
+
+        def ended(why: str | PeerLost | None) -> None:
+            counted.finished(None if why is None else lost_peer(peer, why))
+
+        for inbox, part in zip(self._inboxes, parts, strict=False):
+            if peer in self._lost:
+                ended("its connection is gone")
+            else:
+                inbox.post(peer, tag, part, ended)
+                if peer in self._lost:  # it broke meanwhile
+                    inbox.drop(peer, "its connection is gone")
+        return work
+
+    def give_up(self, seat: int, why: str | PeerLost) -> None:
+        """End all that is under way with `seat`; later messages are tried again."""
+        with self._lock:
+            lines = [self._outgoing.pop(key) for key in [*self._outgoing] if key[0] == seat]
+        for line in lines:
+            line.end(why)
+        for inbox in self._inboxes:
+            inbox.drop(seat, why)
+
+    def over(self, channel: Channel, round: int) -> None:
+        """Rounds of `channel` up to `round` are over here, and no later ones: whoever sends to one of them, or has
+        sent, is told so, and waits no longer for this worker's part in it.
+        """
+        last: dict[int, Tag] = {}
+        for inbox in self._inboxes:
+            for sender, tag in inbox.over(channel, round):
+                last[sender] = max(last.get(sender, tag), tag)
+        for sender, tag in last.items():
+            with self._lock:
+                line = None if sender in self._lost else self._line(sender)
+            if line is not None:
+                nothing = np.zeros(0, np.uint8)
+                line.add(OutgoingMessage(PartedWork(PostedWork(sender, nothing, self.now), 1), nothing, tag, OVER))
+
+    def again(self, tag: Tag) -> None:
+        """The attempt of `tag` has begun, without some of those of before: who waits in earlier ones of its round, in a
+        part of the exchange that those did not reach, waits no longer.
+        """
+        for inbox in self._inboxes:
+            inbox.again(tag)
+        with self._lock:
+            lines = list(self._outgoing.values())
+        for line in lines:
+            line.drop(lambda sent: sent.channel == tag.channel and before(sent, tag.round, tag.attempt), ANOTHER)
+
+    def close(self) -> None:
+        """End the threads. The session is whoever's who opened it. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            lines, self._outgoing = list(self._outgoing.values()), {}
+        for line in lines:
+            line.end("this worker has ended")
+        until = time.monotonic() + _FAREWELL
+        with self._meeting:  # each has begun by then
+            takes = [*self._takes.values()]
+        for stream, _ in takes:
+            stream.finish()
+        for stream, thread in takes:
+            thread.join(max(until - time.monotonic(), 0.0))
+            stream.cut()
+        self._driver.close()
+
+    # What those who send ask (`Carrier`)
+
+    def numbered(self) -> int:
+        """A number, higher than those before."""
+        return next(self._numbers)
+
+    def connected(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
+        """See `Carrier`."""
+        stream = self._guide.connect(peer, lane, soon=soon)
+        if stream is not None:
+            stream.sends = True
+            self._comes(peer, stream)
+        return stream
+
+    def disconnected(self, peer: int, stream: Stream) -> None:
+        """That connection is broken."""
+        self._goes(peer, stream)
+
+    def sent(self, peer: int, way: str, size: int) -> None:
+        """So many bytes have left for `peer`."""
+        with self._lock:
+            self.carried[way.partition(" ")[0]] += size
+            self._sent[peer] += size
+
+    def carries(self, size: int) -> None:
+        """So many bytes went through this worker, from others to others."""
+        with self._lock:
+            self.carried["relayed_by_workers"] += size
+
+    def passed(self, peer: int, tag: Tag) -> None:
+        """`peer` has said that the round of `tag` is over there, and all before: nothing is sent or asked of them."""
+        for line in self._lines(peer):
+            line.drop(lambda sent: sent.channel == tag.channel and sent.round <= tag.round)
+        for inbox in self._inboxes:
+            inbox.passed(peer, tag.channel, tag.round, RoundPassed(peer))
+
+    # What comes
+
+    def take(self, seat: int, stream: Stream) -> None:
+        """`seat` sends on `stream`, from now on."""
+        with self._meeting:
+            before_it = self._takes.get((seat, stream.lane))
+            thread = threading.Thread(
+                target=self._serve, args=(seat, stream, before_it), name=f"isles-from-{seat}", daemon=True
+            )
+            self._takes[seat, stream.lane] = stream, thread
+            thread.start()
+        if self._closed or stream.lane >= len(self._inboxes):
+            stream.cut()
+
+    def cut(self, seat: int) -> None:
+        """Break off all connections with `seat`; they are made anew."""
+        with self._meeting:
+            for stream in self._alive.get(seat, ()):
+                stream.cut()
+
+    def _serve(self, seat: int, stream: Stream, before_it: tuple[Stream, threading.Thread] | None) -> None:
+        if before_it is not None:
+            before_it[0].cut()
+            before_it[1].join(_ENDS)
+        self._comes(seat, stream)
+        try:
+            with suppress(LinkLost):
+                while True:
+                    self._take_one(seat, stream)
+        finally:
+            self._goes(seat, stream)
+            stream.close()
+
+    def _take_one(self, seat: int, stream: Stream) -> None:
+        head, inbox = stream.head(), self._inboxes[min(stream.lane, len(self._inboxes) - 1)]
+        if head.kind == OVER:
+            self.passed(seat, head.tag)
+        if head.kind != PIECE:
+            stream.say(KEPT if head.kind == OVER else ALIVE, head.number)
+            return
+        while (place := inbox.begin(seat, head, stream.cut)) is None:
+            stream.holds()
+            inbox.wait()
+        try:
+            stream.fill(place)
+        except LinkLost:
+            inbox.end(seat, head, whole=False)
+            raise
+        with self._lock:
+            self._taken[seat] += head.size
+        with stream.busy:
+            verdict = inbox.end(seat, head, whole=True)
+            if verdict is not None:
+                stream.say(verdict, head.number)
+
+    # Who is there
+
+    def _comes(self, seat: int, stream: Stream) -> None:
+        with self._meeting:
+            self._alive.setdefault(seat, []).append(stream)
+            self._look(seat)
+
+    def _goes(self, seat: int, stream: Stream) -> None:
+        with self._meeting:
+            self._alive[seat].remove(stream)
+            self._look(seat)
+
+    def _changed(self, key: str, there: bool) -> None:
+        """Somebody is there, or not any more, as far as the lighthouse knows."""
+        name = key.rpartition("/")[2]
+        if not name.isdecimal() or len(name) > 9 or int(name) == self.rank:
+            return
+        seat = int(name)
+        with self._meeting:
+            (self._seen.add if there else self._seen.discard)(seat)
+            self._look(seat)
+        if there:
+            with self._lock:
+                if not self._closed:
+                    self._line(seat)  # which dials, where that leads to it directly
+
+    def _look(self, seat: int) -> None:
+        is_there = seat in self._seen or bool(self._alive.get(seat))
+        if is_there and (seat in self._lost or seat not in self._known):
+            self._known.add(seat)
+            self._lost -= {seat}
+            self._back(seat)
+        elif not is_there and seat not in self._lost and not self._closed:
+            self._lost |= {seat}
+            self.give_up(seat, "its connection is gone")
+            self._gone(seat)

@@ -1,0 +1,342 @@
+"""What a worker says to the lighthouse in the name of its seat, and what it has heard on rounds.
+
+The line of a swarm's peer to its lighthouse: it asks what to do, says each second what it does, and tells of it.
+
+What a worker tells of its run: lines that the lighthouse takes in their order, kept while it is away.
+
+What anybody with the token asks the lighthouse, and how fast the line to it is: `ECHO` answers at once with as many
+bytes as asked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from typing_extensions import override
+
+from isles.comm.errors import PeerLost
+from isles.comm.sockets.connection import LinkLost
+from isles.comm.sockets.reachability import LineRates, line_rates
+from isles.comm.tags import Tag
+from isles.membership.keys import ASKED, ECHO, PIECE, REPORTED, signature
+from isles.membership.messages import (
+    Apart,
+    Begin,
+    Enter,
+    Entry,
+    Find,
+    Over,
+    Refusal,
+    Seek,
+    Silent,
+    StatesKept,
+    SwarmBeat,
+    Wait,
+    decode,
+    encode,
+)
+from isles.membership.round_commit import Word
+from isles.membership.session import ControlSession
+from isles.membership.tls_session import Session
+from isles.membership.views import View
+
+_KEPT = 4096  # lines, while nobody takes them
+_REPORT_AGAIN = 0.2  # seconds
+_ENDING = 5.0
+
+
+class Reports:
+    """take: hands one over, and calls back with whether it was taken; one at a time."""
+
+    def __init__(self, session: ControlSession, take: Callable[[bytes, Callable[[bool], None]], None]) -> None:
+        self._session, self._take = session, take
+        self._lines: deque[bytes] = deque(maxlen=_KEPT)
+        self._changed = session.condition()
+        self._is_busy = self._closed = False
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Queue one more event, JSON-able."""
+        with self._changed:
+            self._lines.append(json.dumps(event).encode("utf-8"))
+            if not self._is_busy:
+                self._hand_over()
+
+    def settle(self, seconds: float) -> None:
+        """Wait until all have been taken, `seconds` at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._lines, seconds)
+
+    def close(self) -> None:
+        """What nobody takes at once is lost. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._is_busy, _ENDING)
+
+    def _hand_over(self) -> None:
+        with self._changed:
+            self._is_busy = True
+            self._take(self._lines[0], partial(self._taken, self._lines[0]))
+
+    def _taken(self, line: bytes, taken: bool) -> None:
+        with self._changed:
+            if taken and self._lines[0] is line:  # else newer ones have taken its place meanwhile
+                self._lines.popleft()
+            self._is_busy = bool(self._lines) and (taken or not self._closed)
+            if self._is_busy:
+                self._session.later(self._hand_over, 0.0 if taken else _REPORT_AGAIN)
+            self._changed.notify_all()
+
+
+_LOG = logging.getLogger(__name__)
+BEAT = 1.0
+"""Seconds between beats."""
+PATIENCE = 3.0
+"""Seconds for an answer of the lighthouse."""
+LONGEST = 4 << 20
+"""Bytes of what the lighthouse says."""
+_LATE = 1.0  # seconds behind its time until whoever waits for an answer counts it as none
+
+
+class Words:
+    """The newest `Word` on each round. Fed by whoever hears the lighthouse, under the lock of that line."""
+
+    def __init__(self) -> None:
+        self._words: dict[int, Word] = {}
+
+    def hear(self, word: Word) -> None:
+        """Note a word; one that comes late, or twice, changes nothing."""
+        old = self._words.get(word.round)
+        if old is None or (old.verdict != "land" and (word.verdict == "land" or word.attempt > old.attempt)):
+            self._words[word.round] = word
+
+    def newer(self, round: int, attempt: int) -> Word | None:
+        """The word on `round` where it is one to land, or of a later attempt than `attempt`; else None."""
+        word = self._words.get(round)
+        return word if word is not None and (word.verdict == "land" or word.attempt > attempt) else None
+
+    def of(self, round: int) -> Word | None:
+        """The newest word on `round`."""
+        return self._words.get(round)
+
+    def forget_before(self, round: int) -> None:
+        """Drop the words on rounds before `round`."""
+        self._words = {key: word for key, word in self._words.items() if key >= round}
+
+
+class PeerWaits(Protocol):
+    """What a worker waits for, of others: its transport."""
+
+    def give_up(self, seat: int, why: str | PeerLost) -> None:
+        """End all that is under way with `seat`; later messages are tried again."""
+
+    def again(self, tag: Tag) -> None:
+        """The attempt of `tag` has begun: nobody waits any more in those of its round before it."""
+
+
+class SeatLine:
+    """What a worker in the seat of `entry` says. changed: held while what callbacks and its own thread share changes.
+    waited: seconds for which that thread has waited here; other threads have lines of their own. waits: its transport,
+    once there is one. meets: called with each view that it knows of, once it is set.
+    """
+
+    waits: PeerWaits | None = None
+
+    def __init__(self, session: ControlSession, entry: Entry) -> None:
+        self.meets: Callable[[View], None] | None = None
+        self.session, self.entry, self.changed, self.waited = session, entry, session.condition(), 0.0
+        self._reports = Reports(session, self._hand_in)
+        self._closed = False
+
+    def report(self, event: Mapping[str, Any]) -> None:
+        """Have the lighthouse note a line of metrics or another event. Returns at once."""
+        self._reports.add(event)
+
+    def reported(self, seconds: float) -> None:
+        """Wait until all reports have been taken, `seconds` at most."""
+        self._reports.settle(seconds)
+
+    def wait(self, over: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `over`, asked whenever something has changed, is true, or for `seconds`; what it says then."""
+        began = self.session.now()
+        with self.changed:
+            is_over = self.changed.wait_for(over, seconds)
+            self.waited += self.session.now() - began
+        return is_over
+
+    def ask(self, message: Any, seconds: float = PATIENCE, key: str = ASKED) -> Any:
+        """The lighthouse's answer; None where none comes in time, or it has none. Not for callbacks."""
+        answers: list[Any] = []
+
+        def answered(answer: Any) -> None:
+            with self.changed:
+                answers.append(answer)
+                self.changed.notify_all()
+
+        self.send(message, answered, seconds, key)
+        self.wait(lambda: bool(answers), seconds + _LATE)
+        return answers[0] if answers else None
+
+    def send(
+        self,
+        message: Any,
+        answered: Callable[[Any], None] = lambda answer: None,
+        seconds: float = PATIENCE,
+        key: str = ASKED,
+    ) -> None:
+        """`ask` whoever serves `key` without waiting: `answered` is called with the answer. message: or its bytes."""
+        said = message if isinstance(message, bytes) else encode(message)
+        word = signature(self.entry.seat, self.entry.key, key, said)
+        try:
+            self.session.ask(
+                key, said, lambda reply, _: answered(_read(reply)), attachment=word, seconds=seconds, urgent=True
+            )
+        except OSError:
+            _LOG.debug("the session is closed")
+            answered(None)
+
+    def connection(self, seat: int, *, broken: bool) -> None:
+        """What the network says of `seat`."""
+
+    def lost(self, seat: int) -> bool:
+        """Whether nothing of `seat` is taken any more."""
+        return False
+
+    def doubt(self, seat: int) -> None:
+        """Nothing comes from `seat`, which is waited for: does the lighthouse hear it?"""
+        self.send(Silent(seat))
+
+    def close(self) -> None:
+        """Say nothing more by itself. Safe to call twice."""
+        with self.changed:
+            self._closed = True
+        self._reports.close()
+
+    def _hand_in(self, line: bytes, taken: Callable[[bool], None]) -> None:
+        self.send(line, lambda answer: taken(answer is not None), key=REPORTED)
+
+
+def _read(reply: bytes | None) -> Any:
+    """What an answer says: None for none, True for one without a word."""
+    if not reply:
+        return None if reply is None else True
+    try:
+        return decode(reply, limit=LONGEST)
+    except ValueError as error:
+        _LOG.warning("the lighthouse: %s", error)
+        return None
+
+
+_AGAIN = 0.1  # seconds between looks while something is waited for
+SwarmPart = Begin | Enter | Wait | Over | Apart | Refusal
+
+
+class SwarmLine(SeatLine):
+    """Of the peer in the seat of `entry`. ended: what the lighthouse said last, where this peer has no part in the run
+    any more. kept: the newest step of which it has said that it keeps all states. is_away: whether it has not answered
+    lately. met: called with a peer that is there (again), in some thread.
+    """
+
+    def __init__(self, session: ControlSession, entry: Entry, met: Callable[[int], None] = lambda seat: None) -> None:
+        super().__init__(session, entry)
+        self.seat, self._met = entry.seat, met
+        self.ended: Over | Apart | Refusal | None = None
+        self.kept, self.is_away = 0, False
+        self._beat: Callable[[], SwarmBeat | None] = lambda: None
+        session.later(self._beat_on, BEAT)
+
+    def part(self, stage: int, run: int) -> SwarmPart | None:
+        """What this peer is to do, which wishes to serve `stage`; None where the lighthouse does not answer."""
+        answer = self.ask(Seek(stage, run))
+        self._hear(answer)
+        return answer if isinstance(answer, SwarmPart) else None
+
+    def at_work(self, beat: Callable[[], SwarmBeat | None]) -> None:
+        """Say from now on, each second, what `beat` is then."""
+        self._beat = beat
+
+    def rest(self, seconds: float) -> None:
+        """Wait until this peer has no further part in the run, or `seconds` have passed."""
+        self.wait(lambda: self.ended is not None, seconds)
+
+    def await_kept(self, step: int, seconds: float, *, though_away: bool = False) -> bool:
+        """Wait until the lighthouse keeps the states of after `step` or of a later one; whether it does. `seconds` at
+        most, and unless `though_away` no longer than it answers.
+        """
+        until = self.session.now() + seconds
+        while self.kept < step and self.ended is None and (though_away or not self.is_away):
+            if self.session.now() >= until:
+                break
+            self.look()
+            if self.kept < step:
+                self.rest(_AGAIN)
+        return self.kept >= step
+
+    @override
+    def connection(self, seat: int, *, broken: bool) -> None:
+        if not broken:
+            self._met(seat)
+
+    @override
+    def doubt(self, seat: int) -> None:
+        """Peers of a swarm ask each other."""
+
+    def look(self) -> None:
+        """Ask now whether this peer has a part in the run."""
+        beat = self._beat()
+        if beat is not None:
+            self._hear(self.ask(beat))
+
+    def _hear(self, answer: Any) -> None:
+        with self.changed:
+            self.is_away = answer is None
+            if isinstance(answer, StatesKept):
+                self.kept = max(self.kept, answer.step)
+            if isinstance(answer, Over | Apart | Refusal):
+                self.ended = self.ended or answer
+            self.changed.notify_all()
+
+    def _beat_on(self) -> None:
+        beat = self._beat()
+
+        def answered(answer: Any) -> None:
+            if beat is not None:
+                self._hear(answer)
+            self.session.later(self._beat_on, BEAT)
+
+        if not self._closed:  # a model that is being made, or a state that is on its way, takes its time
+            self.send(Find(self.seat) if beat is None else beat, answered)
+
+
+_PATIENCE = 5.0  # seconds in which a lighthouse that is being lit serves nothing yet
+_ANSWER = 10.0  # seconds
+_ASK_AGAIN = 0.05  # seconds between tries
+
+
+def echo_line(session: Session) -> LineRates | None:
+    """Measured now, within some seconds; None where the lighthouse stops answering meanwhile."""
+
+    def echo(out: int, back: int) -> None:
+        answer = ask(session, ECHO, back.to_bytes(4, "big") + bytes(out))
+        if answer is None or len(answer) != back:
+            raise LinkLost("the lighthouse does not answer")
+
+    try:
+        return line_rates(echo, PIECE)
+    except LinkLost:
+        return None
+
+
+def ask(session: Session, key: str, said: bytes, seconds: float = _ANSWER) -> bytes | None:
+    """The lighthouse's answer; None where it refuses or says nothing."""
+    until = time.monotonic() + _PATIENCE
+    while True:
+        reply, refusal = session.answer(key, said, seconds=seconds)
+        if reply is not None or refusal is not None or time.monotonic() > until:
+            return reply
+        time.sleep(_ASK_AGAIN)

@@ -1,0 +1,260 @@
+"""When a round of an all-reduce method lands, and what its members do until then.
+
+    member          exchange (attempt a) -> done(a) -> told "land a": apply the answer
+                                                    -> told "again a + 1 among these": from the saved payload
+    lighthouse      all living members of the newest attempt are done -> journal, then tell "land"
+                    one of them is lost, and not all others are done  -> journal, then tell "again" among the living
+                    the exchange failed at one of them (`NOTHING`)    -> journal, then tell "again" among the same
+
+Nobody lands on its own judgement, for it cannot know who got the last message of somebody who then died. A member that
+has landed is a word too: others may ask it when the lighthouse is away. A restarted lighthouse keeps its journal and
+forgets who was done; members say it again. `tests/membership/test_ballot.py` walks every interleaving.
+
+Where a quorum is enough nobody exchanges as attempt 0, for it is not known yet among whom:
+
+    member          delivered, and trains on  -> told "again 1 among these" -> as above
+                                              -> told "land", not among them: late; it fetches the mean
+    lighthouse      all living members have delivered, or the quorum has and its grace is over -> journal, then tell
+                    "again 1" among those who have
+
+Everything here is immutable: a call returns what is next.
+
+How long who is late may take until a mean is taken without it: never so long that somebody's next exchange waits.
+
+A member that has delivered is at its next exchange one round later. By then the exchange of this one must be over, so
+the grace ends a round after the first delivery at the latest, less what the last exchange has taken and some more; and
+a quarter of a round after a quorum is there, for what is landed late is learned from late. Not after the first one:
+a member that is far ahead of the others, as a newcomer may be, would have them all come too late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from isles.base.parsing import Exact, Int, Ints
+
+NOTHING = -1
+"""The digest of a member whose exchange failed: the round is to be tried again."""
+_TRIES = 3  # attempts among the same members with answers that differ
+_WORDS = 2  # of a member on one attempt: an answer, and that it failed there
+
+
+@dataclass(frozen=True)
+class Word(Exact):
+    """The lighthouse's word on a round, or that of a member which has landed.
+
+    verdict: "land" the answer of `attempt`, which holds the work of `seats`; "again": exchange as `attempt` among them.
+    view: the newest one when it was decided; a member that is left out takes part again from a newer view on.
+    steps: where those are taken who have delivered, the inner steps in the work of each of `seats`.
+    """
+
+    round: Int
+    verdict: Literal["land", "again"]
+    attempt: Int
+    seats: Ints
+    view: Int = -1
+    steps: Ints = ()
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """One round at the lighthouse.
+
+    attempts: the members of each, the newest last. landed: the attempt whose answer all land, once decided; view: the
+    newest one then.
+    done: (attempt, seat, digest) of answers, as told since the lighthouse's start.
+    out: seats that the next attempt leaves out although they live: late, or refused.
+    quorum: share of the living members that is enough; 0: all exchange at once. delivered: (seat, inner steps) of those
+    who have. is_closing: the grace for the others is over. taken: (seat, inner steps) of the first attempt of them.
+    """
+
+    round: int
+    attempts: tuple[tuple[int, ...], ...]
+    landed: int | None = None
+    view: int = -1
+    done: frozenset[tuple[int, int, int]] = frozenset()
+    out: frozenset[int] = frozenset()
+    quorum: float = 0.0
+    delivered: frozenset[tuple[int, int]] = frozenset()
+    is_closing: bool = False
+    taken: tuple[tuple[int, int], ...] = ()
+
+    def has(self, seat: int, steps: int) -> Ballot:
+        """`seat` has delivered the work of so many inner steps. Where the ballot is closed that comes too late."""
+        known = any(seat == other for other, _ in self.delivered)
+        return self if known or len(self.attempts) > 1 else replace(self, delivered=self.delivered | {(seat, steps)})
+
+    def told(self, attempt: int, seat: int, digest: int) -> Ballot:
+        """`seat` has an answer of `attempt`, and `digest` is its hash; or it failed there, and has `NOTHING`."""
+        told = [one for one in self.done if one[:2] == (attempt, seat)]
+        if attempt >= len(self.attempts) or len(told) >= _WORDS:
+            return self
+        return replace(self, done=self.done | {(attempt, seat, digest)})
+
+    def without(self, seat: int) -> Ballot:
+        """The next attempt goes on without `seat`."""
+        return replace(self, out=self.out | {seat})
+
+    def word(self, seat: int | None = None) -> Word | None:
+        """What is decided: to land, or the newest attempt that is not the first. For `seat`: None where it has no part
+        in it.
+        """
+        attempt = len(self.attempts) - 1 if self.landed is None else self.landed
+        if self.landed is None and attempt == 0:
+            return None
+        seats = self.attempts[attempt]
+        if seat is not None and seat not in seats and self.landed is None:
+            return None
+        return self._word("again" if self.landed is None else "land", attempt, seats, self.view)
+
+    def decide(self, living: Collection[int], worst: Callable[[Sequence[int]], int] | None = None) -> Word | None:
+        """The word that is due now, to be journalled and then given to `decided`. None: wait. worst: whom of those who
+        are left to go on without, where most never have an answer; None: nobody is accused.
+        """
+        if self.landed is not None:
+            return None
+        attempt = len(self.attempts) - 1
+        members = self.attempts[attempt]
+        left = tuple(seat for seat in members if seat in living and seat not in self.out)
+        if not left:
+            return None
+        if self.quorum and attempt == 0:
+            return self._gathered(left)
+        answers = {seat: digest for a, seat, digest in self.done if a == attempt}
+        if all(seat in answers for seat in left):
+            alike = Counter(answers[seat] for seat in left if answers[seat] != NOTHING).most_common(1)
+            if alike and alike[0][1] == len(left):
+                return self._word("land", attempt, members)
+            if self.attempts[-_TRIES:] == (left,) * _TRIES:
+                if alike and (2 * alike[0][1] > len(left) or worst is None):  # one computes wrongly: on with the most
+                    left = tuple(seat for seat in left if answers[seat] == alike[0][0])
+                elif worst is not None and len(left) > 1:  # most never have an answer, for somebody lies
+                    without = worst(left[::-1])
+                    left = tuple(seat for seat in left if seat != without)
+            return self._word("again", attempt + 1, left)  # answers that differ are nobody's answer
+        return self._word("again", attempt + 1, left) if left != members else None
+
+    def has_quorum(self, living: Collection[int]) -> bool:
+        """Whether enough of the living members have delivered, and nobody exchanges yet."""
+        if not self.quorum or len(self.attempts) > 1 or self.landed is not None:
+            return False
+        steps = dict(self.delivered)
+        left = [seat for seat in self.attempts[0] if seat in living and seat not in self.out]
+        return sum(seat in steps for seat in left) >= self._quorum_of(len(left))
+
+    def _quorum_of(self, members: int) -> int:
+        return max(math.ceil(self.quorum * members), 1)
+
+    def _gathered(self, here: tuple[int, ...]) -> Word | None:
+        """The first exchange among those of `here` who have delivered, once they are enough."""
+        steps = dict(self.delivered)
+        there = tuple(seat for seat in here if seat in steps)
+        enough = self.is_closing and len(there) >= self._quorum_of(len(here))
+        if there != here and not enough:
+            return None
+        return Word(self.round, "again", 1, there, steps=tuple(steps[seat] for seat in there))
+
+    def _word(self, verdict: Literal["land", "again"], attempt: int, seats: tuple[int, ...], view: int = -1) -> Word:
+        steps = dict(self.taken)
+        return Word(self.round, verdict, attempt, seats, view, tuple(steps[seat] for seat in seats if seat in steps))
+
+    def decided(self, word: Word) -> Ballot:
+        """The ballot after a journalled word."""
+        if word.verdict == "land":
+            return replace(self, landed=word.attempt, view=word.view)
+        taken = self.taken or tuple(zip(word.seats, word.steps, strict=False))
+        return replace(self, attempts=(*self.attempts, word.seats), out=frozenset(), view=word.view, taken=taken)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One round at a member: where it is in it.
+
+    phase: "exchanging" the attempt; "done", with an answer that waits for the word; "landed"; "left out": the others
+    went on without it, so its state is no longer theirs.
+    """
+
+    seat: int
+    round: int
+    attempt: int
+    seats: tuple[int, ...]
+    phase: Literal["exchanging", "done", "landed", "left out"] = "exchanging"
+
+    def answered(self, attempt: int) -> Part:
+        """The exchange of `attempt` is whole here. That of an earlier one changes nothing."""
+        if self.phase != "exchanging" or attempt != self.attempt:
+            return self
+        return replace(self, phase="done")
+
+    def heard(self, word: Word) -> Part:
+        """After a word on this round; an old one, or one that comes twice, changes nothing."""
+        if word.round != self.round or self.phase in ("landed", "left out"):
+            return self
+        if self.seat not in word.seats:
+            return replace(self, phase="left out") if word.verdict == "land" else self
+        if word.verdict == "again":
+            if word.attempt <= self.attempt:
+                return self
+            return replace(self, attempt=word.attempt, seats=word.seats, phase="exchanging")
+        if word.attempt == self.attempt and self.phase == "done":
+            return replace(self, phase="landed")
+        return self  # it lands once it has that answer
+
+    def vouched(self) -> Word | None:
+        """What a member that has landed tells another one that asks."""
+        return Word(self.round, "land", self.attempt, self.seats) if self.phase == "landed" else None
+
+
+_SHARE, _SPARE = 0.25, 1.25  # of a round, once a quorum is there; of the time of an exchange
+_LEAST = 0.02  # of a round: words take their time, too
+
+
+class Graces:
+    """By round, when it ends. Seconds of the clock that calls come with."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, float] = {}
+        self._shares: dict[int, float] = {}  # seconds that remain once a quorum is there, while it is not
+        self._began: dict[int, float] = {}
+        self._exchange = 0.0  # seconds that the last one took
+
+    def delivered(self, now: float, round: int, seconds: float) -> None:
+        """A member has delivered, whose next round takes so long; 0: nobody knows."""
+        if seconds <= 0:
+            return
+        end = now + max(seconds - _SPARE * self._exchange, _LEAST * seconds)
+        if round not in self._ends:
+            self._shares[round] = _SHARE * seconds
+        self._ends[round] = min(self._ends.get(round, end), end)
+
+    def enough(self, now: float, round: int) -> None:
+        """So many have delivered by now that they are a quorum; said again, it changes nothing."""
+        share = self._shares.pop(round, None)
+        if share is not None:
+            self._ends[round] = min(self._ends[round], now + share)
+
+    def exchanging(self, now: float, round: int) -> None:
+        """The exchange of `round` begins, or begins again: what the last attempt takes is what the next one will."""
+        self._ends.pop(round, None)
+        self._shares.pop(round, None)
+        self._began[round] = now
+
+    def landed(self, now: float, round: int) -> None:
+        """The exchange of `round` is over: how long it took is known."""
+        self._exchange = now - self._began.pop(round, now)
+        self._began = {other: at for other, at in self._began.items() if other > round}
+        self._ends = {other: at for other, at in self._ends.items() if other > round}
+        self._shares = {other: share for other, share in self._shares.items() if other > round}
+
+    def over(self, now: float) -> set[int]:
+        """Rounds whose grace is over."""
+        return {round for round, end in self._ends.items() if end <= now}
+
+    @property
+    def next(self) -> float | None:
+        """When the next one ends."""
+        return min(self._ends.values(), default=None)

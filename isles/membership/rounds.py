@@ -1,0 +1,445 @@
+"""What every worker of a member does next: decided once, by the member's leader, and obeyed by all.
+
+A member is a worker by itself, or an island of several. Where its decisions come from is of no account to who obeys:
+    leader     a worker that talks with the lighthouse (`isles.training.elastic.leader`)
+    follower   the leader, over the island's network (`island.IslandGroup`)
+    replay     the record of a run (`isles.training.elastic.replay`)
+
+The workers of an island that is one member of a world that changes: who leads it, and who follows.
+
+    leader      has the seat: it talks with the lighthouse, and says what all of them do
+    follower    does what it is told, and exchanges its share with the workers at its place in other islands
+
+Who takes part in a round, and who of them is lost, the leader says; whether an exchange was whole is asked of all
+places. So an island lands a round as a whole or not at all, and does it alone as a whole or not at all. Of pairs and
+groups the other islands may land a round that this one has done alone, as it is with single workers.
+
+What the leader of a member decides of its rounds: with whom each is exchanged, and what becomes of it.
+
+Who takes part in each exchange of a world that changes, by the views that the leader of this member knows of.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import ConfigDict, TypeAdapter
+
+from isles.base.parsing import read_json
+from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, PeerLost, PeerSilent, Refused
+from isles.comm.group import Group
+from isles.comm.mesh import Mesh
+from isles.comm.roster import Ruling
+from isles.membership.client import Company
+from isles.membership.data_ledger import Batch
+from isles.membership.late_shares import Deliveries
+from isles.membership.round_commit import Part
+from isles.membership.run_log import ALONE, WHOLE
+
+DecisionKind = Literal[
+    # between rounds
+    "seat",  # be of this member: seat, key
+    "idle",  # nothing yet
+    "load",  # take the state of `donor`, of after `round` or a later one
+    "draw",  # begin with the weights as drawn
+    "catch up",  # land the means of rounds `round` to `until - 1` as `donor` has
+    "enter",  # begin with `round`, after so many `steps`; `began_at` as there
+    "forget",  # this member's state is nobody's any more
+    "conclude",  # write the model
+    "end",
+    # a round
+    "train",  # the inner steps after so many `steps`, on `slices`
+    "exchange",  # attempt `attempt` among `members` of `view`, for `seconds`
+    "land",  # the answer is everybody's
+    "retry",  # exchange once more
+    "postpone",  # nobody can say now, or the member has no part in it
+    "keep",  # `round` has landed: copy what others have asked for
+    "over",  # rounds up to `round` are over here
+    "validate",
+    "report",  # what the workers have counted
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """kind: what is done; each of the others is of some kinds alone.
+
+    round: of the run. attempt: of an exchange, from 0. members: seats, in the order of the view. view: its number.
+    seconds: for which a state, or a member of an exchange, is waited for. wait: for which a state of after `round` is;
+    None: whatever there is now. donor: the seat whose state is taken; -1: the lighthouse. steps: inner steps done
+    before. began_at: inner steps after which the member began without moments; None: with them. slices: what to read,
+    a batch an inner step; none: a round's out of turn, of which `spare` batches were read before. left_out: by seat,
+    the newest view at the time that it was left out.
+    """
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    kind: DecisionKind
+    round: int = -1
+    until: int = -1
+    attempt: int = 0
+    members: tuple[int, ...] = ()
+    view: int = -1
+    seconds: float = 0.0
+    wait: float | None = None
+    donor: int = -1
+    steps: int = 0
+    began_at: int | None = None
+    slices: tuple[Batch, ...] = ()
+    spare: int = 0
+    left_out: Mapping[int, int] = field(default_factory=dict)
+    seat: int = -1
+    key: str = ""
+
+
+_DECISION = TypeAdapter(Decision)
+
+
+def to_bytes(decision: Decision) -> bytes:
+    """As `from_bytes` reads it: what is as by default is left out."""
+    return _DECISION.dump_json(decision, exclude_defaults=True)
+
+
+def from_bytes(text: bytes) -> Decision:
+    """The decision. ValueError, in one line, for what is none."""
+    return read_json(Decision, text)
+
+
+_LONGEST = 1 << 20  # bytes of a decision, or of a text
+_NONE = _NOBODY = -1
+_MIX = 0x9E3779B97F4A7C1
+_POSITIVE = (1 << 61) - 1
+
+
+class IslandGroup:
+    """mesh: this island's workers, in their order; None: a worker by itself. waits: seconds that others may take."""
+
+    def __init__(self, mesh: Mesh | None = None, waits: float = 0.0) -> None:
+        self.mesh, self._group = mesh, None
+        self.failed: Callable[[int, int], None] = lambda round, attempt: None
+        """Called with (round, attempt) of which this worker has no answer: the others are to wait for none either."""
+        if mesh is not None:
+            group = mesh.world
+            patient = replace(group.deadlines, control=group.deadlines.control + 2 * waits)
+            self._group = replace(group, channel="control", deadlines=patient)
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return 1 if self._group is None else self._group.size
+
+    @property
+    def place(self) -> int:
+        """This worker's; the leader's is 0."""
+        return 0 if self._group is None else self._group.rank
+
+    def next_decision(self, made: Callable[[], Decision]) -> Decision:
+        """What all do next; all call it together. made: the leader's, which alone is asked. Malformed."""
+        if self._group is None:
+            return made()
+        text = to_bytes(made()) if self.place == 0 else b""
+        length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
+        self._group.broadcast(length)
+        if not 0 < int(length) <= _LONGEST:
+            raise Malformed(self._group.ranks[0], f"a decision of {int(length)} bytes")
+        told = torch.frombuffer(bytearray(text or bytes(int(length))), dtype=torch.uint8)
+        self._group.broadcast(told)
+        try:
+            return from_bytes(told.numpy().tobytes())
+        except ValueError as error:
+            raise Malformed(self._group.ranks[0], f"a decision that is none: {error}") from None
+
+    def settle(self, answer: Callable[[], bool]) -> bool:
+        """The leader's answer, for all; all call it together, and the leader alone is asked."""
+        if self._group is None:
+            return answer()
+        word = torch.tensor([self.place == 0 and answer()], dtype=torch.uint8, device="cpu")
+        self._group.broadcast(word)
+        return bool(word)
+
+    def gather(self, *numbers: int) -> list[list[int]]:
+        """Everybody's numbers, by place; all call it together."""
+        if self._group is None:
+            return [list(numbers)]
+        return [own.tolist() for own in self._group.all_gather(torch.tensor(numbers, dtype=torch.int64, device="cpu"))]
+
+    def gather_text(self, text: bytes) -> list[bytes]:
+        """Everybody's text, of any length, by place; all call it together."""
+        if self._group is None:
+            return [text]
+        lengths = [length for (length,) in self.gather(len(text))]
+        if max(lengths) > _LONGEST:
+            raise Malformed(self._group.ranks[lengths.index(max(lengths))], f"a text of {max(lengths)} bytes")
+        mine = torch.frombuffer(bytearray(text.ljust(max(lengths))), dtype=torch.uint8)
+        told = self._group.all_gather(mine)
+        return [one.numpy().tobytes()[:length] for one, length in zip(told, lengths, strict=True)]
+
+    def combine(
+        self, round: int, attempt: int, digest: int | None, error: CommError | None, seconds: float
+    ) -> tuple[int | None, CommError | None]:
+        """What all places' answers to an attempt are together: one digest of them, or why there is none; all call it
+        together. digest, error: this place's. seconds: for which the others were waited for.
+        """
+        if self._group is None:
+            return digest, error
+        if digest is None:
+            self.failed(round, attempt)
+        return _together(self.gather(*_answer_of(digest, error)), seconds)
+
+
+def _answer_of(digest: int | None, error: CommError | None) -> tuple[int, int, int, int]:
+    """(digest, whose fault it is that there is none, whether that is late or sent what cannot be, who has found it so)
+    as numbers.
+    """
+    refused = isinstance(error, (Refused, Malformed, Diverged))
+    blamed = getattr(error, "peer", _NOBODY) if refused or isinstance(error, DeadlinePassed) else _NOBODY
+    blamed = error.rank if isinstance(error, PeerSilent) else blamed
+    return (_NONE if digest is None else digest), blamed, int(refused), getattr(error, "by", _NOBODY)
+
+
+def _together(told: Sequence[Sequence[int]], seconds: float) -> tuple[int | None, CommError | None]:
+    """What all places' answers are together: one digest of them, or why there is none."""
+    for digest, blamed, refused, by in told:
+        if digest == _NONE and blamed == _NOBODY:
+            return None, None
+        if digest == _NONE:
+            late = DeadlinePassed(blamed, "outer", seconds)
+            return None, Refused(blamed, "at another place of this island", by) if refused else late
+    return sum(_MIX * (2 * place + 1) * own[0] for place, own in enumerate(told)) & _POSITIVE, None
+
+
+KEPT = 8
+"""Rounds whose answers are remembered."""
+_SAMPLES, _ENOUGH = 20, 5  # exchanges whose time counts; of how many something can be said
+_LEAST, _FIRST = 3.0, 10.0  # seconds that a partner is waited for: at the least; before anything can be said
+_SPREADS = 5.0
+
+
+class RoundLeader:
+    """By what its line to the lighthouse says. alone: the group of this member by itself.
+
+    A partner is waited for a little longer than exchanges usually take (median and spread of the last `_SAMPLES`), and
+    at most `world.outer_deadline`: a partner that has not heard of the new view does its round alone, without a word.
+    """
+
+    def __init__(self, company: Company, alone: Group) -> None:
+        self.company, self.alone, self.seat = company, alone, alone.ranks[0]
+        self.deliveries = Deliveries(company, alone)
+        self._begun: dict[int, float] = {}  # when the exchange of a round was decided
+        self._took: deque[float] = deque(maxlen=_SAMPLES)
+        self._part: Part | None = None  # the newest round that lands on the lighthouse's word
+        self._view = -1  # its view
+        self._opened = 0.0
+        self._outcomes: dict[int, tuple[tuple[int, ...], str]] = {}
+
+    def exchange(self, round: int) -> Decision:
+        """Among whom `round` is exchanged."""
+        standing = self.company.standing(round)
+        self.note_begun(round)
+        return Decision(
+            kind="exchange",
+            round=round,
+            members=standing.seats,
+            view=max(standing.view, 0),
+            seconds=self._patience(),
+        )
+
+    def lost(self, seat: int) -> bool:
+        """See `isles.comm.roster.Roster`."""
+        return self.company.lost(seat) or self.company.is_silent(seat)
+
+    def miss(self, seat: int, error: CommError) -> None:
+        """Note a failed exchange. Who is gone the network tells, and who is late is met again; only a share that cannot
+        be one is reported to the lighthouse.
+        """
+        newest = max(self._begun, default=0)
+        if isinstance(error, (Malformed, Refused)):
+            self.accuse(newest, error)
+        self.note(newest, tuple(sorted({self.seat, seat} - {-1})), type(error).__name__)
+
+    def accepts(
+        self, round: int, seats: Sequence[int], digest: int | None = 0, failure: CommError | None = None
+    ) -> bool:
+        """Whether what was exchanged among `seats` may be used. digest: None where it is not whole at all places of
+        this member, for `failure`.
+        """
+        if failure is not None:
+            self.miss(getattr(failure, "peer", -1), failure)
+        if digest is None:
+            self.note(round, tuple(seats), PeerLost.__name__)  # unless it is known better
+            return False
+        if len(seats) > 1 and round in self._begun:
+            self._took.append(self._now() - self._begun[round])
+        accepted = self.is_answer_used(round, seats)
+        if len(seats) > 1:
+            self.note(round, tuple(seats), WHOLE if accepted else PeerLost.__name__)
+        return accepted
+
+    def is_answer_used(self, round: int, seats: Sequence[int]) -> bool:
+        """See `Member.accept`."""
+        return self.company.accepts(round, seats)
+
+    def accuse(self, round: int, error: CommError) -> None:
+        """Tell the lighthouse who sent what cannot be, where it is heard."""
+        if self.company.has_answers:
+            self.company.accuse(round, 0, error)
+
+    def outcome(self, round: int) -> tuple[tuple[int, ...], str]:
+        """(who took part in this member's exchange of `round`, `WHOLE` or `ALONE` or the error that ended it)."""
+        return self._outcomes.get(round, ((self.seat,), ALONE))
+
+    def note_begun(self, round: int) -> None:
+        """The exchange of `round` is decided."""
+        self._begun = {**{r: at for r, at in self._begun.items() if r > round - KEPT}, round: self._now()}
+
+    def note(self, round: int, seats: tuple[int, ...], outcome: str) -> None:
+        """Of the messages of a round the first that failed counts."""
+        if self._outcomes.get(round, (seats, WHOLE))[1] == WHOLE:
+            kept = {r: o for r, o in self._outcomes.items() if r > round - KEPT}
+            self._outcomes = {**kept, round: (seats, outcome)}
+
+    def start_round(self, round: int) -> Decision:
+        """Among whom a round that all land together, or none, is exchanged now; to postpone it where that cannot be
+        said.
+        """
+        postponed = Decision(kind="postpone", round=round)
+        if self._part is None or self._part.round != round:
+            standing = self.company.decided(round)
+            if standing is None:
+                return postponed
+            self._part, self._view = Part(self.seat, round, 0, standing.seats), standing.view
+        if self._lacks(self._part) and (word := self.company.finish_round(round, self._part.attempt, None)) is not None:
+            self._part = self._part.heard(word)  # nobody waits for who cannot come
+        part, self._opened = self._part, self._now()
+        if part.phase != "exchanging":
+            return postponed
+        waits = self.alone.deadlines.outer if part.attempt else self._patience()  # others may still be at their steps
+        return Decision(
+            kind="exchange", round=round, attempt=part.attempt, members=part.seats, view=self._view, seconds=waits
+        )
+
+    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None) -> Decision:
+        """What becomes of an attempt: to land it, to retry or to postpone the round."""
+        part = self._part
+        assert part is not None and part.round == round, "it was opened"
+        if digest is not None:
+            part = part.answered(attempt)
+            if attempt == 0:
+                self._took.append(self._now() - self._opened)
+        elif error is not None:
+            self.company.accuse(round, attempt, error)
+        word = self.company.finish_round(round, attempt, digest)
+        if word is not None:
+            part = part.heard(word)
+        self._part = part
+        if word is not None and part.phase == "landed":
+            self.company.landed(word)
+            self.note(round, word.seats, WHOLE)
+            return Decision(kind="land", round=round)
+        return Decision(kind="retry" if word is not None and part.phase == "exchanging" else "postpone", round=round)
+
+    def _lacks(self, part: Part) -> bool:
+        return part.phase == "exchanging" and any(self.company.lost(seat) for seat in part.seats if seat != self.seat)
+
+    def begin_anew(self) -> None:
+        """This member has another state: what is known of its rounds before is not valid any more."""
+        self._begun, self._outcomes, self._part = {}, {}, None
+
+    def _now(self) -> float:
+        return self.alone.transport.now()
+
+    def _patience(self) -> float:
+        """Seconds for which a partner is waited for."""
+        longest = self.alone.deadlines.outer
+        if len(self._took) < _ENOUGH:
+            return min(_FIRST, longest)
+        usual = median(self._took)
+        spread = median(abs(one - usual) for one in self._took)
+        return min(max(_LEAST, usual + _SPREADS * spread), longest)
+
+
+class ElasticRoster:
+    """An `isles.comm.roster.Roster`: of a worker by itself, or of each worker of an island, which all ask it the same
+    things in the same order. What is to be decided its leader decides, and all obey.
+
+    alone: the group of this member by itself. A worker starts alone, because its weights are drawn as everybody's are,
+    or taken from a member. places: the workers of its island. leader: None at a follower.
+    """
+
+    grows = answers_alike = True
+
+    def __init__(self, alone: Group, places: IslandGroup, leader: RoundLeader | None) -> None:
+        self.founders, self._places, self._leader = alone, places, leader
+        self.deliveries = None if leader is None else leader.deliveries
+        self._answers: dict[int, Group] = {}
+        self._missed: CommError | None = None  # a follower's, of the exchange that is asked about next
+
+    def group(self, round: int) -> Group:
+        if round not in self._answers:
+            group = self._met(self._places.next_decision(lambda: self._lead.exchange(round)))
+            self._answers = {**{r: a for r, a in self._answers.items() if r > round - KEPT}, round: group}
+        return self._answers[round]
+
+    def lost(self, seat: int) -> bool:
+        return self._leader is not None and self._leader.lost(seat)
+
+    def lacks(self, seats: Sequence[int]) -> bool:
+        return len(seats) > 1 and self._places.settle(lambda: any(self.lost(seat) for seat in seats))
+
+    def miss(self, seat: int, error: CommError) -> None:
+        if self._leader is not None:
+            self._leader.miss(seat, error)
+        else:
+            self._missed = self._missed or error
+
+    def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
+        missed, self._missed = self._missed, None
+        if len(seats) <= 1 or self._places.size == 1:
+            return whole and (self._leader is None or self._leader.accepts(round, seats))
+        digest, failure = self._places.combine(round, 0, 0 if whole else None, missed, self.founders.deadlines.outer)
+        return self._places.settle(lambda: self._lead.accepts(round, seats, digest, failure))
+
+    def start_round(self, round: int) -> tuple[Group, int] | None:
+        made = self._places.next_decision(lambda: self._lead.start_round(round))
+        return (self._met(made), made.attempt) if made.kind == "exchange" else None
+
+    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+        together, failure = self._places.combine(round, attempt, digest, error, self.founders.deadlines.outer)
+        made = self._places.next_decision(lambda: self._lead.finish_round(round, attempt, together, error or failure))
+        if made.kind not in ("land", "retry", "postpone"):
+            raise Malformed(-1, f"of an attempt the leader of this island decides to {made.kind}")
+        return made.kind
+
+    def begin_anew(self) -> None:
+        """This worker has another state: answers about its rounds before are not valid any more."""
+        self._answers, self._missed = {}, None
+        if self._leader is not None:
+            self._leader.begin_anew()
+
+    def survivors(self, asked: bool) -> Group:
+        """Itself: the one model is put together at the lighthouse."""
+        return self.founders
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: what is not known here the lighthouse knows."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+    @property
+    def _lead(self) -> RoundLeader:
+        assert self._leader is not None, "a follower is never asked"
+        return self._leader
+
+    def _met(self, made: Decision) -> Group:
+        """Who takes part, and how long it is waited for. Malformed."""
+        if made.kind != "exchange" or not made.members:
+            raise Malformed(-1, f"in place of an exchange the leader of this island decides to {made.kind}")
+        waits = replace(self.founders.deadlines, outer=made.seconds)
+        return replace(self.founders, ranks=made.members, view=made.view, deadlines=waits)

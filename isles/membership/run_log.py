@@ -1,0 +1,156 @@
+"""What an elastic run leaves on record beside its views, for its report, its Goodput and its repetition. Pure.
+
+RUN/members.jsonl      `Membership`'s entries, each with its moment `at`
+RUN/exchanges.jsonl    a `RoundLine` for each round of each worker, and a `StartLine` for each state that one began with
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from isles.base.parsing import MANY, Exact, read
+
+EXCHANGES = "exchanges.jsonl"
+WHOLE, LATE, ALONE = "whole", "late", "alone"
+_Number = Annotated[int, Field(strict=True, ge=-1, le=1 << 40)]
+_Seconds = Annotated[float, Field(strict=True, ge=0, le=1 << 40)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundLine(Exact):
+    """A round of worker `seat` that is over.
+
+    view: whose cell it read, -1 out of turn; spare: batches that it had read out of turn before. steps: inner steps,
+    which took `seconds` of computing. seats: who took part in its exchange; outcome: `WHOLE`, `ALONE`, or the error
+    that ended it; where a quorum is enough `LATE`: its work is in the mean of the next one. at: its end, in seconds of
+    that worker's clock.
+    """
+
+    seat: _Number
+    round: _Number
+    view: _Number
+    spare: _Number
+    steps: _Number
+    seconds: _Seconds
+    seats: Annotated[tuple[_Number, ...], MANY]
+    outcome: Annotated[str, Field(strict=True, max_length=40, pattern=r"^[A-Za-z_]\w*$")]
+    at: _Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartLine(Exact):
+    """Worker `seat` began before round `first` with the state that `donor` (-1: nobody) had after round `copied`, and
+    the means that landed there up to round `has`; the state came in `size` bytes.
+    """
+
+    seat: _Number
+    first: _Number
+    donor: _Number
+    copied: _Number
+    has: _Number
+    size: _Number
+    at: _Seconds
+
+
+def as_line(line: RoundLine | StartLine) -> dict[str, Any]:
+    """JSON-able."""
+    return asdict(line)
+
+
+def from_line(value: Any) -> RoundLine | StartLine:
+    """The line that `as_line` was given. ValueError where it is none."""
+    return read(RoundLine if isinstance(value, dict) and "outcome" in value else StartLine, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lives:
+    """What `members.jsonl` says: by seat the stretches (from, until) in seconds in which it was connected; the views as
+    (moment, number, first round, seats); counts of entries, and of words: "again" those for which a round was tried
+    again. outages: of the lighthouse, (from its last entry, until it was lit again).
+    """
+
+    present: Mapping[int, list[tuple[float, float]]]
+    views: list[tuple[float, int, int, tuple[int, ...]]]
+    counts: Counter[str]
+    end: float
+    outages: list[tuple[float, float]] = field(default_factory=list)
+
+
+def lives(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> Lives:
+    """end: of the run, in seconds of the entries' `at`; at least that of the last entry."""
+    present: dict[int, list[tuple[float, float]]] = {}
+    since: dict[int, float] = {}
+    views: list[tuple[float, int, int, tuple[int, ...]]] = []
+    counts: Counter[str] = Counter()
+    outages: list[tuple[float, float]] = []
+    last: float | None = None
+    for entry in entries:
+        at, event, seat = float(entry.get("at", 0.0)), entry["event"], entry.get("seat", -1)
+        if event == "lit" and last is not None:
+            outages.append((last, at))
+        last, end = at, max(end, at)
+        counts[event] += 1
+        if event in ("join", "back"):
+            since.setdefault(seat, at)
+        elif event in ("gone", "shut") and seat in since:
+            present.setdefault(seat, []).append((since.pop(seat), at))
+        elif event == "view":
+            view = entry["view"]
+            views.append((at, view["number"], view["since"], tuple(view["seats"])))
+        elif event == "word":
+            word = entry["word"]
+            counts["again"] += word["verdict"] == "again" and (word["attempt"] > 1 or not word["steps"])
+    for seat, at in since.items():
+        present.setdefault(seat, []).append((at, end))
+    return Lives(present=present, views=views, counts=counts, end=end, outages=outages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundAccount:
+    """The rounds of a run: how many were whole, alone (nobody to exchange with), or ended by an error, by its name;
+    `steps` that were done and how long that took; `size` bytes of `gifts`. out_of_turn: rounds without a cell.
+    """
+
+    rounds: int
+    outcomes: Counter[str]
+    out_of_turn: int
+    steps: int
+    seconds: float
+    gifts: int
+    size: int
+
+    @property
+    def alone(self) -> float:
+        """Share of the rounds in which a worker used nobody else's work."""
+        return 1.0 - (self.outcomes[WHOLE] + self.outcomes[LATE]) / self.rounds if self.rounds else 0.0
+
+
+def account(lines: Sequence[RoundLine | StartLine]) -> RoundAccount:
+    """Count the rounds and gifts in all lines of a run."""
+    rounds = [line for line in lines if isinstance(line, RoundLine)]
+    gifts = [line for line in lines if isinstance(line, StartLine) and line.donor >= 0]
+    return RoundAccount(
+        rounds=len(rounds),
+        outcomes=Counter(line.outcome for line in rounds),
+        out_of_turn=sum(line.view < 0 for line in rounds),
+        steps=sum(line.steps for line in rounds),
+        seconds=sum(line.seconds for line in rounds),
+        gifts=len(gifts),
+        size=sum(line.size for line in gifts),
+    )
+
+
+def goodput(counted: int, done: RoundAccount, there: Lives) -> float:
+    """Share of the time for which workers were there that they spent in steps that count.
+
+    counted: inner steps whose work is in the weights at the end. Steps are taken to be alike; what a step of a dead
+    worker took that nobody heard of is not computing here.
+    """
+    seconds = sum(until - since for stretches in there.present.values() for since, until in stretches)
+    share = min(counted / done.steps, 1.0) if done.steps else 0.0
+    return done.seconds * share / seconds if seconds else 0.0

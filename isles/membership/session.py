@@ -1,0 +1,177 @@
+"""What the control plane of a run needs of whatever carries it: all of its messages, all of its time, all of its waits.
+
+`session.Session` is one between processes, `membership.simulated.VirtualSession` one on the virtual clock.
+
+    callbacks   one at a time, in the order of what came; no callback waits
+    condition   guards what callbacks and a worker's own thread share; its `wait_for` is the only place where one waits
+    later       in the place of threads of one's own
+
+What was not taken from others, counted: by the seat that said it, and by the reason.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Annotated, Any, Protocol
+
+from pydantic import Field
+
+from isles.base.parsing import Str, read
+
+_MOST = 256  # reasons that are told apart: what a stranger writes must not fill the memory
+_LONGEST = 100  # characters
+OTHERS = "other reasons"
+RefusalRow = tuple[int, str, int]
+_Rows = Annotated[
+    list[
+        tuple[
+            Annotated[int, Field(strict=True, ge=-1, lt=1 << 30)],
+            Annotated[Str, Field(max_length=_LONGEST)],
+            Annotated[int, Field(strict=True, gt=0, lt=1 << 53)],
+        ]
+    ],
+    Field(max_length=_MOST + 1, fail_fast=True),
+]
+
+
+class Refusals(Counter[tuple[int, str]]):
+    """By (seat, reason); seat -1: somebody without a seat, or in another's name. Safe to call from several threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def note(self, seat: int, why: str) -> None:
+        """Once more."""
+        key = (seat, why[:_LONGEST])
+        with self._lock:
+            if key not in self and len(self) >= _MOST:
+                key = (-1, OTHERS)
+            self[key] += 1
+
+    def rows(self) -> list[RefusalRow]:
+        """(seat, reason, how often), JSON-able."""
+        with self._lock:
+            return [(seat, why, times) for (seat, why), times in sorted(self.items())]
+
+
+def together(told: Iterable[Sequence[RefusalRow]]) -> list[RefusalRow]:
+    """The rows of several workers put together, as if one had refused all of it."""
+    every = Refusals()
+    for seat, why, times in chain.from_iterable(told):
+        key = (seat, why) if (seat, why) in every or len(every) < _MOST else (-1, OTHERS)
+        every[key] += times
+    return every.rows()
+
+
+def told_rows(told: object) -> list[RefusalRow]:
+    """`rows` as another machine tells them. ValueError where they are none."""
+    return read(_Rows, told, "a list of refusals that is none")
+
+
+Answered = Callable[[bytes | None, bytes | None], None]
+"""Called with a reply, or with why there is none."""
+
+
+class Query(Protocol):
+    """A question that came in; answer it once, now or later."""
+
+    @property
+    def payload(self) -> bytes:
+        """What is asked."""
+
+    @property
+    def attachment(self) -> bytes:
+        """What is said beside."""
+
+    def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
+        """Answer with `data`, or with what `data()` is once it can leave: long answers are not kept in memory."""
+
+    def refuse(self, why: bytes) -> None:
+        """Answer with a refusal, which the asker gets apart from replies."""
+
+
+class Condition(Protocol):
+    """As `threading.Condition` of a lock that its holder may take again."""
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, kind: Any, error: Any, at: Any, /) -> Any: ...
+    def notify_all(self) -> None: ...
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool: ...
+
+
+class Timer(Protocol):
+    """What `later` has begun."""
+
+    def cancel(self) -> None:
+        """Have it not called, if it was not yet. Safe to call twice."""
+
+
+class SideWork(Protocol):
+    """What `aside` has made."""
+
+    def start(self) -> None:
+        """Begin it. Once."""
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, so many seconds at most."""
+
+
+class ControlSession(Protocol):
+    """Of one member, or of the lighthouse. refused: counts what is not taken. taken: bytes that were said to it.
+
+    beats: whether who is there must say so each second; else members speak where they have something to say, and the
+    lighthouse acts when it is told to.
+    """
+
+    refused: Refusals
+    taken: int
+    beats: bool
+
+    @property
+    def relayed(self) -> int:
+        """Bytes that others have said to each other over this one."""
+
+    def now(self) -> float:
+        """Seconds of the clock that `later` counts by."""
+
+    def wall(self) -> float:
+        """Seconds of the clock that journals are written by."""
+
+    def condition(self) -> Condition:
+        """A new one."""
+
+    def later(self, call: Callable[[], None], seconds: float = 0.0) -> Timer:
+        """Have `call` called in a callback after `seconds`; 0: behind what has come by now."""
+
+    def aside(self, work: Callable[[], None]) -> SideWork:
+        """What does `work`, which may take a while, beside all callbacks, once it is started."""
+
+    def serve(self, key: str, answer: Callable[[Any], None]) -> None:
+        """Have `answer` called with every `Query` to `key`."""
+
+    def ask(
+        self,
+        key: str,
+        payload: bytes,
+        answered: Answered,
+        *,
+        attachment: bytes | None = None,
+        seconds: float,
+        urgent: bool = False,
+    ) -> None:
+        """Ask whoever serves `key`; `answered` is called once, in a callback, with (None, None) where no answer has
+        come within `seconds`. What is `urgent` goes before bulk, and returns at once. OSError once it is closed.
+        """
+
+    def present(self, key: str) -> None:
+        """Be seen under `key` by those who `watch` it."""
+
+    def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
+        """Have `changed(key, whether it is present)` called for those that match `keys`, now and at each change."""
+
+    def seen(self, name: str) -> str:
+        """The address from which the session of that name comes; "" where it does not."""

@@ -1,0 +1,578 @@
+"""What becomes of a run on the virtual clock through a trace's joins, deaths, pauses and outages.
+
+    join          a seat, at the start of the worker's thread
+    kill          its thread ends and what is on its line is lost; `_TOLD` later the others' connections break
+    pause         a lease later the connection counts as broken, until it is back
+    leave         the worker is told to
+    lighthouse    away: no questions are answered; then another one goes on from its journal
+
+The lighthouse, and the lines to it, are those between processes (`Lighthouse`, `Company`), over sessions of the virtual
+clock (`session`); between workers messages take what the links say. Who waits is asked again when something has
+changed, as if it had asked all the time.
+
+Sessions of a run on the virtual clock, as `isles.membership.tls_session.Session` is one between processes.
+
+    ask          takes `WAY` there and `WAY` back; none after `BACK` where nobody serves, or the asker is cut off
+    later        an event of the timeline
+    condition    the turn of a worker, whose `wait_for` blocks in virtual time
+
+What is for a paused worker comes when it is back, what is for a dead one never.
+
+Who speaks, on the virtual clock: known, where between processes it is heard.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from isles.comm.errors import PeerLost
+from isles.comm.tags import Tag
+from isles.comm.virtual.scheduler import Scheduler, VirtualWorker
+from isles.comm.virtual.transport import VirtualTransport
+from isles.comm.virtual.wire import VirtualWire, VirtualWork
+from isles.membership.client import Company
+from isles.membership.coordinator import RoundsAssembly
+from isles.membership.effects import Rules
+from isles.membership.failure_detector import SILENT, Presence
+from isles.membership.journal import Journal
+from isles.membership.keys import LIGHTHOUSE, SeatKeys
+from isles.membership.lighthouse import GRACE, Lighthouse
+from isles.membership.messages import Entry, Over
+from isles.membership.requests import BEAT
+from isles.membership.session import Answered, Query, Refusals
+from isles.membership.state_transfer import Giver
+from isles.network.churn import ChurnEvent
+from isles.network.engine import ARRIVED, LAST, Event, EventQueue
+
+WAY = 0.02
+"""Seconds that a word takes."""
+BACK = 0.5
+"""Seconds until a worker finds the lighthouse again."""
+_LONG = 1024  # bytes from which on an answer of one worker to another takes what the links say
+_NUMBERS = 1 << 30  # of such messages, apart from those of control
+
+
+class VirtualNetwork:
+    """Where all sessions of a run meet; long answers of one worker to another go over `wire`. cut: seats that reach
+    nobody now. asked: called when a question has been dealt with.
+    """
+
+    def __init__(self, scheduler: Scheduler, wire: VirtualWire) -> None:
+        self.scheduler, self.timeline, self._wire = scheduler, scheduler.timeline, wire
+        self._carried = count(_NUMBERS)
+        self.cut: set[int] = set()
+        self.asked: Callable[[], None] = lambda: None
+        self.serving: dict[str, tuple[VirtualSession, Callable[[Query], None]]] = {}
+        self.watching: list[tuple[VirtualSession, str, Callable[[str, bool], None]]] = []
+
+    def served(self, key: str) -> tuple[VirtualSession, Callable[[Query], None]] | None:
+        """By whom `key` is served now, and how."""
+        found = self.serving.get(key)
+        return found if found is not None and found[0].is_open else None
+
+    def carry(self, source: int, target: int, data: bytes, come: Callable[[bool], None]) -> None:
+        """Over the lines of both workers; `come` is told whether it has come."""
+        workers, tag = self.scheduler.workers, Tag("control", next(self._carried))
+        out = torch.empty(len(data), dtype=torch.uint8, device="cpu")
+        receive = VirtualWork(workers[target], source, out, None)
+        receive.waiter = _Carried(come)
+        self._wire.recv(target, source, tag, receive)
+        sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._wire.send(source, target, sent, tag, VirtualWork(workers[source], target, None, None))
+
+    def seen(self, key: str, there: bool) -> None:
+        """What is present under `key` comes or goes, now."""
+        for session, keys, changed in [*self.watching]:
+            if session.is_open and fnmatchcase(key, keys):
+                changed(key, there)
+
+
+class _Carried:
+    """Waits for a message."""
+
+    def __init__(self, come: Callable[[bool], None]) -> None:
+        self._come = come
+
+    def one_done(self, work: VirtualWork) -> None:
+        """It has come, or never will."""
+        self._come(work.error is None)
+
+
+class _Aside:
+    """See `isles.membership.session.SideWork`; it takes no time."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.start = work
+
+    def join(self, timeout: float | None = None) -> None:
+        """It is done."""
+
+
+class VirtualQuery:
+    """See `isles.membership.session.Query`."""
+
+    def __init__(self, payload: bytes, attachment: bytes, answer: Answered) -> None:
+        self.payload, self.attachment, self._answer = payload, attachment, answer
+
+    def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
+        self._answer(data if isinstance(data, bytes) else data(), None)
+
+    def refuse(self, why: bytes) -> None:
+        self._answer(None, why)
+
+
+class VirtualTimer:
+    """See `isles.membership.session.Timer`."""
+
+    def __init__(self, timeline: EventQueue, event: Event) -> None:
+        self._timeline = timeline
+        self._event: Event | None = event
+
+    def cancel(self) -> None:
+        event, self._event = self._event, None
+        if event is not None:
+            self._timeline.cancel(event)
+
+
+class _Sleep:
+    """What a worker that waits is blocked on."""
+
+    error: BaseException | None = None
+
+    def fail(self, error: Exception) -> None:
+        """Nobody is left who could wake it."""
+        self.error = error
+
+
+class VirtualCondition:
+    """See `isles.membership.session.Condition`. worker: who may wait on it; None: nobody."""
+
+    def __init__(self, scheduler: Scheduler, worker: VirtualWorker | None) -> None:
+        self._scheduler, self._worker = scheduler, worker
+        self._sleep: _Sleep | None = None
+
+    def __enter__(self) -> None:
+        if self._worker is not None:
+            self._worker.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, at: Any, /) -> None:
+        if self._worker is not None:
+            self._worker.__exit__(kind, error, at)
+
+    def notify_all(self) -> None:
+        """In a turn, or an event: whoever waits looks again."""
+        if self._sleep is not None:
+            self._wake(self._sleep)
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        """In the worker's own turn, which others have meanwhile."""
+        worker, scheduler = self._worker, self._scheduler
+        assert worker is not None and not scheduler.depth, "a worker's own thread waits, and holds nothing else"
+        until = math.inf if timeout is None else worker.clock + timeout
+        while not (is_over := predicate()) and worker.clock < until:
+            sleep = self._sleep = _Sleep()
+            end = [scheduler.timeline.at(worker.back(until), LAST, worker.rank, self._wake, sleep)] * (until < math.inf)
+            scheduler.block(worker, sleep)
+            for event in end:
+                scheduler.timeline.cancel(event)
+            if sleep.error is not None:
+                raise sleep.error
+            scheduler.turn_anew(worker)
+        return is_over
+
+    def _wake(self, sleep: _Sleep) -> None:
+        worker, timeline = self._worker, self._scheduler.timeline
+        if worker is None or worker.awaits is not sleep:
+            return
+        back = worker.back(timeline.now)
+        if back > timeline.now:  # a paused worker hears of it when it is back
+            timeline.at(back, ARRIVED, worker.rank, self._wake, sleep)
+            return
+        self._sleep = None
+        self._scheduler.wake(worker)
+
+
+class VirtualSession:
+    """See `isles.membership.session.ControlSession`. worker: whose it is; None: the lighthouse's, which is never
+    paused and waits for nothing.
+    """
+
+    beats = False
+
+    relayed = 0
+
+    def __init__(self, network: VirtualNetwork, worker: VirtualWorker | None = None) -> None:
+        self.refused, self.taken, self.is_open = Refusals(), 0, True
+        self._network, self._worker, self._timeline = network, worker, network.timeline
+        self._rank = -1 if worker is None else worker.rank
+
+    def now(self) -> float:
+        worker = self._worker
+        return self._timeline.now if worker is None or self._network.scheduler.is_held else worker.clock
+
+    wall = now
+
+    def condition(self) -> VirtualCondition:
+        return VirtualCondition(self._network.scheduler, self._worker)
+
+    def later(self, call: Callable[[], None], seconds: float = 0.0) -> VirtualTimer:
+        with self.condition():
+            return VirtualTimer(self._timeline, self._at(self._timeline.now + seconds, self._rank, call))
+
+    def aside(self, work: Callable[[], None]) -> _Aside:
+        return _Aside(work)
+
+    def serve(self, key: str, answer: Callable[[Query], None]) -> None:
+        self._network.serving[key] = self, answer
+
+    def ask(
+        self,
+        key: str,
+        payload: bytes,
+        answered: Answered,
+        *,
+        attachment: bytes | None = None,
+        seconds: float,
+        urgent: bool = False,
+    ) -> None:
+        network, timeline, once = self._network, self._timeline, [answered]
+
+        def settle(reply: bytes | None, refusal: bytes | None) -> None:
+            if once:
+                once.pop()(reply, refusal)
+
+        def arrive() -> None:
+            found = None if self._rank in network.cut else network.served(key)
+            if found is None:
+                self._at(timeline.now + BACK, self._rank, partial(settle, None, None))
+                return
+            other, answer = found
+
+            def answer_with(reply: bytes | None, refusal: bytes | None) -> None:
+                if reply is not None and len(reply) > _LONG and min(self._rank, other._rank) >= 0:
+                    network.carry(other._rank, self._rank, reply, lambda come: settle(reply if come else None, None))
+                else:
+                    self._at(timeline.now + WAY, max(self._rank, other._rank), partial(settle, reply, refusal))
+                answers.append(reply)
+
+            answers: list[bytes | None] = []
+            answer(VirtualQuery(payload, attachment or b"", answer_with))
+            if not answers or len(answers[0] or b"") > _LONG:
+                self._at(timeline.now + seconds, self._rank, partial(settle, None, None))
+            network.asked()
+
+        with self.condition():
+            found = network.served(key)
+            to = self if found is None else found[0]
+            timeline.at(to.back(timeline.now + WAY), ARRIVED, max(self._rank, to._rank), arrive)
+
+    def present(self, key: str) -> None:
+        """Whoever has events happen says who is there, see `VirtualNetwork.seen`."""
+
+    def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
+        self._network.watching.append((self, keys, changed))
+
+    def seen(self, name: str) -> str:
+        return name
+
+    def back(self, time: float) -> float:
+        """`time` if its worker is not paused then, else when it is back."""
+        return time if self._worker is None else self._worker.back(time)
+
+    def close(self) -> None:
+        """Be gone: nothing comes any more."""
+        self.is_open = False
+
+    def _at(self, time: float, rank: int, call: Callable[[], None]) -> Event:
+        def act() -> None:
+            if self.is_open:
+                call()
+
+        return self._timeline.at(self.back(time), ARRIVED, rank, act)
+
+
+class KnownPresence(Presence):
+    """Whoever is not paused has just spoken; whoever is, half a beat before that. paused_at: when each was last."""
+
+    def __init__(self, scheduler: Scheduler, paused_at: Mapping[int, float]) -> None:
+        super().__init__()
+        self._scheduler, self._paused_at = scheduler, paused_at
+
+    @override
+    def others_of(self, seat: int) -> list[int]:
+        self._pass(self._scheduler.timeline.now)
+        return super().others_of(seat)
+
+    @override
+    def _pass(self, at: float) -> None:
+        self._now, workers = at, self._scheduler.workers
+        for seat in self._heard:
+            is_away = workers[seat].back(at) > at
+            self._heard[seat] = self._paused_at.get(seat, at) - BEAT / 2 if is_away else at
+
+
+_TOLD = 0.2  # seconds until a death is noticed
+
+
+class _Memory(Journal):
+    """A journal that is never on a disk."""
+
+    def __init__(self, entries: list[dict[str, Any]]) -> None:
+        self.entries = entries
+
+    @override
+    def append(self, entry: dict[str, Any]) -> None:
+        self.entries.append(entry)
+
+    @override
+    def commit(self) -> None: ...
+
+
+class _Keys(SeatKeys):
+    """Which nobody is to know, as nobody else is here."""
+
+    def __init__(self) -> None:
+        self._secret = bytes(32)
+
+
+class VirtualMeeting:
+    """A run of `rules` through the changes of `trace`; `journal` gets what its lighthouses must not forget. lease:
+    seconds of silence after which a connection counts as broken. heard: called with what workers report.
+
+    counts: what happened. lives: by seat (its start, its end) in seconds; an end of None: until the end of the run.
+    finished: seats that have done the last round. is_over: whether all members have.
+    """
+
+    def __init__(
+        self, rules: Rules, trace: Sequence[ChurnEvent], lease: float, heard: Callable[[int, Any], None]
+    ) -> None:
+        self.rules, self.trace, self.lease, self._heard = rules, trace, lease, heard
+        self.journal: list[dict[str, Any]] = []
+        self.counts: Counter[str] = Counter()
+        self.lives: dict[int, tuple[float, float | None]] = {}
+        self.companies: dict[int, Company] = {}
+        self.finished: set[int] = set()
+        self.is_over = False
+        self._paused_at: dict[int, float] = {}
+        self._lighthouse: Lighthouse | None = None
+        self._ticks_at = -1.0
+
+    def open(self, scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport]) -> None:
+        """Before the workers' threads begin: have everything happen at its time."""
+        self.scheduler, self.wire, self.transports = scheduler, wire, transports
+        self.timeline, self.network = scheduler.timeline, VirtualNetwork(scheduler, wire)
+        self.network.asked = self._asked
+        self._cut, self._keys = self.network.cut, _Keys()
+        self.sessions = [VirtualSession(self.network, worker) for worker in scheduler.workers]
+        self.leaving = [threading.Event() for _ in scheduler.workers]
+        self._seated = [session.condition() for session in self.sessions]
+        self._light(RoundsAssembly(self.rules))
+        for worker in scheduler.workers:
+            self._at(worker.clock, partial(self._join, worker.rank))
+        for event in self.trace:
+            act = {"kill": self._kill, "leave": self._leave, "pause": self._pause, "resume": self._resume}.get(
+                event.kind
+            )
+            if event.kind == "lighthouse":
+                self._at(event.at, partial(self._outage, event.number))
+            elif act is not None:
+                self._at(event.at, partial(self._once_there, int(event.number), act))
+
+    @property
+    def membership(self) -> RoundsAssembly | None:
+        """The lighthouse's; None while it is away."""
+        return None if self._lighthouse is None else self._assembly
+
+    def seated(self, seat: int) -> Company | None:
+        """The line of the worker in `seat`, for its thread, once it has that seat; None: the run is over before."""
+        with self._seated[seat]:
+            self._seated[seat].wait_for(lambda: seat in self.companies or self.is_over)
+        return None if self.is_over else self.companies[seat]
+
+    def alive(self) -> list[int]:
+        """Seats that have come and are neither dead nor gone."""
+        return [seat for seat, (_, end) in self.lives.items() if end is None]
+
+    def gone(self, seat: int) -> None:
+        """`seat` has ended by itself."""
+        if not self.is_over:
+            self.lives[seat] = self.lives[seat][0], self.timeline.now
+            self.sessions[seat].close()
+            self._break(seat)
+
+    def end(self) -> None:
+        """The run is over for all."""
+        self.is_over = True
+        (self._lighthouse or self._light(self._assembly)).tell(self.alive(), Over())
+        for seated in self._seated:
+            seated.notify_all()
+
+    # Events
+
+    def _at(self, seconds: float, act: Callable[[], None]) -> None:
+        self.timeline.at(seconds, ARRIVED, -1, act)
+
+    def _once_there(self, seat: int, act: Callable[[int], None]) -> None:
+        """Where the lighthouse is away a worker gets its seat late, and what happens to it happens after that."""
+        if self.is_over:
+            return
+        if seat not in self.lives:
+            self._at(self.timeline.now + BACK, partial(self._once_there, seat, act))
+        elif self.lives[seat][1] is None:
+            act(seat)
+
+    def _join(self, seat: int) -> None:
+        if self.is_over:
+            return
+        if self._lighthouse is None or seat > len(self.lives):  # seats are given in the order of those who come
+            self._at(self.timeline.now + BACK, partial(self._join, seat))
+            return
+        self.lives[seat] = self.timeline.now, None
+        self._lighthouse.act(lambda now: self._assembly.join(now, "virtual"))
+        entry = Entry(seat, self._keys.of(seat))
+        company = self.companies[seat] = Company(self.sessions[seat], entry)
+        company.waits = self.transports[seat]
+        self.transports[seat].doubt = partial(self._doubt, company)
+        for other in self.lives:
+            if self.lives[other][1] is not None or other in self._cut:
+                company.connection(other, broken=True)
+        self._seated[seat].notify_all()
+
+    def _kill(self, seat: int) -> None:
+        self.counts["deaths"] += 1
+        self.lives[seat] = self.lives[seat][0], self.timeline.now
+        self.sessions[seat].close()
+        self.wire.dead(seat)
+        self.transports[seat].died(self.timeline.now, PeerLost(seat, "it died"))
+        self.scheduler.kill(self.scheduler.workers[seat])
+        self._at(self.timeline.now + _TOLD, partial(self._break, seat))
+
+    def _break(self, seat: int) -> None:
+        self._cut.add(seat)
+        self.wire.cut(seat, "its connection broke")
+        for other in self.alive():
+            if other != seat:
+                self.companies[other].connection(seat, broken=True)
+        self._seen(seat, there=False)
+        self._look()
+
+    def _seen(self, seat: int, *, there: bool) -> None:
+        """The lighthouse, where it is there, is told of a connection."""
+        self.network.seen(f"isles/seat/{seat}", there)
+        self._mind_graces()
+
+    def _leave(self, seat: int) -> None:
+        self.counts["leaves"] += 1
+        self.leaving[seat].set()
+
+    def _pause(self, seat: int) -> None:
+        self.counts["pauses"] += 1
+        now = self._paused_at[seat] = self.timeline.now
+        back = self.scheduler.workers[seat].back(now)
+        if back > now + self.lease:
+            self._at(now + self.lease, partial(self._once_there, seat, self._break))
+        if back > now + SILENT:
+            self._at(now + SILENT, partial(self._once_there, seat, lambda _: self._tick()))
+
+    def _resume(self, seat: int) -> None:
+        if seat in self._cut:
+            self._cut.discard(seat)
+            self.wire.mend(seat)
+            for other in self.alive():
+                if other not in self._cut:
+                    self.companies[other].connection(seat, broken=False)
+            self._seen(seat, there=True)
+        self._poke(seat)
+
+    def _doubt(self, company: Company, seat: int) -> None:
+        """`company` waits for `seat`: that one has just spoken, if it is there, so nobody need be asked."""
+        if self.scheduler.workers[seat].back(self.timeline.now) > self.timeline.now:
+            company.doubt(seat)
+
+    def _tick(self) -> None:
+        if self._lighthouse is not None:
+            self._lighthouse.tick()
+            self._mind_graces()
+
+    def _outage(self, seconds: float) -> None:
+        if self.is_over or self._lighthouse is None:
+            return
+        self.counts["outages"] += 1
+        self._lighthouse.close()
+        self._session.close()
+        self._lighthouse = None
+        self._at(self.timeline.now + seconds, self._restart)
+
+    def _light(self, assembly: RoundsAssembly) -> Lighthouse:
+        self._assembly, self._newest = assembly, assembly.newest_round
+        self._session = VirtualSession(self.network)
+        self._lighthouse = Lighthouse(
+            self._session,
+            assembly,
+            _Memory(self.journal),
+            self._keys,
+            config="",
+            version="",
+            heard=self._heard,
+            presence=KnownPresence(self.scheduler, self._paused_at),
+        )
+        Giver(self._session, LIGHTHOUSE, lambda line: None, comes=lambda what: False)  # it keeps no states
+        return self._lighthouse
+
+    def _restart(self) -> None:
+        now = self.timeline.now
+        self._light(RoundsAssembly(self.rules, self.journal, until=now + GRACE))
+        for seat in self.alive():
+            if seat not in self._cut:
+                self._at(now + BACK, partial(self._return, seat))
+        self._session.later(self._tick, GRACE)
+
+    def _return(self, seat: int) -> None:
+        if self._lighthouse is not None and self.lives[seat][1] is None and seat not in self._cut:
+            self._seen(seat, there=True)
+            self._poke(seat)
+
+    def _poke(self, seat: int) -> None:
+        with self.companies[seat].changed:
+            self.companies[seat].poke()
+
+    # Words
+
+    def _asked(self) -> None:
+        """The lighthouse has dealt with a word."""
+        if self._lighthouse is None:
+            return
+        self._mind_graces()
+        if self._assembly.finished:
+            self.finished |= self._assembly.finished
+            self._look()
+        if self._assembly.newest_round > self._newest:
+            self._newest = self._assembly.newest_round
+            for seat in self.alive():
+                if self.companies[seat].is_waiting:
+                    self._poke(seat)
+
+    def _mind_graces(self) -> None:
+        """Tick when the next one ends."""
+        end = self._assembly.ballots.graces.next
+        if self._lighthouse is not None and end is not None and end > self.timeline.now and end != self._ticks_at:
+            self._ticks_at = end
+            self._session.later(self._tick, end - self.timeline.now)
+
+    def _look(self) -> None:
+        """The run is over once all that are in it have done their last round."""
+        if self.is_over or self._lighthouse is None:
+            return
+        members = self._assembly.members()
+        if members and set(members) <= self.finished:
+            self.end()

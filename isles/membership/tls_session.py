@@ -1,0 +1,484 @@
+"""What the processes of an elastic run say to each other behind a few verbs: over TLS 1.3, passed on by a `Hub`.
+
+    open_router(credentials, address)    the lighthouse: a hub
+    open_session(token, address)         whoever goes to it; what it says to other clients goes over that one
+    ask / answer / serve                 a question and its answer (`answer` waits for it)
+    present / watch                      who is there: told when a process ends, stands still or is cut off
+
+A client whose connection breaks makes it anew by itself, under whatever address its hub's name then has, and says again
+what it serves, where it is seen and what it watches; meanwhile its questions have no answer, and nobody is there. A
+process may fork, and end without closing its session.
+
+A client's connection to a hub: made anew whenever it breaks, and everything declared on it said again.
+
+All of it runs in the loop's thread, but for `opened` and `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from asyncio import TimerHandle
+from asyncio import get_running_loop as own_loop
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from queue import SimpleQueue
+
+from isles.comm.credentials import Credentials, Token
+from isles.comm.sockets import loop
+from isles.comm.sockets.addresses import listen, parse_address
+from isles.comm.sockets.connection import PIECE, SILENCE, Connection, LinkLost, reason
+from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
+from isles.membership.hub import LONGEST, MAX_MESSAGE, Frame, FrameKind, Hub, Peer, frame_of, packed
+from isles.membership.keys import TIES
+from isles.membership.p2p.stream import TICKET
+from isles.membership.session import Refusals
+
+_WAITING = 64 << 20  # bytes of its own words that wait to be sent
+_AGAIN, _SELDOM = 0.1, 1.0  # seconds until the next try: twice as many each time
+_DECLARES = (FrameKind.SERVE, FrameKind.PRESENT, FrameKind.WATCH)
+BROKEN = (OSError, EOFError, RuntimeError, ValueError)  # what a connection may end by, TLS's and the proof's included
+
+
+class Uplink:
+    """To the hub at host:port, for whoever has `token`. heard: called with what the hub says. lost: called when the
+    connection breaks, and what was asked has no answer.
+
+    where: host and port. name: as the hub has said last. is_local: whether the hub is on this machine.
+    """
+
+    def __init__(
+        self,
+        token: Token,
+        host: str,
+        port: int,
+        heard: Callable[[Frame, bool], bool],
+        lost: Callable[[], None],
+    ) -> None:
+        self._token, self.where, self._heard, self._lost = token, (host, port), heard, lost
+        self.name, self.is_local = "", False
+        self._declared: list[Frame] = []
+        self._line: Connection | None = None
+        self._welcomed = asyncio.Event()
+        self._why: Exception | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, seconds: float) -> None:
+        """Be connected within `seconds`. LinkLost with the last reason; TokenRefused where what answers is another
+        machine than the token's.
+        """
+        self._task = asyncio.get_running_loop().create_task(self._keep())
+        welcomed = asyncio.ensure_future(self._welcomed.wait())
+        await asyncio.wait((self._task, welcomed), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        welcomed.cancel()
+        if self._task.done():
+            self._task.result()
+        if not self._welcomed.is_set():
+            await self.end()
+            why = self._why or TimeoutError()
+            raise LinkLost(str(why) if isinstance(why, TokenRefused | LinkLost) else reason(why, seconds)) from why
+
+    def send(self, frame: Frame, urgent: bool) -> None:
+        """Say it, or keep it until it can be said where it declares something."""
+        if frame.kind in _DECLARES:
+            self._declared.append(frame)
+        if self._line is None:
+            sent, answer = False, Frame(FrameKind.NOBODY, frame.number)
+        else:
+            sent = self._line.send(packed(frame), urgent=urgent)
+            answer = Frame(FrameKind.REFUSAL, frame.number, payload=b"later")
+        if frame.kind == FrameKind.ASK and not sent:
+            self._heard(answer, True)
+
+    async def end(self) -> None:
+        """Be gone, once what was said has left."""
+        line, task = self._line, self._task
+        if line is not None:
+            await line.close()
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _keep(self) -> None:
+        pause = _AGAIN
+        while True:
+            try:
+                streams = await dial(*self.where, SILENCE, self._token)
+                pause = _AGAIN
+                await self._attend(Connection(*streams, SILENCE, longest=LONGEST, most=_WAITING))
+            except BROKEN as error:
+                is_another = isinstance(error, TokenRefused) and not isinstance(error, SecretRefused)
+                if is_another and not self._welcomed.is_set():
+                    raise
+                self._why = error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _SELDOM)
+
+    async def _attend(self, line: Connection) -> None:
+        def heard(word: bytes | bytearray, urgent: bool) -> None:
+            frame = frame_of(word)
+            if frame.kind != FrameKind.WELCOME:
+                self._heard(frame, urgent)
+                return
+            self.name, self.is_local = frame.key, line.here == line.there
+            line.silence.seconds = frame.milliseconds / 1000
+            for one in self._declared:
+                line.send(packed(one), urgent=True)
+            self._line = line
+            self._welcomed.set()
+
+        try:
+            await line.run(heard)
+        finally:
+            line.abort()
+            if self._line is not None:
+                self._line = None
+                self._lost()
+
+
+_LOG = logging.getLogger(__name__)
+_QUEUED = 8 << 20  # bytes of questions that wait for the session's thread
+_OF_ITSELF = 1024  # bytes that a question takes beside what it says
+_LATE = 1.0  # seconds behind its time until whoever waits for an answer counts it as none
+_ENDS = 5.0  # seconds for a session to be closed
+_Answered = Callable[[bytes | None, bytes | None], None]
+
+
+class Alarm:
+    """See `isles.membership.session.Timer`."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call: Callable[[], None] | None = call
+
+    def cancel(self) -> None:
+        """Have it not called, if it was not yet. Safe to call twice."""
+        self._call = None
+
+    def ring(self) -> None:
+        """Call it."""
+        call = self._call
+        if call is not None:
+            call()
+
+
+class IncomingQuery:
+    """A question that came in; answer it once. payload, attachment: what it says, and what goes beside that."""
+
+    def __init__(self, session: Session, frame: Frame) -> None:
+        self._session, self._number = session, frame.number
+        self.payload, self.attachment = bytes(frame.payload), bytes(frame.beside)
+
+    def reply(self, data: bytes | Callable[[], bytes] = b"") -> None:
+        """Answer with `data`, or what `data()` is."""
+        data = data if isinstance(data, bytes) else data()
+        self._session.say(Frame(FrameKind.REPLY, self._number, payload=data), urgent=len(data) <= PIECE)
+
+    def refuse(self, why: bytes) -> None:
+        """Answer with a refusal, which the asker gets apart from replies."""
+        self._session.say(Frame(FrameKind.REFUSAL, self._number, payload=why), urgent=True)
+
+
+class Session:
+    """An open connection to a run.
+
+    All callbacks run in one thread of the session's own, one after the other, in the order of what came. Questions that
+    come faster than that thread answers them are turned away, so that they cannot fill the memory.
+
+    refused: counts what those who serve on this session did not take. port: that a router listens at. taken: bytes
+    that were said to this session.
+    """
+
+    beats = True
+
+    def __init__(self) -> None:
+        self.refused, self.port, self.taken = Refusals(), 0, 0
+        self._hub: Hub | None = None
+        self._uplink: Uplink | None = None
+        self._own = Peer("", "", self._came)
+        self._numbers = count(1)
+        self._asked: dict[int, tuple[_Answered, TimerHandle]] = {}
+        self._serves: dict[str, Callable[[IncomingQuery], None]] = {}
+        self._watches: dict[int, tuple[set[str], Callable[[str, bool], None]]] = {}
+        self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._closed = False
+        self._queued = 0  # bytes
+        self._thread = threading.Thread(target=self._work, name="isles-session", daemon=True)
+
+    # The verbs
+
+    def serve(self, key: str, answer: Callable[[IncomingQuery], None]) -> None:
+        """Have `answer` called with every question to `key`."""
+        self._serves[key] = answer
+        self.say(Frame(FrameKind.SERVE, 0, key))
+
+    def ask(
+        self,
+        key: str,
+        payload: bytes,
+        answered: _Answered,
+        *,
+        attachment: bytes | None = None,
+        seconds: float,
+        urgent: bool = False,
+    ) -> None:
+        """Ask whoever serves `key`. answered(reply, None), answered(None, refusal), or answered(None, None) where no
+        answer has come within `seconds`, or nobody is known to take it; called once. OSError once it is closed.
+        """
+        if self._closed:
+            raise OSError("the session is closed")
+        number = next(self._numbers)
+        frame = Frame(FrameKind.ASK, number, key, payload, attachment or b"", round(1000 * seconds))
+        loop.call(self._ask, frame, answered, seconds, urgent)
+
+    def answer(
+        self,
+        key: str,
+        payload: bytes,
+        *,
+        attachment: bytes | None = None,
+        seconds: float,
+        urgent: bool = False,
+    ) -> tuple[bytes | None, bytes | None]:
+        """`ask`, and wait for what it would call `answered` with. Not for the session's own thread, which would wait
+        for itself.
+        """
+        done, answers = threading.Event(), list[tuple[bytes | None, bytes | None]]()
+
+        def answered(reply: bytes | None, refusal: bytes | None) -> None:
+            answers.append((reply, refusal))
+            done.set()
+
+        self.ask(key, payload, answered, attachment=attachment, seconds=seconds, urgent=urgent)
+        return answers[0] if done.wait(seconds + _LATE) else (None, None)
+
+    def present(self, key: str) -> None:
+        """Be seen under `key` by those who `watch` it, until the process ends or this session is closed."""
+        self.say(Frame(FrameKind.PRESENT, 0, key))
+
+    def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
+        """Have `changed(key, whether it is present)` called for every key that matches `keys`, first for those that are
+        present already, then at each change.
+        """
+        number = next(self._numbers)
+        self._watches[number] = set(), changed
+        self.say(Frame(FrameKind.WATCH, number, keys))
+
+    def later(self, call: Callable[[], None], seconds: float = 0.0) -> Alarm:
+        """Have `call` called in the session's thread after `seconds`; 0: behind what has come by now."""
+        alarm = Alarm(call)
+        if seconds > 0:
+            loop.call(lambda: own_loop().call_later(seconds, self._todo.put, alarm.ring))
+        else:
+            self._todo.put(alarm.ring)
+        return alarm
+
+    def now(self) -> float:
+        """Seconds of the clock that `later` counts by."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """Seconds since 1970."""
+        return time.time()
+
+    def condition(self) -> threading.Condition:
+        """See `isles.membership.session.Condition`."""
+        return threading.Condition(threading.RLock())
+
+    def aside(self, work: Callable[[], None]) -> threading.Thread:
+        """What does `work`, which may take a while, beside all callbacks, once it is started."""
+        return threading.Thread(target=work, name="isles-aside", daemon=True)
+
+    def name(self) -> str:
+        """The hub's name of this session, which others see."""
+        return "" if self._uplink is None else self._uplink.name
+
+    def seen(self, name: str) -> str:
+        """The address from which the session of that name comes to this router; "" where it does not."""
+        return "" if self._hub is None else self._hub.seen(name)
+
+    def is_local(self) -> bool:
+        """Whether the router of this client is on the same machine."""
+        return self._uplink is not None and self._uplink.is_local
+
+    @property
+    def relayed(self) -> int:
+        """Bytes that the clients of this router have said to each other."""
+        return 0 if self._hub is None else self._hub.relayed
+
+    def say(self, frame: Frame, *, urgent: bool = True) -> None:
+        """Have the hub hear a word."""
+        loop.call(self._say, frame, urgent)
+
+    def close(self) -> None:
+        """Be gone. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._hub is not None:
+            self._hub.close()
+        with suppress(TimeoutError):
+            loop.run(self._end(), _ENDS)
+        self._todo.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_ENDS)
+
+    # What opens it
+
+    def listen(self, mine: Credentials, listening: socket.socket, lease: float) -> None:
+        """Be a router at `listening`."""
+        self.port = listening.getsockname()[1]
+        self._hub = Hub(mine, listening, lease, self.refused)
+        loop.call(self._hub.join, self._own)
+        self.serve(TIES, self._ticket)
+        self._thread.start()
+
+    def connect(self, token: Token, host: str, port: int, seconds: float) -> None:
+        """Be a client of a hub. LinkLost where it lets nobody in within `seconds`."""
+        self._uplink = Uplink(token, host, port, self._came, self._lost)
+        loop.run(self._uplink.start(seconds))
+        self._thread.start()
+
+    def tied(self, ticket: bytes, seconds: float, where: tuple[str, int] | None = None) -> socket.socket:
+        """The connection to whoever comes to this client's hub, or to `where`, with the same ticket. OSError where
+        nobody does.
+        """
+        assert self._uplink is not None
+        line = socket.create_connection(where or self._uplink.where, seconds)
+        try:
+            line.sendall(TICKET + ticket)
+            if line.recv(1) != TICKET[:1]:
+                raise ConnectionError("the other one did not come")
+        except OSError:
+            line.close()
+            raise
+        return line
+
+    def _ticket(self, query: IncomingQuery) -> None:
+        hub = self._hub
+        if hub is not None:
+            loop.call(lambda: query.reply(hub.ticket()))
+
+    # In the loop's thread
+
+    def _say(self, frame: Frame, urgent: bool) -> None:
+        if self._uplink is not None:
+            self._uplink.send(frame, urgent)
+        elif self._hub is not None:
+            self._hub.hear(self._own, frame, urgent)
+
+    def _ask(self, frame: Frame, answered: _Answered, seconds: float, urgent: bool) -> None:
+        timer = own_loop().call_later(seconds, self._settle, Frame(FrameKind.NOBODY, frame.number))
+        self._asked[frame.number] = answered, timer
+        if frame.size <= MAX_MESSAGE:
+            self._say(frame, urgent)
+
+    def _came(self, frame: Frame, urgent: bool) -> bool:
+        """The hub says something."""
+        self.taken += frame.size
+        if frame.kind == FrameKind.ASK:
+            self._was_asked(frame)
+        elif frame.kind in (FrameKind.SEEN, FrameKind.GONE):
+            self._todo.put(lambda: self._seen(frame))
+        else:
+            self._settle(frame)
+        return True
+
+    def _was_asked(self, frame: Frame) -> None:
+        size = frame.size + _OF_ITSELF
+        if self._queued + size > _QUEUED:
+            self.refused.note(-1, "more at once than can be looked at")
+            self._say(Frame(FrameKind.REFUSAL, frame.number, payload=b"later"), True)
+            return
+        self._queued += size
+
+        def serve() -> None:
+            loop.call(self._dequeue, size)
+            if (answer := self._serves.get(frame.key)) is not None:
+                answer(IncomingQuery(self, frame))
+
+        self._todo.put(serve)
+
+    def _dequeue(self, size: int) -> None:
+        self._queued -= size
+
+    def _settle(self, answer: Frame) -> None:
+        answered, timer = self._asked.pop(answer.number, (None, None))
+        if answered is None or timer is None:
+            return
+        timer.cancel()
+        said = bytes(answer.payload)
+        outcome = (
+            (said, None)
+            if answer.kind == FrameKind.REPLY
+            else (None, said if answer.kind == FrameKind.REFUSAL else None)
+        )
+        self._todo.put(lambda: answered(*outcome))
+
+    def _lost(self) -> None:
+        """The connection broke: nobody answers, and nobody is there as far as one knows."""
+        for number in [*self._asked]:
+            self._settle(Frame(FrameKind.NOBODY, number))
+        self._todo.put(self._nobody)
+
+    async def _end(self) -> None:
+        if self._uplink is not None:
+            await self._uplink.end()
+        if self._hub is not None:
+            await self._hub.end()
+        for number in [*self._asked]:
+            self._settle(Frame(FrameKind.NOBODY, number))
+
+    # In the session's thread
+
+    def _seen(self, frame: Frame) -> None:
+        present, changed = self._watches.get(frame.number, (set(), lambda key, there: None))
+        is_there = frame.kind == FrameKind.SEEN
+        for key in filter(None, bytes(frame.payload).decode("ascii").split("\n")):
+            if (key in present) != is_there:
+                (present.add if is_there else present.discard)(key)
+                changed(key, is_there)
+
+    def _nobody(self) -> None:
+        for present, changed in [*self._watches.values()]:
+            for key in sorted(present):
+                present.discard(key)
+                changed(key, False)
+
+    def _work(self) -> None:
+        while (call := self._todo.get()) is not None:
+            try:
+                call()
+            except Exception:  # a stranger's message must not end the thread that serves all others
+                if not self._closed:
+                    _LOG.exception("a message could not be dealt with")
+            del call
+
+
+def open_router(mine: Credentials, address: str, lease: float = 3.0) -> Session:
+    """A router's session, of the run whose key is in `mine`.
+
+    address: HOST:PORT to be reached at, port 0 for any. lease: seconds of silence after which a client counts as gone.
+
+    ValueError where the key is missing, or the address cannot be had.
+    """
+    if mine.key is None:
+        raise ValueError("to listen for others this machine needs the run's key: join first")
+    host, _, port = address.rpartition(":")
+    session = Session()
+    session.listen(mine, listen(int(port), host.strip("[]")), lease)
+    return session
+
+
+def open_session(token: Token, address: str, patience: float = 5.0) -> Session:
+    """A client's session with the router at `address`, HOST:PORT, which must be the machine of the token.
+
+    patience: seconds to try to connect for. TokenRefused where that is another machine; LinkLost, with the reason,
+    where nobody lets it in.
+    """
+    session = Session()
+    session.connect(token, *parse_address(address, "--connect"), patience)
+    return session

@@ -1,0 +1,368 @@
+"""A plan at work: an optimizer around the model's own that keeps each unit's weights and states where the plan says.
+
+    managed = Managed(plan, model, inner, profile=..., machine=...)
+    for batch in batches:
+        model(batch).loss.backward()
+        managed.gradients()                      # all gradients are on their parameters: before clipping
+        clip_grad_norm_(model.parameters(), 1.0)
+        managed.step()                           # updates of the device's units; those of the host begin
+        managed.zero_grad()
+    managed.catch_up()                           # all updates have landed: before weights or states are read
+
+A `ReplicaSync` around it calls `gradients` and `catch_up` where they are due (`isles.base.wrapping`). What is kept bit
+for bit: losses, weights, optimizer states. What differs is when and where the bytes move.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from isles.base.wrapping import SpreadShares, Wrapping, evaluated
+from isles.memory.arena import Arena
+from isles.memory.costs import SLOTS, Profile, ends_update
+from isles.memory.disk import stored_units
+from isles.memory.engines.base import Engine, Urgency
+from isles.memory.engines.cuda import usual_engine
+from isles.memory.meter import MemoryMeter
+from isles.memory.parameters import Arrivals, PartialOptimizer, Settings, same_settings, settings_of
+from isles.memory.passes import PassWay
+from isles.memory.plan import MemoryPlan
+from isles.memory.runner import Runner
+from isles.memory.sharing import Gathering, SharedPart, portions_of, refuse_shares
+from isles.memory.units import units_of
+from isles.network.machines import Machine
+
+
+class Managed(Wrapping):
+    """`inner`, which updates all parameters of `model`, under a plan.
+
+    Losses, weights and optimizer states are, bit for bit, those of `inner` without a plan. `param_groups` and `state`
+    are those of `inner`. Its threads end with `close`, or at the end of a `with` block.
+
+    device: where the model computes; None for where it is. engine: None for threads of its own. disk: the folder for
+    what the plan puts on disk. runner: what happens around the units. rest: the parameters that the device updates.
+    meter: is told what other threads and this object put on the device; `with meter:` around forward and backward
+    passes counts the rest.
+
+    PlanMismatch where model or batch are others than the plan's; ValueError where the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        model: nn.Module,
+        inner: Optimizer,
+        *,
+        profile: Profile,
+        machine: Machine,
+        device: torch.device | None = None,
+        engine: Engine | None = None,
+        disk: str = "",
+        meter: MemoryMeter | None = None,
+    ) -> None:
+        plan.check(profile)
+        device = next(model.parameters()).device if device is None else device
+        engine = usual_engine(device) if engine is None else engine
+        super().__init__(inner, [parameter for parameter in model.parameters() if parameter.requires_grad])
+        self.plan, self.model, self.device, self.engine = plan, model, device, engine
+        units = units_of(model)
+        on_host = [unit.parameters for unit, one in zip(units, plan.placements, strict=True) if one.place != "device"]
+        engine.moves.place(hosted := {id(parameter) for own in on_host for parameter in own}, model)
+        stored = stored_units(units, plan.placements, inner, [unit.states for unit in profile.units], disk, meter)
+        self.runner = Runner(
+            units,
+            plan.placements,
+            profile,
+            machine,
+            engine,
+            budget=plan.peak,
+            device=device,
+            buffers=list(model.buffers()),
+            accumulation=plan.accumulation,
+            landing=Arrivals(self._arrived),
+            stored=stored,
+            meter=meter,
+        )
+        self._parts: dict[int, PartialOptimizer | SharedPart] = {
+            index: PartialOptimizer(inner, brought.host) for index, brought in self.runner.brought.items()
+        }
+        self.rest = [parameter for parameter in self.parameters if id(parameter) not in hosted]
+        self._rest_part = PartialOptimizer(inner, self.rest)
+        self._written, self._slots = {index: engine.event(True) for index in stored}, Arena(SLOTS)
+        self._update_seconds = sum(times.update for times in self.runner.times) + ends_update(profile, machine)
+        self.meter = meter
+        if meter is not None:
+            meter.track(*model.buffers(), *self.rest)
+        self._begun: tuple[Settings, set[int]] | None = None  # updates of the step that began before it
+        self._waits_for_ready, self._final = False, set[int]()  # parameters whose gradients are final, by id
+        self._clean = True  # gradients of the last step are gone
+        self._hooks = _read_hooks(model, weakref.ref(self))
+        self._finalizer = weakref.finalize(self, engine.close)
+
+    # The step
+
+    def gradients(self) -> None:
+        """Wait until all gradients of the passes so far are on their parameters."""
+        self.runner.gradients()
+
+    @property
+    def early(self) -> bool:
+        """Whether units are updated before `step`."""
+        return self.plan.update == "early"
+
+    def portions(self, size: int) -> list[list[int]]:
+        """Bytes of each worker's share of the units on the host; empty where the plan shares none. ValueError where it
+        is of another number of workers.
+        """
+        if self.plan.shared not in (1, size):
+            raise ValueError(f"memory.plan shares states among {self.plan.shared} workers, and there are {size}")
+        return portions_of([one.host for one in self.runner.brought.values()], size) if self.plan.shared > 1 else []
+
+    def share(self, position: int, size: int, spread: SpreadShares) -> None:
+        """Keep and update the states of one share of every unit on the host. ValueError where they are on disk."""
+        if self.runner.stored:
+            raise ValueError("memory.shard: states on disk are not shared: leave memory.disk out, or memory.shard")
+        for index, part in self._parts.items():
+            assert isinstance(part, PartialOptimizer)
+            self._parts[index] = SharedPart(part, part.parameters, position, size)
+        self.runner.gathering = Gathering(self.engine, [unit.name for unit in self.runner.units], spread)
+
+    def announce(self, halves: Sequence[tuple[PassWay, object]]) -> None:
+        """The order of the next step's forward and backward passes, and of which pass each is, where several are under
+        way at a time: what comes next is then fetched ahead, and weights stay where they are needed again.
+        """
+        self.runner.passes.announce(halves)
+
+    def hold(self) -> None:
+        """A method exchanges gradients: they are final when it says so with `ready`."""
+        self._waits_for_ready = True
+
+    def ready(self, parameters: Sequence[nn.Parameter]) -> None:
+        """`parameters` have their final gradients: begin the updates of units on the host that have all of theirs. Of
+        those that wait, the blocks that the next forward pass needs first go first.
+        """
+        self._final.update(map(id, parameters))
+        for unit, brought in self.runner.brought.items():
+            trained = [id(parameter) for parameter in brought.host if parameter.requires_grad]
+            if self._final.issuperset(trained) and not (self._begun and unit in self._begun[1]):
+                self._begin_update(unit)
+
+    def _arrived(self, unit: int) -> None:
+        """A unit's gradients of the step are all there; with early updates its update begins."""
+        if self.early and not self._waits_for_ready:
+            self._begin_update(unit)
+
+    @torch.no_grad()
+    def _begin_update(self, unit: int) -> None:
+        if self._begun is None:
+            self._begun = settings_of(self.inner), set()
+        self._begun[1].add(unit)
+        self._queue(unit, self._begun[0])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the device's units; begin the updates of the host's, the first units' first. RuntimeError where early
+        updates were made with other settings than these.
+        """
+        loss = evaluated(closure)
+        self.gradients()
+        self.runner.finish_pass(whole=True)
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # as its own step would: torch's schedules ask
+        settings, done = settings_of(self.inner), set[int]()
+        if self._begun is not None:
+            began_with, done = self._begun
+            if not same_settings(began_with, settings):
+                raise RuntimeError(
+                    'memory.update = "early": a setting of the optimizer, such as its learning rate, was changed '
+                    'between the backward pass and step(); change it before the forward pass, or use "exact"'
+                )
+        self._begun, self._final = None, set()
+        began = time.perf_counter()
+        in_order = reversed(self._parts) if self.engine.first_come else self._parts  # as gradients came, or as needed
+        for index in in_order:
+            if index not in done:
+                self._queue(index, settings)
+        self._rest_part.step(settings)
+        if self.meter is not None:
+            states = (value for parameter in self.rest for value in self.inner.state.get(parameter, {}).values())
+            self.meter.track(*(value for value in states if isinstance(value, Tensor)))
+        self.engine.computed(began, self._update_seconds)
+        self.runner.end_step()
+        self._clean = not any(parameter.grad is not None for parameter in self.rest)
+        return loss
+
+    def _queue(self, index: int, settings: Settings) -> None:
+        """Update a unit on the host by the gradients that it has now; then its copy on the device follows."""
+        runner, part = self.runner, self._parts[index]
+        brought, times = runner.brought[index], runner.times[index]
+        gradients = [parameter.grad for parameter in brought.host]
+        for parameter in brought.host:  # theirs from here on: whoever calls zero_grad() does not reach them
+            parameter.grad = None
+        updated, refreshed = self.engine.event(), self.engine.event()
+        runner.updated[index], runner.refreshed[index] = updated, refreshed
+        urgency = (runner.steps + 1, 0, 0, index)
+
+        if index in runner.stored:
+            refreshed.fire()  # there is no copy between passes
+            self._queue_stored(index, settings, gradients, urgency)
+            return
+
+        def work() -> None:
+            part.update(settings, gradients)
+            gradients.clear()
+
+        def landed() -> None:
+            updated.fire()
+            if brought.stays:
+                runner.refresh(index, urgency)
+            else:
+                refreshed.fire()
+
+        done = landed
+        if isinstance(part, SharedPart):
+            runner.gathering.expect(index)
+            done = partial(runner.gathering.begin, index, part.rows, landed)
+        runner.submit("host", urgency, times.host, work, done)
+
+    def _queue_stored(self, index: int, settings: Settings, gradients: list[Tensor | None], urgency: Urgency) -> None:
+        """Read what the disk has of the unit, update it, write it. Its weights are there once they are written, where
+        they are on disk too.
+        """
+        runner, times, updated = self.runner, self.runner.times[index], self.runner.updated[index]
+        filed, before = runner.costs[index].filed, self._written[index]
+        written = self._written[index] = self.engine.event()
+
+        def begin() -> None:
+            update = runner.stored[index].update()
+
+            def step() -> None:
+                update.step(settings, gradients)
+                gradients.clear()
+
+            def stepped() -> None:
+                if not filed:
+                    updated.fire()
+                runner.submit("write", urgency, times.write, update.save, saved)
+
+            def saved() -> None:
+                self._slots.free(1)
+                written.fire()
+                if filed:
+                    updated.fire()
+
+            def loaded() -> None:
+                runner.submit("host", urgency, times.host, step, stepped)
+
+            runner.submit("read", urgency, times.read, update.load, loaded)
+
+        before.then(partial(self._slots.want, 1, begin))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients of the device's units go; those that updates on the host still need are out of reach. Before
+        `step`, what the passes since the last one have brought is thrown away. RuntimeError where early updates have
+        begun with it.
+        """
+        if self.runner.batches:
+            if self._begun is not None:
+                raise RuntimeError(
+                    'memory.update = "early": updates by these gradients have begun, so they cannot be thrown away: '
+                    'call step() first, or use "exact"'
+                )
+            self.gradients()
+            self.runner.discard()
+            for brought in self.runner.brought.values():
+                for parameter in brought.host:
+                    parameter.grad = None
+        for parameter in self.rest:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+    def catch_up(self) -> None:
+        """Wait until all updates that `step` began have landed: before anything reads or writes weights or states."""
+        for index in self._parts:
+            self.runner.weights_of(index)
+            if index in self._written:
+                self._written[index].wait(f"the states of {self.runner.units[index].name} on disk")
+        self.engine.check()
+
+    # State
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's, shared; all updates have landed."""
+        if hasattr(self, "_parts"):
+            self.catch_up()
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if state:
+            self.inner.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's: it says nothing of the plan, so a run goes on under another one, or under none."""
+        self.catch_up()
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.catch_up()
+        self.inner.load_state_dict(state_dict)
+        for part in self._parts.values():
+            if isinstance(part, SharedPart):
+                part.keep_own()
+            else:
+                refuse_shares(self.inner, part.parameters)
+        for stored in self.runner.stored.values():
+            stored.keep_states()
+
+    # The end
+
+    def close(self) -> None:
+        """Let updates land, end all threads, and give the model its own forward back. After a failure nothing is waited
+        for.
+        """
+        try:
+            if self.engine.failed is None and self._finalizer.alive:
+                self.catch_up()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """As `close`, but drop updates that have not begun and wait for none that comes from others: after an error,
+        when nobody will use what is under way. Weights may then be of two steps.
+        """
+        self._finalizer()
+        self.runner.detach()
+        for hook in self._hooks:
+            hook.remove()
+
+    def __enter__(self) -> Managed:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.close() if error is None else self.abandon()
+
+
+def _read_hooks(model: nn.Module, managed: weakref.ref[Managed]) -> list[Any]:
+    """Whoever reads or loads the model's weights past the optimizer waits for the updates, too."""
+
+    def wait(*_: Any) -> None:
+        there = managed()
+        if there is not None and there.engine.failed is None:
+            there.catch_up()
+
+    hooks = list[Any]()
+    for module in model.modules():
+        hooks.append(module.register_state_dict_pre_hook(partial(wait)))
+        hooks.append(module.register_load_state_dict_pre_hook(partial(wait)))
+    return hooks

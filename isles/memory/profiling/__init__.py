@@ -1,1 +1,0 @@
-"""Corrections that `isles.memory.profile` needs."""

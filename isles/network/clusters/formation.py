@@ -1,0 +1,378 @@
+"""Which nodes share a copy of the model: as many clusters as the nodes' memory allows, as alike in speed as can be.
+
+Ravnest's public code lowers a penalty that one cluster of all nodes always brings to nothing, so how many clusters come
+out is luck there. Here three things count, in this order:
+
+    1. every cluster holds the whole model, cut somewhere between its blocks (`ClusterCutter`)
+    2. as many clusters as can be, up to a limit
+    3. the slowest cluster's predicted step time as close as can be to the fastest one's, for averaging waits for all;
+       then the shortest way between any two nodes of a cluster, then the shortest step
+
+All nodes are used. Up to eight of them every grouping is looked at; above, a local search from a seed.
+
+New clusters of nodes that came to a run at work: which of them, and cut where.
+
+all tell of themselves     as `form_clusters` groups them, eight at a time, those with the most memory first; the
+                           smallest stay out where they are in the way
+else                       a cut of a cluster that trains, the shortest first, in the order in which they came
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+from isles.network.clusters.cuts import ClusterCutter, CutBy, ModelLoad, ModelSplit, fill
+from isles.network.clusters.nodes import ClusterNode
+
+EXACT = 8
+"""Nodes up to which every grouping is looked at: 4,140 of eight."""
+
+Grouping = tuple[int, ...]
+"""By node, the number of its cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCluster:
+    """One copy of the model. nodes: by number, in the order of their stages; the first has the text, the last the
+    loss.
+    """
+
+    nodes: tuple[int, ...]
+    split: ModelSplit
+
+    @property
+    def seconds(self) -> float:
+        """Of a microbatch at its slowest stage, as predicted."""
+        return max(self.split.seconds)
+
+
+class ClusterScore(NamedTuple):
+    """Of a grouping; the least is best. lacking: of the clusters that do not hold the model, by how much the fullest
+    node is over its memory, as a share of it, summed. clusters: their number, negative. spread: slowest over fastest.
+    latency: longest way inside of a cluster, seconds. seconds: of the slowest.
+    """
+
+    lacking: float
+    clusters: int
+    spread: float
+    latency: float
+    seconds: float
+
+
+def form_clusters(
+    nodes: Sequence[ClusterNode],
+    load: ModelLoad,
+    *,
+    most: int = 5,
+    method: Literal["auto", "exact", "search"] = "auto",
+    by: CutBy = "time",
+    seed: int = 0,
+) -> list[NodeCluster]:
+    """The clusters, that of the first node first. most: how many at most. by: how each is cut. seed: of the
+    search. ValueError, one line, where no grouping holds the model, or for a limit below 1.
+    """
+    if most < 1:
+        raise ValueError(f"most = {most}: choose 1 cluster or more")
+    if not nodes:
+        raise ValueError("no node: name one or more")
+    bench = _Bench(nodes, load, by)
+    exact = method == "exact" or (method == "auto" and len(nodes) <= EXACT)
+    best = min(groupings(len(nodes), most), key=bench.score) if exact else _searched(bench, min(most, len(nodes)), seed)
+    if bench.score(best).lacking:
+        raise ValueError(_why_not(nodes, load, most))
+    clusters = [cluster for cluster in map(bench.cluster, members(best)) if cluster is not None]
+    return sorted(clusters, key=lambda cluster: min(cluster.nodes))
+
+
+def groupings(nodes: int, most: int) -> Iterator[Grouping]:
+    """Every way to put nodes into at most so many clusters, each once."""
+
+    def grown(done: Grouping, used: int) -> Iterator[Grouping]:
+        if len(done) == nodes:
+            yield done
+            return
+        for number in range(min(used + 1, most)):
+            yield from grown((*done, number), max(used, number + 1))
+
+    return grown((), 0)
+
+
+def members(grouping: Grouping) -> list[int]:
+    """The nodes of each cluster that has any, as a number with a bit for each."""
+    found: dict[int, int] = {}
+    for node, number in enumerate(grouping):
+        found[number] = found.get(number, 0) | 1 << node
+    return list(found.values())
+
+
+class _ClusterWorth(NamedTuple):
+    """Of a set of nodes. seconds: of a microbatch. latency: of the longest way. lacking: as in `ClusterScore`."""
+
+    seconds: float
+    latency: float
+    lacking: float = 0.0
+
+
+class _Bench:
+    """What groupings are worth; each cluster is cut once. A set of nodes is a number with a bit for each."""
+
+    def __init__(self, nodes: Sequence[ClusterNode], load: ModelLoad, by: CutBy) -> None:
+        self.size, self._nodes, self._by, self._cutter = len(nodes), nodes, by, ClusterCutter(load, by)
+        # The first stages keep the most versions of their weights, so the nodes with the most memory take them.
+        self._order = sorted(range(len(nodes)), key=lambda number: (-nodes[number].memory, number))
+        self.worth = cache(self._worth)
+        self.stages = 0
+        """Of all clusters that were cut."""
+
+    def cluster(self, inside: int) -> NodeCluster | None:
+        """None where it does not hold the model."""
+        order = tuple(number for number in self._order if inside >> number & 1)
+        split = self._cutter.split([self._nodes[number] for number in order])
+        return None if split is None else NodeCluster(order, split)
+
+    def _worth(self, inside: int) -> _ClusterWorth:
+        row = [self._nodes[number] for number in self._order if inside >> number & 1]
+        self.stages += len(row)
+        farthest = sorted((node.latency for node in row), reverse=True)[:2]
+        latency = sum(farthest) if len(farthest) == 2 else 0.0
+        seconds = self._cutter.worst(row)
+        if math.isinf(seconds):
+            return _ClusterWorth(seconds, latency, min(self._cutter.least_filled(row) - 1, _TOO_MANY * len(row)))
+        if self._by == "memory":
+            split = self._cutter.split(row)
+            assert split is not None
+            seconds = max(split.seconds)
+        return _ClusterWorth(seconds, latency)
+
+    def score(self, grouping: Grouping) -> ClusterScore:
+        return _score([self.worth(inside) for inside in members(grouping)])
+
+
+_TOO_MANY = 1e6
+"""What each node of a cluster with fewer blocks than nodes counts as lacking."""
+
+
+def _score(clusters: Sequence[_ClusterWorth], count: int | None = None) -> ClusterScore:
+    """count: of clusters, where these are not all. The more of them are known, the larger it is."""
+    lacking = sum(one.lacking for one in clusters)
+    if lacking:
+        return ClusterScore(lacking, 0, math.inf, math.inf, math.inf)
+    seconds, count = [one.seconds for one in clusters], len(clusters) if count is None else count
+    if not seconds:
+        return ClusterScore(0.0, -count, 1.0, 0.0, 0.0)
+    slowest, fastest = max(seconds), min(seconds)
+    spread = round(slowest / fastest, 9)  # so that equal ones are equal
+    return ClusterScore(0.0, -count, spread, max(one.latency for one in clusters), slowest)
+
+
+_STAGES, _STAGES_TO_FIT, _PATIENCE = 640_000, 40_000, 400
+"""Stages to cut at most: once clusters hold the model (of 64 nodes a core cuts as many in 5 s or 6), and until
+some do. Rounds without a better grouping at most.
+"""
+_STRANGERS, _STRANGERS_OF_MANY, _MANY = 0.15, 0.5, 32
+"""Share of the rounds that begin with a draw; and from so many nodes on, where kicks seldom leave where they begin."""
+_LEAST_KICKS, _TRIES = 4, 1000
+"""Changes tried in vain before a round ends: all that 24 nodes have, and near half of those of 64, where 400 ended many
+rounds too soon.
+"""
+
+
+def _searched(bench: _Bench, most: int, seed: int) -> Grouping:
+    """For `most` clusters, or else for fewer and fewer: an iterated local search. It goes on from what it found best,
+    changed by a few moves and exchanges at random, or from a draw. It ends after so many rounds in which nothing became
+    better, or so many stages that it cut; where no clusters hold the model until then, sooner.
+    """
+    best: Grouping = (0,) * bench.size
+    for count in range(most, 1, -1):
+        search = _Search(bench, count, random.Random(seed))
+        found = search.run()
+        if not bench.score(found).lacking:
+            return found
+    return best
+
+
+class _Search:
+    """Groupings into exactly `count` clusters."""
+
+    def __init__(self, bench: _Bench, count: int, draw: random.Random) -> None:
+        self._bench, self._count, self._draw = bench, count, draw
+        size, self._before = bench.size, bench.stages
+        self._changes = [(node, other) for node in range(size) for other in range(node)]
+        self._changes += [(node, ~number) for node in range(size) for number in range(count)]
+
+    def run(self) -> Grouping:
+        """The best that it meets."""
+        strangers = _STRANGERS if self._bench.size < _MANY else _STRANGERS_OF_MANY
+        best, least = self._climbed(self._drawn(), _TRIES)
+        rounds = 0
+        while rounds < _PATIENCE and not self._is_over(least):
+            is_new = self._draw.random() < strangers
+            found, score = self._climbed(self._drawn() if is_new else self._kicked(best), _TRIES)
+            rounds += 1
+            if score <= least:
+                best, least, rounds = found, score, rounds if score == least else 0
+        if not least.lacking:
+            self._before = self._bench.stages
+            best, _ = self._climbed(best, len(self._changes), is_strict=True)
+        return tuple(best)
+
+    def _is_over(self, least: ClusterScore) -> bool:
+        return self._bench.stages - self._before > (_STAGES_TO_FIT if least.lacking else _STAGES)
+
+    def _drawn(self) -> list[int]:
+        """Each cluster has a node, the others are anywhere."""
+        numbers = [*range(self._count)]
+        numbers += [self._draw.randrange(self._count) for _ in range(self._bench.size - self._count)]
+        self._draw.shuffle(numbers)
+        return numbers
+
+    def _kicked(self, grouping: Sequence[int]) -> list[int]:
+        changed, draw = list(grouping), self._draw
+        for _ in range(draw.randint(1, max(_LEAST_KICKS, len(changed) // 8))):
+            node, other = draw.sample(range(len(changed)), 2)
+            if draw.random() < 0.5 and changed.count(changed[node]) > 1:
+                changed[node] = changed[other]
+            else:
+                changed[node], changed[other] = changed[other], changed[node]
+        return changed
+
+    def _climbed(self, grouping: list[int], patience: int, is_strict: bool = False) -> tuple[list[int], ClusterScore]:
+        """The best met by moves of a node and exchanges of two, until `patience` in a row, or all that there are,
+        brought none better. Each is taken that is not worse: most leave the slowest stage of all where it is, and so
+        the spread, and only after some of these is there one that makes it less. Unless strict, latency and seconds
+        do not count before the spread is as small as it gets.
+        """
+        sets, now = [0] * self._count, self._bench.score(tuple(grouping))
+        for node, own in enumerate(grouping):
+            sets[own] |= 1 << node
+        changes, best, least = self._changes, list(grouping), now
+        self._draw.shuffle(changes)
+        place = tried = 0
+        while tried < min(len(changes), patience) and not self._is_over(least):
+            node, other = changes[place]
+            place, tried = (place + 1) % len(changes), tried + 1
+            own, to = grouping[node], ~other if other < 0 else grouping[other]
+            both = 1 << node | (0 if other < 0 else 1 << other)
+            if own == to or sets[own] == both:
+                continue
+            most = now if is_strict else now._replace(latency=math.inf, seconds=math.inf)
+            score = self._changed(sets, {own: sets[own] ^ both, to: sets[to] ^ both}, most)
+            if score is not None:
+                now = score
+                for number in (own, to):
+                    sets[number] ^= both
+                grouping[node] = to
+                if other >= 0:
+                    grouping[other] = own
+                if now < least:
+                    best, least, tried = list(grouping), now, 0
+        return best, least
+
+    def _changed(self, sets: Sequence[int], changed: Mapping[int, int], most: ClusterScore) -> ClusterScore | None:
+        """Of the sets with some of them changed; None as soon as it is known to be above `most`."""
+        worth = self._bench.worth
+        known = [worth(inside) for number, inside in enumerate(sets) if number not in changed]
+        score = _score(known, self._count)
+        if math.isinf(most.latency) and score[:3] == most[:3]:
+            return None  # the slowest and the fastest, or all that lack memory, are among those that stay
+        for inside in changed.values():
+            if score > most:
+                return None
+            known.append(worth(inside))
+            score = _score(known, self._count)
+        return score if score <= most else None
+
+
+def _why_not(nodes: Sequence[ClusterNode], load: ModelLoad, most: int) -> str:
+    together = sum(node.memory for node in nodes)
+    have, need = f"{together / 1e9:.3g} GB", f"{load.least / 1e9:.3g} GB"
+    if together < load.least:
+        return f"{len(nodes)} nodes offer {have}, one copy of the model takes {need} or more: add nodes, or memory"
+    if len(nodes) > most * load.blocks:
+        return (
+            f"{len(nodes)} nodes in {most} clusters at most, of {load.blocks} blocks each: some would hold none; allow "
+            "more clusters, or leave nodes out"
+        )
+    return (
+        f"{len(nodes)} nodes offer {have}, one copy of the model takes {need} or more, but no cut between its "
+        f"{load.blocks} blocks gives each node what it holds: add memory to the smallest, or leave it out"
+    )
+
+
+Cuts = tuple[int, ...]
+"""Of a cluster: the first block of each stage but the first."""
+
+
+class NewCluster(NamedTuple):
+    """nodes: by number, in the order of their stages."""
+
+    nodes: tuple[int, ...]
+    cuts: Cuts
+
+
+@dataclass(frozen=True)
+class ClusterGrowth:
+    """load: of the model. spares: of those who wait so many go on waiting. most: clusters at most, the present ones
+    included.
+    """
+
+    load: ModelLoad
+    spares: int = 0
+    most: int = 1 << 20
+
+    def holds(self, node: ClusterNode | None, cuts: Cuts, stage: int) -> bool:
+        """Whether a node has the memory for that stage; one that tells nothing is believed to have it."""
+        return node is None or fill(self.load, cuts, stage, node) <= 1
+
+    def form(self, nodes: Sequence[ClusterNode | None], present: Sequence[Cuts]) -> list[NewCluster]:
+        """The clusters that can be made. present: cuts of those that train."""
+        told = [node for node in nodes if node is not None]
+        made = self._by_cut(nodes, present) if len(told) < len(nodes) else self._described(told)
+        return made[: max(0, self.most - len(present))]
+
+    def _described(self, nodes: Sequence[ClusterNode]) -> list[NewCluster]:
+        order = sorted(range(len(nodes)), key=lambda number: (-nodes[number].memory, number))
+        made: list[NewCluster] = []
+        while order:
+            found = self._of_the_largest(nodes, order[:EXACT])
+            if not found:
+                break
+            made += found
+            used = {number for cluster in found for number in cluster.nodes}
+            order = [number for number in order if number not in used]
+        return made
+
+    def _of_the_largest(self, nodes: Sequence[ClusterNode], order: Sequence[int]) -> list[NewCluster]:
+        for count in range(len(order), 0, -1):
+            chosen = [nodes[number] for number in order[:count]]
+            try:
+                clusters = form_clusters(chosen, self.load, most=count, method="exact")
+            except ValueError:
+                continue  # so many do not hold it
+            return [NewCluster(tuple(order[n] for n in cluster.nodes), cluster.split.cuts) for cluster in clusters]
+        return []
+
+    def _by_cut(self, nodes: Sequence[ClusterNode | None], present: Sequence[Cuts]) -> list[NewCluster]:
+        made: list[NewCluster] = []
+        free = list(range(len(nodes)))
+        for cuts in sorted(set(present), key=lambda cuts: (len(cuts), cuts)):
+            while (chosen := self._staffed(nodes, free, cuts)) is not None:
+                made.append(NewCluster(chosen, cuts))
+                free = [number for number in free if number not in chosen]
+        return made
+
+    def _staffed(self, nodes: Sequence[ClusterNode | None], free: Sequence[int], cuts: Cuts) -> tuple[int, ...] | None:
+        """For each stage the first that has the memory; None where one has nobody."""
+        chosen: list[int] = []
+        for stage in range(len(cuts) + 1):
+            fits = (n for n in free if n not in chosen and self.holds(nodes[n], cuts, stage))
+            found = next(fits, None)
+            if found is None:
+                return None
+            chosen.append(found)
+        return tuple(chosen)

@@ -1,0 +1,372 @@
+"""How much of its time a run computes: the layer-by-layer model of the Streaming and Eager DiLoCo papers
+(arXiv 2501.18512, 2502.12996).
+
+A step is a chain of 3L - 1 nodes of equal length: L forward; then from the last layer to the first one node back to the
+activations and one to the parameters (the first layer needs no activation gradient). The link is one first-in-first-out
+queue: a layer is handed to it when its parameter node ends, and occupies it for bits / bandwidth: two workers, each of
+which sends the whole of it once, as in a ring. The forward node of a layer waits for the layer's exchange of
+`1 + overlap` steps before; nothing else waits.
+
+    utilisation = time of the nodes / time until the last node ends
+
+Two ways to look: `steps` of a run that begins with an idle link, and transfers still under way at the end left out (the
+papers' tables), or the long run, in which what is sent must also arrive. The long run begins with a full queue, so that
+a link that is too slow shows at once and not after it has fallen `overlap` steps behind.
+
+Closed forms, r = bits of the model / (bandwidth * step), v = 1 / (3L - 1), in steps:
+data parallel: max(Lv + 2v + r, 1 + r/L + max(0, r/L - v)); DiLoCo: (H - 1 + that) / H; all: utilisation <= `bound`.
+Not in the model: latency, jitter, lost packets, time to encode, unequal workers. `isles plan methods` has them.
+
+Which layers are exchanged after which step, and when the answer must be there: what `utilisation` simulates.
+
+| schedule | after step s | answer needed |
+|---|---|---|
+| data parallel | all layers, every step                             | by the next step |
+| DiLoCo        | all layers, when s mod H = 0                       | by the next step |
+| streaming     | one fragment, when s mod n = 0, n = round(H / P)   | tau steps later than that |
+
+P fragments take turns, so each is exchanged every `period` = n P steps, which is H only where P divides H. Layers are
+counted from 0, the one next to the data.
+
+Tables of the Eager and the Streaming DiLoCo papers (arXiv 2502.12996, 2501.18512), from the model in `utilisation`.
+
+table 5   bandwidth for a utilisation of 50 to 99 %, as printed: on a grid of 50 bandwidths from 0.1 to 1000 Gbit/s,
+          over S = 2H + 1 steps from an idle link, transfers under way at the end left out, the H = 30 rows with a
+          fragment after every step, and step times 1.19 times those stated. S, the grid, the order of the fragments
+          and the factor are stated nowhere: they are what gives all 120 printed numbers.
+long run  the same need with a fragment every round(H / P) steps, in the long run, at any bandwidth.
+table 1   hours and terabytes of the 1B model; the batch and the bytes a token are fitted to the printed numbers.
+table 2   the latency that each overlap tolerates.
+
+`STEP_FACTOR` belongs to table 5 and the long run beside it; everything else takes the stated step times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from isles.base.errors import demand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanges:
+    """every: steps from one exchange to the next, the first after step 0. fragments: their layers, in the order of
+    their turns. bits: of one parameter on the wire. overlap: steps (tau) that go on before the answer is needed.
+    """
+
+    every: int
+    fragments: tuple[tuple[int, ...], ...]
+    bits: float
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every = {self.every} steps: choose 1 or more")
+        if not self.bits > 0:
+            raise ValueError(f"bits = {self.bits} a parameter: choose more than 0")
+        if self.overlap < 0:
+            raise ValueError(f"overlap = {self.overlap} steps: choose 0 or more")
+
+    @property
+    def period(self) -> int:
+        """Steps in which the whole model is exchanged once."""
+        return self.every * len(self.fragments)
+
+    def after(self, step: int) -> tuple[int, ...]:
+        """The layers exchanged after `step`, the one that is ready first (the last layer) first."""
+        if step % self.every:
+            return ()
+        return self.fragments[step // self.every % len(self.fragments)]
+
+
+def data_parallel(layers: int, *, bits: float = 16) -> Exchanges:
+    """Gradients of all layers after every step."""
+    return Exchanges(every=1, fragments=_whole(layers), bits=bits)
+
+
+def diloco(layers: int, sync_every: int, *, bits: float = 16, overlap: int = 0) -> Exchanges:
+    """All layers every `sync_every` steps."""
+    return Exchanges(every=sync_every, fragments=_whole(layers), bits=bits, overlap=overlap)
+
+
+def streaming(
+    layers: int,
+    sync_every: int,
+    *,
+    bits: float = 16,
+    overlap: int = 0,
+    per_fragment: int = 3,
+    every: int | None = None,
+) -> Exchanges:
+    """Fragments of `per_fragment` layers in turns, the last fragment first: of P fragments each has every P-th layer.
+
+    every: steps from one fragment to the next; None: round(sync_every / fragments), half to even, at least 1.
+    """
+    if not 1 <= per_fragment <= layers:
+        raise ValueError(f"{per_fragment} layers a fragment: choose 1 to {layers}, the number of layers")
+    count = -(-layers // per_fragment)
+    parts = [range(first, layers, count) for first in range(count)]
+    every = max(round(sync_every / count), 1) if every is None else every
+    turns = tuple(tuple(reversed(part)) for part in reversed(parts))
+    return Exchanges(every=every, fragments=turns, bits=bits, overlap=overlap)
+
+
+def _whole(layers: int) -> tuple[tuple[int, ...], ...]:
+    if layers < 1:
+        raise ValueError(f"layers = {layers}: choose 1 or more")
+    return (tuple(reversed(range(layers))),)
+
+
+Floats = np.ndarray
+
+_SETTLE, _MEASURE = 3, 3  # periods; a long run is judged by the second after the first
+_LEAST_STEPS = 60
+_SECTIONS = 24  # bandwidths tried at once
+_WIDEST = (1e-3, 1e18)  # bits per second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayeredJob:
+    """parameters: spread evenly over the layers. step_seconds: of pure computing."""
+
+    parameters: float
+    layers: int
+    step_seconds: float
+
+    def __post_init__(self) -> None:
+        demand(self, "parameters", lambda x: 0 < x < math.inf, "choose a number above 0, such as 1e9")
+        demand(self, "layers", lambda x: x >= 1, "choose 1 or more")
+        demand(self, "step_seconds", lambda x: 0 < x < math.inf, "choose a number of seconds above 0")
+
+    @property
+    def node_seconds(self) -> float:
+        """Of one of the 3L - 1 nodes of a step."""
+        return self.step_seconds / (3 * self.layers - 1)
+
+
+def utilisation(
+    job: LayeredJob, exchanges: Exchanges, bandwidth: Floats | Sequence[float] | float, *, steps: int | None = None
+) -> Floats:
+    """Share of the time spent computing, one for each `bandwidth` (bits per second, any shape).
+
+    steps: the first `steps` of a run; None: the long run. ValueError for a rate that is not positive.
+    """
+    rates = np.asarray(bandwidth, float)
+    if not (rates > 0).all():
+        raise ValueError(f"bandwidth must be above 0 bits per second, got {rates.min():g}")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps = {steps}: choose 1 or more")
+    run = _Clock(job, exchanges, job.parameters / job.layers * exchanges.bits / rates)
+    if steps is not None:
+        run.advance(steps)
+        return steps * job.step_seconds / run.clock
+    run.link = run.link + (1 + exchanges.overlap) * job.step_seconds
+    settle = max(_SETTLE * exchanges.period, _LEAST_STEPS) + exchanges.overlap
+    measured = math.ceil(_LEAST_STEPS / exchanges.period) * exchanges.period * _MEASURE
+    run.advance(settle)
+    before = run.clock
+    run.advance(measured)
+    return measured * job.step_seconds / (run.clock - before)
+
+
+def bandwidth_for(
+    targets: Sequence[float], job: LayeredJob, exchanges: Exchanges, *, precision: float = 1e-6
+) -> Floats:
+    """The least bandwidth (bits per second) for each utilisation in `targets` in the long run, to a relative
+    `precision`.
+
+    By sections: each round tries several bandwidths between the bounds, all at once, and keeps the section in which
+    the target is reached. Utilisation never falls with bandwidth.
+    """
+    wanted = np.asarray(targets, float)
+    if not ((wanted > 0) & (wanted < 1)).all():
+        raise ValueError(f"targets are shares between 0 and 1, got {wanted.tolist()}")
+    low, high = (np.full(len(wanted), math.log(end)) for end in _WIDEST)
+    inner = np.linspace(0, 1, _SECTIONS + 2)[1:-1]
+    while (high - low).max() > precision:
+        tried = low[:, None] + (high - low)[:, None] * inner
+        found = utilisation(job, exchanges, np.exp(tried))
+        enough = np.concatenate([np.zeros((len(wanted), 1), bool), found >= wanted[:, None]], axis=1)
+        edges = np.concatenate([low[:, None], tried, high[:, None]], axis=1)
+        last_short = _SECTIONS - enough[:, ::-1].argmin(axis=1)
+        rows = np.arange(len(wanted))
+        low, high = edges[rows, last_short], edges[rows, last_short + 1]
+    return np.exp(high)
+
+
+class _Clock:
+    """The clock of the compute stream, the time until which the link is busy, and the answers under way; an entry for
+    each bandwidth.
+    """
+
+    def __init__(self, job: LayeredJob, exchanges: Exchanges, occupied: Floats) -> None:
+        self.job, self.exchanges, self.occupied = job, exchanges, occupied
+        self.clock = np.zeros_like(occupied)
+        self.link = np.zeros_like(occupied)
+        self.step = 0
+        self.answers: dict[int, list[tuple[int, Floats]]] = {}  # by the step that needs them: (layer, arrival)
+
+    def advance(self, steps: int) -> None:
+        """Compute so many steps. Nodes between two layers that wait or send are one stretch."""
+        node, layers = self.job.node_seconds, self.job.layers
+        clock, link, occupied = self.clock, self.link, self.occupied
+        for step in range(self.step, self.step + steps):
+            place = 0
+            for layer, arrival in self.answers.pop(step, ()):
+                clock = np.maximum(clock + (layer - place) * node, arrival)
+                place = layer
+            clock = clock + (layers - place) * node
+            place, sent = layers, []
+            for layer in self.exchanges.after(step):
+                clock = clock + (2 * (place - layer) - (layer == 0)) * node
+                place = layer
+                link = np.maximum(link, clock) + occupied
+                sent.append((layer, link))
+            if sent:
+                self.answers[step + 1 + self.exchanges.overlap] = sent[::-1]
+            if place > 0:
+                clock = clock + (2 * place - 1) * node
+        self.clock, self.link, self.step = clock, link, self.step + steps
+
+
+STEP_FACTOR = 1.19
+TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
+JOBS = {
+    "1B": LayeredJob(parameters=1e9, layers=24, step_seconds=0.1),
+    "10B": LayeredJob(parameters=1e10, layers=48, step_seconds=0.8),
+    "100B": LayeredJob(parameters=1e11, layers=108, step_seconds=4.9),
+}
+GRID = 10.0 ** (-1 + 4 * np.arange(50) / 49)
+"""Gbit/s."""
+
+TOKENS_A_STEP = 250e9 * 0.1 / (6.75 * 3600)
+"""Table 1: 250 billion tokens in 6.75 hours of steps of 0.1 s."""
+BYTES_A_TOKEN = 17_640.0
+"""Table 1, data parallel: what gives all nine printed volumes within 0.3 %. A full exchange of 2 bytes a parameter
+after every step of `TOKENS_A_STEP` would be a ninth of it; the paper does not say what else was counted."""
+TOKENS = (25e9, 100e9, 250e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A row of table 5: its exchanges for a model, as simulated for the paper and as they should be, and the steps that
+    the paper simulated.
+    """
+
+    name: str
+    printed: Callable[[LayeredJob], Exchanges]
+    intended: Callable[[LayeredJob], Exchanges]
+    steps: int
+
+
+def scaled(job: LayeredJob) -> LayeredJob:
+    """`job` with the step time that gives table 5."""
+    return LayeredJob(parameters=job.parameters, layers=job.layers, step_seconds=STEP_FACTOR * job.step_seconds)
+
+
+def _same(name: str, make: Callable[[LayeredJob], Exchanges], steps: int) -> Method:
+    return Method(name=name, printed=make, intended=make, steps=steps)
+
+
+def _overlapped(name: str, sync_every: int, overlap: int) -> Method:
+    def make(job: LayeredJob, every: int | None = None) -> Exchanges:
+        return streaming(job.layers, sync_every, bits=4, overlap=overlap, every=every)
+
+    if sync_every == 30:  # simulated with a fragment after every step, whatever their number
+        return Method(name=name, printed=lambda job: make(job, 1), intended=make, steps=2 * sync_every + 1)
+    return _same(name, make, 2 * sync_every + 1)
+
+
+METHODS = (
+    _same("Data-Parallel", lambda job: data_parallel(job.layers), 201),
+    _same("DiLoCo H100", lambda job: diloco(job.layers, 100), 201),
+    _same("Streaming", lambda job: streaming(job.layers, 100), 201),
+    _same("Streaming overlapped bf16", lambda job: streaming(job.layers, 100, overlap=1), 201),
+    _overlapped("1-inner FP4 H30", 30, 1),
+    _overlapped("1-inner FP4 H100", 100, 1),
+    _overlapped("1-outer FP4 H30", 30, 30),
+    _overlapped("1-outer FP4 H100", 100, 100),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """A row of a bandwidth table: Gbit/s for each of `TARGETS`; nan: none on the grid is enough."""
+
+    size: str
+    method: str
+    gbps: tuple[float, ...]
+
+
+def curve(method: Method, job: LayeredJob) -> np.ndarray:
+    """Utilisation at each point of `GRID`, as simulated for the papers (their Figure 3)."""
+    return utilisation(scaled(job), method.printed(job), GRID * 1e9, steps=method.steps)
+
+
+def table5() -> list[Need]:
+    """The 24 rows as the papers print them: the first point of the grid that is enough."""
+    return [
+        Need(size=size, method=method.name, gbps=tuple(_first_enough(curve(method, job))))
+        for size, job in JOBS.items()
+        for method in METHODS
+    ]
+
+
+def long_run() -> list[Need]:
+    """The same rows in the long run, with the schedule that the papers describe; not on the grid."""
+    rows = []
+    for size, job in JOBS.items():
+        for method in METHODS:
+            need = bandwidth_for(TARGETS, scaled(job), method.intended(job), precision=1e-4)
+            rows.append(Need(size=size, method=method.name, gbps=tuple(need / 1e9)))
+    return rows
+
+
+def as_printed(gbps: float) -> float:
+    """A bandwidth as table 5 prints it: to two decimals, and those to one."""
+    return float(f"{round(gbps, 2):.1f}")
+
+
+def _first_enough(shares: np.ndarray) -> list[float]:
+    enough = shares[:, None] >= np.array(TARGETS)
+    return np.where(enough.any(axis=0), GRID[enough.argmax(axis=0)], np.nan).tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostRow:
+    """A row of table 1: hours at any bandwidth and at 1 Gbit/s, and terabytes, of a run over `tokens`."""
+
+    method: str
+    tokens: float
+    hours_unlimited: float
+    hours_1gbps: float
+    terabytes: float
+
+
+def table1() -> list[CostRow]:
+    """Hours and terabytes of the 1B model at H = 100, 4 bits, over a link of 1 Gbit/s, in the long run."""
+    job = JOBS["1B"]
+    rows = []
+    for name in ("Data-Parallel", "1-inner FP4 H100", "1-outer FP4 H100"):
+        method = next(method for method in METHODS if method.name == name)
+        exchanges = method.intended(job)
+        share = float(utilisation(job, exchanges, 1e9))
+        # The paper counts H = 100 steps a round in its volumes, the simulation round(H / P) P.
+        fewer = 1.0 if name == "Data-Parallel" else 100 * 16 / exchanges.bits
+        for tokens in TOKENS:
+            hours = tokens / TOKENS_A_STEP * job.step_seconds / 3600
+            volume = tokens * BYTES_A_TOKEN / fewer / 1e12
+            rows.append(
+                CostRow(method=name, tokens=tokens, hours_unlimited=hours, hours_1gbps=hours / share, terabytes=volume)
+            )
+    return rows
+
+
+def table2() -> list[tuple[str, float]]:
+    """(overlap, tolerated seconds) of the 500M model, a step of 0.08 s, H = 30: the steps that an exchange overlaps."""
+    overlaps = {"none": 0, "1-inner-step": 1, "1-outer-step": 30, "2-outer-steps": 60}
+    return [(name, steps * 0.08) for name, steps in overlaps.items()]

@@ -1,0 +1,367 @@
+"""Hybrids that cut the model: every matrix among devices of one host (tensor parallel), the blocks into stages
+(pipeline), and replicas of both that average their gradients.
+
+Data parallelism in which every device computes the whole model: out of core (KARMA's), and fully sharded (fsdp).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from isles.memory.costs import Placement, Profile, ends_update, host_bytes, least_peak, tail, unit_time
+from isles.memory.lanes import LaneRun, LaneTimeline
+from isles.memory.search import Counts, PlanTrials, expand, possible
+from isles.network.links import Links
+from isles.network.machines import Machine
+from isles.network.routing.events import in_flight
+from isles.network.routing.replay import Sizes, TaskSeconds, fixed_step
+from isles.network.routing.routes import MOST_VISITS
+from isles.papers.memory_parallel.decoder import (
+    STATE,
+    WEIGHT,
+    HalfDecoder,
+    ParallelJob,
+    ParallelWay,
+    deepest,
+    divisors,
+    profile_of,
+)
+
+OUT_OF_CORE, OUT_OF_CORE_SHARED = "out of core, states on every host", "out of core, states shared"
+_TRIED = 8  # plans that are simulated of every accumulation
+_UPDATED = 3 * WEIGHT + 2 * STATE  # bytes that an update on the device reads and writes, a parameter
+
+PassPlan = tuple[int, tuple[Placement, ...]]
+"""Accumulated batches, and the plan of each."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Out of core
+
+
+def out_of_core(job: ParallelJob, *, shared: bool) -> ParallelWay:
+    """Every device trains the whole model under a plan of memory with early updates; gradients are averaged block by
+    block while the backward pass goes on, between the hosts. shared: every host keeps and updates the states of its
+    share of every block (`memory.shard`); else of all of it, as KARMA's do.
+    """
+    name = OUT_OF_CORE_SHARED if shared else OUT_OF_CORE
+    found = planned(job, shared=shared)
+    largest = deepest(lambda shape: _out_of_core_fits(job, shape, shared), job.shape)
+    if found is None:
+        return ParallelWay(name=name, largest=largest)
+    accumulation, plan = found
+    made = averaged(job, job.shape, accumulation, shared=shared)
+    timeline = played(job, found, shared=shared)
+    runs = " ".join(f"{count}x{choice}" for choice, count in Counter(one.short for one in plan).items())
+    return ParallelWay(
+        name=name,
+        how=f"{runs}{f', {accumulation} batches a step' if accumulation > 1 else ''}",
+        step=timeline.step,
+        device_bytes=int(timeline.peak),
+        host_bytes=host_bytes(made, plan),
+        bound_by=busiest(timeline),
+        largest=largest,
+    )
+
+
+def averaged(job: ParallelJob, shape: HalfDecoder, accumulation: int, *, shared: bool) -> Profile:
+    """The model at one device's batch, with the mean of its gradients."""
+    made = profile_of(shape, job.sequences // job.devices // accumulation)
+    rate = job.mean_rate(1)
+    units = (
+        replace(unit, averaged=job.devices, peer_rate=rate, shared=job.devices if shared else job.per_host)
+        for unit in made.units
+    )
+    return replace(made, units=tuple(units))
+
+
+@lru_cache(maxsize=64)
+def planned(job: ParallelJob, *, shared: bool) -> PassPlan | None:
+    """The fastest plan of a family that is small enough to be played for every link; None where none fits."""
+    best, fastest = None, math.inf
+    for accumulation in divisors(job.sequences // job.devices):
+        made = averaged(job, job.shape, accumulation, shared=shared)
+        tried = PlanTrials(made, job.machine, disk=0.0, update="early", accumulation=accumulation)
+        tried.first(_family(len(made.units)), _TRIED, below=fastest)
+        for plan, seconds in tried.seconds.items():
+            if seconds < fastest:
+                best, fastest = (accumulation, plan), seconds
+    return best
+
+
+def played(job: ParallelJob, found: PassPlan, *, shared: bool) -> LaneTimeline:
+    """A step of it with this job's links."""
+    accumulation, plan = found
+    made = averaged(job, job.shape, accumulation, shared=shared)
+    return LaneRun(made, plan, job.machine, update="early", accumulation=accumulation).play()
+
+
+def _family(units: int) -> Iterator[tuple[Placement, ...]]:
+    """Some counts of each choice, the order that the search takes too."""
+    some = sorted({0, units // 8, units // 4, units // 2, 7 * units // 8, units})
+    few = sorted({0, units // 24, units // 12, units // 6, units // 3, units})
+    for device in some:
+        for moved in some:
+            for kept in few:
+                for swapped in few:
+                    counts = Counts(device, moved, 0, 0, kept, swapped, 0)
+                    if possible(units, counts):
+                        yield expand(units, counts)
+
+
+def _out_of_core_fits(job: ParallelJob, shape: HalfDecoder, shared: bool) -> bool:
+    accumulation, here = job.sequences // job.devices, job.machine
+    made = averaged(job, shape, accumulation, shared=shared)
+    plan = (Placement("host", "recompute"),) * len(made.units)
+    return least_peak(made, plan, accumulation) <= here.device_bytes and host_bytes(made, plan) <= here.host_bytes
+
+
+def busiest(timeline: LaneTimeline) -> str:
+    """The lane that works longest, with its share of the step."""
+    name = max(timeline.busy, key=lambda lane: timeline.busy[lane])
+    return f"{name} {timeline.busy[name] / timeline.step:.0%}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fully sharded
+
+
+def fully_sharded(job: ParallelJob) -> ParallelWay:
+    """Every device keeps 1/devices of weights, gradients and states; a block's weights are gathered for each of its
+    passes, its gradients summed to their owners. Played as a plan whose "host" is the other devices: up is gathering,
+    down is summing, and the update is that of the device's own share.
+    """
+    name, best = "fsdp", ParallelWay(name="fsdp")
+    largest = deepest(lambda shape: _least_remade(job, shape, job.sequences // job.devices) is not None, job.shape)
+    for accumulation in divisors(job.sequences // job.devices):
+        remade = _least_remade(job, job.shape, accumulation)
+        if remade is None:
+            continue
+        made, here = _sharded(job, job.shape, accumulation)
+        plan = tail("host", "recompute", len(made.units), len(made.units) - remade)
+        timeline = LaneRun(made, plan, here, update="early", accumulation=accumulation).play()
+        if best.step is None or timeline.step < best.step:
+            batches = f", {accumulation} batches a step" if accumulation > 1 else ""
+            best = ParallelWay(
+                name=name,
+                how=f"{remade} of {len(made.units)} made again{batches}",
+                step=timeline.step,
+                device_bytes=int(timeline.peak),
+                bound_by=busiest(timeline).replace("up", "gathering").replace("down", "summing"),
+            )
+    return replace(best, largest=largest)
+
+
+def _sharded(job: ParallelJob, shape: HalfDecoder, accumulation: int) -> tuple[Profile, Machine]:
+    made = profile_of(shape, job.sequences // job.devices // accumulation)
+    share = (WEIGHT + WEIGHT + STATE) * shape.layers * shape.block_params // job.devices
+    ends = replace(  # the embedding is gathered for the whole step
+        made.ends,
+        weights=made.ends.weights // job.devices,
+        states=made.ends.states // job.devices,
+        buffers=made.ends.buffers + share + made.ends.weights,
+    )
+    units = tuple(replace(unit, shared=job.devices) for unit in made.units)
+    rate = job.mean_rate(1) * job.devices / (job.devices - 1)  # the own share is there
+    here = replace(
+        job.machine,
+        up=rate,
+        down=rate,
+        up_both=rate,
+        down_both=rate,
+        host_update=job.machine.device_rate / _UPDATED,
+        host_bytes=math.inf,
+    )
+    return replace(made, units=units, ends=ends), here
+
+
+def _least_remade(job: ParallelJob, shape: HalfDecoder, accumulation: int) -> int | None:
+    """Blocks that must be made again to fit; None: not even all of them do."""
+    made, _ = _sharded(job, shape, accumulation)
+    units = len(made.units)
+
+    def fits(remade: int) -> bool:
+        plan = tail("host", "recompute", units, units - remade)
+        return least_peak(made, plan, accumulation) <= job.machine.device_bytes
+
+    return least(units, fits)
+
+
+def least(most: int, fits: Callable[[int], bool]) -> int | None:
+    """The least number up to `most` that fits, where every larger one does too; None: not even `most`."""
+    found = bisect_left(range(most + 1), True, key=fits)
+    return found if found <= most else None
+
+
+_HOLDS = ("1f1b", "auto")  # as few forwards as keep stages busy, or two more where messages take long
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HybridSplit:
+    """tensor x stages x replicas devices, each microbatch one sequence. holds: forwards that stages keep."""
+
+    tensor: int
+    stages: int
+    replicas: int
+    holds: str
+
+
+def splits(job: ParallelJob, *, tensor: bool) -> list[HybridSplit]:
+    """All that fill the devices, up to 16 stages; tensor: also with matrices cut among devices of a host."""
+    found = []
+    for cut in divisors(job.per_host):
+        if (cut > 1 and not tensor) or job.devices % cut or job.shape.heads % cut:
+            continue
+        for stages in divisors(job.devices // cut):
+            replicas = job.devices // cut // stages
+            if stages > min(job.shape.layers, MOST_VISITS) or job.sequences % replicas:
+                continue
+            for holds in _HOLDS if stages > 1 else _HOLDS[:1]:
+                found.append(HybridSplit(tensor=cut, stages=stages, replicas=replicas, holds=holds))
+    return found
+
+
+def hybrid(job: ParallelJob, *, tensor: bool) -> ParallelWay:
+    """The fastest split, and the largest model of any."""
+    largest = deepest(lambda shape: _fits(job, shape, tensor), job.shape)
+    return replace(fastest_hybrid(job, tensor=tensor), largest=largest)
+
+
+def fastest_hybrid(job: ParallelJob, *, tensor: bool) -> ParallelWay:
+    """The fastest split."""
+    best = ParallelWay(name="tensor x pipeline x data" if tensor else "pipeline x data")
+    every = splits(job, tensor=tensor)
+    fitting = [
+        (StageSeconds(job, split, again), split, again) for split in every if (again := remade(job, split)) is not None
+    ]
+    for stages, split, again in sorted(fitting, key=lambda one: one[0].bound):
+        if best.step is not None and stages.bound >= best.step:
+            break
+        step, idle = stages.seconds()
+        if best.step is None or step < best.step:
+            peak = max(_peak(job, job.shape, split, stage, again[stage]) for stage in range(split.stages))
+            parts = (split.tensor, split.stages, split.replicas) if tensor else (split.stages, split.replicas)
+            best = replace(
+                best,
+                how=f"{' x '.join(map(str, parts))}, {sum(again)} of {job.shape.layers} made again",
+                step=step,
+                device_bytes=peak,
+                bound_by=f"idle {idle:.0%}",
+            )
+    return best
+
+
+def _fits(job: ParallelJob, shape: HalfDecoder, tensor: bool) -> bool:
+    """Whether the split into most pieces can train it, its fullest stages that is: the first, which keeps the most
+    forwards, and the last, with the head.
+    """
+    cut = max(one.tensor for one in splits(job, tensor=tensor))
+    stages = max(one for one in divisors(job.devices // cut) if one <= min(shape.layers, MOST_VISITS))
+    split = HybridSplit(tensor=cut, stages=stages, replicas=job.devices // cut // stages, holds=_HOLDS[0])
+    layers = _layers(shape, stages)
+    return all(_peak(job, shape, split, stage, layers[stage]) <= job.machine.device_bytes for stage in (0, stages - 1))
+
+
+def _layers(shape: HalfDecoder, stages: int) -> list[int]:
+    """Of each stage; the last ones, which have the head, take no more than the others."""
+    return [shape.layers // stages + (stage < shape.layers % stages) for stage in range(stages)]
+
+
+def _stage(job: ParallelJob, shape: HalfDecoder, split: HybridSplit, stage: int) -> Profile:
+    """Of one stage and one sequence, the all-reduces of cut matrices among its seconds."""
+    made = profile_of(shape, 1, layers=_layers(shape, split.stages)[stage], cut=split.tensor)
+    ends = made.ends
+    if stage < split.stages - 1:
+        ends = replace(ends, top=0, flops=0.0)
+    if 0 < stage < split.stages - 1:
+        ends = replace(ends, params=0, weights=0, states=0, top_gradients=0)
+    reduced = 2 * 2 * shape.stream(1) * (split.tensor - 1) / split.tensor / job.near  # two a pass
+    units = tuple(
+        replace(
+            unit,
+            forward=job.machine.seconds(unit.flops) + reduced,
+            backward=2 * job.machine.seconds(unit.flops) + reduced,
+        )
+        for unit in made.units
+    )
+    held = in_flight(split.holds, 1, split.stages)[stage]
+    return replace(made, units=units, ends=ends, in_flight=min(held, job.sequences // split.replicas))
+
+
+def _peak(job: ParallelJob, shape: HalfDecoder, split: HybridSplit, stage: int, again: int) -> int:
+    made = _stage(job, shape, split, stage)
+    units = len(made.units)
+    return least_peak(made, tail("device", "recompute", units, units - again), job.sequences // split.replicas)
+
+
+def remade(job: ParallelJob, split: HybridSplit) -> list[int] | None:
+    """Blocks of each stage that must be made again to fit; None: some stage does not fit even then."""
+    found = []
+    for stage, layers in enumerate(_layers(job.shape, split.stages)):
+        again = least(
+            layers, lambda count, stage=stage: _peak(job, job.shape, split, stage, count) <= job.machine.device_bytes
+        )
+        if again is None:
+            return None
+        found.append(again)
+    return found
+
+
+class StageSeconds:
+    """The seconds of a split: forward, backward and the update by stage, and the mean of its gradients.
+
+    bound: no step is shorter.
+    """
+
+    def __init__(self, job: ParallelJob, split: HybridSplit, again: list[int]) -> None:
+        self.job, self.split, self.microbatches = job, split, job.sequences // split.replicas
+        self.forward, self.backward, self.update, self.mean, self.blocks = [], [], [], [], []
+        rate = job.mean_rate(split.tensor * split.stages)
+        for stage, count in enumerate(again):
+            made = _stage(job, job.shape, split, stage)
+            units = len(made.units)
+            pairs = zip(made.units, tail("device", "recompute", units, units - count), strict=True)
+            times = [unit_time(unit, one, job.machine) for unit, one in pairs]
+            head = job.machine.seconds(made.ends.flops)
+            nbytes = made.ends.weights + sum(unit.weights for unit in made.units)
+            self.forward.append(sum(one.forward for one in times) + head)
+            self.backward.append(sum(one.backward for one in times) + 2 * head)
+            self.update.append(ends_update(made, job.machine) + sum(one.update for one in times))
+            self.mean.append(2 * nbytes * (split.replicas - 1) / split.replicas / rate)
+            self.blocks.append(len(times))
+        self.bound = max(map(self._least, range(split.stages)))
+
+    def _least(self, stage: int) -> float:
+        """A step is not shorter: the stage's first forward pass waits for those before, and so do the updates of the
+        first stage for the backward passes from there on.
+        """
+        work = self.microbatches * (self.forward[stage] + self.backward[stage])
+        after = max(self._left(stage), sum(self.backward[:stage]) + self._left(0))
+        return sum(self.forward[:stage]) + work + after
+
+    def _left(self, stage: int) -> float:
+        """What is still to do when a stage's last backward pass is over: of the mean, which begins block by block
+        within that, and the update.
+        """
+        mean = self.mean[stage]
+        return max(mean - self.backward[stage], mean / self.blocks[stage]) + self.update[stage]
+
+    def seconds(self) -> tuple[float, float]:
+        """(seconds of a step, share of it that a device waits): a replica's tasks and messages replayed, and the
+        rest.
+        """
+        job, split = self.job, self.split
+        size = job.shape.stream(1) // split.tensor  # cut matrices' devices each send a part
+        near = split.tensor * split.stages <= job.per_host
+        rate = job.near if near else min(job.near, job.link / job.per_host)
+        seconds = TaskSeconds(forward=self.forward, loss=[0.0] * split.stages, backward=self.backward)
+        sizes = Sizes(forward=size, home=size, backward=size)
+        played = fixed_step(self.microbatches, seconds, split.holds, Links(bandwidth=8 * rate), sizes)
+        ends = [max(span.end for span in played.spans if span.worker == stage) for stage in range(split.stages)]
+        step = max(end + self._left(stage) for stage, end in enumerate(ends))
+        return step, 1 - sum(played.busy.values()) / split.stages / step

@@ -1,0 +1,226 @@
+"""Collectives by letters: a transport whose messages are a swarm's mail, for protocols that know nothing of it.
+
+    send      a letter of kind OUTER, which says the channel, round, fragment and phase of its message
+    recv      the letter of this turn that says the same, whenever it comes
+    run       steps the protocol as its letters come, wherever this peer waits for one of its transfers
+
+An exchange belongs to the turn in which it began (`isles.pipeline.peers.inbox`): what is left of one that failed is of
+an earlier turn, and meets nobody. Who has begun the next agreement has sent all that it sends of this turn, so whatever
+has not come from it then ends as lost: nobody waits for who gave the exchange up, for it has refused another's message.
+Beside the exchange everything goes on that letters are answered for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+from torch import Tensor
+
+from isles.comm.collectives.message_queue import MailLetter, MailNote
+from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost
+from isles.comm.tags import CHANNELS, MAX_FRAGMENTS, MAX_PHASES, Channel, Tag
+from isles.comm.traffic import Traffic
+from isles.comm.transport import Bell, Line, Steps, Work, awaited
+from isles.pipeline.peers.inbox import OUTER, Post
+
+T = TypeVar("T")
+
+
+class _Address(NamedTuple):
+    turn: int
+    sender: int
+    channel: int
+    round: int
+    place: int  # fragment and phase
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    """See `isles.comm.transport.Work`."""
+
+    peer: int | None
+    at: float = math.inf
+    error: Exception | None = None
+
+    def done(self) -> bool:
+        return self.at < math.inf or self.error is not None
+
+
+class LetterTransport:
+    """This worker's end of `post`, whose one it is (`Agreement.letters`): two would take each other's letters. See
+    `isles.comm.transport.Transport`. It has the clock and counts of the mail's own transport. past: see `Agreement`.
+    Messages and waits count on the channel of their exchange; on that of the mail only the heads of letters do.
+    """
+
+    native = False
+
+    def __init__(self, post: Post, past: Callable[[], Mapping[int, CommError]]) -> None:
+        self.post, self._past = post, past
+        below = self.below = self.post.mail.group.transport
+        self.rank, self.size = below.rank, below.size
+        self.traffic: Traffic = below.traffic
+        self._positions = {rank: position for position, rank in enumerate(self.post.mail.group.ranks)}
+        self._awaited: dict[_Address, tuple[_Message, Tensor]] = {}
+        self._early: dict[_Address, MailLetter] = {}
+        self._running: list[LetterTransfer[Any]] = []
+
+    @property
+    def step_seconds(self) -> float:
+        return self.below.step_seconds
+
+    @property
+    def away_seconds(self) -> float:
+        return self.below.away_seconds
+
+    def send(self, peer: int, data: Tensor, tag: Tag) -> Work:
+        """Copied, so that it is gone at once."""
+        channel, place = CHANNELS.index(tag.channel), tag.fragment * MAX_PHASES + tag.phase
+        note = MailNote(OUTER, tag.round, self.post.turn, place, queue=channel)
+        self.post.mail.send(self._positions[peer], note, data.clone())
+        if data.numel() and self._positions[peer] not in self.post.mail.lost:
+            self.traffic.reassign(data.numel(), sent=True, before=self.post.mail.group.channel)
+        return _Message(peer, at=self.now())
+
+    def recv(self, peer: int | None, out: Tensor, tag: Tag) -> Work:
+        assert peer is not None, "an exchange knows its members"
+        place = tag.fragment * MAX_PHASES + tag.phase
+        address = _Address(self.post.turn, self._positions[peer], CHANNELS.index(tag.channel), tag.round, place)
+        message = _Message(peer)
+        self._awaited[address] = message, out
+        if address in self._early:
+            self._arrive(address, self._early.pop(address))
+        else:
+            self._read()  # its sender may be gone by now, and no news will come
+        return message
+
+    def run(self, protocol: Steps[T], channel: Channel, deadline: float) -> LetterTransfer[T]:
+        transfer = LetterTransfer(self, protocol, channel, deadline)
+        self._running.append(transfer)
+        transfer.go_on()
+        return transfer
+
+    def go_on(self) -> None:
+        """Read what has come, and step what waited for it."""
+        self.post.sort()
+        self._read()
+        for transfer in list(self._running):
+            transfer.go_on()
+        self._running = [transfer for transfer in self._running if not transfer.is_over]
+        if not self._running:  # what is awaited still is of exchanges that failed
+            self._awaited.clear()
+            self._early = {address: letter for address, letter in self._early.items() if address.turn == self.post.turn}
+
+    def _read(self) -> None:
+        """What was sorted, then what will not come."""
+        for letter in self.post.of_turn(OUTER):
+            note, turn = letter.note, self.post.turn
+            address = _Address(turn, letter.sender, note.queue, note.step, note.number)
+            if address in self._awaited:
+                self._arrive(address, letter)
+            elif note.queue < len(CHANNELS) and note.number < MAX_FRAGMENTS * MAX_PHASES:
+                self._early[address] = letter
+        self._lose()
+
+    def _arrive(self, address: _Address, letter: MailLetter) -> None:
+        message, out = self._awaited.pop(address)
+        if letter.body.numel() == out.numel():
+            out.copy_(letter.body)
+            message.at = self.now()
+            if out.numel():
+                self.traffic.reassign(out.numel(), sent=False, before=self.post.mail.group.channel)
+            return
+        assert message.peer is not None
+        message.error = Malformed(message.peer, f"{letter.body.numel()} bytes in place of {out.numel()}")
+        self.post.mail.refuse(letter.sender, cast(Malformed, message.error))
+
+    def _lose(self) -> None:
+        lost, ranks = {**self._past(), **self.post.mail.lost}, self.post.mail.group.ranks
+        for address in [address for address in self._awaited if address.sender in lost]:
+            why = lost[address.sender]
+            error = why if isinstance(why, PeerLost) else PeerLost(ranks[address.sender], str(why))
+            self._awaited.pop(address)[0].error = error
+
+    def bell(self, seconds: float = math.inf) -> Bell:
+        return self.below.bell(seconds)
+
+    def line(self) -> Line | None:
+        return self.below.line()
+
+    def now(self) -> float:
+        return self.below.now()
+
+    def compute(self, seconds: float) -> None:
+        self.below.compute(seconds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: between two exchanges nothing is under way."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+    def close(self) -> None:
+        """Nothing of its own."""
+
+
+class LetterTransfer(Generic[T]):
+    """A protocol that goes on as letters come. See `isles.comm.transport.Transfer`."""
+
+    def __init__(self, transport: LetterTransport, protocol: Steps[T], channel: Channel, seconds: float) -> None:
+        self._transport, self._protocol = transport, protocol
+        self._channel, self._seconds = channel, seconds
+        self._until = transport.now() + seconds
+        self._works: list[Work] = []
+        self._needed = 0
+        self._result: T | None = None
+        self._error: Exception | None = None
+        self.is_over = False
+
+    def wait(self) -> T:
+        channels, before = self._transport.traffic, self._transport.post.mail.group.channel
+        blocked = channels[before].blocked_seconds
+        try:
+            return self._wait()
+        finally:
+            blocked = channels[before].blocked_seconds - blocked
+            channels[before].blocked_seconds -= blocked
+            channels[self._channel].blocked_seconds += blocked
+
+    def _wait(self) -> T:
+        try:
+            self._transport.post.wait_for(self.done, self._until - self._transport.now())
+        except DeadlinePassed:
+            self._end(DeadlinePassed(self._late(), self._channel, self._seconds))
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._result)
+
+    def done(self) -> bool:
+        self._transport.go_on()
+        return self.is_over
+
+    def go_on(self) -> None:
+        """Step the protocol as far as it gets."""
+        while not self.is_over:
+            failed = next((work.error for work in self._works if work.error is not None), None)
+            if failed is None and sum(work.done() for work in self._works) < self._needed:
+                return
+            try:
+                waited = self._protocol.send(None) if failed is None else self._protocol.throw(failed)
+            except StopIteration as end:
+                self._result, self.is_over = end.value, True
+            except Exception as error:  # whoever waits is told
+                self._end(error)
+            else:
+                works, self._needed = awaited(waited)
+                self._works = list(works)
+
+    def _late(self) -> int:
+        return next((work.peer for work in self._works if not work.done() and work.peer is not None), -1)
+
+    def _end(self, error: Exception) -> None:
+        self._error, self.is_over = error, True
+        self._protocol.close()

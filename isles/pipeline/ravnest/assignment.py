@@ -1,0 +1,263 @@
+"""Who serves which stage of which cluster, where nodes are lost, come and leave, and others stand by. Pure: who knows
+of the same comes to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from isles.base.parsing import MANY, Int, Ints, Unfit, read
+from isles.network.clusters.formation import ClusterGrowth, Cuts
+from isles.network.clusters.nodes import ClusterNode, heard, is_told
+
+_Rows = Annotated[tuple[Ints, ...], MANY]
+_Set = Annotated[frozenset[Int], MANY]
+_Plain = tuple[_Rows, _Rows, Ints, _Set, _Set, Annotated[tuple[tuple[Int, Int], ...], MANY], _Set]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSeats:
+    """clusters: of each, by stage, the position in the world that serves it, or did. cuts: of each, the first block of
+    every stage but the first. waiting: positions that stand by, in the order of their turn. lost: who is gone. out:
+    clusters that are no part of the averaging: somebody of theirs is lost, or their nodes have not loaded the others'
+    weights since.
+
+    Where nodes come and leave. told: by position, what those who came have told of themselves. leaving: who wants to
+    go, and is still here. handed: pairs of one who gives its place, and one who takes it, and has its state not yet.
+    """
+
+    clusters: tuple[tuple[int, ...], ...]
+    cuts: tuple[Cuts, ...]
+    waiting: tuple[int, ...] = ()
+    lost: frozenset[int] = frozenset()
+    out: frozenset[int] = frozenset()
+    told: Mapping[int, int] = field(default_factory=dict)
+    leaving: frozenset[int] = frozenset()
+    handed: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, cuts: Sequence[Sequence[int]], positions: Sequence[int]) -> ClusterSeats:
+        """At the start, when `positions` fill the clusters in their order: who is in none stands by, and a cluster for
+        which too few are left is not. ValueError where there is none.
+        """
+        free, made = list(positions), ClusterSeats((), ())
+        for own in cuts:
+            if len(own) < len(free):
+                clusters = (*made.clusters, tuple(free[: len(own) + 1]))
+                made = replace(made, clusters=clusters, cuts=(*made.cuts, tuple(own)))
+                free = free[len(own) + 1 :]
+        if not made.clusters:
+            raise ValueError(f"{len(free)} nodes fill no cluster: the smallest has {min(map(len, cuts)) + 1}")
+        return replace(made, waiting=tuple(free))
+
+    @classmethod
+    def of_plain(cls, plain: Any, size: int) -> ClusterSeats:
+        """From `to_plain`. ValueError for what are no seats of a world of so many."""
+        try:
+            clusters, cuts, waiting, lost, out, told, leaving = read(_Plain, plain, "seats")
+        except Unfit:
+            raise ValueError("no seats of clusters") from None
+        made = cls(clusters, cuts, waiting, lost, out, dict(told), leaving)
+        seated = [position for cluster in made.clusters for position in cluster]
+        named = [*seated, *made.waiting, *made.lost, *made.told, *made.leaving]
+        fits = (
+            all(0 <= position < size for position in named)
+            and len({*seated, *made.waiting}) == len(seated) + len(made.waiting)
+            and [len(own) + 1 for own in made.cuts] == list(map(len, made.clusters))
+            and made.out <= set(range(len(made.clusters)))
+            and all(map(is_told, made.told.values()))
+        )
+        if not fits:
+            raise ValueError("no seats of clusters")
+        return made
+
+    def to_plain(self) -> list[Any]:
+        """For a checkpoint, or a message; between two averages, when nobody is handing over."""
+        clusters, cuts = list(map(list, self.clusters)), list(map(list, self.cuts))
+        told = [[position, number] for position, number in sorted(self.told.items())]
+        rest = [sorted(self.lost), sorted(self.out), told, sorted(self.leaving)]
+        return [clusters, cuts, list(self.waiting), *rest]
+
+    @property
+    def whole(self) -> list[int]:
+        """The clusters that train and average, by number."""
+        return [number for number in range(len(self.clusters)) if number not in self.out]
+
+    @property
+    def complete(self) -> list[int]:
+        """The clusters that want the others' weights and nobody else."""
+        return [number for number in sorted(self.out) if self.lost.isdisjoint(self.clusters[number])]
+
+    @property
+    def living(self) -> list[int]:
+        """All positions that are left."""
+        seated = {position for cluster in self.clusters for position in cluster}
+        givers = {giver for giver, _ in self.handed}
+        return sorted((seated | givers | set(self.waiting)) - self.lost)
+
+    def place(self, position: int) -> tuple[int, int] | None:
+        """(cluster, stage) that it serves; None for one that stands by."""
+        for number, cluster in enumerate(self.clusters):
+            if position in cluster:
+                return number, cluster.index(position)
+        return None
+
+    def told_of(self, cluster: int) -> str:
+        """Who serves it, and its cuts, for a person."""
+        workers, cuts = (
+            f"{what}{'s' * (len(row[cluster]) > 1)} {', '.join(map(str, row[cluster]))}"
+            for what, row in (("worker", self.clusters), ("block", self.cuts))
+        )
+        return workers + (f", cut before {cuts}" if self.cuts[cluster] else "")
+
+    def holder(self, cluster: int, stage: int) -> int:
+        """Who has the state of a stage: who serves it, or still who gives it."""
+        position = self.clusters[cluster][stage]
+        return next((giver for giver, taker in self.handed if taker == position), position)
+
+    def trains(self, position: int) -> bool:
+        """Whether its cluster is whole."""
+        place = self.place(position)
+        return place is not None and place[0] not in self.out
+
+    def without(self, lost: Collection[int]) -> ClusterSeats:
+        """Those are gone, and their clusters out. Who had to give its state to one of them is in its place again."""
+        back = {taker: giver for giver, taker in self.handed if taker in lost and giver not in lost}
+        orphans = {taker for giver, taker in self.handed if giver in lost}
+        clusters = tuple(tuple(back.get(position, position) for position in own) for own in self.clusters)
+        hit = {number for number, own in enumerate(clusters) if not orphans.union(lost).isdisjoint(own)}
+        return replace(
+            self,
+            clusters=clusters,
+            waiting=tuple(position for position in self.waiting if position not in lost),
+            lost=self.lost | set(lost),
+            out=self.out | hit,
+            told={position: number for position, number in self.told.items() if position not in lost},
+            leaving=self.leaving - set(lost),
+            handed=tuple(pair for pair in self.handed if not {*pair} & set(lost)),
+        )
+
+    def met(self, told: Mapping[int, int], leaving: Collection[int]) -> ClusterSeats:
+        """Those who came stand by, and tell of themselves; others want to go."""
+        known = {*self.living, *self.lost}
+        came = {position: told[position] for position in sorted(told) if position not in known}
+        left = self.leaving | {*leaving}.intersection((*self.living, *came))
+        return replace(self, waiting=(*self.waiting, *came), told={**self.told, **came}, leaving=left)
+
+    def returned(self) -> ClusterSeats:
+        """All who were lost are here again, without what they held: in their old places, or standing by."""
+        seated = {position for cluster in self.clusters for position in cluster}
+        return replace(self, waiting=(*self.waiting, *sorted(self.lost - seated)), lost=frozenset())
+
+    def renumbered(self, kept: Sequence[int]) -> ClusterSeats:
+        """In a world of those alone, in their order: the clusters that are whole, and who is left of others waits."""
+        new, whole = {position: number for number, position in enumerate(kept)}, self._only(self.whole)
+        seated = {position for own in whole.clusters for position in own}
+        idle = [position for own in self.clusters for position in own if position not in seated and position in new]
+        return replace(
+            whole,
+            clusters=tuple(tuple(new[position] for position in own) for own in whole.clusters),
+            waiting=tuple(new[position] for position in (*self.waiting, *idle)),
+            lost=frozenset(),
+            told={new[position]: number for position, number in self.told.items()},
+            leaving=frozenset(),
+        )
+
+    def mended(self, growth: ClusterGrowth | None = None) -> ClusterSeats:
+        """Who stands by takes the places of those who leave, and of the lost, first where the fewest are; a cluster
+        that stays without somebody takes nobody. With `growth` those who still wait make new clusters.
+        """
+        seats = self._handing(growth)._filled(growth)
+        return seats if growth is None else seats._grown(growth)
+
+    def joined(self, clusters: Collection[int]) -> ClusterSeats:
+        """Those have the others' weights, and who had to give its state has done so."""
+        givers = {giver for giver, _ in self.handed}
+        return replace(self, out=self.out - set(clusters), handed=()).without(givers)
+
+    def _handing(self, growth: ClusterGrowth | None) -> ClusterSeats:
+        """Who leaves is gone, but for one who has a successor to give its state to, and the last whole cluster's."""
+        seats = self.without([position for position in self.leaving if not self.trains(position)])
+        for number in [number for number in seats.whole if not seats.leaving.isdisjoint(seats.clusters[number])]:
+            stages = [stage for stage, own in enumerate(seats.clusters[number]) if own in seats.leaving]
+            takers = seats._takers(number, stages, growth)
+            if takers is not None:
+                givers = [seats.clusters[number][stage] for stage in stages]
+                seats = replace(
+                    seats._seated(number, stages, takers), handed=(*seats.handed, *zip(givers, takers, strict=True))
+                )
+            elif len(seats.whole) > 1:
+                seats = seats.without(seats.leaving.intersection(seats.clusters[number]))
+        return seats
+
+    def _filled(self, growth: ClusterGrowth | None) -> ClusterSeats:
+        seats = self
+        for number in sorted(self.out, key=lambda number: (len(self._missing(number)), number)):
+            stages = self._missing(number)
+            takers = seats._takers(number, stages, growth)
+            if takers is not None:
+                seats = seats._seated(number, stages, takers)
+        return seats
+
+    def _grown(self, growth: ClusterGrowth) -> ClusterSeats:
+        """New clusters, of those who wait and of those who told of themselves in clusters that nobody can mend."""
+        stuck = [number for number in sorted(self.out) if self._missing(number)]
+        left = [p for number in stuck for p in self.clusters[number] if p not in self.lost and self._node(p)]
+        free = [*left, *self.waiting[: max(0, len(self.waiting) - growth.spares)]]
+        made = growth.form([self._node(position) for position in free], [self.cuts[number] for number in self.whole])
+        if not made:
+            return self._only([n for n in range(len(self.clusters)) if not self.lost.issuperset(self.clusters[n])])
+        chosen = [tuple(free[number] for number in cluster.nodes) for cluster in made]
+        taken = {position for cluster in chosen for position in cluster}
+        idle = [p for number in stuck for p in self.clusters[number] if p not in self.lost and p not in taken]
+        kept = self._only([number for number in range(len(self.clusters)) if number not in stuck])
+        first = len(kept.clusters)
+        return replace(
+            kept,
+            clusters=(*kept.clusters, *chosen),
+            cuts=(*kept.cuts, *(cluster.cuts for cluster in made)),
+            waiting=(*(position for position in self.waiting if position not in taken), *idle),
+            out=kept.out | set(range(first, first + len(made))),
+        )
+
+    def _only(self, clusters: Sequence[int]) -> ClusterSeats:
+        """Without the others, which are no more; numbered anew."""
+        return replace(
+            self,
+            clusters=tuple(self.clusters[number] for number in clusters),
+            cuts=tuple(self.cuts[number] for number in clusters),
+            out=frozenset(new for new, number in enumerate(clusters) if number in self.out),
+        )
+
+    def _node(self, position: int) -> ClusterNode | None:
+        return heard(self.told.get(position, 1), f"worker {position}")
+
+    def _missing(self, number: int) -> list[int]:
+        return [stage for stage, position in enumerate(self.clusters[number]) if position in self.lost]
+
+    def _takers(self, number: int, stages: Sequence[int], growth: ClusterGrowth | None) -> list[int] | None:
+        """Who of those who wait takes these stages, the first that holds each; None where one has nobody."""
+        takers: list[int] = []
+        for stage in stages:
+            found = next(self._able(number, stage, takers, growth), None)
+            if found is None:
+                return None
+            takers.append(found)
+        return takers
+
+    def _able(self, number: int, stage: int, taken: Sequence[int], growth: ClusterGrowth | None) -> Iterator[int]:
+        for position in self.waiting:
+            if position in taken or position in self.leaving:
+                continue
+            if growth is None or growth.holds(self._node(position), self.cuts[number], stage):
+                yield position
+
+    def _seated(self, number: int, stages: Sequence[int], takers: Sequence[int]) -> ClusterSeats:
+        own, clusters = list(self.clusters[number]), list(self.clusters)
+        for stage, taker in zip(stages, takers, strict=True):
+            own[stage] = taker
+        clusters[number] = tuple(own)
+        waiting = tuple(position for position in self.waiting if position not in takers)
+        return replace(self, clusters=tuple(clusters), waiting=waiting)

@@ -1,0 +1,199 @@
+"""Judging weights that a swarm holds: the forward pass alone, on the way of microbatches, whoever is lost meanwhile.
+
+origin   the first peer of stage 0: batches -> LOOK -> a peer of stage 1 -> ... -> LOSS from the last stage
+others   serve until the origin has all losses
+all      agree on the sum; where the origin is lost they begin again with the next one
+
+The stages of a swarm put together at one peer, whoever is lost meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import cycle
+
+import torch
+from torch import Tensor, nn
+
+from isles.comm.codecs.base import as_bytes
+from isles.comm.collectives.message_queue import MailLetter, MailNote
+from isles.comm.errors import Malformed, Refused
+from isles.models.cuts import Piece
+from isles.models.stages import Stage
+from isles.network.routing.routes import Task
+from isles.pipeline.peers.inbox import HOME, LOOK, LOSS, STATE, as_bits, as_number
+from isles.pipeline.swarm.swarm import Swarm
+from isles.pipeline.wire import StageForm
+
+_UNDER_WAY = 8  # letters of the origin, for each peer of stage 1
+
+
+class SwarmJudge:
+    """Of `swarm`, whose peers all ask together."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self.swarm, self.work = swarm, swarm.peer.work
+        self.post, self.agreement = swarm.agreement.post, swarm.agreement
+
+    def loss(self, batches: Callable[[], Iterable[Tensor]], mend: Callable[[], None] | None = None) -> float:
+        """Mean loss in nats over the rows of `batches` (b, T+1), which origins alone are asked for; the same at all
+        peers. NaN without rows. mend: see `Swarm.step`.
+        """
+        with self.work.judging():
+            while True:
+                self.agreement.agree([])
+                self.swarm.place(mend)
+                self.work.stage.eval()  # which may be another one by now
+                origin = self.swarm.peers(0)[0]
+                if origin == self.swarm.me:
+                    own = self._ask(batches())
+                else:
+                    self._serve(origin)
+                    own = (0.0, -1)
+                said = self.agreement.agree([as_bits(own[0]), own[1]])
+                self.swarm.place(mend)
+                if origin in said and said[origin][1] >= 0:
+                    total, rows = as_number(said[origin][0]), said[origin][1]
+                    return total / rows if rows else float("nan")
+
+    def _ask(self, batches: Iterable[Tensor]) -> tuple[float, int]:
+        """The sum of the losses over rows, and how many rows; (0, -1) where a stage was lost meanwhile."""
+        parts = [part for batch in batches for part in batch.split(self.work.form.sequences)]
+        losses: dict[int, float] = {}
+        waiting, under_way, lost = deque(range(len(parts))), dict[int, int](), set[int]()
+        turns = cycle(self.swarm.peer.stages[1])
+        while len(losses) < len(parts):
+            for letter in self._letters():
+                if letter.note.kind == LOSS and letter.body.numel() == 8:
+                    losses[letter.note.number] = float(letter.body.view(torch.float64))
+                    under_way.pop(letter.note.number, None)
+            if self.agreement.lost != lost:  # any of them may have been on its way
+                lost = set(self.agreement.lost)
+                waiting.extendleft(under_way)
+                under_way.clear()
+            if self.agreement.is_due or any(set(peers) <= lost for peers in self.swarm.peer.stages):
+                return 0.0, -1
+            if waiting and len(under_way) < _UNDER_WAY * len(self.swarm.peer.stages[1]):
+                number = waiting.popleft()
+                receiver = next(peer for peer in turns if peer not in lost)
+                form = replace(self.work.form, sequences=len(parts[number]))
+                self._send(receiver, number, self.swarm.me, form, self.work.run_alone(form, parts[number], None, "on"))
+                under_way[number] = receiver
+            elif len(losses) < len(parts):
+                self._wait()
+        for position in self.agreement.members:
+            if position != self.swarm.me:
+                self.post.mail.send(position, MailNote(HOME, 0, self.post.turn))
+        return sum(losses[number] * len(part) for number, part in enumerate(parts)), sum(map(len, parts))
+
+    def _serve(self, origin: int) -> None:
+        while True:
+            letters = self._letters()
+            for letter in letters:
+                if letter.note.kind == HOME and letter.sender == origin:
+                    return
+                if letter.note.kind == LOOK:
+                    self._pass_on(letter)
+            lost = self.agreement.lost
+            if self.agreement.is_due or origin in lost or any(set(peers) <= lost for peers in self.swarm.peer.stages):
+                return
+            if not letters:
+                self._wait()
+
+    def _pass_on(self, letter: MailLetter) -> None:
+        rows, ends = letter.note.extra, self.work.ends
+        form = replace(self.work.form, sequences=min(max(rows, 1), self.work.form.sequences))
+        if form.sequences != rows or letter.body.numel() != form.nbytes(Task("F", 0, 1)):
+            rank = self.post.mail.group.ranks[letter.sender]
+            self.post.mail.refuse(letter.sender, Malformed(rank, "a batch of another length"))
+            return
+        try:
+            out = self.work.run_alone(form, None, letter.body, "loss" if ends else "on")
+        except Refused as error:
+            self.post.mail.refuse(letter.sender, error)
+            return
+        origin, number = letter.note.queue, letter.note.number
+        if not ends:
+            lost = self.agreement.lost
+            following = [peer for peer in self.swarm.peer.stages[self.swarm.peer.stage + 1] if peer not in lost]
+            if following:
+                self._send(following[number % len(following)], number, origin, form, out)
+        elif origin in self.agreement.members and origin != self.swarm.me:
+            body = out.to(device="cpu", dtype=torch.float64).reshape(1).view(torch.uint8)
+            self.post.mail.send(origin, MailNote(LOSS, 0, self.post.turn, number), body)
+
+    def _send(self, receiver: int, number: int, origin: int, form: StageForm, wire: Tensor) -> None:
+        note = MailNote(LOOK, 0, self.post.turn, number, queue=origin, extra=form.sequences)
+        self.post.mail.send(receiver, note, wire)
+
+    def _letters(self) -> Sequence[MailLetter]:
+        self.post.sort()
+        return self.post.of_turn()
+
+    def _wait(self) -> None:
+        self.post.wait_for_news(self.agreement.patience, self.agreement.patience)
+
+
+def state_bytes(whole: nn.Module, piece: Piece) -> int:
+    """Of a stage of `whole`, which may be on the meta device."""
+    return sum(tensor.nbytes for tensor in Stage(whole, piece).state_dict().values())
+
+
+@torch.no_grad()
+def gathered(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], mend: Callable[[], None] | None = None) -> bool:
+    """Fill `whole` with the weights of all stages, at the first peer of stage 0 that is left; whether this one is that.
+    All peers ask together; `whole` may be on the meta device where it is not filled. Bytes sent: of a stage's state, by
+    the first peer of each other stage. mend: see `Swarm.step`.
+    """
+    post, agreement = swarm.agreement.post, swarm.agreement
+    while True:
+        agreement.agree([])
+        swarm.place(mend)
+        firsts = [swarm.peers(stage)[0] for stage in range(swarm.count)]
+        holds = 1
+        if swarm.me == firsts[0]:
+            holds = int(_fill(swarm, whole, pieces, firsts))
+        elif swarm.me in firsts:
+            state = swarm.peer.work.stage.state_dict().values()
+            body = torch.cat([as_bytes(tensor.detach().to("cpu").contiguous().view(-1)) for tensor in state])
+            post.mail.send(firsts[0], MailNote(STATE, 0, post.turn, swarm.peer.stage), body)
+        said = agreement.agree([holds])
+        swarm.place(mend)
+        if firsts[0] in said and said[firsts[0]][0]:
+            return swarm.me == firsts[0]
+
+
+def _fill(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], firsts: Sequence[int]) -> bool:
+    """False where somebody was lost before its stage came."""
+    post, mail = swarm.agreement.post, swarm.agreement.post.mail
+    state = whole.state_dict()
+    for name, tensor in swarm.peer.work.stage.state_dict().items():
+        state[name].copy_(tensor)
+    missing = set(range(1, swarm.count))
+    while missing:
+        post.sort()
+        for letter in post.of_turn():
+            stage = letter.note.number
+            if letter.note.kind != STATE or stage not in missing or letter.sender != firsts[stage]:
+                continue
+            names = list(Stage(whole, pieces[stage]).state_dict())
+            if letter.body.numel() != sum(state[name].nbytes for name in names):
+                mail.refuse(letter.sender, Malformed(mail.group.ranks[letter.sender], "a stage of another length"))
+                continue
+            _copy(letter.body, [state[name] for name in names])
+            missing.discard(stage)
+        if any(firsts[stage] in swarm.agreement.lost for stage in missing):
+            return False
+        if missing:
+            post.wait_for_news(swarm.agreement.patience, swarm.agreement.patience, firsts[min(missing)])
+    return True
+
+
+def _copy(body: Tensor, tensors: Sequence[Tensor]) -> None:
+    begin = 0
+    for tensor in tensors:
+        part = body[begin : begin + tensor.nbytes].clone().view(tensor.dtype)  # a copy, for it may lie unaligned
+        tensor.copy_(part.view(tensor.shape))
+        begin += tensor.nbytes

@@ -1,0 +1,139 @@
+"""A stage that has lost all of its peers is served again, by somebody who makes it of its neighbours.
+
+    wait     so many seconds for one who asks to come, where anybody still can
+    agree    on who that is; where nobody has asked, one of a stage that keeps another peer goes there
+    make     it takes what a peer of the stage before has and one of the stage behind, and is their mean by the norms of
+             their gradients (`isles.pipeline.recovery`, CheckFree)
+
+Nothing that was counted is worth anything then: the step begins again. The first stage and the last are not made anew,
+for nobody else has what makes the stream of tokens, or scores of the stream.
+
+The state of a stage from one peer that serves it to one that comes to it, at the border of a step.
+
+    WANT    to the first peer of the stage that has it; to the next one where that is lost
+    GIFT    the state, as bytes
+
+Whoever has a state answers wherever it waits until an exchange begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from isles.comm.collectives.message_queue import MailLetter, MailNote
+from isles.comm.errors import DeadlinePassed
+from isles.pipeline.peers.inbox import GIFT, WANT, Post
+from isles.pipeline.peers.join import welcome
+from isles.pipeline.recovery import sources
+from isles.pipeline.swarm.placement import NOWHERE, StageChange
+from isles.pipeline.swarm.swarm import StageLost, Swarm
+
+AsBytes = Callable[[], bytes]
+
+
+class StateGifts:
+    """Answers whoever asks for this peer's state, which is `state` of when it is sent. While it is closed, who asks
+    waits: what an exchange moves is nobody's state until it has landed.
+    """
+
+    def __init__(self, post: Post, state: AsBytes) -> None:
+        self._post, self._state = post, state
+        self._is_open = True
+        self._asked: list[MailLetter] = []
+        post.answers[WANT] = self._answer
+
+    def close(self) -> None:
+        """Keep who asks waiting."""
+        self._is_open = False
+
+    def open(self) -> None:
+        """Answer them, and who asks from now on."""
+        self._is_open = True
+        asked, self._asked = self._asked, []
+        for letter in asked:
+            self._answer(letter)
+
+    def _answer(self, letter: MailLetter) -> None:
+        if not self._is_open:
+            self._asked.append(letter)
+            return
+        body = torch.frombuffer(bytearray(self._state()), dtype=torch.uint8)
+        self._post.mail.send(letter.sender, MailNote(GIFT, 0, letter.note.attempt), body)
+
+
+def take(post: Post, donors: Sequence[int], patience: float) -> Tensor | None:
+    """The state of the first of `donors` that has sent it, uint8; None where all were lost before. DeadlinePassed where
+    one is silent.
+    """
+    lost, came = post.mail.lost, dict[int, Tensor]()
+    post.answers[GIFT] = lambda letter: came.update({letter.sender: letter.body})
+    try:
+        for donor in donors:
+            if donor not in lost:
+                post.mail.send(donor, MailNote(WANT, 0, post.turn))
+                post.wait_for(lambda donor=donor: donor in came or donor in lost, patience, donor)
+            if donor in came:
+                return came[donor]
+        return None
+    finally:
+        del post.answers[GIFT]
+
+
+def mend(swarm: Swarm, step: int, patience: float, *, comers: bool) -> list[StageChange]:
+    """Have somebody serve every stage that has lost its peers, from now on; all who are left ask together. What has
+    changed. step: under way. patience: seconds to wait. comers: whether somebody new may come now. StageLost where
+    nobody can go there, or a neighbour is lost too.
+    """
+    if comers:
+        _await_comers(swarm, patience)
+    said = swarm.agreement.agree(swarm.asking)
+    lost = [stage for stage in range(swarm.count) if not swarm.peers(stage)]
+    for stage in lost:
+        refuse(stage, lost, swarm.count)
+    asked = swarm.may_come(peer for word in said.values() for peer in word) if comers else []
+    changes = swarm.arrangement.rescue(swarm.agreement.members, asked, lost)
+    for stage in set(lost) - {change.after for change in changes}:
+        raise StageLost(stage, "no other stage has one to spare")
+    swarm.rearrange(changes)
+    welcome(swarm, step)
+    return changes
+
+
+def refuse(stage: int, lost: Sequence[int], stages: int) -> None:
+    """StageLost where `stage` cannot be made of others than those that are lost."""
+    if stage in (0, stages - 1):
+        raise StageLost(stage, f"nobody else has its {'head' if stage else 'embedding'}")
+    gone = [other for other in sources("checkfree", stage, stages) if other in lost]
+    if gone:
+        raise StageLost(stage, f"it would be made of stage {gone[0]}, which is lost too")
+
+
+def take_neighbours(swarm: Swarm, stage: int) -> list[Tensor]:
+    """What a peer of each stage has that `stage` is made of, as `give_neighbours` gives it. StageLost where one is lost
+    before it was given.
+    """
+    fresh = {change.peer for change in swarm.changes}
+    found = []
+    for source in sources("checkfree", stage, swarm.count):
+        donors = [peer for peer in swarm.peers(source) if peer not in fresh]
+        state = take(swarm.agreement.post, donors, swarm.agreement.patience)
+        if state is None:
+            raise StageLost(source)
+        found.append(state)
+    return found
+
+
+def _await_comers(swarm: Swarm, patience: float) -> None:
+    """Until one asks to come, or another peer waits no more."""
+    post = swarm.agreement.post
+
+    def is_over() -> bool:
+        absent = {peer for peer, stage in enumerate(swarm.stages) if stage == NOWHERE}
+        return bool(swarm.may_come(swarm.asking) or post.calls()) or absent <= post.mail.lost.keys()
+
+    with suppress(DeadlinePassed):
+        post.wait_for(is_over, patience)

@@ -1,0 +1,264 @@
+"""The plan of a run in a swarm: what each peer holds and sends, and how long a step takes.
+
+The plan of a run in clusters of asynchronous stages: what each worker holds and sends, and how long its updates take
+at least.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+
+from isles.comm.codecs import codec
+from isles.comm.collectives.mean import pattern
+from isles.comm.collectives.message_queue import HEAD
+from isles.models import limits, sketch
+from isles.models.stages import Stage
+from isles.network.clusters.cuts import ModelLoad
+from isles.network.exchange_plan import Held, WorkerMemory
+from isles.network.links import Topology
+from isles.network.networks import links
+from isles.network.routing.routes import Task
+from isles.pipeline.peers.agreement import agreed_bytes
+from isles.pipeline.peers.inbox import COMERS
+from isles.pipeline.pipeline import Cut, form_of
+from isles.pipeline.ravnest.mailbox import HEADER
+from isles.pipeline.ravnest.stage import AsyncWays, most_versions
+from isles.pipeline.shares import stage_shares
+from isles.pipeline.swarm.forecast import SwarmForecast, SwarmLoad, forecast
+from isles.pipeline.swarm.ledger import words_for
+from isles.pipeline.swarm.placement import PeerWord, origins
+from isles.pipeline.wire import StageForm
+from isles.plan.record import RunPlan, RunTime, WorkerPlan
+from isles.plan.replay import TimeAccount
+from isles.training.clusters.cuts import cluster_cuts, model_load, shared_segments
+from isles.training.config.inner import inner_kind
+from isles.training.config.sections import Config
+from isles.training.memory.plans import step_seconds
+from isles.training.optimizer import inner_bytes
+from isles.training.stage_runner import planned_cut, run_scheme
+from isles.training.swarm.step import ways_of
+
+_OF_BOOKS, _OF_VERDICT = 2, len(PeerWord._fields) + COMERS
+"""Numbers that a peer says of itself in the two agreements of a step; in the first its book is beside them."""
+_STEPS = 5
+"""Steps that are played behind the first."""
+
+
+def plan_swarm(config: Config) -> RunPlan:
+    """As `plan_run`. ValueError for what the run would refuse, and for methods that exchange weights."""
+    if config.method != "none":
+        raise ValueError(
+            f'replicas.method = "{config.method}" in a swarm is not planned: try `isles simulate`, or plan "none"'
+        )
+    if config.pipeline.swarm.delay_updates:
+        raise ValueError("pipeline.swarm.delay_updates = 1 is not planned: try `isles simulate`, or plan 0")
+    return _SwarmPlanner(config).plan()
+
+
+class _SwarmPlanner:
+    """What the stages of a run take, from which its workers, bytes and seconds follow.
+
+    stages: by rank. pieces: by stage. down, up: bytes of a microbatch's letters forward and backward, heads included.
+    sums: by stage, bytes of its gradients. agreed: that a peer sends in a step to agree, twice. passes: by rank,
+    seconds of a microbatch's forward pass, and of both.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.cut = config, planned_cut(config)
+        scheme, self.model = run_scheme(config, self.cut), sketch(config.model)
+        scheme.fit(self.model)
+        self.pieces = [Stage(self.model, piece) for piece in self.cut.pieces]
+        self.context, vocab = limits(config.model)
+        self.rows, parts = config.data.batch_size_per_worker(1), config.pipeline.microbatches
+        form = form_of(self.pieces[0], scheme, config.pipeline, batch_size=self.rows, context=self.context, vocab=vocab)
+        self.down, self.up = HEAD + form.nbytes(Task("F", 0, 1)), HEAD + form.nbytes(Task("B", 0, 0))
+        self.stages = [at for at, ranks in enumerate(config.pipeline.peers_of(config.world.workers)) for _ in ranks]
+        self.sums = [sum(own.nbytes for own in piece.parameters() if own.requires_grad) for piece in self.pieces]
+        workers, step, last = len(self.stages), step_seconds(config), len(self.pieces) - 1
+        book = _OF_BOOKS + (1 if config.pipeline.swarm.consistency == "strict" else words_for(parts))
+        self.agreed = sum(agreed_bytes(workers, said) for said in (book, _OF_VERDICT))
+        shares = [stage_shares(piece, self.cut.costs, parts, recompute=False) for piece in self.cut.pieces]
+        both = [share.both if at == last else share.forward + share.backward for at, share in enumerate(shares)]
+        self.passes = [
+            (shares[at].forward * step * factor, both[at] * step * factor)
+            for at, factor in zip(self.stages, config.world.factors, strict=True)
+        ]
+
+    def plan(self) -> RunPlan:
+        config, stages, parts = self.config, self.stages, self.config.pipeline.microbatches
+        made = self._forecast() if config.world.is_simulated else None
+        each = (len(self.pieces) - 1) * (self.down + HEAD + self.up) - HEAD  # the last stage tells nobody it took one
+        summed = sum(
+            2 * (count - 1) * (nbytes + count * HEAD)
+            for count, nbytes in zip(map(stages.count, range(len(self.pieces))), self.sums, strict=True)
+        )
+        done = stages.count(0) * (len(stages) - 1) * HEAD  # the first stage's say that they have all of their gradients
+        return RunPlan(
+            config=config,
+            arrangement=f"a swarm of {len(self.pieces)} stages",
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            tokens_per_step=self.rows * self.context,
+            workers=tuple(self._worker(rank, made) for rank in range(len(stages))),
+            microbatch_bytes=each,
+            swarm_bytes=parts * each + len(stages) * self.agreed + done + summed,
+            time=None if made is None else self._time(made),
+        )
+
+    def _forecast(self) -> SwarmForecast:
+        config, workers, parts = self.config, len(self.stages), self.config.pipeline.microbatches
+        load = SwarmLoad(
+            stages=self.stages,
+            forward=[forward for forward, _ in self.passes],
+            backward=[both - forward for forward, both in self.passes],
+            down=self.down,
+            up=self.up,
+            microbatches=parts,
+            room=ways_of(config.pipeline, self.stages, 1.0).room,
+            words=[self.agreed] * workers,
+            sums=[self.sums[at] for at in self.stages],
+            topology=Topology(workers, links(config.world.virtual.links)),
+        )
+        return forecast(load, lambda seconds: origins(range(parts), seconds), steps=_STEPS)
+
+    def _time(self, made: SwarmForecast) -> RunTime:
+        computed = [counted * both for counted, (_, both) in zip(made.counted, self.passes, strict=True)]
+        computing, steps = sum(computed) / len(computed), self.config.run.steps
+        rates = [0.0] * len(self.pieces)  # microbatches a second that the peers of a stage can do together
+        for at, (_, both) in zip(self.stages, self.passes, strict=True):
+            rates[at] += 1.0 / both
+        return RunTime(
+            account=TimeAccount(steps * computing, steps * (made.seconds - computing)),
+            step=made.seconds,
+            reached=self.config.pipeline.microbatches / min(rates) / made.seconds,
+        )
+
+    def _worker(self, rank: int, made: SwarmForecast | None) -> WorkerPlan:
+        at, last = self.stages[rank], len(self.pieces) - 1
+        stage, piece, counted = self.pieces[at], self.cut.pieces[at], None if made is None else made.counted[rank]
+        trained = [own for own in stage.parameters() if own.requires_grad]
+        came, left = (0 if piece.enters else self.down - HEAD), (0 if at == last else self.down - HEAD)
+        back = self.up - HEAD
+        saved = came + left + (0 if at == last else back) + (0 if piece.enters else back)
+        held = []
+        if made is not None and counted is not None:
+            held.append(Held("microbatches under way", made.held[rank] * (came + left), "step"))
+            if self.config.pipeline.swarm.consistency == "exact":
+                held.append(Held("passes saved until the step's end", ceil(counted) * saved, "step"))
+        return WorkerPlan(
+            ranks=(rank,),
+            stage=at,
+            blocks=(piece.blocks.start, piece.blocks.stop),
+            parameters=sum(own.numel() for own in stage.parameters()),
+            memory=WorkerMemory(
+                weights=sum(own.nbytes for own in stage.parameters()),
+                gradients=self.sums[at],
+                inner=inner_bytes(trained, inner_kind(self.config.inner, "adamw")),
+                held=tuple(held),
+            ),
+            microbatches=counted,
+            step_bytes=None if counted is None else self._sent(at, counted),
+            seconds=None if counted is None else counted * self.passes[rank][1],
+        )
+
+    def _sent(self, at: int, counted: float) -> int:
+        """Bytes that a peer of stage `at` sends in a step in which it counts so many microbatches."""
+        last, alike = len(self.pieces) - 1, self.stages.count(at)
+        agreed = self.agreed + (0 if at else (len(self.stages) - 1) * HEAD)
+        summed = 2 * (alike - 1) * (self.sums[at] // alike + HEAD) if alike > 1 else 0
+        taken = HEAD if 0 < at < last else 0
+        return round(counted * ((self.down if at < last else 0) + (self.up + taken if at else 0))) + agreed + summed
+
+
+def plan_clusters(config: Config) -> RunPlan:
+    """As `plan_run`. Bytes sent are without validations and the start."""
+    cuts, pipeline, world, steps = cluster_cuts(config), config.pipeline, config.world, config.run.steps
+    segments, clusters = shared_segments(config, cuts), len(cuts)
+    model, (context, vocab) = sketch(config.model), limits(config.model)
+    sequences, load = config.data.batch_size_per_worker(clusters), model_load(config, cuts[0].costs)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    settled = agreed_bytes(world.workers, 0)  # in an agreement on who is left
+    word = settled + agreed_bytes(world.workers, 1)  # in those of an average
+    weighed = getattr(config.replicas, "weights", "equal") == "samples"
+    copies = 3 if pipeline.ravnest.average_optimizer and inner_kind(config.inner, "adamw") == "adamw" else 1
+    dtype = next(model.parameters()).dtype
+    workers = []
+    for number, cut in enumerate(cuts):
+        first, scheme = Stage(model, cut.pieces[0]), run_scheme(config, cut)
+        form = form_of(first, scheme, pipeline, batch_size=sequences, context=context, vocab=vocab)
+        for stage in range(len(cut.pieces)):
+            own = [segment for segment in segments if segment.holders[number] == stage]
+            counts = [copies * sum(sizes[name] for name in segment.names) + weighed for segment in own]
+            average = word + sum(_mean_bytes(count, dtype, clusters, number) for count in counts)
+            place = number, stage, len(workers)
+            workers.append(_worker(config, cut, load, form, place, average if clusters > 1 else 0))
+    every, looks = getattr(config.replicas, "sync_every", steps), config.run.validate_every
+    judged = range(looks, steps, looks) if looks and config.data.validation_fraction else ()
+    averages = ceil(steps / every) if clusters > 1 else 0
+    agreements = sum(step % every > 0 for step in judged) if clusters > 1 else 0
+    standby = world.workers - len(workers)
+    serving = [steps * (one.step_bytes or 0) + averages * (one.average_bytes or 0) for one in workers]
+    notices = []
+    if pipeline.ravnest.clusters and world.is_simulated:
+        notices.append("clusters are named: their stages reach each other over world.virtual.links")
+    if pipeline.order == "arrival":
+        notices.append(
+            'pipeline.order = "arrival": how old gradients are depends on the network; memory is at most this'
+        )
+    return RunPlan(
+        config=config,
+        arrangement=f"{clusters} clusters of asynchronous stages",
+        parameters=sum(sizes.values()),
+        tokens_per_step=clusters * sequences * context,
+        workers=tuple(workers),
+        standby=standby,
+        bytes_sent=tuple(agreements * settled + sent for sent in [*serving, *[averages * word] * standby]),
+        averages=averages,
+        segments=len(segments),
+        agreements=agreements,
+        notices=tuple(notices),
+    )
+
+
+def _mean_bytes(count: int, dtype: torch.dtype, clusters: int, number: int) -> int:
+    """That the holder in cluster `number` sends in a mean of so many entries, by letters."""
+    made = pattern(count, dtype, codec("none"), clusters)
+    return int(made.sent(number, clusters)) + HEAD * (made.messages(clusters) // clusters)
+
+
+def _worker(
+    config: Config, cut: Cut, load: ModelLoad, form: StageForm, place: tuple[int, int, int], average: int
+) -> WorkerPlan:
+    (cluster, stage, rank), stages, parts = place, len(cut.pieces), config.pipeline.microbatches
+    piece, last, given = cut.pieces[stage], stage == stages - 1, config.pipeline.in_flight
+    ways = AsyncWays(in_flight=given if isinstance(given, int) else stages, every=parts, order=config.pipeline.order)
+    weights, versions = round(sum(load.weights[block] for block in piece.blocks)), most_versions(ways, stage, stages)
+    room = 0 if last else ways.room(stage)
+    inputs = room * (form.ids_shape[0] * form.ids_shape[1] * 8 + (0 if piece.enters else form.held_bytes))
+    passes = 1 if last or config.pipeline.recompute else room
+    shares = stage_shares(piece, cut.costs, parts, recompute=config.pipeline.recompute)
+    each = shares.both if last else shares.forward + shares.backward
+    down = 0 if last else HEADER + form.nbytes(Task("F", 0, 1))
+    up = 0 if piece.enters else HEADER + form.nbytes(Task("B", 0, 0))
+    seconds = parts * each * config.world.virtual.step_seconds * config.world.factors[rank]
+    return WorkerPlan(
+        ranks=(rank,),
+        cluster=cluster,
+        stage=stage,
+        blocks=(piece.blocks.start, piece.blocks.stop),
+        parameters=round(weights / form.dtype.itemsize),
+        versions=versions,
+        memory=WorkerMemory(
+            weights=versions * weights,
+            gradients=weights,
+            inner=round(load.states * weights),
+            held=(
+                Held("inputs in flight", inputs, "step"),
+                Held("activations", round(sum(load.saved[block] for block in piece.blocks)) * passes, "step"),
+            ),
+        ),
+        step_bytes=parts * (down + up),
+        average_bytes=average,
+        seconds=seconds if config.world.is_simulated else None,
+    )

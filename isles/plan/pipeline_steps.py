@@ -1,0 +1,149 @@
+"""What the workers of a pipeline do in a step of a planned run: tasks, messages between stages, the norm's question.
+
+The order of the tasks is that of `isles.network.routing.events`, which the executor follows; messages go over the same
+lines as the exchanges between replicas, so both wait for each other as they do on the virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from isles.network.exchange_plan import MessagePattern, gathered
+from isles.network.routing.events import orders
+from isles.network.routing.replay import Sizes, TaskSeconds, bytes_sent, seconds_of
+from isles.network.routing.routes import Kind, Route, Task
+
+ANSWER = 8
+"""Bytes of a stage's part of the gradient's norm."""
+
+
+_KEPT = 8  # steps whose tasks are remembered, for workers that are at different ones
+
+
+class PlannedTask(NamedTuple):
+    """A task at one worker. kind: forward, loss or backward. share: of an inner step's computing. begins, ends: (the
+    other worker's rank, the message's key) where it begins with a message and where it ends with one. nbytes: of the
+    latter. rest: a share that is computed after that has left.
+    """
+
+    kind: Kind
+    share: float
+    begins: tuple[int, Hashable] | None
+    ends: tuple[int, Hashable] | None
+    nbytes: int
+    rest: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyStep:
+    """A step of replicas in stages without an exchange between them, as it goes on and on. seconds: of a step. computed
+    and for_stages: of that, by worker.
+    """
+
+    seconds: float
+    computed: tuple[float, ...]
+    for_stages: tuple[float, ...]
+
+
+TasksByRank = dict[int, list[PlannedTask]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedSteps:
+    """Steps of replicas cut into stages.
+
+    routes: of each step, from 1. most_held: forwards that each position holds, as in `orders`. shares: of an inner
+    step's computing, by position. sizes: of the messages. columns: the rank at each position, of each of the workers
+    that share a stage; position = replica x stages + stage. asks_norm: the stages of a replica tell each other their
+    gradient's norm after their tasks. listed: the tasks of each position, in their order; None: `orders` makes them of
+    the routes. rest: a share that is computed beside, after a task has sent what it made. With a plan all nodes are
+    together one replica, and count as its `stages`.
+    """
+
+    routes: Callable[[int], Sequence[Route]]
+    most_held: Mapping[int, int]
+    shares: TaskSeconds
+    sizes: Sizes
+    columns: Sequence[Sequence[int]]
+    stages: int
+    asks_norm: bool
+    listed: Mapping[int, Sequence[Task]] | None = None
+    rest: Callable[[Task], float] = lambda task: 0.0
+    _made_for: dict[Sequence[Route], TasksByRank] = field(default_factory=dict)
+    _of_step: dict[int, TasksByRank] = field(default_factory=dict)
+
+    @property
+    def computed(self) -> tuple[float, ...]:
+        """Share of an inner step's computing at each rank."""
+        tasks = self._tasks(1)
+        return tuple(sum(task.share + task.rest for task in tasks[rank]) for rank in sorted(tasks))
+
+    def tasks(self, rank: int, step: int) -> Sequence[PlannedTask]:
+        """Of the worker `rank` in that step, in their order."""
+        return self._tasks(step)[rank]
+
+    def peers(self, rank: int) -> tuple[tuple[int, ...], MessagePattern] | None:
+        """Whom a worker tells its gradient's norm, itself among them, and how; None: nobody."""
+        if not self.asks_norm:
+            return None
+        column = next(column for column in self.columns if rank in column)
+        first = column.index(rank) // self.stages * self.stages
+        return tuple(sorted(column[first : first + self.stages])), gathered(ANSWER, self.stages)
+
+    def sent(self, step: int = 1) -> list[int]:
+        """Bytes that each rank sends to other stages in a step, but for the norm's."""
+        by_position, total = bytes_sent(tuple(self.routes(step)), self.sizes), [0] * sum(map(len, self.columns))
+        for column in self.columns:
+            for position, rank in enumerate(column):
+                total[rank] = by_position[position]
+        return total
+
+    @property
+    def messages(self) -> int:
+        """Of a step, of all workers."""
+        between = sum(task.ends is not None for tasks in self._tasks(1).values() for task in tasks)
+        asked = gathered(ANSWER, self.stages).messages(self.stages) if self.asks_norm else 0
+        return between + asked * sum(len(column) // self.stages for column in self.columns)
+
+    def _tasks(self, step: int) -> TasksByRank:
+        if step not in self._of_step:
+            if len(self._of_step) > _KEPT:
+                del self._of_step[min(self._of_step)]
+            self._of_step[step] = self._tasks_of(tuple(self.routes(step)))
+        return self._of_step[step]
+
+    def _tasks_of(self, routes: tuple[Route, ...]) -> TasksByRank:
+        if routes not in self._made_for:
+            self._made_for.clear()  # routes that are drawn anew for each step do not come again
+            self._made_for[routes] = self._made(routes)
+        return self._made_for[routes]
+
+    def _made(self, routes: Sequence[Route]) -> TasksByRank:
+        by_number = {route.microbatch: route for route in routes}
+        before = {following: task for route in routes for task in route.tasks() if (following := route.following(task))}
+        listed = orders(routes, self.most_held) if self.listed is None else self.listed
+        made: TasksByRank = {}
+        for column in self.columns:
+            for position, tasks in listed.items():
+                made[column[position]] = [
+                    self._planned(column, position, task, before.get(task), by_number[task.microbatch])
+                    for task in tasks
+                ]
+        return made
+
+    def _planned(
+        self, column: Sequence[int], position: int, task: Task, before: Task | None, route: Route
+    ) -> PlannedTask:
+        source = position if before is None else route.worker(before)
+        following = route.following(task)
+        target = position if following is None else route.worker(following)
+        return PlannedTask(
+            kind=task.kind,
+            share=seconds_of(self.shares, route, position, task),
+            begins=None if source == position else (column[source], task),
+            ends=None if target == position else (column[target], following),
+            nbytes=0 if following is None else self.sizes.of(following),
+            rest=self.rest(task),
+        )

@@ -1,0 +1,621 @@
+"""One replay of time: planned exchanges, message by message, over the lines of the virtual clock. No tensors, no torch.
+
+    exchanges -> what each worker does (compute, start, wait) -> messages over pipes and topology -> Waits
+
+So `isles train --dry-run` says what the virtual clock will show, and `isles plan` what it would. Left out: what a
+method does in evaluations, pauses, jitter of the steps. A run of many steps is played in part: its beginning, some
+rounds, its end; what is between is taken to wait as the later half of those rounds did.
+
+What a worker does in a replay: computes, starts exchanges, waits for them; of replicas in stages task by task.
+
+Messages without content on the lines of the virtual clock, and the protocols of the planned patterns over them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from isles.network.engine import LAST, EventQueue, Wire, WireMessage
+from isles.network.exchange_plan import (
+    Cross,
+    Doubling,
+    Mean,
+    MessagePattern,
+    PlannedExchange,
+    Ragged,
+    Rhythm,
+    Ring,
+    Swap,
+    Then,
+    Tree,
+    Waves,
+    fed,
+    fed_by,
+)
+from isles.network.links import Topology
+from isles.plan.pipeline_steps import StagedSteps, SteadyStep
+
+
+class PlannedWaiting:
+    """One end of a message. done: it is gone, or has arrived."""
+
+    __slots__ = ("done", "waiter")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.waiter: PlannedTransfer | None = None
+
+    def finish(self) -> None:
+        """Now."""
+        self.done = True
+        if self.waiter is not None:
+            waiter, self.waiter = self.waiter, None
+            waiter.one_done()
+
+
+PlannedSteps = Iterator[list[PlannedWaiting]]
+
+
+class PlannedTransfer:
+    """A protocol under way at one worker: goes on whenever all that it waits for is done."""
+
+    __slots__ = ("_pending", "_steps", "done", "on_end")
+
+    def __init__(self, steps: PlannedSteps) -> None:
+        self._steps, self._pending = steps, 0
+        self.done = False
+        self.on_end: Callable[[], None] | None = None
+        self._go()
+
+    def one_done(self) -> None:
+        """One of what it waits for."""
+        self._pending -= 1
+        if not self._pending:
+            self._go()
+
+    def _go(self) -> None:
+        for works in self._steps:
+            pending = [work for work in works if not work.done]
+            if pending:
+                self._pending = len(pending)
+                for work in pending:
+                    work.waiter = self
+                return
+        self.done = True
+        if self.on_end is not None:
+            on_end, self.on_end = self.on_end, None
+            on_end()
+
+
+class PlannedMessage(WireMessage):
+    """key: by which its receive is known."""
+
+    __slots__ = ("key", "sent")
+
+    def __init__(self, source: int, target: int, key: Hashable, channel: str, bits: float) -> None:
+        super().__init__(source, target, channel, bits)
+        self.key, self.sent = key, PlannedWaiting()
+
+
+class PlannedWire(Wire[PlannedMessage]):
+    """The lines between the ranks of `topology`, and the clock. messages: handed in so far. norms: by exchange, when
+    the last worker so far asked for a gradient's norm.
+    """
+
+    def __init__(self, topology: Topology, seed: int) -> None:
+        super().__init__(topology, seed, EventQueue())
+        self.messages = 0
+        self.norms: dict[Hashable, float] = {}
+        self._posted: dict[Hashable, PlannedWaiting] = {}
+        self._arrived: set[Hashable] = set()
+
+    def send(self, source: int, target: int, nbytes: float, key: Hashable, channel: str) -> PlannedWaiting:
+        """Done when the last bit has left."""
+        self.messages += 1
+        message = PlannedMessage(source, target, key, channel, 8.0 * nbytes)
+        self.carry(message)
+        return message.sent
+
+    def recv(self, target: int, source: int, key: Hashable) -> PlannedWaiting:
+        """Done when it is there. A key is used once between two ranks."""
+        work, key = PlannedWaiting(), (target, source, key)
+        if key in self._arrived:
+            self._arrived.discard(key)
+            work.done = True
+        else:
+            self._posted[key] = work
+        return work
+
+    def left(self, message: PlannedMessage) -> None:
+        """Who waits for its send goes on."""
+        message.sent.finish()
+
+    def arrived(self, message: PlannedMessage) -> None:
+        """Who waits for it goes on."""
+        key = message.target, message.source, message.key
+        work = self._posted.pop(key, None)
+        if work is None:
+            self._arrived.add(key)
+        else:
+            work.finish()
+
+
+class PlannedMember:
+    """Position `place` of `group` in one exchange, known by `key`."""
+
+    def __init__(self, wire: PlannedWire, group: Sequence[int], place: int, key: Hashable, channel: str) -> None:
+        self._wire, self._group, self._key, self._channel = wire, group, key, channel
+        self.place, self.size = place, len(group)
+        self.others = [(place + step) % self.size for step in range(1, self.size)]
+
+    def send(self, position: int, nbytes: float, part: Hashable = 0) -> PlannedWaiting:
+        """To another position."""
+        here, there = self._group[self.place], self._group[position]
+        return self._wire.send(here, there, nbytes, (self._key, part), self._channel)
+
+    def recv(self, position: int, part: Hashable = 0) -> PlannedWaiting:
+        """From another position."""
+        return self._wire.recv(self._group[self.place], self._group[position], (self._key, part))
+
+    def swap(self, sizes: Sequence[float], part: Hashable = 0) -> list[PlannedWaiting]:
+        """sizes[p] to each other position p, and what they send here; receives first, as everywhere."""
+        works = [self.recv(position, part) for position in self.others]
+        return works + [self.send(position, sizes[position], part) for position in self.others]
+
+    def alike(self, nbytes: float, part: Hashable = 0) -> list[PlannedWaiting]:
+        """`nbytes` to everyone, and theirs."""
+        return self.swap((nbytes,) * self.size, part)
+
+
+def play(pattern: MessagePattern, member: PlannedMember) -> PlannedSteps:
+    """What a member of the pattern's group does; its waits, in turn."""
+    place, size = member.place, member.size
+    if isinstance(pattern, Mean):
+        yield from _mean(pattern, member, 0)
+    elif isinstance(pattern, Swap):
+        yield member.alike(pattern.sizes[place])
+    elif isinstance(pattern, Cross):
+        works = [member.recv(position) for position in member.others if pattern.sizes[position][place]]
+        sizes = pattern.sizes[place]
+        yield works + [member.send(position, sizes[position]) for position in member.others if sizes[position]]
+    elif isinstance(pattern, Doubling):
+        reach = 1
+        while reach < size:
+            nbytes = pattern.nbytes * min(reach, size - reach)
+            yield [member.recv((place + reach) % size, reach), member.send((place - reach) % size, nbytes, reach)]
+            reach *= 2
+    elif isinstance(pattern, Waves):
+        for wave, nbytes in enumerate(pattern.sizes):
+            yield member.alike(nbytes, wave)
+    elif isinstance(pattern, Ragged):
+        heads = member.alike(pattern.header, "header")
+        works = [member.send(position, pattern.nbytes) for position in member.others if pattern.nbytes]
+        yield heads
+        yield works + [member.recv(position) for position in member.others if pattern.nbytes]
+    elif isinstance(pattern, Then):
+        yield from _together([_mean(one, member, part) for part, one in enumerate(pattern.first)])
+        yield from _mean(pattern.second, member, "second")
+    elif isinstance(pattern, Tree):
+        if place:
+            yield [member.recv(fed_by(place))]
+        yield [member.send(position, pattern.nbytes) for position in fed(place, size)]
+    else:
+        assert isinstance(pattern, Ring), pattern
+        for step in range(2 * (size - 1)):
+            each = pattern.nbytes / (2 * (size - 1))
+            yield [member.recv((place - 1) % size, step), member.send((place + 1) % size, each, step)]
+
+
+def _mean(pattern: Mean, member: PlannedMember, part: Hashable) -> PlannedSteps:
+    headers = member.alike(pattern.header, (part, "header"))
+    before: tuple[int, list[PlannedWaiting]] | None = None
+    for index, (there, back) in enumerate(pattern.segments):
+        tag = part, index
+        works = member.alike(back[member.place], tag) if there is None else member.swap(list(there), tag)
+        if before is None:
+            yield headers  # the first segment is already on its way behind them
+        else:
+            yield from _finished(pattern, member, part, *before)
+        before = index, works
+    assert before is not None
+    yield from _finished(pattern, member, part, *before)
+
+
+def _finished(
+    pattern: Mean, member: PlannedMember, part: Hashable, index: int, works: list[PlannedWaiting]
+) -> PlannedSteps:
+    yield works
+    there, back = pattern.segments[index]
+    if there is not None:
+        yield member.alike(back[member.place], (part, index, "back"))
+
+
+def _together(protocols: list[PlannedSteps]) -> PlannedSteps:
+    while protocols:
+        waits, going = [], []
+        for protocol in protocols:
+            works = next(protocol, None)
+            if works is not None:
+                waits += works
+                going.append(protocol)
+        protocols = going
+        if waits:
+            yield waits
+
+
+PLAYED = 4
+"""Steps in a row of replicas in stages that are played, where there are too many to play each task of all."""
+
+
+class Agenda:
+    """What every worker does, in turn: computes, starts exchanges, waits for them."""
+
+    def __init__(self, opening: Sequence[PlannedExchange], exchanges: Sequence[PlannedExchange]) -> None:
+        self._amid: defaultdict[int, list[tuple[int, PlannedExchange]]] = defaultdict(list)
+        self._after: defaultdict[int, list[tuple[int, PlannedExchange]]] = defaultdict(list)
+        for number, one in enumerate((*opening, *exchanges)):
+            moment = math.ceil(one.sent)
+            (self._after if one.sent == moment else self._amid)[moment].append((number, one))
+        self._moments = sorted({*self._amid, *self._after, *(one.lands for one in exchanges)})
+
+    def acts(self, steps: int) -> Iterator[Act]:
+        """Of a run of so many inner steps; moment 0 is the opening."""
+        flying: list[tuple[int, PlannedExchange]] = []
+
+        def land(moment: int, left: Counter[int]) -> Iterator[Act]:
+            """What is due, but for flights of which something is still to be sent."""
+            nonlocal flying
+            due = [held for held in flying if held[1].lands <= moment and not left[held[1].flight]]
+            if due:
+                flying = [held for held in flying if held[1].lands > moment or left[held[1].flight]]
+            for number, _ in due:
+                yield Act(min(moment, steps + 1), waits_for=number)
+
+        at = 0.0
+        for moment in [moment for moment in self._moments if moment <= steps + 1]:
+            for number, one in self._amid.get(moment, ()):
+                yield Act(moment, computes=one.sent - at, starts=(number, one))
+                at = one.sent
+                flying.append((number, one))
+            if at < min(moment, steps):
+                yield Act(moment, computes=min(moment, steps) - at)
+                at = float(min(moment, steps))
+            todo = self._after.get(moment, ())
+            left = Counter(one.flight for _, one in todo)
+            for place, (number, one) in enumerate(todo):
+                if not place or todo[place - 1][1].flight != one.flight:
+                    yield from land(moment, left)
+                yield Act(moment, starts=(number, one))
+                flying.append((number, one))
+                left[one.flight] -= 1
+            yield from land(moment, left)
+        if at < steps:
+            yield Act(steps, computes=steps - at)
+        yield from land(steps + 2, Counter())
+
+
+class Act(NamedTuple):
+    """One of them, in the order of the fields. computes: inner steps. starts, waits_for: exchanges, by number."""
+
+    moment: int
+    computes: float = 0.0
+    starts: tuple[int, PlannedExchange] | None = None
+    waits_for: int | None = None
+
+
+class PlannedWorker:
+    """Acts an agenda out; exchanges in which it is alone take no time. steady: of a step that is not played by task."""
+
+    def __init__(
+        self,
+        wire: PlannedWire,
+        rank: int,
+        acts: Iterator[Act],
+        step_seconds: float,
+        staged: StagedSteps | None,
+        steady: SteadyStep | None,
+    ) -> None:
+        self.rank = rank
+        self.waited = defaultdict[int, float](float)
+        self.waited_for_stages = defaultdict[int, float](float)
+        self._wire, self._step_seconds, self._staged, self._steady = wire, step_seconds, staged, steady
+        self._life = self._lives(acts)
+        self._flying: dict[int, PlannedTransfer] = {}
+        self._since: float | None = None
+        self._moment, self._for_stages = 0, False
+        self._asks: Hashable = None
+        """What is waited for: after which step, whether it is a message of a stage, and which norm of the gradient."""
+        self._at, self._done = 0.0, 0
+        """Inner steps computed; tasks of the next one that are done."""
+        self._sends: list[PlannedWaiting] = []
+
+    def turn(self) -> None:
+        """Go on, until something takes time."""
+        wire = self._wire
+        if self._since is not None:
+            seconds = wire.timeline.now - self._since
+            # A worker that asks for the norm waits for the stages that still compute, and then for the answers.
+            asked = wire.norms.get(self._asks, self._since)
+            self._wait(self._moment, seconds, seconds if self._for_stages else max(asked - self._since, 0.0))
+            self._since = None
+        for what in self._life:
+            if isinstance(what, float):
+                wire.timeline.at(wire.timeline.now + what, LAST, self.rank, self.turn)
+                return
+            if not what.done:
+                self._since = wire.timeline.now
+                what.on_end = self._wake
+                return
+
+    def _wait(self, moment: int, seconds: float, for_stages: float) -> None:
+        self.waited[moment] += seconds
+        self.waited_for_stages[moment] += for_stages
+
+    def _lives(self, acts: Iterator[Act]) -> Iterator[float | PlannedTransfer]:
+        """Seconds that it computes, and what it waits for."""
+        for act in acts:
+            if act.computes > 0:
+                yield from self._computes(act.computes)
+            if act.starts is not None:
+                self._start(*act.starts)
+            transfer = None if act.waits_for is None else self._flying.pop(act.waits_for, None)
+            if transfer is not None:
+                self._moment, self._for_stages, self._asks = act.moment, False, act.waits_for
+                yield transfer
+
+    def _computes(self, steps: float) -> Iterator[float | PlannedTransfer]:
+        if self._staged is None:
+            yield steps * self._step_seconds
+            return
+        until = round(self._at + steps, 9)
+        whole = math.floor(until) - math.floor(self._at)
+        played = whole if self._steady is None else min(whole, PLAYED)
+        for left in reversed(range(played)):
+            if not left and whole > played:
+                yield from self._jump(whole - played)
+            yield from self._played_step()
+        if until > self._at and not self._done:  # amid a step: before its last task
+            yield from self._play(self._staged, math.floor(until) + 1, last=False)
+        self._at = until
+
+    def _jump(self, steps: int) -> Iterator[float | PlannedTransfer]:
+        """So many steps like the steady one."""
+        assert self._steady is not None and self._staged is not None
+        waits = self._steady.seconds - self._steady.computed[self.rank]
+        share = min(self._steady.for_stages[self.rank] / waits, 1.0) if waits > 0 else 0.0
+        first = math.floor(self._at) + 1
+        for step in range(first, first + steps):
+            self._wait(step, waits, waits * share)
+        self._at = float(first - 1 + steps)
+        yield steps * self._steady.seconds
+
+    def _played_step(self) -> Iterator[float | PlannedTransfer]:
+        assert self._staged is not None
+        step = math.floor(self._at) + 1
+        yield from self._play(self._staged, step, last=True)
+        self._at, self._done = float(step), 0
+
+    def _play(self, staged: StagedSteps, step: int, last: bool) -> Iterator[float | PlannedTransfer]:
+        """The tasks of a step that are left, with its end or without the last one."""
+        tasks, wire = staged.tasks(self.rank, step), self._wire
+        self._moment, self._for_stages = step, True
+        for task in tasks[self._done : len(tasks) if last else -1]:
+            if task.begins is not None:
+                source, message = task.begins
+                yield PlannedTransfer(iter([[wire.recv(self.rank, source, (step, message))]]))
+            yield task.share * self._step_seconds
+            if task.ends is not None:
+                target, message = task.ends
+                self._sends.append(wire.send(self.rank, target, task.nbytes, (step, message), "pipeline"))
+            if task.rest:
+                yield task.rest * self._step_seconds
+            self._done += 1
+        if not last:
+            return
+        yield PlannedTransfer(iter([self._sends]))
+        self._sends = []
+        asked = staged.peers(self.rank)
+        if asked is not None:
+            peers, pattern = asked
+            self._for_stages, self._asks = False, (peers, step)
+            wire.norms[self._asks] = wire.timeline.now
+            member = PlannedMember(wire, peers, peers.index(self.rank), ("norm", step), "inner")
+            yield PlannedTransfer(play(pattern, member))
+
+    def _start(self, number: int, one: PlannedExchange) -> None:
+        group = next((group for group in one.groups if self.rank in group), ())
+        if one.what == "norm":
+            self._wire.norms[number] = self._wire.timeline.now
+        if len(group) > 1:
+            member = PlannedMember(self._wire, group, group.index(self.rank), number, one.channel)
+            self._flying[number] = PlannedTransfer(play(one.pattern(len(group)), member))
+
+    def _wake(self) -> None:
+        self._wire.timeline.at(self._wire.timeline.now, LAST, self.rank, self.turn)
+
+
+MESSAGES = 100_000
+"""Two or three seconds."""
+_ROUNDS = 3  # of a run that is played in part, at least
+_FACTOR = 4  # on MESSAGES, that so few rounds may take
+_SETTLING, _SETTLED = 3, 6  # steps before those are alike, and then
+
+ExchangeRecords = Callable[[int], Sequence[PlannedExchange]]
+"""The exchanges of a run of so many inner steps, in the order of their starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Seconds. computed[r]: of each inner step at worker r. waited[r][t]: at worker r in inner step t = 1, 2, ... and
+    after it; the last is at the end of the run, and waited[r][0], before the first step, is not counted. for_stages:
+    what of that is for messages of other stages.
+    """
+
+    steps: int
+    computed: tuple[float, ...]
+    waited: tuple[tuple[float, ...], ...]
+    for_stages: tuple[tuple[float, ...], ...]
+    messages: int
+
+    def waiting(self, first: int = 1, last: int | None = None) -> float:
+        """After the steps `first` to `last` (None: and at the end), mean over the workers."""
+        return self.account_of(first, last).waiting
+
+    def account_of(self, first: int, last: int | None) -> TimeAccount:
+        """Waiting after the steps `first` to `last`, and no computing."""
+        stop = None if last is None else last + 1
+        waiting, for_stages = (
+            sum(sum(moments[first:stop]) for moments in rows) / len(rows) for rows in (self.waited, self.for_stages)
+        )
+        return TimeAccount(0.0, waiting, for_stages)
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean over the workers."""
+        return sum(self.computed) / len(self.computed)
+
+    @property
+    def account(self) -> TimeAccount:
+        """Of all of it."""
+        return replace(self.account_of(1, None), computing=self.steps * self.step_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeAccount:
+    """Seconds of a worker, on average. for_stages: what of the waiting is for messages of other stages."""
+
+    computing: float
+    waiting: float
+    for_stages: float = 0.0
+
+    def plus(self, times: float, other: TimeAccount) -> TimeAccount:
+        """With so many times another's."""
+        return TimeAccount(
+            self.computing + times * other.computing,
+            self.waiting + times * other.waiting,
+            self.for_stages + times * other.for_stages,
+        )
+
+    @property
+    def share(self) -> float:
+        """Of the time, spent computing; 1 for no time at all."""
+        total = self.computing + self.waiting
+        return self.computing / total if total else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunReplay:
+    """Runs over the lines of `topology`, replayed.
+
+    step_seconds: of each worker, of a whole replica's step where it is `staged`. opening: exchanges before the first
+    step, one after the other; they are not counted, but part the workers' starts and number the messages. seed: of the
+    jitter. messages: that are played of a run, or few more.
+    """
+
+    topology: Topology
+    step_seconds: Sequence[float]
+    opening: Sequence[PlannedExchange] = ()
+    seed: int = 0
+    staged: StagedSteps | None = None
+    messages: int = MESSAGES
+
+    def waits(self, exchanges: Sequence[PlannedExchange], steps: int, steady: SteadyStep | None = None) -> Waits:
+        """In `steps` inner steps. steady: stands for most steps of each row without an exchange."""
+        wire = PlannedWire(self.topology, self.seed)
+        agenda = Agenda(self.opening, exchanges)
+        workers = [
+            PlannedWorker(wire, rank, agenda.acts(steps), each, self.staged, steady)
+            for rank, each in enumerate(self.step_seconds)
+        ]
+        for worker in workers:
+            wire.timeline.at(0.0, LAST, worker.rank, worker.turn)
+        wire.timeline.run()
+        waited, for_stages = (
+            tuple(tuple(row[moment] for moment in range(steps + 2)) for row in rows)
+            for rows in ([worker.waited for worker in workers], [worker.waited_for_stages for worker in workers])
+        )
+        shares = (1.0,) * len(workers) if self.staged is None else self.staged.computed
+        computed = tuple(share * each for share, each in zip(shares, self.step_seconds, strict=True))
+        return Waits(steps, computed, waited, for_stages, wire.messages)
+
+    def run(self, records: ExchangeRecords, rhythm: Rhythm, steps: int) -> TimeAccount | None:
+        """Of a run of `steps` inner steps, played in part where it has more than `messages`. None where even a few
+        rounds have many more.
+        """
+        every = rhythm.every
+        rounds = max(steps - rhythm.start, 0) // every
+        rest = steps - rounds * every
+        steady = self._steady(every)
+        played = _rounds(records, every, rest, rounds, self.messages, _played_messages(self.staged, every, steady))
+        if played is None:
+            return None
+        taken = rest + played * every
+        waits = self.waits(records(taken), taken, steady)
+        account = replace(waits.account, computing=steps * waits.step_seconds)
+        return account if played == rounds else account.plus(rounds - played, _later_half(waits, rest, every, played))
+
+    def long_run(self, records: ExchangeRecords, rhythm: Rhythm, rounds: int = 20) -> TimeAccount | None:
+        """Of one round of a run without an end: the later half of `rounds`, or fewer. None: see `run`."""
+        start, every = rhythm
+
+        def later(steps: int) -> list[PlannedExchange]:
+            shifted = (one._replace(sent=one.sent - start, lands=one.lands - start) for one in records(start + steps))
+            return [one for one in shifted if one.sent > 0]
+
+        steady = self._steady(every)
+        played = _rounds(later, every, 0, rounds, self.messages, _played_messages(self.staged, every, steady))
+        if played is None:
+            return None
+        taken = played * every
+        waits = self.waits(later(taken), taken, steady)
+        return replace(_later_half(waits, 0, every, played), computing=every * waits.step_seconds)
+
+    def _steady(self, every: int) -> SteadyStep | None:
+        """A step without an exchange, the mean over a few and the workers, where a few rounds of `every` steps have too
+        many messages between stages.
+        """
+        staged = self.staged
+        if staged is None or every <= PLAYED or _ROUNDS * every * staged.messages <= self.messages:
+            return None
+        waits = replace(self, opening=()).waits((), _SETTLED)
+        kept = _SETTLED - _SETTLING
+        whole = [sum(row[_SETTLING + 1 : _SETTLED + 1]) / kept for row in waits.waited]
+        for_stages = tuple(sum(row[_SETTLING + 1 : _SETTLED + 1]) / kept for row in waits.for_stages)
+        each = [computed + waited for computed, waited in zip(waits.computed, whole, strict=True)]
+        return SteadyStep(max(sum(each) / len(each), *waits.computed), waits.computed, for_stages)
+
+
+def _played_messages(staged: StagedSteps | None, every: int, steady: SteadyStep | None) -> int:
+    """Between stages, of a round."""
+    if staged is None:
+        return 0
+    return staged.messages * (every if steady is None else min(every, PLAYED))
+
+
+def _rounds(
+    records: ExchangeRecords, every: int, rest: int, rounds: int, messages: int, between_stages: int
+) -> int | None:
+    """How many of the `rounds` of `every` steps to play beside `rest` other steps. between_stages: messages of a
+    round.
+    """
+    if rounds <= _ROUNDS:
+        fixed, each = 0, sum(one.messages for one in records(rest + rounds * every)) / max(rounds, 1)
+    else:
+        some, more = (sum(one.messages for one in records(rest + count * every)) for count in (1, 3))
+        each = (more - some) / 2
+        fixed = some - each
+    each += between_stages
+    if fixed + min(rounds, _ROUNDS) * each > _FACTOR * messages:
+        return None
+    return min(rounds, max(_ROUNDS, int((messages - fixed) / each))) if each > 0 else min(rounds, _ROUNDS)
+
+
+def _later_half(waits: Waits, start: int, every: int, rounds: int) -> TimeAccount:
+    """Waiting of a round there. The last one is left out: what is due in it may wait for the end."""
+    first, last = rounds // 2, rounds - 1
+    whole = waits.account_of(start + first * every + 1, start + last * every)
+    return TimeAccount(0.0, 0.0).plus(1 / (last - first), whole)

@@ -1,0 +1,102 @@
+"""`plan_run`: what a run will be, before anything is started or written: the model, memory, exchanges, bytes, time.
+
+So the numbers are those of the code that will run, not of a second description of it.
+
+What every method adds to a worker's memory, a parameter: for `isles methods --memory`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from isles.data import load_tokenizer
+from isles.data.sources import list_sources
+from isles.models import limits
+from isles.models.config import ModelConfig
+from isles.pipeline.config import PipelineConfig
+from isles.plan.memory_fit import known_machine, memory_fit
+from isles.plan.record import RunPlan
+from isles.plan.sketch import sketch_run
+from isles.replicas import METHODS, config_of, method
+from isles.training.config.conflicts import refuse_conflicts
+from isles.training.config.sections import Config, WorldConfig
+from isles.training.kinds import kind_of
+from isles.training.memory.plans import refusals
+from isles.training.records.finished import start_file
+from isles.training.text import check_vocabulary
+
+
+def plan_run(config: Config, *, probe: bool = False, machines: int = 1, machine: str = "") -> RunPlan:
+    """The plan of a run in any kind of world. probe: measure a step of one worker on this machine where the
+    configuration gives no `step_seconds`. machines: that train together. machine: what each worker has, by name; "":
+    that of [memory], or what is here. Reads the tokenizer and looks at the text's files, starts nothing, writes
+    nothing. ValueError for what the run itself would refuse before it trains.
+    """
+    refuse_conflicts(config, "fixed workers")
+    _refuse_files(config)
+    kind, here = kind_of(config.pipeline), known_machine(config, machine)
+    if probe and kind.has_peers:
+        raise ValueError("--probe: measures a whole model's step, and these workers hold stages; leave it out")
+    plan = kind.plan(config) if kind.has_peers else kind.plan(config, probe=probe, machines=machines)
+    return plan if here is None else replace(plan, fit=memory_fit(config, plan.workers, plan.placed, here))
+
+
+def refuse(config: Config, *, joined: bool = False) -> None:
+    """ValueError for the settings that a plan refuses, so that a run can be refused before its processes start. Models
+    of the user's own and of Hugging Face, and methods of the user's own, which may read weights that a sketch does not
+    have, are not made for that: workers do, and refuse there. joined: workers come and go in it.
+    """
+    if not joined:
+        refuse_conflicts(config, "fixed workers")
+    _refuse_files(config)
+    kind_of(config.pipeline).refuse(config)
+
+
+def _refuse_files(config: Config) -> None:
+    """ValueError for files that cannot be read, and what does not go with the model's limits."""
+    check_vocabulary(limits(config.model).vocab, load_tokenizer(config.data.tokenizer))
+    list_sources(config.data.path)
+    refusals(config)
+    if config.run.start:
+        start_file(config.run.start)
+
+
+MODEL = ModelConfig(size="eager-35M")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes a parameter on the host, beside weights, gradients and the inner optimizer's state. always: from the start
+    on; exchange: more, from the first exchange on; end: more, for validation and after the last step.
+    """
+
+    method: str
+    always: float
+    exchange: float
+    end: float
+
+
+def footprints(workers: int, stages: int = 1) -> list[Footprint]:
+    """Every method with its own defaults, on a decoder of float32 weights that is only sketched, among `workers`
+    replicas. stages: of each; a worker's bytes are then a mean over them, a parameter of the whole model, and methods
+    that need it whole are left out. ValueError for more stages than blocks.
+    """
+    if stages < 1:
+        raise ValueError(f"--stages {stages}: choose 1 or more")
+    return [_footprint(name, workers, stages) for name in METHODS if stages == 1 or not method(name).needs_whole]
+
+
+def _footprint(name: str, workers: int, stages: int) -> Footprint:
+    config = Config(
+        method=name,
+        model=replace(MODEL, device="cpu"),
+        replicas=config_of(name)(),
+        pipeline=PipelineConfig(stages=stages),
+        world=WorldConfig(workers=workers * stages),
+    )
+    sketch = sketch_run(config)
+    sums = dict.fromkeys(("always", "exchange", "end"), 0.0)
+    for held in (held for optimizer in sketch.optimizers for held in optimizer.memory()):
+        if held.when in sums:
+            sums[held.when] += held.nbytes / sketch.parameters / stages
+    return Footprint(method=name, **sums)

@@ -1,0 +1,202 @@
+"""The workers of a run around a model without numbers, so that the code that will run says what it holds and sends.
+
+configuration -> model on the meta device -> the method's optimizers around it, in a world that is only planned
+              -> memory, schedules and advice of each; exchanges of all workers
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from math import ceil
+
+from torch import nn
+
+from isles.base.imports import told
+from isles.comm.dry import dry_mesh
+from isles.models import sketch
+from isles.models.stages import Stage
+from isles.network.exchange_plan import Groups, PlannedExchange, Rhythm, Swap, Tree, among, by_size, gathered
+from isles.pipeline.boundaries.scheme import Scheme
+from isles.pipeline.pipeline import Cut
+from isles.plan.pipeline_steps import ANSWER
+from isles.replicas import METHODS, method
+from isles.replicas.island.island import Together
+from isles.replicas.loop.outer import OuterSync
+from isles.replicas.sync import ReplicaSync
+from isles.training.config.conflicts import plan_of
+from isles.training.config.sections import Config
+from isles.training.kinds import layout_of
+from isles.training.memory.plans import sketched
+from isles.training.optimizer import wrapped
+from isles.training.stage_runner import planned_cut, run_scheme
+
+HASH_BYTES = 8
+
+
+def clips_model(config: Config) -> bool:
+    """Whether the stages of a replica tell each other their gradient's norm."""
+    return config.pipeline.stages > 1 and bool(config.inner.max_norm) and config.pipeline.clip == "model"
+
+
+def reduces_first(config: Config) -> bool:
+    """Whether the nodes of a plan of paths average their gradients before anybody asks for a norm."""
+    return plan_of(config.pipeline) is not None and method(config.method).level == "gradient"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSketch:
+    """model: whole. parameters: of it, before a method divides them. pieces: what each stage holds, or the model. cut,
+    scheme: of the stages. holders: by place in a replica, stage after stage, the ranks that hold the same of the
+    model. optimizers: by place too; all replicas are alike. notices: what the user should know of these settings.
+    """
+
+    config: Config
+    model: nn.Module
+    parameters: int
+    pieces: Sequence[nn.Module]
+    cut: Cut | None
+    scheme: Scheme | None
+    holders: Sequence[Sequence[int]]
+    optimizers: Sequence[ReplicaSync]
+    notices: tuple[str, ...]
+
+    def rhythm(self, steps: int) -> Rhythm:
+        """In which the exchanges of a run of `steps` repeat themselves."""
+        widest = max(self.optimizers, key=lambda one: one.group.size)
+        found = [one.rhythm(steps) for one in (widest, _inside(widest)) if one is not None]
+        return Rhythm(max(one.start for one in found), found[0].every)
+
+    def exchanges(self, steps: int) -> list[PlannedExchange]:
+        """Of all workers in a run of `steps`: inside islands, across them, what makes islands whole again, and norms of
+        the gradient after it is averaged. Groups are of ranks.
+        """
+        own = [(ranks, one.schedule(steps)) for ranks, one in zip(self.holders, self.optimizers, strict=True)]
+        inside: list[tuple[Sequence[int], list[PlannedExchange]]] = []
+        ends: list[tuple[Sequence[int], list[PlannedExchange]]] = []
+        for first, members, islands in self._islands():
+            inside += [(island, first.schedule(steps)) for island in islands]
+            outer = members[0]
+            if isinstance(outer, OuterSync):
+                landings = zip(*(one.landings(steps) for one in members if isinstance(one, OuterSync)), strict=True)
+                whole = [_spread(members, number, at) for number, at in enumerate(landings)]
+                sent_last = sum(one.sent > steps for one in outer.schedule(steps) if one.what == "payload")
+                if outer.parts.cadence.rounds_late:  # what is sent at the end is under way while the others land
+                    for number in range(sum(one.sent <= steps for one in whole), len(whole) - 1 - sent_last):
+                        whole[number] = whole[number]._replace(lands=steps + 2)
+                own += [(island, whole[:-1]) for island in islands]
+                ends += [(island, whole[-1:]) for island in islands]
+        numbers = count()
+        made, last = (
+            [one for ranks, planned in some for one in among(ranks, planned, numbers)] for some in (inside + own, ends)
+        )
+        if clips_model(self.config) and reduces_first(self.config):
+            made += _norms(self.config.world.workers, steps)
+        at_once = {(one.flight, one.sent) for one in made if one.what == "payload"}
+
+        def in_turn(one: PlannedExchange) -> tuple[int, float, int]:
+            is_behind = one.what == "anchor" and (one.flight, one.sent) not in at_once  # an island is made whole first
+            is_before = one.what == "spread" and one.lands > one.sent
+            return ceil(one.sent), one.sent, (is_behind if ends else 0) - is_before
+
+        return [*sorted(made, key=in_turn), *last]
+
+    def opening(self) -> list[PlannedExchange]:
+        """What all workers exchange before the first step, one after the other. By a plan of paths each column is told
+        whether there is text to judge with, and all compare their plans.
+        """
+        found: list[tuple[Sequence[int], list[PlannedExchange]]] = []
+        for first, _, islands in self._islands():
+            found += [(island, first.opening_exchanges()) for island in islands]
+        found += [(ranks, one.opening_exchanges()) for ranks, one in zip(self.holders, self.optimizers, strict=True)]
+        numbers = count()
+        made = [one for ranks, planned in found for one in among(ranks, planned, numbers)]
+        if plan_of(self.config.pipeline) is None:
+            return made
+        layout = layout_of(self.config)
+        columns = tuple({tuple(layout.sharing(rank, "replica", "inner")): None for rank in range(layout.size)})
+        everyone = (tuple(range(layout.size)),)
+        judged = PlannedExchange(0, 0, 0, "opening", columns, by_size(columns, lambda _: Tree(1)), 0, "control")
+        hashes = by_size(everyone, lambda size: gathered(HASH_BYTES, size))
+        made = [judged, *made, PlannedExchange(0, 0, 0, "opening", everyone, hashes, 0, "control")]
+        return [one._replace(flight=number) for number, one in enumerate(made)]
+
+    def _islands(self) -> Iterator[tuple[ReplicaSync, Sequence[ReplicaSync], list[range]]]:
+        """Stage by stage where workers share one: the method inside an island, their optimizers, and the ranks of each
+        island.
+        """
+        world, places = self.config.world, len(self.optimizers)
+        for place in range(0, places, world.inner):
+            if (inside := _inside(self.optimizers[place])) is not None:
+                ranks = [range(first, first + world.inner) for first in range(place, world.workers, places)]
+                yield inside, self.optimizers[place : place + world.inner], ranks
+
+
+def sketch_run(config: Config, here: int | None = None, places: int | None = None) -> RunSketch:
+    """The workers of a run of fixed members. here: workers of a machine. places: of a replica, so many of which are
+    looked at; None: all. ValueError, with the key, where the method or the model cannot be what is configured.
+    """
+    model, layout = sketch(config.model), layout_of(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    pieces, cut, scheme = [model], None, None
+    if config.pipeline.stages > 1:
+        cut = planned_cut(config)
+        scheme, pieces = run_scheme(config, cut), [Stage(model, piece) for piece in cut.pieces]
+        for piece in pieces:
+            scheme.fit(piece)
+    made, world = [], config.world
+    try:
+        for place, ranks in enumerate(layout.holders[:places]):
+            mesh = dry_mesh(world.workers, inner=1, rank=ranks[0], native=world.has_processes).arranged(layout)
+            part, manage = pieces[place // world.inner], partial(sketched, config)
+            made.append(wrapped(config, part, mesh.outer, mesh, manage, here=here))
+    except RuntimeError as error:  # of torch, whose sketches have no numbers
+        if config.method in METHODS:
+            raise
+        raise ValueError(f"replicas.method = {config.method!r} cannot be planned: {told(error)}") from error
+    return RunSketch(
+        config=config,
+        model=model,
+        parameters=parameters,
+        pieces=pieces,
+        cut=cut,
+        scheme=scheme,
+        holders=layout.holders,
+        optimizers=[optimizer for optimizer, _ in made],
+        notices=tuple(made[0][1]),
+    )
+
+
+def _inside(optimizer: ReplicaSync) -> ReplicaSync | None:
+    """The method that makes the workers of an island one replica, where there are islands."""
+    return optimizer.replica.inside if isinstance(optimizer.replica, Together) else None
+
+
+def _norms(workers: int, steps: int) -> list[PlannedExchange]:
+    """What all workers tell each other of the gradient's norm."""
+    groups = (tuple(range(workers)),)
+    pattern = by_size(groups, lambda size: gathered(ANSWER, size))
+    return [PlannedExchange(step, step, 0, "norm", groups, pattern, -step, "inner") for step in range(1, steps + 1)]
+
+
+def _spread(
+    optimizers: Sequence[ReplicaSync], number: int, landing: Sequence[tuple[int, Sequence[int]]]
+) -> PlannedExchange:
+    """What makes an island whole again where its places have landed."""
+    size, moment = len(optimizers), landing[0][0]
+    groups: Groups = (tuple(range(size)),)
+    each = [one.replica.spread_bytes(own) / (size - 1) for one, (_, own) in zip(optimizers, landing, strict=True)]
+    return PlannedExchange(
+        moment, moment, 0, "spread", groups, by_size(groups, lambda _: Swap(tuple(each))), number, "inner"
+    )
+
+
+def refuse_known(config: Config) -> None:
+    """ValueError for what is refused where replicas are made; of models and methods that Isles knows alone."""
+    if config.model.factory is None and config.model.hf is None and config.method in METHODS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run says it again
+            sketch_run(config)

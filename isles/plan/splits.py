@@ -1,0 +1,288 @@
+"""How workers are best divided into replicas, stages and workers that share a stage: the step and memory of each split.
+
+    question, split -> configuration -> its workers around a sketched model -> tasks of a step, exchanges, memory
+                    -> one replay of the long run -> SplitPlan
+
+All splits take the same text a step of all workers, so each worker computes as long in all of them; what differs is
+waiting. Left out: the time to encode.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from isles.network.exchange_plan import BySize, PlannedExchange, Rhythm
+from isles.network.links import Topology
+from isles.network.networks import links
+from isles.pipeline.boundaries.names import boundary_name
+from isles.plan.memory_fit import memory_fit
+from isles.plan.pipeline_steps import StagedSteps
+from isles.plan.pipelines import staged_steps, subspace_turns
+from isles.plan.question import PlanQuestion
+from isles.plan.record import stage_fillings
+from isles.plan.replay import ExchangeRecords, RunReplay, TimeAccount
+from isles.plan.replicas import worker_memory
+from isles.plan.sketch import RunSketch, sketch_run
+from isles.plan.worker_classes import LEVELS, Representatives, fewer
+from isles.replicas import method
+from isles.training.config.reading import resolve
+from isles.training.config.sections import Config
+
+_MESSAGES = 24_000  # that are played of a split
+_FEWEST = 4  # steps of a round that is played
+_WORKERS, _REPLICAS = 16, 4  # of a large fleet that are played: about so many workers, and replicas at the least
+_MOST_INSIDE, _MOST_STAGES = 8, 16
+Routing = Literal["fixed", "random"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSplit:
+    """replicas x stages x inner workers."""
+
+    replicas: int
+    stages: int
+    inner: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitsQuestion:
+    """What is to be trained by replicas that may be cut. near: the network inside a replica; None: as between replicas.
+    microbatches: of a replica's batch. method, replicas: between replicas, and its keys of [replicas]. boundary: keys
+    of [pipeline.boundary] that say what crosses between stages. recompute: stages run forward passes again.
+    """
+
+    question: PlanQuestion
+    routing: Routing = "fixed"
+    microbatches: int = 4
+    method: str = "diloco"
+    replicas: dict[str, Any]
+    near: str | None = None
+    boundary: dict[str, Any]
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if self.question.step_tokens is None:
+            raise ValueError("missing: --tokens and --step-tokens: what stages send each other hangs on them")
+        if self.microbatches < 1:
+            raise ValueError(f"--microbatches {self.microbatches}: choose 1 or more")
+
+    @property
+    def every(self) -> int:
+        """Inner steps of a round; 1 where the method has none."""
+        known = getattr(method(self.method).Config(), "sync_every", 1)
+        return int(self.replicas.get("sync_every", known))
+
+    def config(self, split: WorkerSplit) -> Config:
+        """Of a run so divided. ValueError where there can be none."""
+        question, parts = self.question, split.stages > 1
+        batches = self.microbatches if parts or question.machine else 1  # a whole replica adds up as many gradients
+        tokens = (question.step_tokens or 0.0) / (split.replicas * split.inner * batches)
+        sequences = max(1, round(tokens / question.model.shape().context))
+        replicas = {"method": self.method, **self.replicas}
+        if not hasattr(method(self.method).Config, "sync_every"):
+            replicas.pop("sync_every", None)
+        tables = question.tables(replicas, 10 * self.every, question.step_seconds * split.stages)
+        tables["model"]["context"] = max(1, round(tokens / sequences))
+        tables["data"]["batch_size"] = sequences * (batches if parts else 1)
+        tables["inner"] |= {"accumulation": batches} if batches > 1 and not parts else {}
+        tables["world"]["inner"] = split.inner
+        if parts:
+            tables["pipeline"] = {
+                "stages": split.stages,
+                "microbatches": self.microbatches,
+                "routing": "fixed" if split.replicas == 1 else self.routing,
+                "boundary": self.boundary,
+                "recompute": self.recompute,
+            }
+            if boundary_name(self.boundary.get("kind", "none")).is_one_way:  # then the head is its own
+                tables["model"]["tie_embeddings"] = False
+        return resolve(tables)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitPlan:
+    """A split with seconds of an inner step and of what a worker does in it: computes, waits for its pipeline, waits
+    for other replicas and inside its stage. stage_bytes: that a worker sends to other stages in a step; outer_bytes: to
+    other workers of its stage, on average. memory: bytes of the fullest worker; on_device: those where it computes,
+    with activations where the machine is known; fits: into that. recompute: stages run forward passes again, for that
+    makes it fit.
+    """
+
+    split: WorkerSplit
+    step: float
+    computing: float
+    bubble: float
+    waiting: float
+    stage_bytes: float
+    outer_bytes: float
+    memory: float
+    on_device: float
+    fits: bool | None
+    recompute: bool
+
+
+def splits(workers: int, layers: int, stages: Sequence[int] | None) -> list[WorkerSplit]:
+    """All that fill `workers`; stages: those that are wanted. ValueError where none does."""
+    wanted = range(1, min(workers, layers) + 1) if stages is None else stages
+    found = [
+        WorkerSplit(replicas=workers // (number * inner), stages=number, inner=inner)
+        for number in wanted
+        for inner in range(1, min(workers // max(number, 1), _MOST_INSIDE) + 1)
+        if 1 <= number <= min(layers, _MOST_STAGES) and workers % (number * inner) == 0
+    ]
+    if not found:
+        asked = ", ".join(map(str, wanted))
+        raise ValueError(f"--stages {asked}: {workers} workers and {layers} layers make no such replicas; choose fewer")
+    return found
+
+
+def plan_splits(asked: SplitsQuestion, found: Sequence[WorkerSplit]) -> list[SplitPlan]:
+    """Those of them that can be: what fits first, then that with the shortest step. ValueError where none can be."""
+    plans, refusal = [], None
+    for split in found:
+        try:
+            plans.append(plan_split(asked, split))
+        except ValueError as error:
+            refusal = error
+    if not plans and refusal is not None:
+        raise refusal
+    return sorted(plans, key=lambda one: (one.fits is False, one.step, one.memory))
+
+
+def plan_split(asked: SplitsQuestion, split: WorkerSplit) -> SplitPlan:
+    """One split. ValueError where it cannot be."""
+    run, every, island = _sketched(asked, split), asked.every, split.stages * split.inner
+    memory = [worker_memory(run.config, one) for one in run.optimizers[:: split.inner]]
+    fullest, here = max(memory, key=lambda one: one.peak), asked.question.machine
+    fit = None if here is None else memory_fit(run.config, stage_fillings(memory), None, here)
+    if fit is not None and "pipeline.recompute = true" in fit.mends:
+        return plan_split(replace(asked, recompute=True), split)
+    few = min(split.replicas, max(_REPLICAS, _WORKERS // island))
+    part = run if few == split.replicas else _sketched(*_part(asked, split, few))
+    records = partial(_exchanges_of, run, few * island, island)
+    config, near = part.config, None if asked.near is None else links(asked.near)
+    topology = Topology(few * island, config.network, near, 1 if near is None else island)
+    staged = staged_steps(part) if part.cut else None
+    exchanged = [
+        sum(one.sent_by_all for one in run.exchanges(rounds * every) if _is_across(one, island)) for rounds in (1, 3)
+    ]
+    account = _replayed(run, records, part.opening(), staged, topology, every)
+    sent = 0.0 if staged is None else sum(staged.sent()) / topology.workers
+    turn = None if staged is None else subspace_turns(part, staged)
+    if turn is not None:
+        account = account.plus(every / config.pipeline.boundary.update_every, turn[0].account(topology))
+        sent += sum(turn[0].bytes_sent) / topology.workers / config.pipeline.boundary.update_every
+    return SplitPlan(
+        split=split,
+        step=(account.computing + account.waiting) / every,
+        computing=account.computing / every,
+        bubble=account.for_stages / every,
+        waiting=(account.waiting - account.for_stages) / every,
+        stage_bytes=sent,
+        outer_bytes=(exchanged[1] - exchanged[0]) / 2 / every / asked.question.workers,
+        memory=fullest.peak,
+        on_device=fullest.computing if fit is None else fit.device_bytes,
+        fits=None if fit is None else fit.fits,
+        recompute=asked.recompute and part.cut is not None,
+    )
+
+
+def _sketched(asked: SplitsQuestion, split: WorkerSplit) -> RunSketch:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a run says it
+        return sketch_run(asked.config(split))
+
+
+def _part(asked: SplitsQuestion, split: WorkerSplit, few: int) -> tuple[SplitsQuestion, WorkerSplit]:
+    """Of a large fleet `few` replicas, on lines as slow and as long as its worst."""
+    whole, workers = asked.question, few * split.stages * split.inner
+    rate, latency = whole.links.slowest_rate(whole.workers), whole.links.longest_latency(whole.workers)
+    assert whole.step_tokens is not None
+    part = replace(
+        whole,
+        workers=workers,
+        network=f"{min(rate, 1e15):.9g}bit/s, {latency:.9g}s",
+        step_tokens=whole.step_tokens * few / split.replicas,
+    )
+    return replace(asked, question=part), replace(split, replicas=few)
+
+
+def _exchanges_of(run: RunSketch, workers: int, island: int, steps: int) -> list[PlannedExchange]:
+    """Those of the first `workers` of them, who send other replicas what those of the whole fleet do."""
+    planned = run.exchanges(steps)
+    if workers == run.config.world.workers:
+        return planned
+    made, few = [], workers // island
+    for one in planned:
+        groups, pattern = tuple(group for group in one.groups if max(group) < workers), one.pattern
+        if _is_across(one, island):
+            size = max(map(len, one.groups))
+            at_once = min(size, few)
+            firsts = range(0, few - at_once + 1, at_once)
+            groups = tuple(
+                tuple(replica * island + place for replica in range(first, first + at_once))
+                for first in firsts
+                for place in sorted({group[0] % island for group in one.groups if len(group) > 1})
+            )
+            pattern = BySize(((at_once, fewer(one.pattern(size), size, at_once)),))
+        made.append(one._replace(groups=groups, pattern=pattern))
+    return made
+
+
+def _is_across(one: PlannedExchange, island: int) -> bool:
+    """Whether replicas exchange something, or the workers of one alone."""
+    return any(group[0] // island != group[-1] // island for group in one.groups)
+
+
+def _replayed(
+    run: RunSketch,
+    records: ExchangeRecords,
+    opening: Sequence[PlannedExchange],
+    staged: StagedSteps | None,
+    topology: Topology,
+    every: int,
+) -> TimeAccount:
+    """Of a round, in the long run. Where workers share stages, and so exchange in every step, most steps of long rounds
+    stand for those that are played.
+    """
+    played = partial(_played, records, opening, staged, topology, run.config.world.virtual.step_seconds)
+    if run.config.world.inner == 1 and run.rhythm(every).every > 1:
+        return played(every)
+    step = sum(one.messages for one in records(1)) + (0 if staged is None else staged.messages)
+    short = min(every, max(_FEWEST, int(_MESSAGES / (3 * max(step, 1)))))
+    if short == every:
+        return played(every)
+    rounds = [one for one in run.optimizers if hasattr(one.config, "sync_every")]
+    for one in rounds:
+        one.retime(short)
+    account = played(short)
+    for one in rounds:
+        one.retime(1 << 20)
+    return account.plus(every - short, played(1))
+
+
+def _played(
+    records: ExchangeRecords,
+    opening: Sequence[PlannedExchange],
+    staged: StagedSteps | None,
+    topology: Topology,
+    seconds: float,
+    every: int,
+) -> TimeAccount:
+    """Of a round of so many steps."""
+    levels = [Representatives(None, level) for level in LEVELS]
+    for some in levels:
+        if 3 * sum(one.messages for one in some(records(every))) <= _MESSAGES:
+            break
+    replays = RunReplay(topology, [seconds] * topology.workers, opening, staged=staged, messages=_MESSAGES)
+    found = replays.long_run(lambda steps: some(records(steps)), Rhythm(0, every), rounds=6)
+    if found is None:
+        raise ValueError(
+            f"{topology.workers} workers exchange too often to be played: choose a larger --sync-every, or fewer "
+            "--microbatches"
+        )
+    return found

@@ -1,0 +1,339 @@
+"""Alike workers played once: a few stand for all, on lines of their own.
+
+    workers with the same lines -> classes, a representative each (two of a single class)
+    exchange of n members       -> of the representatives: each sends in all what a member sends, in as many waves
+    exchange of small groups    -> of two, whose lines are those of a worker with its partners on average: of the worker
+                                   for whom that takes longest, for in time everybody has waited for it
+
+Exact where all workers are alike and latencies do not vary, but for what parts their starts. A latency that varies is
+taken as long as the longest of those that a member waits for is on average. No matrix of all workers is made.
+
+Where there are still too many messages, segments of a mean that follow each other are taken for one, and so are
+exchanges of one flight, but for the last.
+
+The rate at which workers compute as much of the time as is asked for.
+
+What workers that come and go cost a method, before a run: rounds alone, work lost, waiting, gifts, and what goes
+through the lighthouse where it relays.
+
+Each worker dies at a constant rate, and another one joins in its stead at once. In rounds of R seconds:
+
+    a partner is gone     a view holds who lived when it was made, `AHEAD` rounds before it begins: whoever died since
+                          then is still in it, and its partner is alone
+    a dead worker         takes with it the round under way, and those before it that nobody has shared
+    one mean for all      nobody is alone: the living take it again without a dead one, whose round under way is lost
+    a joiner              waits for its view, about `AHEAD` rounds; a state is copied meanwhile
+
+Left out, for rounds of minutes: views that are not known in time because a word takes longer than a round, the odd one
+out, and partners that are late (`roster`'s patience).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import NormalDist
+from typing import NamedTuple
+
+from isles.network.churn import Poisson
+from isles.network.exchange_plan import (
+    BySize,
+    Doubling,
+    Groups,
+    Mean,
+    MessagePattern,
+    PlannedExchange,
+    Ragged,
+    Segment,
+    ShardSizes,
+    Swap,
+    Then,
+    Waves,
+    sent_by_all,
+)
+from isles.network.links import Links
+
+Coarseness = tuple[int, int]
+"""Segments of a mean and exchanges of a flight, at most."""
+LEVELS: tuple[Coarseness, ...] = ((1 << 30, 1 << 30), (16, 32), (4, 24), (1, 16))
+
+
+class WorkerClass(NamedTuple):
+    """count: workers of it. up, down: bits per second of one while all send. ranks: two of them, or the only one."""
+
+    count: int
+    up: float
+    down: float
+    ranks: tuple[int, ...]
+
+
+def worker_classes(links: Links, workers: int) -> list[WorkerClass]:
+    """Of `workers` workers, the slowest first."""
+    is_shared = links.uplinks is not None or links.devices > 1
+    sharing = Counter(map(links.uplink_of, range(workers))) if is_shared else None
+    found: dict[tuple[float, float, int], tuple[int, tuple[int, ...]]] = {}
+    period = links.period or workers
+    for first in range(min(period, workers)):
+        line, alike = links.uplink_of(first), range(first, workers, period)
+        among = 1 if sharing is None else sharing[line]
+        key = (links.rate(line) / among, links.down_rate(line) / among, links.place_of(first))
+        count, ranks = found.get(key, (0, ()))
+        found[key] = count + len(alike), (*ranks, *alike[:2])[:2]
+    return [WorkerClass(count, *key[:2], ranks) for key, (count, ranks) in sorted(found.items())]
+
+
+def lines_of_all(links: Links, classes: Sequence[WorkerClass], most: int) -> Links:
+    """Between the representatives of at most so many classes, two or more of them, where all exchange with all. Of more
+    classes neighbours in rate are taken for one, as slow as the slowest of them.
+    """
+    width = -(-len(classes) // most)
+    kept = [classes[first : first + width] for first in range(0, len(classes), width)]
+    kept = kept * 2 if len(kept) == 1 else kept
+    longest = _longest(links.jitter, sum(one.count for one in classes) - 1)
+    return Links(
+        bandwidth=[min(one.up for one in bin) for bin in kept],
+        downlink=[min(one.down for one in bin) for bin in kept],
+        latency=[[longest * _between(links, one, other) for other in kept] for one in kept],
+    )
+
+
+def lines_of_partners(links: Links, classes: Sequence[WorkerClass], nbytes: float) -> Links:
+    """Between two representatives, where a worker exchanges `nbytes` with a random other one."""
+    workers, found = sum(one.count for one in classes), []
+    for one in classes:
+        others = [(other, other.count - (other is one)) for other in classes]
+        shares = [(other, count / (workers - 1)) for other, count in others if count]
+        bit = sum(share / min(one.up, one.down, other.up, other.down) for other, share in shares)
+        latency = sum(share * _between(links, [one], [other]) for other, share in shares)
+        found.append((8 * nbytes * bit + latency, bit, latency))
+    _, bit, latency = max(found)
+    rate, seconds = 1 / bit if bit else math.inf, _longest(links.jitter, 2) * latency
+    return Links(bandwidth=[rate] * 2, downlink=[math.inf] * 2, latency=[[seconds] * 2] * 2)
+
+
+def _between(links: Links, ones: Sequence[WorkerClass], others: Sequence[WorkerClass]) -> float:
+    """The longest mean latency."""
+    if isinstance(links.latency, (int, float)):
+        return links.latency
+    pairs = ((a, b) for one in ones for other in others for a in one.ranks for b in other.ranks if a != b)
+    return max((max(links.base_latency(a, b), links.base_latency(b, a)) for a, b in pairs), default=0.0)
+
+
+def _longest(jitter: float, messages: int) -> float:
+    """The mean of the largest of so many factors: Blom's quantile, and about the variance of the largest."""
+    if not jitter or messages < 1:
+        return 1.0
+    largest, spread = NormalDist().inv_cdf((messages - 0.375) / (messages + 0.25)), 1 / (1 + 0.8 * math.log(messages))
+    return math.exp(jitter * largest + 0.5 * jitter * jitter * (spread - 1))
+
+
+@dataclass(frozen=True)
+class Representatives:
+    """Exchanges of all workers as those of `few` of them. few: None: all workers are played. coarse: of `LEVELS`."""
+
+    few: int | None
+    coarse: Coarseness = LEVELS[0]
+    _known: dict[tuple[int, ...], tuple[object, BySize]] = field(default_factory=dict)
+
+    def __call__(self, exchanges: Sequence[PlannedExchange]) -> list[PlannedExchange]:
+        """In the order of their starts."""
+        if self.few is None and self.coarse == LEVELS[0]:
+            return list(exchanges)
+        made: list[PlannedExchange] = []
+        for (*_, kind), row in groupby(exchanges, key=_row):
+            ones = list(row)
+            for run in _runs(ones, self.coarse[1]) if kind in _JOINED else [[one] for one in ones]:
+                groups = run[-1].groups
+                size = max(map(len, groups))
+                if size > 1:
+                    groups = groups if self.few is None else (tuple(range(self.few)),)
+                    made.append(run[-1]._replace(groups=groups, pattern=self._pattern(run, size)))
+        return made
+
+    def _pattern(self, run: Sequence[PlannedExchange], size: int) -> BySize:
+        """Of a run of them as one."""
+        key = tuple(id(one.pattern) for one in run)
+        if key not in self._known:
+            parts, few = [one.pattern(size) for one in run], size if self.few is None else self.few
+            parts = parts if self.few is None else [fewer(part, size, few) for part in parts]
+            made = BySize(((few, _coarser(_joined(parts), self.coarse[0])),))
+            self._known[key] = [one.pattern for one in run], made
+        return self._known[key][1]
+
+
+_JOINED = (Mean, Ragged)  # of which, and of factors as means, several can be taken for one
+
+
+def _row(one: PlannedExchange) -> tuple[int, int, Groups, str, type]:
+    size = max(map(len, one.groups))
+    kind = type(one.pattern(size)) if size > 1 else object
+    return one.flight, one.lands, one.groups, one.what, Mean if kind is Then else kind
+
+
+def _runs(ones: Sequence[PlannedExchange], most: int) -> list[Sequence[PlannedExchange]]:
+    """Neighbours that are taken for one, in at most about so many runs: the last by itself, for it is waited for."""
+    width = max(1, -(-(len(ones) - 1) // most))
+    return [*(ones[first : min(first + width, len(ones) - 1)] for first in range(0, len(ones) - 1, width)), ones[-1:]]
+
+
+def fewer(pattern: MessagePattern, size: int, few: int) -> MessagePattern:
+    """What each of `few` sends for a member of a group of `size`."""
+    if size == few:
+        return pattern
+    share = (size - 1) / (few - 1)
+    if isinstance(pattern, Mean):
+        known = {id(one): _fewer_shards(one, share, size, few) for one in pattern.segments}
+        return Mean(tuple(known[id(one)] for one in pattern.segments), round(pattern.header * share))
+    if isinstance(pattern, Then):
+        first = [fewer(one, size, few) for one in (*pattern.first, pattern.second)]
+        return Then(tuple(first[:-1]), first[-1])  # type: ignore[arg-type]
+    if isinstance(pattern, Ragged):
+        return Ragged(pattern.nbytes * share, round(pattern.header * share))
+    if isinstance(pattern, Doubling):
+        reaches = [1 << phase for phase in range(math.ceil(math.log2(size)))]
+        return Waves(tuple(pattern.nbytes * min(reach, size - reach) / (few - 1) for reach in reaches))
+    return Swap((sent_by_all(pattern, size) / size / (few - 1),) * few)
+
+
+def _fewer_shards(segment: Segment, share: float, size: int, few: int) -> Segment:
+    """The owner of the largest shard keeps everybody waiting."""
+    there = None if segment.there is None else ShardSizes(((few, segment.there.total / size * share),))
+    return Segment(there, ShardSizes(((few, segment.back.largest * share),)))
+
+
+def _joined(patterns: Sequence[MessagePattern]) -> MessagePattern:
+    """Several of one kind as one."""
+    if len(patterns) == 1:
+        return patterns[0]
+    means = [one for one in patterns if isinstance(one, Mean)]
+    factors = [one for one in patterns if isinstance(one, Then)]
+    if factors:
+        first = _joined([*means, *(mean for one in factors for mean in one.first)])
+        return Then((first,), _joined([one.second for one in factors]))  # type: ignore[arg-type]
+    if means:
+        return Mean(tuple(part for one in means for part in one.segments), sum(one.header for one in means))
+    ragged = [one for one in patterns if isinstance(one, Ragged)]
+    return Ragged(sum(one.nbytes for one in ragged), sum(one.header for one in ragged))
+
+
+def _coarser(pattern: MessagePattern, most: int) -> MessagePattern:
+    """With at most about so many segments."""
+    if isinstance(pattern, Then):
+        first = [_coarser(one, most) for one in (*pattern.first, pattern.second)]
+        return Then(tuple(first[:-1]), first[-1])  # type: ignore[arg-type]
+    if not isinstance(pattern, Mean) or len(pattern.segments) <= most:
+        return pattern
+    made, width = [], -(-len(pattern.segments) // most)
+    for gathers, row in groupby(pattern.segments, key=lambda one: one.there is None):
+        ones = list(row)
+        for first in range(0, len(ones), width):
+            some = ones[first : first + width]
+            there = None if gathers else _sums([one.there for one in some if one.there is not None])
+            made.append(Segment(there, _sums([one.back for one in some])))
+    return Mean(tuple(made), pattern.header)
+
+
+def _sums(rows: Sequence[ShardSizes]) -> ShardSizes:
+    """Of each position."""
+    runs = groupby(sum(column) for column in zip(*rows, strict=True))
+    return ShardSizes(tuple((len(list(run)), nbytes) for nbytes, run in runs))
+
+
+_FASTEST, _NEAR = 1e-9, 0.003
+
+
+def wanted_rate(share: Callable[[float], float], target: float) -> float:
+    """The factor on all rates at which the target is just reached, to 0.3 %; nan: none is enough.
+
+    Waiting grows with the seconds a bit takes, in straight pieces, and what can be hidden behind computing comes first,
+    so no piece is flatter than the line from no waiting for bits at all: a regula falsi (Illinois) ends in a few steps.
+    """
+
+    def over(slowness: float) -> float:
+        return 1 / share(1 / slowness) - 1 / target
+
+    low, high = _FASTEST, 1.0
+    below = over(low)
+    if below > 0:
+        return math.nan
+    near, above, side = -below * _NEAR, over(high), 0
+    while above <= 0:
+        if high > 1 / _FASTEST:
+            return 0.0
+        low, below, high = high, above, 64 * high
+        above = over(high)
+    while high > low * (1 + _NEAR):
+        middle = low + (high - low) * -below / (above - below)
+        middle = min(max(middle, low + 1e-4 * (high - low)), high - 1e-4 * (high - low))
+        at = over(middle)
+        if abs(at) <= near:
+            return 1 / middle
+        if at > 0:
+            high, above, below, side = middle, at, below / (2 if side == 1 else 1), 1
+        else:
+            low, below, above, side = middle, at, above / (2 if side == -1 else 1), -1
+    return 1 / low
+
+
+AHEAD = 3
+"""Rounds from the newest to the first of a new view (`isles.membership.messages.MARGIN`)."""
+VECTORS = 5
+"""That a joiner is given, of the model's size in float32: weights, anchor, outer momentum, AdamW's two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChurnCosts:
+    """alone: share of the rounds. lost: of the work. waiting: of the workers' time, until they are in. goodput: share
+    of the workers' time in steps that count. gifts: bytes an hour of states to joiners, all of them. relayed: bits a
+    second through the lighthouse, in and out, where it relays everything.
+    """
+
+    alone: float
+    lost: float
+    waiting: float
+    goodput: float
+    gifts: float
+    relayed: float
+
+
+def churn_costs(
+    churn: Poisson,
+    *,
+    workers: int,
+    parameters: float,
+    computing: float,
+    waits: float,
+    bytes_a_round: float,
+    rounds: int | None = None,
+    pairs: bool = True,
+) -> ChurnCosts:
+    """Of `workers` in rounds of `computing` + `waits` seconds, in which each sends `bytes_a_round`. rounds: of the run;
+    None: in the long run. pairs: not one mean for all.
+    """
+    seconds = computing + waits
+    dies = churn.per_second * seconds
+    many = 10 * AHEAD if rounds is None else rounds
+    alone, lost, weights, chain = 0.0, 0.0, 0.0, 0.0
+    for number in range(1, many + 1):
+        by_itself = 1 - math.exp(-dies * min(number, AHEAD)) if pairs else 0.0
+        if rounds is None:
+            alone, lost, weights = by_itself, dies * (0.5 + chain), 1.0
+        else:
+            alone, lost, weights = alone + by_itself, lost + dies * (0.5 + chain), weights + 1.0
+        chain = by_itself * (1 + chain)
+    alone, lost = alone / weights, min(lost / weights, 1.0)
+    life = churn.per_second
+    joins = workers * life / (1 + life * churn.repair)
+    gift = 4 * VECTORS * parameters
+    waiting = 1 - math.exp(-life * AHEAD * seconds)
+    return ChurnCosts(
+        alone=alone,
+        lost=lost,
+        waiting=waiting,
+        goodput=(1 - waiting) * (1 - lost) * computing / seconds,
+        gifts=2 * joins * gift * 3600,
+        relayed=2 * 8 * (workers * bytes_a_round / seconds + 2 * joins * gift),
+    )

@@ -1,0 +1,428 @@
+"""Starts and ends the exchanges of an outer method, each with the members of its round; survives what the method may
+survive.
+
+Rounds that all their members land together, or none: where workers come and go, of methods with one mean for all.
+
+    start      among whom, and as which attempt (`Roster.start_round`)
+    encode     a copy of the snapshot; what error feedback and low-rank bases were before is kept
+    exchange   the answer's hash is told, or that there is none (`Roster.finish_round`)
+    verdict    land; or again, from the snapshot and what was kept, among those who are left; or wait
+
+A round whose verdict cannot be had now is put off: nothing has changed here, training goes on, and the next snapshot
+holds what was learned since the last landing. An answer that waits for its verdict is landed once it is told, and what
+was learned meanwhile is added again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+from warnings import warn
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from isles.comm.collectives.averaging import Averaging
+from isles.comm.collectives.basic import exchange
+from isles.comm.collectives.headers import Stamp
+from isles.comm.errors import CommError, DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
+from isles.comm.group import Group
+from isles.comm.roster import Roster
+from isles.network.exchange_plan import Held
+from isles.replicas.loop.fragment import Exchange, Flight, Fragment
+from isles.replicas.parts.interfaces import Composition
+from isles.replicas.start import T, among_even
+
+_PAYLOAD, _ANCHORS = 0, 1  # the two buffers that a round may exchange
+ROUND_FAILURES = (PeerLost, DeadlinePassed, Elsewhere, Diverged, Malformed, Refused)
+"""In which an exchange ends that others may have got."""
+_POSITIVE = (1 << 61) - 1
+MISSES = 8  # deadlines in succession after which a partner counts as lost
+_SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyond the deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """What this worker brings to the exchange of a fragment's `round`.
+
+    buffer: of the fragment's entries, live until its mean lies there. means: how it is formed. stamp: what must be the
+    same at all. own: what the others decode of it, kept with the exchange; fill: where that is still to be written.
+    residual: where what they do not get of it is kept. part: which of the round's buffers it is.
+    """
+
+    fragment: Fragment
+    round: int
+    buffer: Tensor
+    means: Averaging
+    stamp: Stamp
+    own: Tensor | None = None
+    fill: Tensor | None = None
+    residual: Tensor | None = None
+    part: int = _PAYLOAD
+
+
+class Courier:
+    """roster: who is in which round, and who is lost; rounds with lost ones are done alone.
+
+    Where answers land later a worker may be ahead of another by all that is computed meanwhile, so such an exchange has
+    that much more time than the group's deadline.
+    """
+
+    def __init__(self, roster: Roster, parts: Composition) -> None:
+        self.roster, self.parts = roster, parts
+        self.transport = roster.founders.transport
+        self._began: tuple[int, float] | None = None
+        self._late: Counter[int] = Counter()  # by seat, deadlines passed in succession
+        self.leeway = 1.0
+        """How much payloads may differ in size because workers count for more and less."""
+
+    def stepped(self, step: int, *, sends: bool) -> None:
+        """Inner step `step` is done; the pace of the next ones is taken from the first one that is told here. sends:
+        whether a round is sent now.
+        """
+        if self._began is None:
+            self._began = step, self.transport.now()
+        self.progress(blocks=sends)
+
+    def progress(self, *, blocks: bool) -> None:
+        """Go on with what is under way behind the inner steps. blocks: until that is over, or cannot be now."""
+
+    def members(self, round: int) -> tuple[int, ...]:
+        """Positions in the roster's group of `round` (1, 2, ...) that take part in this worker's exchange."""
+        group = self.roster.group(round)
+        return self.parts.mixing.members(round, group.size, group.rank)
+
+    def is_alone(self, fragment: Fragment) -> bool:
+        """True if the fragment's next round has nobody else in it and nothing to do but land what it forms."""
+        return self.parts.own_answer and self._present(fragment.rounds + 1).size == 1
+
+    @property
+    def is_only_one(self) -> bool:
+        """True if there is nobody else in the world: what this worker does is its inner optimizer's business."""
+        return self.roster.founders.size == 1 and not self.roster.grows
+
+    def extra_memory(self, fragments: Sequence[Fragment]) -> list[Held]:
+        """What it keeps beyond the buffers that travel."""
+        return []
+
+    def survivors(self) -> Group:
+        """The workers that are left; where the method goes on without lost ones, they are asked."""
+        return self.roster.survivors(asked=self.parts.on_peer_failure == "solo")
+
+    def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int, usable: bool) -> Exchange:
+        """Start the exchange of a snapshot, with what error feedback adds. usable: all of it is finite."""
+        parts, own = self.parts, None
+        before = fragment.latest  # with rounds_late > 1 its answer lands later, but what it leaves behind is needed now
+        if before is not None and (parts.feedback is not None or fragment.averaging.held_bytes):
+            self.survives(before)
+            self._balance(fragment, before)
+        if parts.feedback is not None:
+            usable = fragment.compensate(payload) and usable
+            if not usable:
+                payload.zero_()
+        if parts.feedback is None and parts.rule.keeps_left and fragment.residual is not None:
+            fragment.residual.copy_(payload)
+        if parts.reading.needs_own or (parts.on_peer_failure == "solo" and lands > step):
+            own = fragment.staging()
+            fragment.averaging.share(payload, fragment.rounds, fragment.index, self.transport.rank, own)
+        left = fragment.residual if parts.feedback is None or parts.feedback.form == "local" else None
+        stamp = fragment.stamp(step, broken=not usable)
+        sending = Sending(fragment, fragment.rounds, payload, fragment.averaging, stamp, own=own, residual=left)
+        fragment.latest = sent = self._start(self._present(sending.round), sending)
+        sent.spares, sent.is_own_broken = parts.on_broken == "leave out", not usable
+        return sent
+
+    def send_anchor(self, fragment: Fragment, round: int, step: int) -> Exchange:
+        """Start the exchange of the anchor for `round`."""
+        form, means = self.parts.anchor_codec, fragment.anchor_averaging
+        assert form is not None and means is not None, "a rule that shares anchors needs an anchor codec"
+        anchor = fragment.staging().copy_(fragment.anchor)
+        own = fragment.staging() if not form.lossless or self.parts.cadence.rounds_late else None
+        stamp = fragment.stamp(step)
+        sending = Sending(fragment, round, anchor, means, stamp, part=_ANCHORS, own=own, fill=own)
+        return self._start(self._present(round), sending)
+
+    def nothing(self, fragment: Fragment, step: int) -> Flight:
+        """What lands before the first answer is due."""
+        size = len(self.members(fragment.rounds))
+        anchors = Exchange(fragment.anchor.clone(), None) if self.parts.rule.shares_anchors else None
+        return Flight(fragment, step, Exchange(fragment.staging().zero_(), None, participants=size), anchors)
+
+    def receive(self, flight: Flight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
+        """Wait for a flight, and make error feedback of its round final. Where the round failed and the method may go
+        on alone, this worker's own share (as sent, or what `snapshot` writes now) is taken for the mean.
+        """
+        fragment, payload = flight.fragment, flight.payload
+        if not self._all_survive(flight.exchanges()):  # new buffers: late messages may still leave from the old ones
+            if self.parts.reading.needs_own:  # then only the fresh share counts
+                flight.payload = Exchange(torch.zeros_like(fragment.anchor), None, None, payload.participants)
+            else:
+                own = payload.own
+                flight.payload = Exchange(snapshot(fragment, fragment.flat.new()) if own is None else own, None)
+            if flight.anchors is not None:
+                flight.anchors = Exchange(fragment.anchor.clone(), None)
+        self._balance(fragment, payload)
+
+    def survives(self, exchange: Exchange) -> bool:
+        """Wait; False if a peer failed and `on_peer_failure` lets this worker go on without it."""
+        return self._all_survive([exchange])
+
+    def _all_survive(self, exchanges: Sequence[Exchange]) -> bool:
+        """The same of all messages of one round. That its answer is used is said once, when all of it is there: from
+        then on others count on this worker to have the work of its partners.
+        """
+        came = [self._came(one) for one in exchanges]  # wait for each
+        most = max(exchanges, key=lambda one: len(one.seats))
+        apart = any(one.seats not in ((), most.seats) for one in exchanges)  # one was lost between the two
+        whole = all(came) and not (apart and self.roster.grows)
+        usable = self.roster.accepts(most.round, most.seats, whole=whole)
+        for one in exchanges:
+            one.failed = one.failed or (all(came) and not usable)
+        return usable
+
+    def _came(self, exchange: Exchange) -> bool:
+        try:
+            with among_even():
+                exchange.wait()
+        except ROUND_FAILURES as error:
+            if self.parts.on_peer_failure != "solo":
+                raise
+            if isinstance(error, (Diverged, Malformed, Refused)):
+                warn(f"{error}: this round is done without it", stacklevel=2)
+            if not exchange.failed:
+                self._miss(error)
+            exchange.failed = True
+        else:
+            for seat in exchange.seats:
+                self._late.pop(seat, None)
+        return not exchange.failed
+
+    def together(self, collective: Callable[[Group], T]) -> T:
+        """What `collective` returns over the workers that are left; it is one collective, or none. All of them call it
+        together. Where the method goes on without lost ones and somebody is lost on the way, it is done again
+        without them: nobody keeps a result that another could not have.
+        """
+        while True:
+            group = self.survivors()
+            try:
+                result, well = collective(group), True
+            except (PeerLost, DeadlinePassed) as error:
+                if self.parts.on_peer_failure != "solo":
+                    raise
+                self._miss(error)
+                result, well = None, False
+            if self.parts.on_peer_failure != "solo" or self._all_well(group, well):
+                return cast(T, result)
+
+    def _all_well(self, group: Group, well: bool) -> bool:
+        """Whether all of `group` are there and say so of themselves."""
+        mine = torch.full((1,), well, dtype=torch.uint8, device="cpu")
+        answers = [group.start(exchange(group.call("eval"), other, mine), "eval") for other in group.others]
+        for answer in answers:
+            try:
+                well = bool(answer.wait()) and well
+            except (PeerLost, DeadlinePassed) as error:
+                self._miss(error)
+                well = False
+        return well
+
+    def _miss(self, error: PeerLost | DeadlinePassed | Elsewhere | Diverged | Malformed | Refused) -> None:
+        """Who is late so many times in succession is not waited for again: every wait takes the whole deadline, and
+        leaves a buffer and a thread behind that gloo does not give back.
+        """
+        seat = error.rank if isinstance(error, PeerLost) else error.peer
+        if isinstance(error, DeadlinePassed) and seat >= 0:
+            self._late[seat] += 1
+            if self._late[seat] >= MISSES:
+                self.roster.miss(seat, PeerLost(seat, f"it did not answer {MISSES} times in succession"))
+                return
+        self.roster.miss(seat, error)
+
+    def _balance(self, fragment: Fragment, payload: Exchange) -> None:
+        """Make error feedback of an exchange that has arrived final."""
+        residual, feedback = fragment.residual, self.parts.feedback
+        if residual is None or feedback is None or payload.balanced:
+            return
+        payload.balanced = True
+        if payload.failed or payload.is_own_broken or not payload.whole:
+            residual.zero_()
+            return
+        if feedback.form == "global":
+            residual.sub_(payload.buffer)
+        residual.mul_(feedback.decay)
+        fragment.left_ratio = float(residual.norm()) / fragment.progress if fragment.progress else 0.0
+
+    def _start(self, group: Group, sending: Sending, attempt: int = 0) -> Exchange:
+        """Begin it in `group`. attempt: how often it was begun before."""
+        fragment, means, own = sending.fragment, sending.means, sending.own
+        call = group.call(round=sending.round, fragment=fragment.index, leeway=self.leeway, attempt=attempt)
+        nbytes = means.sent_bytes(sending.round, group.size, group.rank)
+        steps = means.mean(call, sending.buffer, sending.stamp, sending.fill, sending.residual, sending.part)
+        deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(sending.stamp.step)
+        transfer = group.start(steps, deadline=deadline)
+        return Exchange(sending.buffer, transfer, own, group.size, seats=group.ranks, round=sending.round)
+
+    def _meanwhile(self, step: int) -> float:
+        """Seconds that slower workers may take to what is computed between a sending after `step` and its landing."""
+        if self._began is None or step <= self._began[0]:
+            return 0.0
+        pace = (self.transport.now() - self._began[1]) / (step - self._began[0])
+        return _SLOWER * pace * (self.parts.cadence.lands(step) - step)
+
+    def _present(self, round: int) -> Group:
+        """The members of this worker's exchange of `round`, or this worker alone where one of them is lost."""
+        group, members = self.roster.group(round), self.members(round)
+        alone = self.roster.lacks([group.ranks[position] for position in members])
+        return group.among((group.rank,) if alone else members)
+
+
+class ToldCourier(Courier):
+    """Of rounds whose members others name, and which all of them land or none: the snapshot stays as it is, and each
+    attempt sends a copy.
+    """
+
+    @override
+    def is_alone(self, fragment: Fragment) -> bool:
+        return False
+
+    @override
+    def send(self, fragment: Fragment, payload: Tensor, step: int, lands: int, usable: bool) -> Exchange:
+        return Exchange(payload, None, round=fragment.rounds, is_own_broken=not usable)
+
+    def start_attempt(
+        self, flight: Flight, group: Group, *, round: int, step: int, attempt: int, factor: float = 1.0
+    ) -> Exchange:
+        """An attempt at `round` in `group`, begun. step: the same at all. factor: of this worker's share."""
+        fragment, parts, usable = flight.fragment, self.parts, not flight.payload.is_own_broken
+        buffer = fragment.staging().copy_(flight.payload.buffer)
+        if factor != 1.0:
+            buffer.mul_(factor)
+        if parts.feedback is not None:
+            usable = fragment.compensate(buffer) and usable
+        if not usable:
+            buffer.zero_()
+        left = fragment.residual if parts.feedback is not None and parts.feedback.form == "local" else None
+        stamp = fragment.stamp(step, broken=not usable)
+        sending = Sending(fragment, round, buffer, fragment.averaging, stamp, residual=left)
+        answer = self._start(group, sending, attempt)
+        answer.spares, answer.is_own_broken = parts.on_broken == "leave out", not usable
+        return answer
+
+    def finish_attempt(self, fragment: Fragment, answer: Exchange) -> tuple[int | None, CommError | None]:
+        """Wait for an attempt: the hash of its answer, or why there is none."""
+        try:
+            answer.wait()
+        except ROUND_FAILURES as error:
+            return None, error
+        return fragment.flat.digest(answer.buffer) & _POSITIVE, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What an attempt changes beside its buffer."""
+
+    residual: Tensor | None
+    bases: dict[str, Any]
+
+    @classmethod
+    def of(cls, fragment: Fragment) -> _Kept:
+        residual = fragment.residual
+        return cls(None if residual is None else residual.clone(), fragment.averaging.state_dict())
+
+    def restore(self, fragment: Fragment) -> None:
+        """Into the fragment."""
+        if fragment.residual is not None and self.residual is not None:
+            fragment.residual.copy_(self.residual)
+        fragment.averaging.load_state_dict(self.bases)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """An attempt without a verdict. answer: None where it failed; then: what it left behind; live: the weights then."""
+
+    round: int
+    attempt: int
+    answer: Exchange | None
+    digest: int | None
+    then: _Kept
+    live: Tensor | None
+
+
+class AgreedCourier(ToldCourier):
+    """Of one fragment whose answers land at once. Beyond the buffer an attempt takes one more vector, and a copy of the
+    residual and of the bases.
+    """
+
+    def __init__(self, roster: Roster, parts: Composition) -> None:
+        super().__init__(roster, parts)
+        self._waiting: _Waiting | None = None
+        self._sent = 0  # inner step of the last round that landed
+
+    @override
+    def extra_memory(self, fragments: Sequence[Fragment]) -> list[Held]:
+        vectors = sum(fragment.anchor.nbytes for fragment in fragments)
+        residuals = sum(fragment.residual.nbytes for fragment in fragments if fragment.residual is not None)
+        bases = sum(fragment.averaging.held_bytes for fragment in fragments)
+        return [Held("copies for another attempt", vectors + residuals + bases, "exchange")]
+
+    @override
+    def receive(self, flight: Flight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
+        """Exchange until it lands, or put the round off."""
+        fragment, kept = flight.fragment, _Kept.of(flight.fragment)
+        if not self._resumed(flight):
+            return
+        started = self.roster.start_round(fragment.rounds)
+        while started is not None:
+            group, attempt = started
+            answer = self.start_attempt(flight, group, round=fragment.rounds, step=flight.lands, attempt=attempt)
+            digest, error = self.finish_attempt(fragment, answer)
+            verdict = self.roster.finish_round(fragment.rounds, attempt, digest, error)
+            if verdict == "land":
+                self._land(flight, answer)
+                return
+            then = _Kept.of(fragment)
+            kept.restore(fragment)
+            started = None
+            if verdict == "retry":
+                started = self.roster.start_round(fragment.rounds)
+            if started is None:
+                live = None if error else fragment.flat.read(fragment.flat.new())
+                self._waiting = _Waiting(fragment.rounds, attempt, None if error else answer, digest, then, live)
+        self._put_off(flight)
+
+    def _resumed(self, flight: Flight) -> bool:
+        """Ask what became of an attempt that waits; whether another one may be made. The flight lands, or is put off,
+        where not.
+        """
+        fragment, waiting, self._waiting = flight.fragment, self._waiting, None
+        if waiting is None or waiting.round != fragment.rounds:
+            return True
+        verdict = self.roster.finish_round(waiting.round, waiting.attempt, waiting.digest)
+        if verdict == "retry":
+            return True
+        if verdict == "land" and waiting.answer is not None and waiting.live is not None:
+            waiting.then.restore(fragment)
+            learned = fragment.flat.read(fragment.flat.new()).sub_(waiting.live)
+            self._land(flight, waiting.answer)
+            flight.payload.since = learned
+            return False
+        self._waiting = waiting
+        self._put_off(flight)
+        return False
+
+    def _land(self, flight: Flight, answer: Exchange) -> None:
+        """The copy that was not sent is spare; those of attempts that failed may still be on their way to somebody."""
+        flight.fragment.release(flight)
+        flight.payload = flight.fragment.latest = answer
+        self._sent = flight.lands
+        self._balance(flight.fragment, answer)
+
+    def _put_off(self, flight: Flight) -> None:
+        """As if the round had not been."""
+        fragment = flight.fragment
+        fragment.release(flight)
+        fragment.rounds, fragment.sent = fragment.rounds - 1, self._sent
+        flight.payload.put_off = True

@@ -1,0 +1,163 @@
+"""Before a run on several machines: they meet, and node 0 sees to it that all of them mean the same run.
+
+What must be the same: the version of Isles, the configuration, the command (train or resume). What must differ: --node,
+and the run directory, where each machine keeps its own workers' shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from isles.base.parsing import MANY, Int, Unfit, parse_toml, value_of
+from isles.comm.credentials import read
+from isles.launch import rendezvous
+from isles.launch.nodes import NodeGroup, NodeSpec
+from isles.training.config.reading import to_toml
+from isles.training.config.sections import Config
+from isles.training.config.trust import kept_names
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.tokens import host_credentials, node_token
+
+_SHOWN = 3  # differing keys that are named
+_Steps = Annotated[list[Annotated[Int, Field(ge=0)]], MANY] | None
+_OPEN = (
+    "what the workers send each other is neither encrypted nor checked for its sender: stay in a network of your own, "
+    "or in WireGuard (docs/two-machines.md)"
+)
+
+
+@contextlib.contextmanager
+def met(
+    config: Config, node_spec: NodeSpec, out: Path, resume: int | None, tell: Callable[[str], None]
+) -> Iterator[NodeGroup]:
+    """The machines of this run, for as long as it goes; then they part, and are told what went wrong if anything did.
+
+    resume: None for a new run, else the step to go on from: `node_group.facts["resume"]` is then that of the newest
+    checkpoint up to it that all have.
+    tell: is told what is being waited for.
+    """
+    if node_spec.nodes == 1:
+        yield NodeGroup(spec=node_spec)
+        return
+    world = config.world
+    if not world.has_processes:
+        raise ValueError(
+            f'--nodes {node_spec.nodes}: world.backend = "{world.backend}" runs on one machine; take one out'
+        )
+    if world.workers < node_spec.nodes:
+        raise ValueError(
+            f"--nodes {node_spec.nodes}: more machines than world.workers = {world.workers}, which counts the workers "
+            "of all of them; raise it"
+        )
+    description = {
+        "config": parse_toml(to_toml(config, kept_names(config))),
+        "checkpoints": None if resume is None else [step for step in Checkpoints(out).steps() if step <= resume],
+        "out": None if node_spec.shared_directory else [uuid.getnode(), str(out.resolve())],
+    }
+    if node_spec.shared_directory:
+        tell = _nobody  # torchrun starts all at once: they come before a word about it is read
+    node_group = _meet(node_spec, description, out, world.join_deadline, tell)
+    tell(_OPEN)
+    for link in node_group.links.values():
+        link.patience(world.silence)
+    try:
+        if node_spec.node == 0:
+            others = {} if node_spec.shared_directory else node_group.descriptions
+            node_group.facts.update(resume=None if resume is None else _common_step(description, others))
+        yield node_group
+    except KeyboardInterrupt as error:
+        together = getattr(error, "late", 0.0) is None  # all have stopped after a common step
+        node_group.part(None if together else error)
+        raise
+    except BaseException as error:
+        node_group.part(error)
+        raise
+    node_group.part()
+
+
+def _meet(
+    node_spec: NodeSpec, description: Mapping[str, Any], out: Path, seconds: float, tell: Callable[[str], None]
+) -> NodeGroup:
+    if node_spec.node > 0:
+        token = node_spec.token if node_spec.shared_directory else node_token(out, node_spec.token)
+        assert token is not None
+        return rendezvous.come(node_spec, token, description, seconds, tell)
+    if node_spec.credentials is not None:
+        mine, fresh = read(node_spec.credentials), False
+    else:
+        mine, fresh = host_credentials(out, node_spec.token)
+
+    def say(text: str) -> None:
+        nonlocal fresh
+        tell(text)
+        if fresh:
+            fresh = False
+            tell(
+                f"on the others the same command, but: --nodes {node_spec.nodes} --node 1 --rendezvous "
+                f"{node_spec.rendezvous} --token {mine.token}"
+            )
+
+    return rendezvous.host(node_spec, mine, partial(_disagreement, description), seconds, say)
+
+
+def _nobody(text: str) -> None:
+    pass
+
+
+def _disagreement(mine: Mapping[str, Any], theirs: Mapping[str, Any], node: int) -> str:
+    """Why `node`, with its description, cannot take part in node 0's run; empty where it can."""
+    try:
+        value_of(theirs, "checkpoints", _Steps)
+    except Unfit:
+        return "it does not describe its run as isles does"
+    if (theirs.get("checkpoints") is None) != (mine["checkpoints"] is None):
+        commands = [
+            "isles train" if description.get("checkpoints") is None else "isles resume"
+            for description in (theirs, mine)
+        ]
+        return f"node {node} was started with `{commands[0]}`, node 0 with `{commands[1]}`: use the same on both"
+    if different := _differences(mine["config"], theirs.get("config")):
+        more = f" (and {len(different) - _SHOWN} more keys)" if len(different) > _SHOWN else ""
+        return (
+            f"node {node} has another configuration: {'; '.join(different[:_SHOWN])}{more}: start all nodes with the "
+            "same CONFIG.toml and flags"
+        )
+    if mine["out"] is not None and theirs.get("out") == mine["out"]:
+        return f"node {node} writes into the same directory as node 0, {mine['out'][1]}: give each its own --out"
+    return ""
+
+
+def _differences(mine: Mapping[str, Any], theirs: Any) -> list[str]:
+    """As in "run.steps = 20 there, 10 on node 0"."""
+
+    def flat(tables: Any) -> dict[str, Any]:
+        sections = tables.items() if isinstance(tables, Mapping) else ()
+        return {
+            f"{section}.{key}": value
+            for section, table in sections
+            if isinstance(table, Mapping)
+            for key, value in table.items()
+        }
+
+    here, there = flat(mine), flat(theirs)
+    return [
+        f"{key} = {there.get(key, 'not set')!r} there, {here.get(key, 'not set')!r} on node 0"
+        for key in sorted({*here, *there}, key=list({**here, **there}).index)
+        if here.get(key) != there.get(key)
+    ]
+
+
+def _common_step(mine: Mapping[str, Any], descriptions: Mapping[int, Any]) -> int:
+    steps = {0: mine["checkpoints"], **{node: description["checkpoints"] for node, description in descriptions.items()}}
+    common = set.intersection(*map(set, steps.values()))
+    if not common:
+        held = "; ".join(f"node {node}: {', '.join(map(str, own)) or 'none'}" for node, own in steps.items())
+        raise ValueError(f"no checkpoint is on all nodes (steps on {held}): start again with `isles train`")
+    return max(common)

@@ -1,0 +1,75 @@
+"""The backend `distributed`: every worker a process of this machine, or, among several machines, of its own one.
+
+The process that workers are forked from, started early: it loads torch while the launcher does, once for all.
+
+launcher       reads the settings    loads torch       starts the workers
+fork server    loads torch, the trainer, what the first optimizer step needs     forks them: ready at once
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+from isles.base.errors import warnings_told
+from isles.comm.mesh import Mesh
+from isles.launch.nodes import NodeGroup
+from isles.launch.workers import LocalWorkers, Workers
+from isles.training.config.sections import Config
+from isles.training.records.events import Schema
+from isles.training.records.rundir import LOGS
+from isles.training.startup import deadlines
+from isles.training.worker import train_worker
+
+PRELOAD = [
+    "isles.running.backends",
+    *("isles.training.clusters.node", "isles.training.swarm.trainer"),  # what workers of `kinds` come to
+    "isles.launch.preload",
+]
+"""Modules that it loads, in this order."""
+
+
+def start_server() -> None:
+    """Begin, unless it runs already. It ends when this process does, however that ends. Returns at once."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    resource_tracker.ensure_running()  # the server would start it, and that unblocks the signal
+    # Ctrl-C and a closed terminal reach every process of it, SIGTERM often every process of a job. The server and its
+    # children inherit the mask and never see them; what they mean is the launcher's to say.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP, signal.SIGTERM})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def train(config: Config, out: Path, resume: int | None, node_group: NodeGroup) -> Workers:
+    """Start this machine's workers of a run."""
+    start_server()
+    return LocalWorkers(
+        train_process,
+        config.world.workers,
+        args=(config, out, resume),
+        threads=config.world.start_threads,
+        deadlines=deadlines(config),
+        logs=out / LOGS,
+        node_group=node_group,
+        check=Schema(config),
+    )
+
+
+def call(worker: Callable[..., Any], workers: int, config: Config, args: Sequence[Any], out: Path) -> Workers:
+    """Start `worker(world, *args)` on `workers` workers."""
+    return LocalWorkers(
+        worker, workers, args=args, threads=config.world.start_threads, deadlines=deadlines(config), logs=out / LOGS
+    )
+
+
+def train_process(world: Mesh, config: Config, out: Path, resume: int | None) -> dict[str, Any] | None:
+    """`train_worker` in a process of its own. What worker 0 is warned of, the user is told; the others have logs."""
+    with warnings_told(world.report) if world.rank == 0 else contextlib.nullcontext():
+        return train_worker(world, config, out, resume)

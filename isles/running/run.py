@@ -1,0 +1,149 @@
+"""From a configuration to a run directory: start the workers, write their metrics live, put the summary together.
+
+RUN/config.toml        resolved          with the first line of metrics
+RUN/metrics.jsonl      one object a line live, by this process alone; the lines without a worker are about all of them
+RUN/timeline.jsonl     one span a line   the beginning of the run and its end, see `timeline`
+RUN/checkpoints/       see `checkpoint`  shards by the workers, committed here
+RUN/model.safetensors  consolidated      by worker 0 at the end
+RUN/summary.json                         at the end: its presence means the run is complete
+RUN/logs/worker-N.log  prints, tracebacks and warnings of that worker's process, if there were any
+RUN/tensorboard/, RUN/wandb/             where `run.loggers` asks for them, see `loggers`
+RUN/run.lock                             while the run goes on, see `lock`
+
+A run that ends before its first line of metrics leaves nothing behind but logs that say why, so that the same --out can
+be used again. With several machines this is what node 0 does; the others: `follow`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from isles.base.durable import write_text
+from isles.comm.errors import WorkerFailed
+from isles.launch.nodes import SINGLE_NODE, NodeSpec
+from isles.launch.workers import raise_first
+from isles.plan.priced import priced
+from isles.running.agree import met
+from isles.training.config.conflicts import refuse_conflicts
+from isles.training.config.sections import Config
+from isles.training.config.trust import settled
+from isles.training.interrupts import GraceOver, first_interrupt
+from isles.training.memory.plans import prepared, refusals
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.loggers import Loggers, require
+from isles.training.records.rundir import SUMMARY, as_json, run_directory
+from isles.training.records.summary import SummaryTable, summarise
+from isles.training.records.tokens import forget
+from isles.training.records.writer import Records
+from isles.training.stage_runner import refuse_stages
+from isles.training.startup import Started, StartTraining, starter
+
+
+def launch(
+    config: Config,
+    out: Path,
+    on_line: Callable[[dict[str, Any]], None],
+    on_notice: Callable[[str], None],
+    resume: int | None = None,
+    node_spec: NodeSpec = SINGLE_NODE,
+    start_workers: StartTraining | None = None,
+) -> SummaryTable:
+    """Run `config` into the directory `out`, which is made where it is missing.
+
+    on_line: sees each line of metrics.jsonl as it comes. on_notice: is told what a user should know about the settings.
+    resume: go on from the checkpoint of that step in `out`, as if the run had never stopped; with several machines from
+    the newest that all of them have. node_spec: this machine's among several; it is node 0.
+    start_workers: gets hold of the workers; by default those of the backend that [world] names.
+
+    ValueError: `out` holds a run already, is in use by one, or cannot be made; a logger's package is absent. OSError:
+    the disk filled up. A worker's failure is raised as it is; what was written until then stays, if the run had got as
+    far as its first metrics. Interrupted: Ctrl-C, SIGTERM or SIGHUP; the workers agreed on a step and left a
+    checkpoint, or could not within run.grace. A second one ends them at once.
+    """
+    refusals(config)
+    refuse_stages(config)
+    refuse_conflicts(config, "fixed workers")
+    if config.memory.method != "none":
+        for stage in range(config.pipeline.stages):
+            prepared(config, stage)  # refuses what cannot be before anything is made
+    price = priced(config, config.run.priced_as) if config.run.priced_as else {}
+    require(config.run.loggers)
+    started = time.perf_counter()
+    start = start_workers or starter(config.world.backend).train
+    with (
+        run_directory(out, resume, node_spec) as lock,
+        met(config, node_spec, out, resume, on_notice) as node_group,
+        settled(config, out) as config,
+    ):
+        resume = node_group.facts.get("resume", resume)
+        with (
+            Loggers(config, out, resume) as loggers,
+            Records(config, out, on_line, on_notice, node_group, loggers, resume, lock) as records,
+        ):
+            if resume is not None:
+                Checkpoints(out).go_back(resume)
+            try:
+                results = _joined(start(config, out, resume, node_group), config, records.take)
+            except GraceOver as late:
+                raise Interrupted(out, node_spec, late.seconds) from None
+            finished = [result for result in results if result is not None]
+            if len(finished) < len(results):
+                raise Interrupted(out, node_spec)
+            summary = summarise(config, finished, time.perf_counter() - started) | price
+            write_text(out / SUMMARY, as_json(summary, indent=2) + "\n")
+            loggers.summary(summary)
+            forget(out)
+    return summary
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was stopped after inner step `step`, of the newest checkpoint in `out`; None where there is none.
+
+    late: seconds in which the workers did not come to a common step; None where they did.
+    """
+
+    def __init__(self, out: Path, node_spec: NodeSpec, late: float | None = None) -> None:
+        self.out, self.step, self.late = out, max(Checkpoints(out).steps(), default=None), late
+        again = f"go on with: isles resume {out}{node_spec.flags}"
+        if late is not None:
+            saved = f"the last checkpoint is of step {self.step}; {again}" if self.step else "there is no checkpoint"
+            super().__init__(f"stopped; not all had saved within {late:g} s (run.grace); {saved}")
+        elif self.step is None:
+            super().__init__("stopped; there is no checkpoint, for a worker was lost while the first was written")
+        else:
+            super().__init__(f"stopped after step {self.step}, checkpoint saved; {again}")
+
+
+def _joined(pool: Started, config: Config, on_event: Callable[[Any], None]) -> list[dict[str, Any] | None]:
+    """What the workers return; None for those that stopped. Those that were lost are left out, where the method goes
+    on without them, and those that have left.
+    """
+    gone = set[int]()
+
+    def take(event: Any) -> None:
+        if "left" in event:
+            gone.add(event["left"])
+        on_event(event)
+
+    def tell(rank: int, error: Exception) -> None:
+        why = (error.report if isinstance(error, WorkerFailed) else str(error)).splitlines()[-1]
+        on_event({"lost": rank, "notice": f"worker {rank} failed ({why}); the others go on without it"})
+
+    def stop() -> None:
+        pool.stop()
+        said = "isles: stopping: all workers end the step under way and save; Ctrl-C again ends them at once\n"
+        with contextlib.suppress(OSError, ValueError):
+            os.write(sys.stderr.fileno(), said.encode())  # in a handler: whoever prints may be in the middle of it
+
+    with first_interrupt(stop, config.run.grace):
+        results = pool.join(take, tell if config.survives else None)
+    left = [result for rank, result in enumerate(results) if rank not in gone.union(pool.failures)]
+    if not (config.survives and left):
+        raise_first(results, pool.failures)
+    return left

@@ -1,0 +1,271 @@
+"""Taking part in clusters over a lighthouse, as one node: `isles.training.swarm.connect` for clusters, with ranks as
+in `isles.training.swarm.trainer`. A node that comes later tells what its machine has, by which a new cluster is cut.
+
+At a checkpoint, and where somebody of the last whole cluster wants to leave whom nobody can follow, the nodes of the
+first whole cluster offer what they hold, each a part:
+
+    parameters      by names in the whole model: a parameter, and its moments
+    step, read      inner steps, and sequences of the data's order, until then
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from isles.base.parsing import integer
+from isles.membership.keys import STATUS
+from isles.membership.messages import Begin, Enter, SwarmBeat, SwarmNow
+from isles.membership.requests import echo_line
+from isles.models import choose_device
+from isles.network.clusters.nodes import SILENT, ClusterNode, told
+from isles.training.clusters.cuts import cluster_cuts, forward_speed, memory, post_of, run_number
+from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
+from isles.training.elastic.states import state_of
+from isles.training.records.shard import State, StateCopy, read_state
+from isles.training.step import Left, seed_draws
+from isles.training.swarm.connect import SeatedPeer
+from isles.training.swarm.trainer import KeptParts, OwnSeat, SeatedWork
+
+_LOOK = 2.0  # seconds between questions to the lighthouse
+
+
+class SeatedNode(SeatedWork):
+    """What trains in one seat of a run in clusters.
+
+    part: who begin together, or whom of clusters that are at work this node asks to be let in. told: what
+    this machine tells of itself (`isles.network.clusters.nodes`). members_now: who is at work by the lighthouse's
+    knowledge; None where it does not answer. await_kept: waits until the lighthouse keeps all parts of the state after
+    a step, or time is up.
+    """
+
+    def __init__(
+        self,
+        seat: OwnSeat,
+        part: Begin | Enter,
+        *,
+        told: int,
+        members_now: Callable[[], Collection[int] | None],
+        await_kept: Callable[[int], object],
+    ) -> None:
+        self._seat, self.config, self.epoch, self._told = seat, seat.config, part.epoch, told
+        self._seats = sorted(part.seats) if isinstance(part, Begin) else []
+        self._members = part.members if isinstance(part, Enter) else ()
+        self.world = seat.mesh({})
+        self.post = post_of(self.config, self.world, met=(*self._seats, *self._members))
+        self._worker: ClusterWorker | None = None
+        self._leaving, self._has_left = False, False
+        self._members_now, self._await_kept = members_now, await_kept
+        self._asked_at = self._stepped_at = seat.transport.now()
+        self._seen = 0  # steps, when they were last told of
+        self._kept: State | None = None
+
+    @property
+    @override
+    def has_left(self) -> bool:
+        return self._has_left
+
+    @override
+    def steps_done(self) -> int:
+        return 0 if self._worker is None else self._worker.steps
+
+    @override
+    def leave(self) -> None:
+        self._leaving = True
+        if self._worker is not None:
+            self._worker.leave()
+
+    @override
+    def go_on_from(self, step: int, kept: KeptParts) -> None:
+        path, facts = kept(0)
+        states = [read_state(one)[0] for one in (path, *(kept(part)[0] for part in range(1, facts["parts"])))]
+        self._kept = {**states[0], "parameters": {name: own for one in states for name, own in _held(one).items()}}
+
+    @override
+    def run(self, out: Path | None) -> dict[str, Any] | None:
+        seed_draws(self.config.run.seed, self.world.rank)
+        try:
+            worker = self._worker = self._begun()
+            worker.saves, worker.leaving, worker.goes = self._offer, self._leaving, self._goes
+            if self._kept is not None:
+                _restore(worker, self._kept)
+            return worker.run(out)
+        except Left:
+            self._has_left = self._leaving
+            return None
+
+    def _begun(self) -> ClusterWorker:
+        config, world, corpus = self.config, self.world, self._seat.corpus
+        if self._seats:
+            return found(config, world, corpus, self._seats, self.post, growth_of(config))
+        return enter(config, world, corpus, self._members, self._told, self.post, self._gives_up)
+
+    def _gives_up(self) -> bool:
+        """While it waits to be let in: also where nobody of those whom it has asked is at work any more."""
+        if self._leaving or self.world.stop_here(0):
+            return True
+        now = self.world.transport.now()
+        if now - self._asked_at < _LOOK:
+            return False
+        self._asked_at, members = now, self._members_now()
+        return members is not None and not {*members} & {*self._members}
+
+    def _goes(self, step: int) -> bool:
+        """Nobody can follow this node, which is to leave: once all that its cluster has is at the lighthouse, it goes,
+        and the run waits for whoever comes.
+        """
+        if self._leaving:
+            self._await_kept(step)
+            self._has_left = True
+        return self._leaving
+
+    @override
+    def conclude(self, out: Path | None) -> dict[str, Any]:
+        assert self._worker is not None
+        self._worker.agreement.miss(self.first)
+        self._worker.agreement.settle()
+        return self._worker.conclude(out)
+
+    @property
+    @override
+    def first(self) -> int:
+        assert self._worker is not None
+        seats = self._worker.agreement.seats
+        return seats.clusters[seats.whole[0]][0]
+
+    @override
+    def beat(self) -> SwarmBeat | None:
+        worker = self._worker
+        if worker is None or worker.agreement.is_gone:
+            return None
+        seats, now = worker.agreement.seats, self.world.transport.now()
+        living, place = tuple(seats.living), seats.place(self.world.rank)
+        if self.world.rank not in living:
+            return None
+        if worker.steps > self._seen:
+            self._seen, self._stepped_at = worker.steps, now
+        told = ()
+        if place is not None:
+            told = (*place, len(seats.clusters[place[0]]), int(place[0] not in seats.out))
+        since = round(now - self._stepped_at, 1)
+        return SwarmBeat(self.epoch, worker.steps, living, (0,) * len(living), _seconds(worker), 0.0, 0, since, told)
+
+    def _offer(self, out: Path, step: int, state: dict[str, Any]) -> None:
+        worker = self._worker
+        assert worker is not None
+        seats, serving = worker.agreement.seats, worker.serving
+        place = seats.place(self.world.rank)
+        if serving is None or place is None or not worker.trains or place[0] != seats.whole[0]:
+            return
+        held: dict[str, list[Tensor]] = {}
+        for name, parameter in serving.model.named_parameters():
+            moments = [v for v in serving.optimizer.state.get(parameter, {}).values() if v.shape == parameter.shape]
+            held[name] = [parameter, *moments]
+        copy = StateCopy({"step": step, "read": worker.reading.after(step), "parameters": held})
+        part, name = place[1], state_of(place[1], step)
+        facts = {"step": step, "parts": len(seats.clusters[place[0]])}
+        self._seat.offer(name, facts, copy.write)
+        self.world.report({"offered": {"stage": part, **facts}})
+
+
+def _seconds(worker: ClusterWorker) -> float:
+    """Seconds that a microbatch takes this node, in the stretch under way or the last one; 0 before the first."""
+    serving = worker.serving
+    played = [] if serving is None else [*serving.node.played]
+    spent = [span.end - span.start for span in played]
+    return sum(spent) / len({span.task.microbatch for span in played}) if played else 0.0
+
+
+def _held(state: State) -> dict[str, list[Tensor]]:
+    """By name, a parameter and its moments. ValueError for a state that is none of clusters."""
+    held = state.get("parameters")
+    if not isinstance(held, dict) or not all(isinstance(one, list) for one in held.values()):
+        raise ValueError("the lighthouse's state is none of clusters: it is damaged")
+    return held
+
+
+@torch.no_grad()
+def _restore(worker: ClusterWorker, kept: State) -> None:
+    """Copy this worker's stage out of `kept`. ValueError where that is of another model."""
+    step, held = integer(kept, "step", 0, worker.config.run.steps), _held(kept)
+    worker.begin_after(step, integer(kept, "read", 0, 1 << 53))
+    if worker.serving is None:
+        return
+    for name, parameter in worker.serving.model.named_parameters():
+        state = worker.serving.optimizer.state.get(parameter, {})
+        moments = [value for value in state.values() if value.shape == parameter.shape]
+        for own, given in zip_longest([parameter, *moments], held.get(name, [])[: 1 + len(moments)]):
+            if not isinstance(given, Tensor) or given.shape != own.shape:
+                raise ValueError(f"the lighthouse's state does not fit this model: {name}")
+            own.copy_(given)
+        for value in state.values():
+            if not value.ndim:
+                value.fill_(step)
+
+
+_AGAIN = 0.2  # seconds
+
+
+class SeatedClusterPeer(SeatedPeer):
+    """One node in one seat. node: what its machine has; None: as its user says, or measured."""
+
+    def __init__(self, *of: Any, node: ClusterNode | None = None) -> None:
+        self._told, self._closed = node or of[1].here.node, threading.Event()
+        super().__init__(*of)
+        stack: ExitStack = of[0]
+        stack.callback(self._closed.set)
+
+    @override
+    def number(self) -> int:
+        cluster_cuts(self.config)  # refuses what cannot be
+        return run_number(self.config)
+
+    @override
+    def made(self, part: Begin | Enter) -> SeatedNode:
+        return SeatedNode(
+            self.seat(),
+            part,
+            told=told(self._told or self._measured()) if isinstance(part, Enter) else SILENT,
+            members_now=self._members_now,
+            await_kept=lambda step: self.line.await_kept(step, self.config.run.grace / 2),
+        )
+
+    @override
+    def leave(self) -> None:
+        """After the next average, or without it after `run.grace`: what waits for the others waits no longer then."""
+        super().leave()
+        threading.Thread(target=self._tear, name="isles-grace", daemon=True).start()
+
+    def _tear(self) -> None:
+        """In a thread of its own, until this seat is given back: what is begun later is torn as well."""
+        wait = self.config.run.grace
+        while not self._closed.wait(wait):
+            wait = _AGAIN
+            for seat in [*self._there]:
+                self._transport.give_up(seat, "this worker leaves, and could not wait for the next average")
+
+    def _members_now(self) -> set[int] | None:
+        now = self.line.ask(b"", key=STATUS)
+        return {peer.seat for peer in now.peers if peer.stage >= 0} if isinstance(now, SwarmNow) else None
+
+    def _measured(self) -> ClusterNode:
+        """Its line is that to the lighthouse, which lies between any two."""
+        self.tell("measuring this machine's memory and speed, and its line")
+        line, rate, latency = echo_line(self._session), self.config.world.slowest_link, 0.0
+        if line is None:
+            self.tell(f"its line could not be measured: it counts as world.slowest_link, {rate / 1e6:g} Mbit/s")
+        else:
+            rate, latency = 8 * min(line.out, line.back), line.round_trip / 2
+        device = choose_device(self.config.model, int(os.environ.get("LOCAL_RANK", 0)))
+        return ClusterNode(
+            name="here", memory=memory(device), speed=forward_speed(device), bandwidth=rate, latency=latency
+        )

@@ -1,0 +1,443 @@
+"""One worker of a run in clusters.
+
+    until the last step:
+        a stretch of updates, which ends drained      at the next average, validation, checkpoint, or after 200 updates
+        average with the other clusters               every replicas.sync_every updates, and at the end
+        mend                                          who stands by takes lost ones' places, new clusters begin
+        validate, save, stop                          as any worker, see `isles.training.trainer`
+
+Steps are updates; each stage counts its own, and all have done as many where a stretch ends. A worker that is lost
+takes its cluster out (`isles.pipeline.ravnest.agreement`), until at an average one that stands by takes its place; the
+others go on to the end.
+
+Which text the clusters of a run read, where new ones begin and others end: at each step every cluster the next
+batch of one order (`isles.data.loader`), so no two read the same, and what is read is in the order.
+
+How a worker of a run in clusters begins: in a world of fixed size with what was drawn, its own state, or none; where
+workers come and leave as a founder, or later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from isles.base.parsing import integer
+from isles.comm.errors import PeerLost
+from isles.comm.group import numbers
+from isles.comm.mesh import Mesh
+from isles.data import Corpus
+from isles.models import sketch
+from isles.models.factory import take_device
+from isles.network.clusters.formation import ClusterGrowth
+from isles.network.routing.events import Span
+from isles.pipeline.peers.inbox import Post
+from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, let_in
+from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.training.clusters.cuts import cluster_cuts, first_blocks, model_load, opening_notices, post_of
+from isles.training.clusters.stage_server import NodeHolding, Serving, SharedReading
+from isles.training.config.reading import run_name
+from isles.training.config.sections import Config
+from isles.training.loop import TrainingLoop
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.setup import take_cores
+from isles.training.step import Left
+
+LONGEST = 200
+"""Updates after which a cluster drains to hear whether it should stop."""
+
+
+class ClusterWorker(TrainingLoop):
+    """One worker, whose `step` is a stretch of updates. corpus: that of `config.data`, where it was loaded already.
+    seats: who serves what. post: letters between all, those who may come included; None: made
+    here. growth: how new clusters are made; None: nobody comes or leaves.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: Mesh,
+        corpus: Corpus | None,
+        seats: ClusterSeats,
+        *,
+        post: Post | None = None,
+        growth: ClusterGrowth | None = None,
+    ) -> None:
+        device = take_device(config.model, world.local_rank)
+        super().__init__(config, world, run_name(config), device, None)
+        self.losses_a_step = config.pipeline.microbatches
+        world.world.ledger.trust.ratio = config.world.trust_ratio
+        cuts = cluster_cuts(config)
+        self.agreement = ClusterAgreement(post or post_of(config, world), world.world, seats, growth)
+        for notice in opening_notices(config, cuts) if not world.rank else ():
+            world.report({"notice": notice})
+        take_cores(config, device)
+        self._is_open = growth is not None  # workers come and leave
+        self.leaving = False
+        self.goes: Callable[[int], bool] | None = None
+        """Asked after a step whether this worker goes though nobody can follow it, once its cluster has saved; None:
+        it stays until somebody can.
+        """
+        self._saved_for: frozenset[int] = frozenset()
+        self.steps = self.averaged = 0
+        """Updates; those at the last average."""
+        batch = config.data.batch_size_per_worker(config.replicas_in_all)
+        self.reading = SharedReading(len(seats.clusters), batch)
+        self.stale, self._has_come = 0.0, False
+        self._end_at = self._taken = 0
+        """Losses of the stretch under way that are among `losses`, or were told."""
+        self._holding = NodeHolding(config, world, corpus, self.agreement, cuts, self._update)
+        self.average = self._holding.average
+
+    def meet(self, present: Sequence[int]) -> None:
+        """All who begin together ask for what concerns all of them."""
+        text = None if self.serving is None else self.serving.text
+        own = [0, 0] if text is None else [int(text.judges), text.sequences]
+        said = torch.stack(self.world.world.among(present).all_gather(numbers(*own), channel="control"))
+        judges, sequences = said.amax(0).tolist()
+        self._know(judges=judges, most=sequences // self.reading.batch)
+
+    def _know(self, *, judges: int, most: int) -> None:
+        """most: clusters that the text is enough for."""
+        self.judges, self.agreement.most = bool(judges), most
+
+    def come(self, welcome: ClusterWelcome) -> None:
+        """Take part in a run that is at work, as was told."""
+        facts, last = welcome.facts, self.config.run.steps
+        step, since = (integer(facts, key, 0, last) for key in ("step", "since"))
+        before, most, judges = (integer(facts, key, 0, 1 << 53) for key in ("before", "most", "judges"))
+        self._know(judges=judges, most=most)
+        self.steps = self.averaged = step
+        self.reading = replace(self.reading, since=since, before=before)
+        self._has_come = True  # and goes on where the others are, right after an average
+        self._mend()
+
+    def leave(self) -> None:
+        """After the next average, where workers may. May be called in any thread."""
+        self.leaving = True
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has left."""
+        return self.agreement.is_gone
+
+    @property
+    def serving(self) -> Serving | None:
+        """What this worker holds; None: it stands by."""
+        return self._holding.serving
+
+    @property
+    def trains(self) -> bool:
+        """Whether it takes part in what its cluster does now."""
+        return self._holding.trains
+
+    @override
+    def steps_done(self) -> int:
+        return self.steps
+
+    @override
+    def played(self) -> Sequence[Span]:
+        serving = self.serving if self.trains else None
+        return [] if serving is None else serving.node.played[-4 * len(serving.cut.pieces) :]
+
+    @override
+    def conclude(self, out: Path | None) -> dict[str, Any]:
+        """With who is left. Tokens are those of this worker's updates."""
+        serving, seats, totals = self.serving if self.trains else None, self.agreement.seats, self.totals()
+        is_first = serving is not None and self.world.rank in seats.clusters[seats.whole[0]]
+        loss = serving.judge() if serving is not None and self.judges else None
+        if serving is not None and is_first:
+            serving.write_whole(out)
+        text = None if serving is None else serving.text
+        whole, tells = sketch(self.config.model), is_first and text is not None  # the summary goes by who has the model
+        parameters = sum(parameter.numel() for parameter in whole.parameters())
+        return {
+            **totals,
+            **self.compared(parameters, next(whole.parameters()).dtype, len(seats.living), text),
+            "tokens": self._holding.tokens if self.trains else self._holding.tokens_before,
+            "parameters": parameters if tells else 0,
+            "val_loss": loss if tells else None,
+            "val_loss_replica": loss if text is not None else None,
+            "replica_std": 0.0,  # all have just taken the same mean
+            "memory": None,
+        }
+
+    @override
+    def _stops_after(self, step: int, out: Path | None) -> bool:
+        if super()._stops_after(step, out):
+            return True
+        stuck = step != self.config.run.steps and self.world.rank in self._saved_for
+        return stuck and self.goes is not None and self.goes(step)
+
+    @override
+    def _saves_after(self, step: int) -> bool:
+        stuck = frozenset() if self.goes is None else self.agreement.seats.leaving
+        before, self._saved_for = self._saved_for, stuck
+        return super()._saves_after(step) or bool(stuck - before)
+
+    @override
+    def _save(self, out: Path, step: int) -> None:
+        self.agreement.drain()
+        super()._save(out, step)
+
+    # Stretches
+
+    @property
+    def _every(self) -> int:
+        """Updates between averages; 0: there are none."""
+        averages = len(self._holding.cuts) > 1 or self._is_open
+        return getattr(self.config.replicas, "sync_every", 0) if averages else 0
+
+    def _until(self) -> int:
+        """The update after which the next stretch ends."""
+        run, step = self.config.run, self.steps
+        marks = [
+            (step // every + 1) * every for every in (self._every, run.validate_every, run.checkpoint_every) if every
+        ]
+        return min([*marks, step + LONGEST, run.steps])
+
+    def _settles(self, step: int) -> bool:
+        """Whether all agree on who is left there, though they do not average: who judges must know of losses."""
+        every = self.config.run.validate_every
+        return bool(self._every) and self.judges and every > 0 and step % every == 0
+
+    @override
+    def step(self) -> None:
+        """A stretch, with all that follows it."""
+        if self._has_come:
+            self._has_come = False
+            return
+        self._end_at, self._taken = self._until(), 0
+        until = self._end_at
+        with self.step_clock.step(self.timeline):
+            self._train(until - self.steps)
+            self.steps = until
+            if self._every and (until % self._every == 0 or until == self.config.run.steps):
+                if self.leaving:
+                    self.agreement.leave()
+                samples = 0 if self.serving is None else self.serving.samples  # of an update
+                self.average.average(until, (until - self.averaged) * samples)
+                self.averaged = until
+                self._admit()
+                self._mend()
+            elif self._settles(until):
+                self.agreement.settle()
+
+    def _train(self, updates: int) -> None:
+        """A loss ends it: what this cluster did is worthless then."""
+        serving = self.serving
+        if serving is None or not self.agreement.trains:
+            return
+        if self._holding.is_broken:
+            serving.at(self.steps)
+            serving.node.refuse()  # some of its nodes may not know
+            return
+        try:
+            serving.node.run(serving.batches(updates))
+            self._take(serving)
+        except PeerLost as error:
+            self._broken_by(error)
+
+    @override
+    def validate(self) -> float | None:
+        """None also where a node of this cluster is lost meanwhile."""
+        if self.serving is None or not self.trains:
+            return None
+        try:
+            loss = self.serving.judge()
+            return loss if self.serving.text is not None else None
+        except PeerLost as error:
+            self._broken_by(error)
+            return None
+
+    def _broken_by(self, error: PeerLost) -> None:
+        """A node of this cluster is lost: PeerLost where nobody else has its part."""
+        if not self._every:
+            raise error
+        self.agreement.miss(error.rank)
+        self._holding.is_broken = True
+        self.losses.clear()  # what was trained since the last line is worth nothing
+
+    def _update(self, stale: int) -> None:
+        assert self.serving is not None
+        self.serving.step(stale)
+        self.steps, self.stale = self.steps + 1, float(stale)
+        if self.steps % self.config.run.log_every == 0 and self.steps < self._end_at:
+            self.report(None)
+
+    def _take(self, serving: Serving) -> None:
+        """The losses of the stretch so far."""
+        self.losses += serving.node.losses[self._taken :]
+        self._taken = len(serving.node.losses)
+
+    # Who serves what
+
+    def _admit(self) -> None:
+        """Those who came, unless all is done."""
+        if not self._is_open or self.steps == self.config.run.steps:
+            return
+        facts = {"step": self.steps, "judges": int(self.judges), "most": self.agreement.most}
+        facts |= {"since": self.reading.since, "before": self.reading.before}
+        for comer in let_in(self.agreement, facts):
+            if self.world.rank == self.agreement.seats.living[0]:  # who says what all know
+                self._holding.note(f"worker {comer} has come, and stands by from step {self.steps} on")
+
+    def _mend(self) -> None:
+        """Where somebody stands by for who was lost or leaves, their clusters go on from the others' weights; so do new
+        ones.
+        """
+        while self.agreement.mend() and not self.agreement.is_gone:
+            self._take_place()
+            self.average.load(self.steps)
+        if self._is_open:
+            if self.agreement.is_gone:
+                self._holding.note(f"worker {self.world.rank} leaves after step {self.steps}")
+                raise Left
+            self._take_place()  # others may have left without a successor
+
+    def _take_place(self) -> None:
+        self.reading = self.reading.among(len(self.agreement.seats.clusters), self.steps)
+        self._holding.take_place(self.steps, self.reading.after(self.steps))
+
+    # Records
+
+    @override
+    def report(self, val_loss: float | None) -> None:
+        """Where there is a loss to tell: it may have just taken a place."""
+        if self.serving is None or not self.trains:
+            return
+        self._take(self.serving)
+        self.tokens = self._holding.tokens
+        if self.losses:
+            super().report(val_loss)
+
+    @override
+    def _gauges(self) -> dict[str, float]:
+        assert self.serving is not None
+        return {"staleness": self.stale, "weight_versions": float(self.serving.node.versions.live)}
+
+    @override
+    def _mean(self, losses: Sequence[Tensor]) -> float:
+        return sum(torch.stack(list(losses)).tolist()) / len(losses)
+
+    # Checkpoints
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is in flight."""
+        return {
+            "serving": self.serving.state_dict() if self.serving is not None and self.trains else None,
+            "seats": self.agreement.seats.to_plain(),
+            "steps": self.steps,
+            "averaged": self.averaged,
+            "tokens_before": self._holding.tokens_before,
+            "read": self.reading.after(self.steps),
+            "traffic": self.world.world.traffic.state_dict(),
+            "transport": self.world.transport.state_dict(),
+            **self.records(),
+        }
+
+    def begin_after(self, step: int, read: int) -> None:
+        """As all are after so many steps and sequences of the data's order, but for the weights."""
+        self._go_on({"steps": step, "averaged": step, "read": read})
+        if self.serving is not None:
+            self.serving.begin_after(step, read)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly from `state_dict`."""
+        if self.serving is not None:
+            if state["serving"] is None:  # of a cluster that was broken, as not all knew
+                raise ValueError("the checkpoint was written while a worker was lost: name an earlier one with --step")
+            self.serving.load_state_dict(state["serving"], state["steps"])
+        self._go_on(state)
+        self._holding.tokens_before = state["tokens_before"]
+        self.world.transport.load_state_dict(state["transport"])
+        self.world.world.traffic.load_state_dict(state["traffic"])
+        self.load_records(state)
+
+    def come_back(self, state: dict[str, Any]) -> None:
+        """Take part again, without a state of one's own. state: of another worker."""
+        self._go_on(state)
+        self.go_on_at(state["clock_seconds"])
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        self.steps, self.averaged = state["steps"], state["averaged"]
+        self.reading = replace(self.reading, since=state["steps"], before=state["read"])
+
+
+def train_clustered(
+    world: Mesh, config: Config, out: Path | None, resume: int | None, corpus: Corpus | None
+) -> dict[str, Any] | None:
+    """What each worker of such a run does; see `isles.training.worker.train_worker`. One that was lost when the
+    checkpoint was written takes part again without a state: in its place, from the next average on, or standing by.
+    """
+    if resume is None:
+        return found(config, world, corpus, range(world.size)).run(out)
+    assert out is not None
+    checkpoints = Checkpoints(out)
+    saved, absent = checkpoints.seats(resume), checkpoints.absent(resume)
+    here = world.rank if world.rank in saved else next((worker for worker in saved if worker not in absent), saved[0])
+    state = checkpoints.read_shard(resume, here)
+    seats = ClusterSeats.of_plain(state["seats"], world.size)
+    gone = set(range(world.size)) - set(saved)
+    node = ClusterWorker(config, world, corpus, seats.without(gone - seats.lost).returned())
+    node.meet(range(world.size))
+    if world.rank in saved:
+        node.load_state_dict(state)
+    else:
+        node.come_back(state)
+    return node.run(out)
+
+
+def found(
+    config: Config,
+    world: Mesh,
+    corpus: Corpus | None,
+    founders: Sequence[int],
+    post: Post | None = None,
+    growth: ClusterGrowth | None = None,
+) -> ClusterWorker:
+    """One of the first, `founders` of `world`, which has positions for all who may come. post, growth: as in
+    `ClusterWorker`. ValueError where they fill no cluster.
+    """
+    cuts = [first_blocks(cut) for cut in cluster_cuts(config)]
+    seats = ClusterSeats.of(cuts, founders)
+    worker = ClusterWorker(config, world, corpus, seats, post=post, growth=growth)
+    worker.meet(founders)
+    worker.average.begin()
+    return worker
+
+
+def enter(
+    config: Config,
+    world: Mesh,
+    corpus: Corpus,
+    others: Sequence[int],
+    told: int,
+    post: Post | None = None,
+    gives_up: Callable[[], bool] = lambda: False,
+) -> ClusterWorker:
+    """One that comes later, once the `others` who are left have let it in. told: see
+    `isles.network.clusters.nodes`. Left where it has come too late, or gives up before.
+    """
+    post = post or post_of(config, world)
+    try:
+        welcome = ask_in(post, others, told, gives_up)
+    except PeerLost:
+        raise Left from None
+    if welcome is None:
+        raise Left
+    worker = ClusterWorker(config, world, corpus, welcome.seats, post=post, growth=growth_of(config))
+    worker.come(welcome)
+    return worker
+
+
+def growth_of(config: Config) -> ClusterGrowth:
+    """How new clusters are made of those who wait."""
+    return ClusterGrowth(model_load(config, cluster_cuts(config)[0].costs), config.pipeline.ravnest.spares)

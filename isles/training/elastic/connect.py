@@ -1,0 +1,451 @@
+"""How a worker comes into a run: certificate, session, configuration, text, seat.
+
+Taking part in a run whose workers come and go: as one worker, or as the workers of an island, of whom one has its
+seat and leads, and the others follow it.
+
+What each machine says for itself in a run that it joined. A joiner takes no path and no code from a lighthouse, nor
+how its own machine is used: it has what was typed there (`--set`), or the defaults. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+import torch
+
+from isles.base.errors import as_typed, printable
+from isles.base.parsing import parse_toml
+from isles.base.tables import table_of
+from isles.base.version import __version__
+from isles.comm import credentials
+from isles.comm.call import Ledger
+from isles.comm.credentials import Credentials, Token
+from isles.comm.errors import CommError, Malformed, RendezvousFailed
+from isles.comm.group import Group
+from isles.comm.mesh import Mesh
+from isles.comm.sockets.addresses import parse_address, refuse_unknown, written
+from isles.comm.sockets.connection import LinkLost
+from isles.comm.sockets.proof import SecretRefused
+from isles.data import Corpus, load_corpus
+from isles.launch.workers import LocalWorkers, raise_first
+from isles.membership.client import Company, PlaceLine, tells_failures
+from isles.membership.keys import CONFIG, HELLO, LIT
+from isles.membership.messages import Entry, Hello, Later, Over, Refusal, decode, encode
+from isles.membership.p2p.pairs import Pairs
+from isles.membership.p2p.transport import ElasticTransport
+from isles.membership.requests import SeatLine, ask
+from isles.membership.rounds import Decision, IslandGroup
+from isles.membership.state_transfer import Giver
+from isles.membership.tls_session import Session, open_session
+from isles.membership.views import identity_of, spoken
+from isles.network.clusters.nodes import ClusterNode
+from isles.training.config.reading import Tables, over, resolve
+from isles.training.config.sections import Config
+from isles.training.elastic.leader import Participant
+from isles.training.elastic.states import giver_of
+from isles.training.elastic.support import in_rounds
+from isles.training.elastic.worker import ElasticWorker
+from isles.training.interrupts import first_interrupt
+from isles.training.startup import deadlines
+
+_NEEDED = ("model.hf", "model.factory", "data.path", "data.tokenizer")  # without which it would be another run
+_OWN = (*_NEEDED, "model.options", "model.device", "data.cache", "pipeline.skippipe.plan", "memory.disk")
+_OWN += ("memory.machine", "memory.plan", "world.threads", "world.virtual.links", "world.virtual.inner_links")
+_OWN += ("run.start", "run.loggers")
+
+
+def with_own(theirs: Tables, own: Tables) -> Tables:
+    """The run's configuration for this machine. ValueError where this machine must say more, or says too much."""
+    for name in _names(own):
+        if name not in _OWN:
+            raise ValueError(f"--set {name}: only the lighthouse sets this; a joiner may set {', '.join(_OWN)}")
+    for name in _OWN:
+        table, key = table_of(theirs, name)
+        said = table.pop(key, None)
+        if name in _NEEDED and said not in (None, "", "bytes") and key not in table_of(own, name)[0]:
+            raise ValueError(
+                f"the run has {name} = {printable(as_typed(said), 100)}, and a joiner takes no path and no code from a "
+                f"lighthouse: say what it is on this machine, --set {name}=..."
+            )
+    return over(theirs, own)
+
+
+def _names(tables: Tables, place: str = "") -> Iterator[str]:
+    for key, value in tables.items():
+        is_table = isinstance(value, dict) and place + key not in _OWN
+        yield from _names(value, f"{place}{key}.") if is_table else [place + key]
+
+
+def as_words(tables: Tables) -> list[str]:
+    """What is a machine's own of `tables`, for the command of another worker on it."""
+    found = []
+    for name in _OWN:
+        table, key = table_of(tables, name)
+        if value := table.get(key):
+            found += ["--set", f"{name}={tomlkit.item([[], value]).as_string()[5:-1]}"]  # a table in one line, too
+    return found
+
+
+_PATIENCE = 60.0  # seconds to be let in: strangers may take all places at the door
+_MOMENT = 5.0  # seconds of them until a person is told
+_CROWDED = 600.0  # seconds to be given a seat where too many come
+_SELDOM = 60.0  # seconds between lines for a person
+_LONGEST = 1 << 20  # bytes of a configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """What this machine sets for itself.
+
+    own: settings, see `own`. listen: (host, port) of this machine at which other workers reach this one; port 0: any.
+    announced: the address that they are told; "": the one under which the lighthouse sees this machine. apart: ports
+    between one worker of an island and the next. relays: carry there for others. node: what a node of clusters has.
+    """
+
+    own: Tables = field(default_factory=dict)
+    listen: tuple[str, int] | None = None
+    announced: str = ""
+    apart: int = 1
+    relays: bool = False
+    node: ClusterNode | None = None
+
+
+def train(worker: Participant, address: str, tell: Callable[[str], None]) -> str:
+    """Train until the run ends, or this worker leaves it; how it ended, in a line. OSError as `take_part`."""
+    tell(f"in: seat {worker.company.seat} of {worker.config.method} at {address}, on {worker.trainer.device}")
+    ending, ended = worker.run(), worker.company.ended
+    if ending == "left":
+        return f"left the run after inner step {worker.optimizer.steps}; the others go on"
+    if isinstance(ended, Over) and ended.reason:
+        raise OSError(f"the run goes on without this worker: {printable(ended.reason, 300)}")
+    return f"the run is over; its model and report are at the lighthouse ({address})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entrance:
+    """A worker that was let in: its session with the lighthouse, and the run's configuration as it holds here."""
+
+    session: Session
+    token: Token
+    config: Config
+    here: Here
+    folder: Path
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        """This machine's text. ValueError where it cannot be read."""
+        return load_corpus(self.config.data)
+
+    @cached_property
+    def own(self) -> Credentials:
+        """This worker's key, and the certificate that others know it by."""
+        return credentials.own(self.token.secret, self.folder / "own")
+
+    def shown(self, places: IslandGroup) -> tuple[str, ...]:
+        """Fingerprints of the certificates of all of this worker's island; all of it call this together."""
+        return tuple(told.decode("ascii") for told in places.gather_text(self.own.token.fingerprint.encode("ascii")))
+
+
+def admitted(
+    stack: ExitStack,
+    address: str,
+    token: Token,
+    here: Here,
+    *,
+    tell: Callable[[str], None],
+    fit: Callable[[Config], Config] = in_rounds,
+) -> Entrance:
+    """Come to the lighthouse, until `stack` ends. fit: the run's configuration as workers here take it; ValueError
+    where they cannot. tell: called with lines for a person.
+
+    ValueError, in one line, for what a person can mend; OSError where nobody answers.
+    """
+    host, port = parse_address(address, "HOST:PORT")
+    refuse_unknown(host)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="isles-")))
+    session = _opened(token, written(host, port), tell)
+    stack.callback(session.close)
+    config = _configuration(_asked(session, CONFIG, b""), here, fit)
+    return Entrance(session=session, token=token, config=config, here=here, folder=folder)
+
+
+@contextmanager
+def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], None]) -> Iterator[Participant]:
+    """A worker in a seat of the run until the block ends, which leads the island `places`. Errors as `admitted`."""
+    session, config = entrance.session, entrance.config
+    is_dark, shown_next = False, 0.0
+
+    def seen(_: str, there: bool) -> None:
+        """Tell a person when the lighthouse goes out and when it is back. In the session's thread."""
+        nonlocal is_dark
+        if company.ended is None and there == is_dark:
+            gone = "the lighthouse does not answer: on without it until it does"
+            tell("the lighthouse is back" if there else gone)
+            is_dark = not there
+
+    def show(line: Mapping[str, Any]) -> None:
+        nonlocal shown_next
+        if time.monotonic() >= shown_next:
+            shown_next = time.monotonic() + _SELDOM
+            tell(f"step {line['step']}/{config.run.steps}  loss {line['loss']:.3f}")
+
+    with ExitStack() as stack:
+        certificates = entrance.shown(places)
+        entry = seat_of(session, entrance.corpus.sha256, certificates, tell)
+        places.next_decision(lambda: Decision(kind="seat", seat=entry.seat, key=entry.key))
+        company = Company(session, entry)
+        size = config.replicas_in_all
+        transport, gifts = connect(stack, entrance, company, places, certificates, size=size, tell=tell)
+        worker = Participant(
+            config,
+            company,
+            transport,
+            gifts,
+            entrance.corpus,
+            entrance.folder,
+            tell,
+            places=places,
+            shown=show,
+        )
+        worker.worker.refusals = session.refused
+        session.watch(LIT, seen)
+        stack.callback(worker.worker.close)
+        yield worker
+
+
+def connect(
+    stack: ExitStack,
+    entrance: Entrance,
+    line: SeatLine,
+    places: IslandGroup,
+    certificates: Sequence[str],
+    *,
+    size: int,
+    tell: Callable[[str], None],
+) -> tuple[ElasticTransport, Giver]:
+    """Connect the worker whose line to the lighthouse `line` is with those of other seats, until `stack` ends: over
+    what it talks to them, and what it gives them.
+
+    It listens where this machine's user has said. places: its island, of which `certificates` are. size: workers of the
+    world that it begins in. ValueError where the address to listen at cannot be had.
+    """
+    session, entry, here, place = entrance.session, line.entry, entrance.here, places.place
+    torch.set_num_threads(entrance.config.world.start_threads)
+    stack.callback(line.close)
+    pairs = Pairs(
+        session,
+        entry,
+        SeatLine(session, entry).ask,
+        entrance.own,
+        lease=entrance.config.world.elastic.lease,
+        notice=tell,
+        place=place,
+        certificates=certificates,
+    )
+    stack.callback(pairs.close)
+    if here.listen is not None:
+        host, port = here.listen
+        port = port + place * here.apart if port else 0
+        pairs.listen(host, port, announced=here.announced, relays=here.relays)
+    transport = ElasticTransport(
+        session,
+        entry.seat,
+        size,
+        gone=lambda seat: line.connection(seat, broken=True),
+        back=lambda seat: line.connection(seat, broken=False),
+        doubt=line.doubt,
+        guide=pairs,
+        place=place,
+        beside=None if places.mesh is None else places.mesh.transport,
+        connections=entrance.config.world.elastic.connections,
+    )
+    stack.callback(transport.close)
+    line.waits, line.meets = transport, pairs.meet
+    places.failed = tells_failures(line, place, places.size)
+    pairs.start(transport)
+    if not place:
+        seen = f"; the lighthouse sees it at {pairs.seen}" if pairs.seen else ""
+        tell(f"this worker's fingerprint: {spoken(identity_of(certificates))}{seen}")
+
+    def lost(giver: str) -> bool:
+        return giver.isdecimal() and line.lost(int(giver))
+
+    gifts = Giver(session, giver_of(entry.seat, place), tell, lost=lost, changed=line.changed, guide=pairs)
+    stack.callback(gifts.close)
+    return transport, gifts
+
+
+def _opened(token: Token, address: str, tell: Callable[[str], None]) -> Session:
+    """A session with the lighthouse, which may be starting again, or busy with strangers. OSError, in one line, where
+    it does not let this machine in.
+    """
+    try:
+        return open_session(token, address, _MOMENT)
+    except LinkLost as error:
+        tell(f"no way into the run at {address} yet ({error}); trying for {_PATIENCE:g} s")
+    try:
+        return open_session(token, address, _PATIENCE)
+    except LinkLost as error:
+        mend = "is the lighthouse running, at this address, is its port open, and the token whole?"
+        if isinstance(error.__cause__, SecretRefused):
+            mend = "copy the whole token once more, or try again: it may be busy with strangers"
+        raise OSError(f"no way into the run at {address} within {_PATIENCE:g} s ({error}): {mend}") from None
+
+
+def _asked(session: Session, key: str, said: bytes) -> bytes:
+    """The lighthouse's answer. RendezvousFailed where there is none."""
+    answer = ask(session, key, said)
+    if answer is None:
+        raise RendezvousFailed("the lighthouse let this worker in, and does not answer; look at what it prints")
+    return answer
+
+
+def _configuration(text: bytes, here: Here, fit: Callable[[Config], Config]) -> Config:
+    """The run's configuration, for this machine. ValueError for one that is damaged, or that names code: what another
+    machine says is data, and nothing of it is imported. Further ones as `with_own`.
+    """
+    if len(text) > _LONGEST:
+        raise ValueError("the lighthouse's configuration is too long to be one")
+    try:
+        tables = parse_toml(text.decode("utf-8"))
+        if not all(isinstance(table, dict) for table in tables.values()):
+            raise ValueError("a key outside of all sections")
+    except ValueError as error:
+        raise ValueError(f"the lighthouse's configuration is damaged: {printable(str(error), 100)}") from None
+    name = str(tables.get("replicas", {}).get("method"))
+    if ":" in name:
+        raise ValueError(
+            f"the run's method is code of its own, {printable(name, 100)}, and a worker that joins imports nothing of "
+            "that kind: use isles train --nodes"
+        )
+    return fit(resolve(with_own(tables, here.own)))
+
+
+def seat_of(session: Session, corpus: str, certificates: tuple[str, ...], tell: Callable[[str], None]) -> Entry:
+    """Ask for a seat, and wait where too many ask. corpus: SHA-256 of this machine's text. certificates: see `Hello`.
+
+    ValueError, in one line, where this worker is refused; OSError where it has waited too long.
+    """
+    hello = encode(Hello(__version__, corpus, session.name(), certificates))
+    until = time.monotonic() + _CROWDED
+    answer = decode(_asked(session, HELLO, hello))
+    while isinstance(answer, Later) and time.monotonic() < until:
+        pause = min(max(answer.seconds, 0.1), 60.0)
+        tell(f"the lighthouse: {printable(answer.reason, 200)}; asking again in {pause:.0f} s")
+        time.sleep(pause)
+        answer = decode(_asked(session, HELLO, hello))
+    if isinstance(answer, Later):
+        raise OSError(f"no seat within {_CROWDED:.0f} s: {printable(answer.reason, 200)}")
+    if isinstance(answer, Refusal):
+        raise ValueError(printable(answer.reason, 300))
+    if not isinstance(answer, Entry):
+        raise ValueError("the lighthouse does not speak as this version does: install the same isles on both machines")
+    return answer
+
+
+_FAR = 1 << 40  # rounds: the leader knows the last one
+
+
+def take_part(address: str, token: Token, here: Here, *, tell: Callable[[str], None]) -> str:
+    """Join the run at `address`, and train until it ends or this worker is told to leave; how it ended, in a line.
+    Where the run is one of islands this starts the workers of one, in processes of their own.
+
+    Arguments and errors as `admitted`; OSError also where the run goes on without this worker.
+    """
+    with ExitStack() as stack:
+        entrance = admitted(stack, address, token, here, tell=tell)
+        if entrance.config.world.inner == 1:
+            with seated(entrance, IslandGroup(), tell=tell) as worker, first_interrupt(partial(_leave, worker)):
+                return train(worker, address, tell)
+        config = entrance.config
+    return _as_island(config, (address, token, here))
+
+
+def _leave(worker: Participant) -> None:
+    worker.leaving.set()
+    said = "isles: leaving once the others have a plan without this worker; Ctrl-C again ends it at once\n"
+    with suppress(OSError, ValueError):
+        os.write(sys.stderr.fileno(), said.encode())  # in a handler: whoever prints may be in the middle of it
+
+
+def _as_island(config: Config, where: tuple[str, Token, Here]) -> str:
+    """All workers of an island, in processes of their own; how it ended. OSError where one of them is lost: the island
+    leaves the run then.
+    """
+    inner, threads = config.world.inner, config.world.start_threads
+    pool = LocalWorkers(island_worker, inner, args=where, threads=threads, deadlines=deadlines(config))
+    try:
+        with first_interrupt(pool.stop):
+            results = pool.join()
+        raise_first(results, pool.failures)
+    except CommError as error:
+        raise OSError(f"this island has left the run, for it lost a worker: {printable(str(error), 300)}") from None
+    return results[0]
+
+
+def island_worker(world: Mesh, address: str, token: Token, here: Here) -> str:
+    """What each process of an island does; the leader's result says how it ended."""
+    if world.rank == 0:
+        with leading(world, address, token, here) as worker:
+            return train(worker, address, _tell)
+    follow(world, address, token, here)
+    return ""
+
+
+@contextmanager
+def leading(world: Mesh, address: str, token: Token, here: Here) -> Iterator[Participant]:
+    """The leader of an island, in its seat until the block ends. Errors as `admitted`."""
+    with ExitStack() as stack:
+        entrance = admitted(stack, address, token, here, tell=_tell)
+        places = IslandGroup(world, entrance.config.world.outer_deadline)
+        yield stack.enter_context(seated(entrance, places, tell=_tell))
+
+
+def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
+    """Be another worker of an island, until its leader says that this is the end. Errors as `admitted`."""
+    with ExitStack() as stack:
+        entrance = admitted(stack, address, token, here, tell=_tell)
+        places = IslandGroup(world, entrance.config.world.outer_deadline)
+        config, session = entrance.config, entrance.session
+        certificates = entrance.shown(places)
+        said = places.next_decision(lambda: Decision(kind="end"))  # never asked: the leader decides
+        if said.kind != "seat":
+            raise Malformed(0, "the leader of this island has no seat")
+        line = PlaceLine(session, Entry(said.seat, said.key), places.place)
+        transport, gifts = connect(
+            stack,
+            entrance,
+            line,
+            places,
+            certificates,
+            size=config.replicas_in_all,
+            tell=lambda line: _tell(f"place {places.place}: {line}"),
+        )
+        worker = ElasticWorker(
+            config,
+            Group(transport, (said.seat,), "outer", deadlines(config), Ledger()),
+            None,
+            places,
+            gifts,
+            entrance.corpus,
+            entrance.folder,
+            report=lambda event: None,
+            last=lambda: _FAR,
+        )
+        worker.refusals = session.refused
+        stack.callback(worker.close)
+        worker.obey()
+
+
+def _tell(line: str) -> None:
+    print(f"isles: {line}", file=sys.stderr, flush=True)

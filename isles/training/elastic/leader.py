@@ -1,0 +1,452 @@
+"""A worker of a run whose workers come and go.
+
+    until the last round:
+        told whose state to begin with       take it (where nobody has one: as drawn, the same everywhere)
+        told of a view with this seat        train round after round: read the round's cell, exchange at its end
+        told to take another's state         give up its own, and start from the top
+    then: finish, offer its model, and wait for the end of the run
+
+A worker that is asked for its state copies it right after a landing, when nothing is under way.
+
+With whose state a worker begins, and with which round: the part of `joining` before the first round.
+
+told whose state to begin with       take it, or as drawn where nobody has one; say that it is here
+wait for the first round             the others go on meanwhile
+pairs and groups                     take a newer state where that one is old by then
+all land one mean                    land those of the rounds in between, as the donor did
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from isles.comm.call import Ledger
+from isles.comm.errors import RendezvousFailed
+from isles.comm.group import Group
+from isles.comm.transport import Transport
+from isles.data import Corpus
+from isles.membership.client import Company
+from isles.membership.data_ledger import batches
+from isles.membership.keys import LIGHTHOUSE
+from isles.membership.late_shares import Missed
+from isles.membership.messages import Examine, Finished, Load, Over
+from isles.membership.round_commit import Word
+from isles.membership.rounds import Decision, IslandGroup, RoundLeader
+from isles.membership.run_log import ALONE, LATE, WHOLE, RoundLine, StartLine, as_line
+from isles.membership.state_transfer import GiftRequest, Gifts, NotAdopted, NotGiven, NotOffered
+from isles.training.config.sections import Config
+from isles.training.elastic.states import FRESH, MODEL, States, missed
+from isles.training.elastic.support import is_quorum, lands_together, last_round, sync_every
+from isles.training.elastic.worker import Decisions, ElasticWorker
+from isles.training.startup import deadlines
+
+SLOW = 60.0
+"""Seconds without a piece of a state, beyond two rounds of its donor, until another one is asked for."""
+_TRIES = 3  # to have the state that the lighthouse keeps
+_MOMENT = 0.25  # seconds for a state to come once it is copied
+_AHEAD = 2  # rounds before its first one in which a worker of pairs and groups asks for a newer state
+
+
+@dataclass
+class Beginning:
+    """states: what was taken. leaving: set once this worker is to leave. agrees: whether all land one mean."""
+
+    company: Company
+    transport: Transport
+    states: States
+    leaving: threading.Event
+    notice: Callable[[str], None]
+    agrees: bool
+    _has: int = 0  # the round of the state that was taken last
+    _tries: int = 0  # to have the one that the lighthouse keeps, in succession
+
+    def with_state(self, load: Load) -> Decisions[int | None]:
+        """Take the state that the lighthouse names. The first round with it; None where there is none now."""
+        if not (yield from self._take(load)):
+            return None
+        round = yield from self._first(ahead=0 if self.agrees else _AHEAD)
+        if round is not None and not self.agrees:
+            round = (yield from self._first()) if (yield from self._freshens(load, round)) else None
+        if round is None or not (yield from self._catches_up(load, round)):
+            return None
+        round = max(self.company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
+        self._tell_start(load, round)
+        return round
+
+    def _take(self, load: Load) -> Decisions[bool]:
+        """Begin with the state that the lighthouse names; False where it did not come."""
+        try:
+            patience = SLOW + 2 * load.seconds
+            self._has, left_out = yield Decision(kind="load", donor=load.donor, seconds=patience)
+        except NotGiven as why:
+            if load.donor >= 0 or not isinstance(why, NotOffered):
+                self._ask_again(load.donor, why)
+                return False
+            yield Decision(kind="draw")
+            self._has, left_out = 0, {}
+        self._tries = 0
+        self.company.loaded(load, self._has, left_out)
+        return True
+
+    def _ask_again(self, donor: int, why: NotGiven) -> None:
+        """For another state. To begin anew where the lighthouse keeps one would throw away what the run has learned:
+        RendezvousFailed where that one does not come.
+        """
+        self._tries += donor < 0
+        if self._tries == _TRIES:
+            raise RendezvousFailed(
+                f"the state that the lighthouse keeps could not be begun with ({why}): join again, and where that "
+                "does not help look at RUN/states there"
+            )
+        whose = "that the lighthouse keeps" if donor < 0 else f"of worker {donor}"
+        self.notice(f"the state {whose} did not come ({why}): asking again")
+        self.company.reload()
+
+    def _first(self, ahead: int = 0) -> Decisions[int | None]:
+        """The first round of this worker, once others are in it, or `ahead` rounds before it. None: it has none now."""
+        round, company = None, self.company
+        while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
+            yield Decision(kind="idle")
+            round = company.first(_WAIT, ahead)
+        return round
+
+    def _freshens(self, load: Load, round: int) -> Decisions[bool]:
+        """The others went on while this worker waited for its first round: an old state would draw them back, so it
+        takes the one that the donor has at the end of the round before. Not for long: in that first round others wait
+        for this worker, and perhaps the donor does, who gives nothing meanwhile. False where it has no state any more.
+        """
+        if load.donor < 0 or round - self._has <= FRESH:
+            return True
+        slow, wait = SLOW + 2 * load.seconds, 3 * load.seconds + _MOMENT
+        try:
+            self._has, _ = yield Decision(kind="load", donor=load.donor, seconds=slow, round=round - 2, wait=wait)
+        except NotAdopted as why:
+            self.notice(f"a newer state of worker {load.donor} is none ({why}): another state is asked for")
+            self.company.reload()
+            return False
+        except NotGiven as why:
+            self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
+        return True
+
+    def _catches_up(self, load: Load, round: int) -> Decisions[bool]:
+        """Where all land one mean this worker lands those of the rounds before its first, or is of no use."""
+        if load.donor < 0 or not self.agrees:
+            return True
+        donor, patience = load.donor, SLOW + 2 * load.seconds
+        try:
+            left_out = yield Decision(kind="catch up", donor=donor, round=self._has + 1, until=round, seconds=patience)
+        except NotGiven as why:
+            self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
+            self.company.reload()
+            return False
+        self.company.leaves_out(left_out)
+        self._has = round - 1
+        return True
+
+    def _tell_start(self, load: Load, round: int) -> None:
+        line = StartLine(
+            seat=self.company.seat,
+            first=round,
+            donor=load.donor if self._has else -1,
+            copied=self.states.of,
+            has=self._has,
+            size=self.states.taken,
+            at=self.transport.now(),
+        )
+        self.company.report({"start": as_line(line)})
+
+
+_WAIT = 5.0  # seconds between looks at whether the run has ended
+_MOST_PUT_OFF, _LONGEST_OUTAGE = 10, 600.0  # rounds, and seconds, that nothing lands until a worker gives up
+
+Ending = Literal["finished", "left", "over", "again"]
+
+
+class Participant:
+    """One worker, or the leader of an island, from its first state to the end of the run: it decides what its member
+    does (`decisions`), and does its own part in that (`worker`).
+
+    company: its line to the lighthouse. transport, gifts: between seats; the caller closes them. folder: for files on
+    their way. notice: called with a line for a person. places: the workers of the island that this worker leads, of
+    which what they count is reported beside the metrics (`ElasticWorker.counted`); None: on the virtual clock. shown:
+    called with each line of metrics.
+
+    leaving: set it, and the worker leaves: after the round under way, at once where it waits for its first one.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        company: Company,
+        transport: Transport,
+        gifts: Gifts,
+        corpus: Corpus,
+        folder: Path,
+        notice: Callable[[str], None],
+        *,
+        places: IslandGroup | None = None,
+        shown: Callable[[Mapping[str, Any]], None] = lambda line: None,
+        leaving: threading.Event | None = None,
+    ) -> None:
+        self._counts, self._shown = places is not None, shown
+        self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
+        self.folder, self.leaving, self.notice = folder, leaving or threading.Event(), notice
+        self._asked_to_leave = False
+        self._spare = 0  # batches read out of turn
+        self._agrees = lands_together(config)
+        self._tried = 0  # the newest round whose cell was read
+        self._put_off = 0  # rounds in succession
+        self._late = 0  # rounds that it was late for, until the last one
+        self._landed_at = 0.0
+        alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
+        self._places = places or IslandGroup()
+        self.leader = RoundLeader(company, alone)
+        self._is_quorum = is_quorum(config)
+        self.leader.deliveries.landed, self.leader.deliveries.fetch = self._landed, self._missed
+        self.worker = ElasticWorker(
+            config,
+            alone,
+            self.leader,
+            self._places,
+            gifts,
+            corpus,
+            folder,
+            report=self._report,
+            last=lambda: self._last,
+        )
+        self.worker.paced = company.pace
+        self._beginning = Beginning(company, transport, self.worker.states, self.leaving, notice, agrees=self._agrees)
+        self.trainer, self.optimizer = self.worker.trainer, self.worker.optimizer
+        self._ending: Ending = "again"
+
+    def run(self) -> Ending:
+        """Train until the run ends, or this worker has left it."""
+        self.worker.obey(self.decisions())
+        return self._ending if self.company.ended is None or self._ending != "again" else "over"
+
+    def decisions(self) -> Decisions[None]:
+        """What this member does, until its end."""
+        company = self.company
+        while self._ending == "again" and company.ended is None:
+            if self.leaving.is_set() and not self._asked_to_leave:
+                self._ending = "left"
+                return
+            yield Decision(kind="idle")
+            said = company.next_decision(_WAIT)
+            round = (yield from self._beginning.with_state(said)) if isinstance(said, Load) else None
+            if round is not None:
+                self._ending = yield from self._train(round)
+                if self._ending == "again":
+                    yield Decision(kind="forget")
+        if self._ending == "finished":
+            yield from self._conclude()
+
+    # Rounds
+
+    def _train(self, round: int) -> Decisions[Ending]:
+        every, company = sync_every(self.config), self.company
+        yield from self._enter(round, (round - 1) * every)
+        while not self._is_done(round):
+            if company.is_called:
+                yield Decision(kind="over", round=company.member.earliest() - 1)  # nobody waits for its part in them
+                return "again"
+            if company.ended is not None:
+                return "left" if self.leaving.is_set() else "over"
+            if self._leaves(round):
+                self.optimizer.courier.progress(blocks=True)
+                return "left"
+            round += yield from self._round(round, every)
+        self.optimizer.courier.progress(blocks=True)
+        return "again" if company.is_called else "finished"
+
+    @property
+    def _last(self) -> int:
+        """The run's last round, as far as it is known here."""
+        views = self.company.member.views
+        return last_round(self.config, views[max(views)] if views else None)
+
+    def _is_done(self, round: int) -> bool:
+        """Whether the run ends before `round`. A view that is on its way may put its end off."""
+        if self.config.run.tokens and round > self._last:
+            self.company.wait(lambda: self.company.member.group(round).decided or self.company.is_over, _WAIT)
+        return round > self._last
+
+    def _enter(self, round: int, steps: int) -> Decisions[None]:
+        yield from self._pass(round - 1)
+        self._tried, self._put_off, self._landed_at = 0, 0, self.transport.now()
+        began_at = steps if self.worker.states.lacks_moments else None
+        yield Decision(kind="enter", round=round, steps=steps, began_at=began_at)
+
+    def _round(self, round: int, every: int) -> Decisions[int]:
+        """One round: its steps, of which the last one exchanges. How many rounds are over then; 0 where it is put off:
+        then more steps come.
+        """
+        company, view = self.company, self.company.start_round(round)
+        place = None if view is None else view.place(company.seat)
+        steps = every if view is None or place is None or not view.steps else view.steps[place]
+        cell, spare = None if round == self._tried else view, self._spare
+        self._tried = round
+        read = () if cell is None else tuple(batches(company.member.views, cell, round, cast(int, place)))
+        done, began = round * every - steps, self._computed()  # whoever takes fewer steps counts as the others
+        yield Decision(kind="train", round=round, steps=done, slices=read, spare=spare)
+        seconds = max(self._computed() - began, 0.0)
+        if cell is None:
+            self._spare += every
+        if steps == 1:
+            company.pace(seconds)
+        is_put_off = self._is_put_off(round)
+        seats, outcome = self._outcome(round, is_put_off=is_put_off)
+        line = RoundLine(
+            seat=company.seat,
+            round=round,
+            view=-1 if cell is None else cell.number,
+            spare=spare,
+            steps=steps,
+            seconds=seconds,
+            seats=seats,
+            outcome=outcome,
+            at=self.transport.now(),
+        )
+        company.report({"round": as_line(line)})
+        if is_put_off:
+            return 0
+        yield from self._report_metrics(round, is_first=place == 0)
+        if self._is_quorum:
+            return self._skipped(round)
+        yield Decision(kind="keep", round=round, left_out=company.left_out())
+        yield from self._pass(round)
+        return 1
+
+    def _outcome(self, round: int, *, is_put_off: bool) -> tuple[tuple[int, ...], str]:
+        """(who took part in the exchange of `round`, what became of it), as a `RoundLine` has them."""
+        if is_put_off:
+            return (self.company.seat,), ALONE
+        seats, outcome = self.leader.outcome(round)
+        if self._is_quorum:
+            late = self.leader.deliveries.late
+            outcome, self._late = WHOLE if late == self._late else LATE, late
+        return seats, outcome
+
+    def _report_metrics(self, round: int, *, is_first: bool) -> Decisions[None]:
+        """A line of metrics, where one is due. is_first: this worker is the first of its view, which validates where
+        that is due; the last round's is that of the whole run's model.
+        """
+        loss = None
+        if is_first and round < self._last and self._passes(round, self.config.run.validate_every):
+            loss = yield Decision(kind="validate")
+        if loss is not None or round == self._last or self._passes(round, self.config.run.log_every):
+            self.trainer.report(loss)
+            yield from self._report_counts()
+
+    def _pass(self, round: int) -> Decisions[None]:
+        if not self._agrees:
+            yield Decision(kind="over", round=round)
+
+    def _skipped(self, round: int) -> int:
+        """How many rounds are over. More than one where this worker was late: what it had was delivered into a later
+        round, so those up to there are over too.
+        """
+        over = self.optimizer.fragments[0].rounds - round + 1
+        for other in range(round + 1, round + over):
+            self.company.skip(other)
+        return over
+
+    def _landed(self, round: int) -> None:
+        """A mean for which a quorum was enough has landed, between two inner steps or at the end of a round."""
+        self.worker.means.landed(round, self.company.left_out())
+        shown = self.optimizer.evaluation_weights() if any(self.worker.states.wanted()) else nullcontext()
+        with shown:  # the anchors, for what was learned since is this worker's own
+            self.worker.copy(round, self.company.left_out())
+
+    def _missed(self, word: Word) -> Missed | None:
+        """Fetch the mean of a round for which this worker was late."""
+        path, seconds = self.folder / "missed.safetensors", SLOW + 4 * self.company.member.seconds
+        return missed(self.optimizer, self.gifts, word, path, seconds, self.company.lost)
+
+    def _is_put_off(self, round: int) -> bool:
+        """Whether `round`, which all are to land together, did not land because the lighthouse could not be asked.
+        RendezvousFailed where nothing has landed for too long.
+        """
+        if not self._agrees or self.optimizer.fragments[0].rounds >= round:
+            self._put_off, self._landed_at = 0, self.transport.now()
+            return False
+        self._put_off += 1
+        waited = self.transport.now() - self._landed_at
+        if self._put_off > _MOST_PUT_OFF and waited > _LONGEST_OUTAGE and not self.company.is_called:
+            raise RendezvousFailed(
+                f"no round could land for {waited:.0f} s: the lighthouse does not answer; isles resume RUN lights it "
+                "again there, and isles join brings this worker back"
+            )
+        return True
+
+    def _computed(self) -> float:
+        """Seconds so far in which this worker neither waited for others nor was stopped."""
+        seconds = self.trainer.step_clock.reading()
+        return seconds - self.transport.traffic.total("blocked_seconds", "outer") - self.company.waited
+
+    def _report_counts(self) -> Decisions[None]:
+        if self._counts:
+            for name, told in (yield Decision(kind="report")).items():
+                self.company.report({name: told})
+
+    def _passes(self, round: int, number: int) -> bool:
+        """Whether one of the inner steps of `round` is a multiple of `number`; 0: never."""
+        every = sync_every(self.config)
+        return number > 0 and (round * every) // number > ((round - 1) * every) // number
+
+    def _leaves(self, round: int) -> bool:
+        """Whether this worker leaves before `round`: the first one of a view without it."""
+        island = self._places.mesh
+        if island is not None and island.stop_here(round - 1):
+            self.leaving.set()
+        if not self.leaving.is_set():
+            return False
+        if not self._asked_to_leave:
+            self._asked_to_leave = True
+            self._leave_by = self.transport.now() + self.config.run.grace
+            if not self.company.leave():
+                return True
+        until = self.company.until()
+        return (until is not None and round >= until) or self.transport.now() > self._leave_by
+
+    # The end
+
+    def _conclude(self) -> Decisions[None]:
+        """Offer this worker's model, and judge the run's where the lighthouse asks for it; until the run is over."""
+        result = yield Decision(kind="conclude")
+        self.gifts.offer(MODEL, self.folder / "model.safetensors", {})
+        yield from self._report_counts()
+        self.company.report({"result": result})
+        heard, patience = self.transport.now(), self.config.world.eval_deadline
+        while not isinstance(self.company.ended, Over):
+            if isinstance(self.company.ended, Examine):
+                self._judge()
+                self.company.ended = None
+            if self.company.ask(Finished()) is not None:
+                heard = self.transport.now()
+            elif self.transport.now() - heard > patience:
+                raise RendezvousFailed(f"the lighthouse has not taken this worker's model within {patience:g} s")
+            self.company.wait(lambda: self.company.ended is not None, 1.0)
+        self.company.reported(_WAIT)
+
+    def _judge(self) -> None:
+        path = self.folder / "whole.safetensors"
+        try:
+            self.gifts.take(GiftRequest(giver=LIGHTHOUSE, what=MODEL, most=1 << 62, seconds=SLOW), path)
+        except NotGiven as why:
+            self.notice(f"the one model did not come ({why}): it is not judged")
+            return
+        self.company.report({"judged": self.worker.judge(path)})
+
+    def _report(self, event: Any) -> None:
+        """What the trainer tells whoever started it: lines of metrics go to the lighthouse, words to the user."""
+        if "notice" in event:
+            self.notice(event["notice"])
+        elif "step" in event and "loss" in event:
+            self.company.report({**event, "worker": self.company.seat})
+            self._shown(event)

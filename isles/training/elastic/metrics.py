@@ -1,0 +1,87 @@
+"""What the summary of every run says whose workers come and go, from what the run has left on record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from isles.base.parsing import parse_json
+from isles.base.schema import ElasticSummary
+from isles.data.order import rows
+from isles.membership.coordinator import Membership
+from isles.membership.data_ledger import batches, debt
+from isles.membership.journal import NAME
+from isles.membership.messages import from_plain
+from isles.membership.run_log import EXCHANGES, RoundLine, StartLine, account, from_line, goodput, lives
+from isles.membership.views import View
+
+
+def figures(
+    journal: Sequence[Mapping[str, Any]],
+    lines: Sequence[RoundLine | StartLine],
+    membership: Membership,
+    last: int,
+    computed: float | None = None,
+) -> ElasticSummary:
+    """membership: at the end of the run, whose last round was `last`. computed: seconds of computing of all workers;
+    None: those of the rounds that somebody heard of.
+    """
+    done, counted = account(lines), membership.read(last + 1)
+    seconds = done.seconds if computed is None else computed
+    there = lives(journal, max((line.at for line in lines), default=0.0))
+    return ElasticSummary(
+        goodput=goodput(counted, done, there),
+        work_lost=max(1 - counted * done.seconds / done.steps / seconds, 0.0) if done.steps and seconds else 0.0,
+        rounds=done.rounds,
+        rounds_alone=done.alone,
+        rounds_again=there.counts["again"],
+        outcomes=dict(done.outcomes),
+        rounds_out_of_turn=done.out_of_turn,
+        inner_steps=done.steps,
+        inner_steps_counted=counted,
+        inner_steps_owed=debt(membership.account.outstanding(last + 1, membership.members())),
+        inner_steps_repeated=repeated(journal, lines),
+        joins=there.counts["join"],
+        losses=there.counts["gone"],
+        leaves=there.counts["leave"],
+        views=there.counts["view"],
+        outages=len(there.outages),
+        gifts=done.gifts,
+        gift_bytes=done.size,
+    )
+
+
+def views_of(journal: Iterable[Mapping[str, Any]]) -> dict[int, View]:
+    """Those of a run, by number."""
+    views = (from_plain(entry["view"]) for entry in journal if entry["event"] == "view")
+    return {view.number: view for view in views}
+
+
+def repeated(journal: Iterable[Mapping[str, Any]], lines: Iterable[RoundLine | StartLine]) -> int:
+    """Inner steps whose batch somebody had read before, as far as anybody heard of both."""
+    views = views_of(journal)
+    read, count = set[int](), 0
+    for line in lines:
+        view = views.get(line.view) if isinstance(line, RoundLine) else None
+        place = None if view is None else view.place(line.seat)
+        if isinstance(line, RoundLine) and view is not None and place is not None:
+            places = {int(rows(*one, batch_size=1)[0]) for one in batches(views, view, line.round, place)}
+            count += len(places & read)
+            read |= places
+    return count
+
+
+def recorded(out: Path) -> tuple[list[dict[str, Any]], list[RoundLine | StartLine]]:
+    """(the journal's entries, the lines of its exchanges) of the run in `out`; a last line that was not written whole
+    is left out. ValueError for any other that is none.
+    """
+    return [dict(entry) for entry in _lines(out / NAME)], [from_line(line) for line in _lines(out / EXCHANGES)]
+
+
+def _lines(path: Path) -> list[Any]:
+    try:
+        whole, _, _ = path.read_bytes().rpartition(b"\n")
+    except FileNotFoundError:
+        return []
+    return [parse_json(line) for line in whole.split(b"\n") if line]

@@ -1,0 +1,130 @@
+"""A run whose workers come and go on the virtual clock: real training, and the lighthouse's own rules.
+
+RUN/config.toml       at once
+RUN/churn.jsonl       what happens to whom when, as `isles.network.churn` reads it
+RUN/members.jsonl     the lighthouse's memory
+RUN/exchanges.jsonl   what became of each round of each worker
+RUN/metrics.jsonl     what the workers report, by seat
+RUN/model.safetensors, RUN/summary.json   at the end
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from isles.base.durable import write_text
+from isles.comm.virtual.transport import VirtualTransport
+from isles.data import Corpus
+from isles.membership.journal import NAME
+from isles.membership.run_log import EXCHANGES, from_line
+from isles.membership.simulated import VirtualMeeting
+from isles.membership.state_transfer import Giver
+from isles.training.config.sections import Config
+from isles.training.elastic.leader import Participant
+from isles.training.elastic.metrics import figures
+from isles.training.elastic.states import MODEL, giver_of
+from isles.training.elastic.support import lands_together, last_round, rules
+from isles.training.lighthouse.mean import consolidate, spread
+from isles.training.lighthouse.rounds import MODEL_FILE
+from isles.training.simulated_churn import ChurnedWorld
+
+
+class ChurnedRun(ChurnedWorld):
+    """One run of whole replicas; see `ChurnedWorld`. made: called with each worker before it begins."""
+
+    def __init__(self, config: Config, *more: Any, made: Callable[[Participant], None] = lambda worker: None) -> None:
+        super().__init__(config, *more)
+        self._notices: dict[str, None] = {}
+        self._made = made
+        governed = replace(rules(config), founders=self.founders, most=1 << 20)
+        self.meeting = VirtualMeeting(governed, self.trace, config.world.elastic.lease, self._heard)
+        self.lines: list[dict[str, Any]] = []
+
+    @override
+    def train(self, corpus: Corpus) -> list[dict[str, Any]]:
+        with tempfile.TemporaryDirectory(prefix="isles-") as folder:
+            self._train(corpus, Path(folder))
+            for name, entries in ((NAME, self.meeting.journal), (EXCHANGES, self.lines)):
+                lines = (f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries)
+                write_text(self.out / name, "".join(lines))
+            self._seats = self._mean(Path(folder))
+        return [self.results[seat] for seat in self._seats]
+
+    def _train(self, corpus: Corpus, folder: Path) -> None:
+        def work(transport: VirtualTransport) -> None:
+            company = self.meeting.seated(transport.rank)
+            if company is None:
+                return
+            own = folder / str(transport.rank)
+            own.mkdir()
+
+            def lost(giver: str) -> bool:
+                return giver.isdecimal() and company.lost(int(giver))
+
+            gifts = Giver(company.session, giver_of(company.seat, 0), self._notice, lost=lost, changed=company.changed)
+            leaving = self.meeting.leaving[transport.rank]
+            worker = Participant(
+                self.config,
+                company,
+                transport,
+                gifts,
+                corpus,
+                own,
+                self._notice,
+                leaving=leaving,
+            )
+            self._made(worker)
+            try:
+                worker.run()
+                company.close()
+                with company.changed:
+                    self.meeting.gone(company.seat)
+            except Exception:
+                with company.changed:
+                    self.meeting.end()  # else the others wait for this one for ever
+                raise
+            finally:
+                worker.worker.close()
+
+        self.let_work(work, before=self.meeting.open)
+
+    def _heard(self, seat: int, event: Mapping[str, Any]) -> None:
+        if "result" in event:
+            self.results[seat] = event["result"]
+        elif "round" in event or "start" in event:
+            self.lines.append(event.get("round") or event["start"])
+        elif "loss" in event:
+            self.write(event)
+
+    def _notice(self, text: str) -> None:
+        """Once, whoever says it."""
+        if text not in self._notices:
+            self._notices[text] = None
+            self.on_notice(text)
+
+    def _mean(self, folder: Path) -> list[int]:
+        """Write the one model; whose mean it is."""
+        seats = sorted(seat for seat in self.meeting.finished if seat in self.results)
+        models = {seat: folder / str(seat) / f"{MODEL}.safetensors" for seat in seats}
+        alike, ratio = lands_together(self.config), self.config.world.trust_ratio
+        left = consolidate(models, self.out / MODEL_FILE, alike=alike, ratio=ratio)
+        seats = [seat for seat in seats if seat not in left]
+        self.spread = spread([models[seat] for seat in seats], self.out / MODEL_FILE)
+        return seats
+
+    @override
+    def told(self) -> dict[str, Any]:
+        lines = [from_line(line) for line in self.lines]
+        computed = sum(transport.compute_seconds for transport in self.meeting.transports)
+        membership = self.meeting.membership
+        assert membership is not None, "it was there at the end"
+        last = last_round(self.config, membership.view)
+        told = figures(self.meeting.journal, lines, membership, last, computed).record()
+        return {"workers": len(self._seats), "replica_std": self.spread, **told}

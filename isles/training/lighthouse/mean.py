@@ -1,0 +1,148 @@
+"""The one model of what workers came to, file by file, without torch and some entries at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from isles.base.durable import plain_mode, replacing
+from isles.base.parsing import parse_json
+
+_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # NumPy has no bfloat16: its bits
+T = TypeVar("T", str, bytes)
+_AT_ONCE = 1 << 24  # bytes of all files together
+
+
+def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: float) -> dict[int, str]:
+    """Write the one model of those of `models`, by seat, to `out`, where there is one; by seat, why one is left out.
+
+    alike: all have landed the same means, so it is the one that most of them have, bit for bit; else the mean of those
+    that are at most `ratio` (`world.trust_ratio`) times as far from the median of all, entry by entry, as is usual.
+    """
+    left, marks = dict[int, str](), dict[int, str]()
+    for seat, path in models.items():
+        try:
+            marks[seat] = _Model(path).mark(whole=alike)
+        except ValueError as error:
+            left[seat] = str(error)
+    most = _most([*marks.values()]) if marks else ""
+    why = "it is not the one that the others have landed" if alike else "its tensors are not those of the others"
+    left |= {seat: why for seat in marks if marks[seat] != most}
+    kept = [seat for seat in marks if marks[seat] == most]
+    if kept and not alike:
+        far = _apart([models[seat] for seat in kept], lambda every: np.median(every, axis=0))[0] ** 0.5
+        usual = np.sort(far)[(len(far) - 1) // 2]
+        if not usual:  # half of them are equal bit for bit, as of a pair: the measure is a tenth of their own size
+            usual = _apart([models[kept[far.argmin()]]], np.zeros_like)[0][0] ** 0.5 / 10 or 1e-30
+        for seat, times in zip(kept, far / usual, strict=True):
+            if times > ratio:
+                left[seat] = f"it is {times:.3g} times as far from the others as usual (world.trust_ratio)"
+    if kept := [seat for seat in kept if seat not in left]:
+        write_mean([models[seat] for seat in kept[: 1 if alike else None]], out)
+    return left
+
+
+def write_mean(models: Sequence[Path], out: Path) -> None:
+    """Write the mean of float tensors, and of others what most have, of models of one form: added in this order and
+    divided, in float32 at the least, as a fixed world takes it (`isles.comm.collectives.mean`).
+    """
+    files = [_Model(path) for path in models]
+    with replacing(out) as partial, plain_mode(partial), partial.open("wb") as file:
+        file.write(files[0].header)
+        for place, kind, rows in _runs(files):
+            file.seek(place)
+            file.write(_mean(rows, kind) if kind in _FLOATS else _most([row.tobytes() for row in rows]))
+
+
+def same_weights(one: Path, two: Path) -> bool:
+    """Whether both hold the same tensors, bit for bit."""
+    return _Model(one).mark(whole=True) == _Model(two).mark(whole=True)
+
+
+def spread(models: Sequence[Path], mean: Path) -> float:
+    """Of the models about their mean: sqrt(sum (p - mean p)^2 / (models * floats)), see `ReplicaSync.replica_std`."""
+    squares, floats = _apart([mean, *models], lambda every: every[0])
+    return float(squares.sum() / (len(models) * floats)) ** 0.5 if floats else 0.0
+
+
+def _apart(models: Sequence[Path], center: Callable[[np.ndarray], np.ndarray]) -> tuple[np.ndarray, int]:
+    """(the square of each one's distance from `center` of all, how many floats each has)."""
+    squares, floats = np.zeros(len(models)), 0
+    for _, kind, rows in _runs([_Model(path) for path in models]):
+        if kind in _FLOATS:
+            every = np.stack(rows).astype(np.float64)
+            with np.errstate(over="ignore"):
+                squares += ((every - center(every)) ** 2).sum(axis=1)
+            floats += every.shape[1]
+    return squares, floats
+
+
+class _Model:
+    """A file of tensors. header: its first bytes, up to the tensors. form: their types and shapes by name, and notes.
+    places: by name, the first byte of each and the one behind its last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(str(path), framework="np"):  # which looks whether it is whole
+                self._bytes = np.memmap(path, np.uint8, "r")
+            length = 8 + int.from_bytes(self._bytes[:8].tobytes(), "little")
+            self.header = self._bytes[:length].tobytes()
+            self.form = parse_json(self.header[8:])
+            offsets = {name: one.pop("data_offsets") for name, one in self.form.items() if name != "__metadata__"}
+            self.places = {name: (length + begin, length + end) for name, (begin, end) in offsets.items()}
+        except (SafetensorError, ValueError, LookupError) as error:
+            raise ValueError(f"{path}: no safetensors file ({error})") from None
+
+    def mark(self, *, whole: bool) -> str:
+        """The same for files of the same form; whole: and bits. ValueError where a number is not finite."""
+        found = hashlib.sha256(json.dumps(self.form, sort_keys=True).encode())
+        for _, _, (run,) in _runs([self]):
+            found.update(run.tobytes() if whole else b"")
+        return found.hexdigest()
+
+    def run(self, name: str, begin: int, end: int) -> np.ndarray:
+        """These bytes of a tensor; of floats as numbers, float32 at the least. ValueError where one is not finite."""
+        run, kind = self._bytes[begin:end], self.form[name]["dtype"]
+        if kind not in _FLOATS:
+            return run
+        words = run.view(_FLOATS[kind])
+        found = (words.astype("<u4") << 16).view("<f4") if kind == "BF16" else words
+        if not np.isfinite(found).all():
+            raise ValueError(f"{self.path}: {name} is not finite")
+        return found.astype(np.result_type(found, np.float32), copy=False)
+
+
+def _runs(files: Sequence[_Model]) -> Iterator[tuple[int, str, list[np.ndarray]]]:
+    """All tensors by name, some entries at a time: where they lie in the first file, their type, and each file's."""
+    first, step = files[0], max(_AT_ONCE // len(files), 8) & -8
+    for name, (begin, end) in sorted(first.places.items()):
+        for at in range(0, end - begin, step):
+            until = min(at + step, end - begin)
+            runs = [file.run(name, file.places[name][0] + at, file.places[name][0] + until) for file in files]
+            yield begin + at, first.form[name]["dtype"], runs
+
+
+def _most(values: Sequence[T]) -> T:
+    """What most of them are, of equals the first."""
+    return max(values, key=Counter(values).__getitem__)
+
+
+def _mean(rows: Sequence[np.ndarray], kind: str) -> bytes:
+    """As a file of that type holds it; bfloat16 is rounded to nearest, ties to even."""
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    mean = total / total.dtype.type(len(rows))
+    if kind != "BF16":
+        return mean.astype(_FLOATS[kind]).tobytes()
+    bits = mean.view("<u4")
+    return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype("<u2").tobytes()

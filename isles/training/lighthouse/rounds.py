@@ -1,0 +1,178 @@
+"""The lighthouse of a run of whole replicas, see `isles.training.lighthouse.server`.
+
+RUN/exchanges.jsonl     what became of the workers' rounds
+RUN/states/             the newest state that a member has sent here, every run.checkpoint_every steps
+RUN/model.safetensors   the mean over the members of the last view, at the end, by NumPy
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from isles.base.durable import no_room, write_text
+from isles.comm.errors import PeerLost
+from isles.membership.coordinator import RoundsAssembly
+from isles.membership.effects import Assembly
+from isles.membership.journal import Journal
+from isles.membership.messages import MARGIN, Examine, Over, RunNow
+from isles.membership.run_log import EXCHANGES, RoundLine, as_line, from_line
+from isles.membership.state_transfer import NotGiven
+from isles.training.elastic.metrics import figures, recorded
+from isles.training.elastic.states import MODEL, STATE, giver_of, kept_as
+from isles.training.lighthouse.mean import consolidate, spread
+from isles.training.lighthouse.server import LOOK, MODEL_FILE, RunKeeper
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.checksums import is_whole
+from isles.training.records.rundir import SUMMARY, as_json
+from isles.training.records.summary import SummaryTable, parallel_bytes, summarise
+
+_KEPT = 2  # rounds whose states stay, for whoever is taking the older one
+
+
+class Keeper(RunKeeper):
+    """Views and rounds: `membership`."""
+
+    joins_with = "isles join"
+
+    @override
+    def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Assembly:
+        self.judged: list[float | None] = []
+        self.spread = 0.0
+        self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
+        self._states = Checkpoints(self.out, "states")
+        self._offer(self._states.newest_sound(self.on_notice))
+        self.membership = RoundsAssembly(self.rules, journal.entries, until=until)
+        return self.membership
+
+    @override
+    def keep(self) -> SummaryTable | None:
+        began, saved = time.perf_counter(), self._rounds() * self.rules.sync_every
+        every = self.config.run.checkpoint_every
+        while not self.lighthouse.wait(lambda: self._is_done() or self.stopping.is_set(), LOOK):
+            self.refused.look()
+            step = self._rounds() * self.rules.sync_every
+            if every and step // every > saved // every and self._save():
+                saved = step
+        if self.stopping.is_set():
+            return None
+        members = self.members()
+        taken = self._collect(members)
+        if not taken:
+            raise PeerLost(members[0], "no worker of the last view could be asked for what it came to")
+        self._judge(sorted(taken))
+        if self.stopping.is_set():
+            return None
+        summary = summarise(self.config, [self.results[seat] for seat in sorted(taken)], time.perf_counter() - began)
+        if self.judged:
+            summary["val_loss"] = self.judged[0]
+        ddp = parallel_bytes(summary["parameters"], len(taken), self.config.run.steps)
+        summary |= {"workers": len(taken), "replica_std": self.spread, "ddp_bytes_per_worker": ddp}
+        told = figures(*recorded(self.out), self.membership, self.membership.last or 0)
+        summary |= replace(told, links=self.links(), refused=self.refused.table()).record()
+        write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
+        self.lighthouse.tell(members, Over())
+        workers = self.membership.workers
+        self.lighthouse.wait(lambda: not any(worker.connected for worker in workers.values()), 10.0)  # they hear it, go
+        return summary
+
+    def _is_done(self) -> bool:
+        members = self.membership.members()
+        return bool(members) and set(members) <= self.lighthouse.finished & self.results.keys()
+
+    @override
+    def members(self) -> list[int]:
+        return self.lighthouse.look(lambda now: list(self.membership.members()))
+
+    @override
+    def now(self) -> RunNow:
+        refused = self.refused.rows()
+        return self.lighthouse.look(lambda now: self.membership.now(self.lighthouse.seen, refused))
+
+    def _rounds(self) -> int:
+        """The newest that anybody has done."""
+        done, last = max(self.membership.newest_round - 1, 0), self.membership.last
+        return done if last is None else min(done, last)
+
+    def _save(self) -> bool:
+        """Fetch a member's state, so that the run outlives its workers; whether that is over until the next one."""
+        for seat in self.members():
+            try:
+                kept = self._states.take_in(range(self.config.world.inner), partial(self._fetch, seat))
+                if kept is not None:
+                    self._offer(kept)
+                    self._states.thin(_KEPT)
+                    return True
+            except NotGiven:
+                continue
+            except OSError as error:
+                if not no_room(error):
+                    raise
+                self.on_notice(f"no state is kept now ({error.strerror}): make room in {self.out}; the run goes on")
+                return True
+        return False
+
+    def _fetch(self, seat: int, place: int, path: Path) -> int:
+        rounds = sorted(self.membership.workers[one].round for one in self.members())
+        newest = rounds[(len(rounds) - 1) // 2] + MARGIN  # so far half of them say that they are, or soon
+        facts = self.fetch(giver_of(seat, place), STATE, path, self.config.world.outer_deadline, newest=newest)
+        if not is_whole(path) or "round" not in facts:
+            raise NotGiven("it is no state, or of no round")
+        return facts["round"]
+
+    def _offer(self, round: int | None) -> None:
+        for place, path in enumerate([] if round is None else self._states.shards(round)):
+            self.giver.offer(kept_as(place), path, {})
+
+    def _collect(self, seats: Sequence[int]) -> list[int]:
+        """Fetch the models of `seats`, and write the one model; whose it is of. Who is lost costs its share."""
+        left, paths = dict[int, str](), {seat: self.out / f"model-{seat}.partial" for seat in seats}
+        for seat, path in paths.items():
+            try:
+                self.fetch(str(seat), MODEL, path, self.config.world.outer_deadline, copies=1)
+            except NotGiven as why:
+                left[seat] = str(why)
+        taken, out = {seat: path for seat, path in paths.items() if seat not in left}, self.out / MODEL_FILE
+        left |= consolidate(taken, out, alike=self.rules.agrees, ratio=self.config.world.trust_ratio)
+        for seat, why in left.items():
+            self.on_notice(f"worker {seat}'s model is left out: {why}")
+        kept = [seat for seat in seats if seat not in left]
+        self.spread = spread([paths[seat] for seat in kept], out) if kept else 0.0
+        for path in paths.values():
+            path.unlink(missing_ok=True)
+        return kept
+
+    def _judge(self, seats: Sequence[int]) -> None:
+        """Have one of `seats` judge the one model."""
+        self.giver.offer(MODEL, self.out / MODEL_FILE, {})
+        for seat in seats:
+            if not self.judged:
+                self.lighthouse.tell([seat], Examine())
+                patience = self.config.world.eval_deadline
+                self.lighthouse.wait(lambda: bool(self.judged) or self.stopping.is_set(), patience)
+
+    @override
+    def hear(self, seat: int, kind: str, value: Any) -> bool:
+        if kind == "judged":
+            self.judged.append(value if isinstance(value, float) else None)
+        elif kind in ("round", "start"):
+            self._note(seat, value)
+        else:
+            return False
+        return True
+
+    def _note(self, seat: int, told: Any) -> None:
+        """A line of its rounds, by this machine's clock. ValueError where it is none of its own."""
+        line = from_line(told)
+        rounds = (line.round,) if isinstance(line, RoundLine) else (line.first, line.copied, line.has)
+        if line.seat != seat or max(rounds) > (self.membership.last or max(rounds)) + 1:
+            raise ValueError("a line of another seat's rounds, or of rounds that this run has not")
+        self._exchanges.write(as_json(as_line(replace(line, at=round(time.time(), 3)))) + "\n")
+        self._exchanges.flush()

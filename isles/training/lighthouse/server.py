@@ -1,0 +1,224 @@
+"""What every lighthouse of a run does beside `membership.lighthouse`: its run directory, and what workers report.
+
+RUN/config.toml         at once
+RUN/members.jsonl       the assembly's journal: the lighthouse's memory
+RUN/metrics.jsonl       what the workers report, by seat
+RUN/summary.json        at the end: its presence means that the run is complete
+
+Started again on its directory it goes on: workers come back by themselves. No torch: models and states are files here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from isles.base.durable import no_room
+from isles.base.parsing import Unfit, integer, table
+from isles.base.version import __version__
+from isles.comm.tcp import room_for
+from isles.membership.effects import Assembly
+from isles.membership.journal import NAME, Journal
+from isles.membership.keys import LIGHTHOUSE, STATUS, SeatKeys
+from isles.membership.lighthouse import GRACE, Lighthouse
+from isles.membership.messages import PathRow, SeatPaths, encode, told_paths
+from isles.membership.p2p.stream import CARRIED
+from isles.membership.state_transfer import GiftRequest, Giver, NotGiven, take
+from isles.membership.tls_session import open_router
+from isles.training.config.reading import to_toml
+from isles.training.config.sections import Config
+from isles.training.elastic.states import BESIDE, COPIES
+from isles.training.elastic.support import rules
+from isles.training.lighthouse.rejections import RefusalBook
+from isles.training.records.events import Schema
+from isles.training.records.rundir import CONFIG, METRICS, SUMMARY, as_json, held, keep_config
+from isles.training.records.summary import SummaryTable
+from isles.training.records.tokens import CREDENTIALS, forget, host_credentials
+
+MODEL_FILE = "model.safetensors"
+_DESCRIPTORS, _SPARE = 3, 512  # open files of a lighthouse: for each member, and beside
+LOOK = 1.0
+"""Seconds between looks at what is due."""
+_PAIR = ("by", "to", "way", "round_trip", "sent", "taken")  # of a path in the summary
+_SHOWN = 1000  # paths
+_MOST = 1 << 40  # bytes of a file where the model's are not known
+
+
+class RunKeeper(ABC):
+    """The lighthouse of the run `config` in the directory `out`, at `address`.
+
+    told: called once it can be joined, with its token. on_line, on_notice: as in `isles.running.run.launch`.
+    """
+
+    joins_with: ClassVar[str]
+    """The command that workers join with, up to the lighthouse's address."""
+
+    def __init__(
+        self,
+        config: Config,
+        out: Path,
+        address: str,
+        told: Callable[[str], None],
+        on_line: Callable[[dict[str, Any]], None],
+        on_notice: Callable[[str], None],
+    ) -> None:
+        self.config, self.out, self.address = config, out, address
+        self.rules, self.text = rules(config), to_toml(config)  # what workers who join get
+        self.told, self.on_line, self.on_notice = told, on_line, on_notice
+        self.stopping = threading.Event()
+        self.results: dict[int, dict[str, Any]] = {}
+        self.carried: dict[int, dict[str, int]] = {}
+        self._paths: dict[int, list[PathRow]] = {}
+        self.schema = Schema(config)
+
+    def run(self) -> SummaryTable | None:
+        """Keep it until the run ends; its summary, or None where it was stopped (`stopping`).
+
+        ValueError where the directory holds another kind of run, or the address cannot be had. PeerLost where nobody
+        is left to tell what the run came to. OSError, with the mend, for a full disk.
+        """
+        try:
+            return self._run()
+        except OSError as error:
+            if no_room(error):
+                mend = f"make room and go on with: isles resume {self.out}"
+                raise OSError(f"{self.out}: {no_room(error)} ({error.strerror}); {mend}") from error
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                self.out.rmdir()  # where it never was a run, nothing is in it
+
+    def _run(self) -> SummaryTable | None:
+        with held(self.out), contextlib.ExitStack() as stack:
+            if (self.out / SUMMARY).exists() and (self.out / NAME).exists():
+                raise ValueError(f"{self.out}: this run is complete; name another directory with --out")
+            if (self.out / SUMMARY).exists() or ((self.out / METRICS).exists() and not (self.out / NAME).exists()):
+                raise ValueError(f"--out {self.out}: holds a run already; name another directory")
+            mine, is_new = host_credentials(self.out, None)
+            room_for(_DESCRIPTORS * self.config.world.elastic.max_members + _SPARE)
+            try:
+                self.session = open_router(mine, self.address, self.config.world.elastic.lease)
+            except (ValueError, OSError):
+                if is_new:
+                    forget(self.out)
+                raise
+            stack.callback(self.session.close)
+            journal = Journal(self.out)
+            stack.callback(journal.close)
+            if not (self.out / CONFIG).exists():
+                keep_config(self.text, self.out)
+            self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
+            self.keys = SeatKeys(self.out / CREDENTIALS)
+            self.giver = Giver(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
+            self.lighthouse = Lighthouse(
+                self.session,
+                self._assembled(journal, stack),
+                journal,
+                self.keys,
+                config=self.text,
+                version=__version__,
+                heard=self._heard,
+                places=self.config.world.inner,
+            )
+            stack.callback(self.lighthouse.close)
+            self.refused = RefusalBook(self.lighthouse.refused, self.on_notice)
+            self.session.serve(
+                STATUS, lambda query: query.reply(encode(replace(self.now(), paths=self.paths()[:_SHOWN])))
+            )
+            if is_new and journal.entries:
+                self.on_notice("its credentials were not there: whoever took part must join anew, with the new token")
+            self.told(str(mine.token))
+            summary = None
+            with contextlib.suppress(InterruptedError):
+                summary = self.keep()
+        if summary is not None:
+            forget(self.out)
+        return summary
+
+    def _assembled(self, journal: Journal, stack: ExitStack) -> Assembly:
+        try:
+            return self.assembly(journal, time.monotonic() + GRACE, stack)
+        except (LookupError, TypeError, AttributeError) as error:
+            why = "its lines do not follow from each other; restore the file, or start a new run"
+            raise ValueError(f"{journal.path}: {why}") from error
+
+    @abstractmethod
+    def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Assembly:
+        """The state machine of this kind of run, which gives those a while who were there before. What else it needs is
+        made here, until `stack` ends.
+        """
+
+    @abstractmethod
+    def members(self) -> list[int]:
+        """Seats of those who take part now."""
+
+    @abstractmethod
+    def keep(self) -> SummaryTable | None:
+        """What there is to do until the end, or until `stopping`."""
+
+    @abstractmethod
+    def now(self) -> Any:
+        """How the run stands: the message for whoever asks."""
+
+    @abstractmethod
+    def hear(self, seat: int, kind: str, value: Any) -> bool:
+        """An event of one key that is of this kind of run alone; False where it is none. ValueError refuses it."""
+
+    def fetch(
+        self, giver: str, what: str, path: Path, seconds: float, copies: int = COPIES, newest: int = 1 << 53
+    ) -> dict[str, Any]:
+        """`take`, of no more than so many copies of the first model. InterruptedError where the lighthouse stops."""
+        weights, keys, stops = self.rules.weights, self.keys.introduction, self.stopping.is_set
+        most = copies * weights + BESIDE if weights else _MOST
+        try:
+            asked = GiftRequest(giver=giver, what=what, most=most, seconds=seconds, newest=newest)
+            return take(self.session, asked, path, introduction=keys, lost=stops)
+        except NotGiven as why:
+            raise InterruptedError if stops() else why from None
+
+    def links(self) -> dict[str, Any]:
+        """See `ElasticSummary.links`."""
+        ways = {way: sum(one[way] for one in self.carried.values()) for way in CARRIED}
+        pairs = [dict(zip(_PAIR, row, strict=True)) for row in self.paths()]
+        return {**ways, "relayed_here": self.lighthouse.relayed, "pairs": pairs}
+
+    def paths(self) -> SeatPaths:
+        """What workers have told; those with the most bytes first."""
+        told = [(seat, *row) for seat, rows in sorted(self._paths.items()) for row in rows]
+        return tuple(sorted(told, key=lambda row: -row[4]))
+
+    def _heard(self, seat: int, event: Any) -> None:
+        """What a worker reports, in the session's thread. ValueError refuses it."""
+        try:
+            if isinstance(event, dict) and len(event) == 1 and self._hear_one(seat, *next(iter(event.items()))):
+                return
+            line = self.schema("event", event, {seat})
+            if set(line) == {"notice"}:
+                self.on_notice(f"worker {seat}: {line['notice']}")
+                return
+            self._lines.write(as_json({key: value for key, value in line.items() if value is not None}) + "\n")
+            self._lines.flush()
+            self.on_line(line)
+        except Unfit as error:
+            raise ValueError(str(error)) from None
+
+    def _hear_one(self, seat: int, kind: str, value: Any) -> bool:
+        if kind == "result":
+            self.results[seat] = self.schema("done", value, {seat})
+        elif kind == "carried":
+            carried = table(value, "carried")
+            self.carried[seat] = {way: integer(carried, way, 0, 1 << 62) for way in CARRIED}
+        elif kind == "paths":
+            self._paths[seat] = told_paths(value)
+        elif kind == "refused":
+            self.refused.told(seat, value)
+        else:
+            return self.hear(seat, kind, value)
+        return True

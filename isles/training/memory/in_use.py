@@ -1,0 +1,152 @@
+"""What a trainer asks of its memory: nothing special without a plan, else the plan at work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from isles.memory.activations import Remade, count_all
+from isles.memory.disk import check_folder
+from isles.memory.engines.base import Engine, Inline
+from isles.memory.engines.cuda import CudaMoves, usual_engine
+from isles.memory.engines.paced import Paced
+from isles.memory.meter import MemoryMeter
+from isles.memory.optimizer import Managed
+from isles.memory.passes import PassWay
+from isles.network.routing.routes import Task
+from isles.training.config.sections import Config
+from isles.training.memory.plans import prepared, sharded_over
+from isles.training.memory.trial import try_out
+
+_WAYS: dict[str, PassWay] = {"F": "forward", "B": "backward"}
+_METERED = 3  # steps whose bytes are counted: the first makes the states, the others are like all that follow
+
+
+@cache
+def _trust(device: torch.device) -> None:
+    """ValueError, once a process, where plans that move bytes do not keep the bits of `device`."""
+    try:
+        try_out(device)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f'memory.method: {error}; choose "checkpoint"') from error
+
+
+class PlannedMemory:
+    """The memory of one worker of a run: without a plan it leaves everything as it is.
+
+    device: where the worker computes. stage: which one it holds, where the model is cut. managed: the plan at work,
+    once `manage` was called; None: there is none.
+    """
+
+    def __init__(self, config: Config, device: torch.device, stage: int = 0) -> None:
+        self.config, self.stage, self.computes = config, stage, device
+        self.managed: Managed | Remade | None = None
+        self.notices: list[str] = []
+        """What a user should know, once it is managed."""
+        self._meter = MemoryMeter()
+        self._metered = 0
+
+    def manage(self, model: nn.Module, inner: Optimizer) -> Optimizer:
+        """The inner optimizer, under the plan where there is one."""
+        if self.config.memory.method == "none":
+            return inner
+        made, here, plan = prepared(self.config, self.stage)
+        if self.config.memory.method == "checkpoint" and not self.config.memory.emulate:
+            self.managed = Remade(plan, model)
+            if self._is_seen:
+                count_all(self._meter, model, inner)
+            return inner
+        self.notices = check_folder(self.config.memory.disk, plan.disk_bytes) if plan.disk_bytes else []
+        self.managed = Managed(
+            plan,
+            model,
+            inner,
+            profile=made,
+            machine=here,
+            device=self.computes,
+            engine=self._engine(),
+            disk=self.config.memory.disk,
+            meter=self._meter,
+        )
+        return self.managed
+
+    def _engine(self) -> Engine:
+        """Workers that share a thread move bytes where they are asked for. A GPU is tried out first. ValueError where
+        it fails that.
+        """
+        virtual = self.config.world.backend == "virtual"
+        if self.computes.type == "cpu":
+            return Inline() if virtual else Paced(pace=self.config.memory.emulate)
+        _trust(self.computes)
+        return Inline(CudaMoves(self.computes)) if virtual else usual_engine(self.computes)
+
+    @property
+    def home(self) -> torch.device:
+        """Where the model's weights are made: on the host, where a plan moves some of them to the device."""
+        memory = self.config.memory
+        return torch.device("cpu") if memory.method not in ("none", "checkpoint") else self.computes
+
+    def announce(self, tasks: Sequence[Task]) -> None:
+        """The order of a stage's tasks in the step that begins."""
+        if isinstance(self.managed, Managed):
+            self.managed.announce([(_WAYS[task.kind], task[1:]) for task in tasks if task.kind in _WAYS])
+
+    def device(self, model: nn.Module) -> torch.device:
+        """Where the model computes; its parameters may lie elsewhere."""
+        return next(model.parameters()).device if self.managed is None else self.managed.device
+
+    def metered(self) -> AbstractContextManager[Any]:
+        """Around the passes of each step: the first few are counted, storage by storage; counting all would cost a
+        small model much of its speed.
+        """
+        if self.managed is None or not self._is_seen or self._metered == _METERED:
+            return nullcontext()
+        self._metered += 1
+        return self._meter
+
+    @property
+    def _is_seen(self) -> bool:
+        """Whether every byte is made where the meter sees it: not by a GPU, and not by fsdp, whose weights come and go
+        in storages of torch's own.
+        """
+        return self.computes.type == "cpu" and sharded_over(self.config) is None
+
+    def _measured_peak(self) -> int | None:
+        if self._is_seen:
+            return self._meter.peak
+        on_gpu = self.computes.type == "cuda"
+        return int(torch.cuda.max_memory_allocated(self.computes)) if on_gpu else None
+
+    def close(self) -> None:
+        """Let updates land, end the plan's threads and give the model its own forward back."""
+        if self.managed is not None:
+            self.managed.close()
+
+    def __enter__(self) -> PlannedMemory:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """As `close`; after an error nothing is waited for."""
+        if error is not None and isinstance(self.managed, Managed):
+            self.managed.abandon()
+        else:
+            self.close()
+
+    def told(self, seconds: float) -> dict[str, Any] | None:
+        """For the summary. seconds: of a step, as it was."""
+        if self.managed is None:
+            return None
+        plan = self.managed.plan
+        return {
+            "plan": plan.short,
+            "planned_peak_bytes": plan.peak,
+            "measured_peak_bytes": self._measured_peak(),
+            "planned_step_seconds": plan.step,
+            "measured_step_seconds": seconds,
+        }

@@ -1,0 +1,415 @@
+"""The plan of memory of a configured run: its machine, its model's profile, the search between them, and the optimizer
+that runs what was found.
+
+What a plan of memory cannot be together with, each in one line with its key.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from isles.base.errors import as_typed
+from isles.base.wrapping import SpreadShares, Wrapping
+from isles.memory.config import MemoryConfig
+from isles.memory.costs import Profile
+from isles.memory.disk import check_folder
+from isles.memory.plan import MemoryPlan, from_json
+from isles.memory.profile import StateBytes, adamw_bytes, fully_sharded, profile
+from isles.memory.search import METHODS, Search
+from isles.memory.sharing import portions_of
+from isles.memory.units import units_of
+from isles.models import ModelConfig, choose_device, limits, sketch
+from isles.models.cuts import Piece
+from isles.models.stages import Stage
+from isles.network.machines import Machine, known_gpu, machine
+from isles.network.networks import links
+from isles.network.routing.routes import position
+from isles.network.units import parse_bytes
+from isles.pipeline.pipeline import ways_of
+from isles.replicas import method
+from isles.replicas.gradient.config import FSDPConfig
+from isles.training.config.conflicts import refuse_conflicts
+from isles.training.config.inner import inner_kind
+from isles.training.config.reading import to_toml
+from isles.training.config.sections import Config
+from isles.training.kinds import layout_of
+from isles.training.stage_runner import planned_cut
+
+_STAYS = {"autohete": "in memory", "karma": "on the device", "checkpoint": "on the device"}
+"""Where a plan by each method keeps weights and states, if not everywhere."""
+
+
+def sharded_over(config: Config) -> tuple[int, bool] | None:
+    """Workers that each have rows of the weights, and whether gathered ones stay from forward to backward pass; None
+    where each has the weights.
+    """
+    if config.method == "fsdp":
+        assert isinstance(config.replicas, FSDPConfig)
+        return config.world.workers, not config.replicas.reshard_after_forward
+    if config.world.inner > 1 and config.world.inside == "fsdp":
+        return config.world.inner, False
+    return None
+
+
+def idle_keys(memory: MemoryConfig) -> list[str]:
+    """Settings that a plan by this method would ignore."""
+    places, _ = METHODS[memory.method]
+    moves = any(place != "device" for place in places)
+    files = any(place in ("disk", "file") for place in places)
+    return [
+        key
+        for key, acts in (
+            ("update", moves or memory.update == "exact"),
+            ("shard", moves or not memory.shard),
+            ("disk", files or memory.vectors == "disk" or not memory.disk),
+        )
+        if not acts
+    ]
+
+
+def refusals(config: Config) -> None:
+    """ValueError, with the key, for what a plan of memory cannot be together with."""
+    memory = config.memory
+    if memory.vectors == "disk":
+        refuse_conflicts(config, 'memory.vectors = "disk"')
+        check_folder(memory.disk, 0)
+    if memory.method == "none":
+        return
+    for key in idle_keys(memory):
+        raise ValueError(
+            f'memory.{key} = {as_typed(getattr(memory, key))}: memory.method = "{memory.method}" keeps all weights and '
+            f'states {_STAYS[memory.method]}: leave it out, or choose "auto"'
+        )
+    refuse_conflicts(config, "a plan of memory")
+    if config.pipeline.stages > 1 and planned_cut(config).home:
+        raise ValueError(
+            "memory.method: the loss of this pipeline is computed at the origin, beside its stage: set "
+            'pipeline.loss_at = "last", and model.tie_embeddings = false where the model ties them'
+        )
+
+
+_CROSSING = 3
+"""Streams on the device while a task begins or ends: what came, what is sent, and the gradient of one of them."""
+_WAITING = 2
+"""Streams that a forward pass has there until its backward pass: what came, and what was sent."""
+
+
+def stage_passes(config: Config, stage: int) -> tuple[int, int]:
+    """(forward passes of the stage that wait for their backward pass at the most, forward passes of a step)."""
+    replicas, microbatches = config.replicas_in_all, config.pipeline.microbatches
+    visits = microbatches * (replicas if config.pipeline.routing == "random" else 1)
+    room = ways_of(config.pipeline, planned_cut(config), replicas).room.get(position(0, stage, config.pipeline.stages))
+    return min(room or visits, visits), microbatches
+
+
+def stage_profile(config: Config, stage: int, state_bytes: StateBytes, name: str) -> Profile:
+    """Of one microbatch, without numbers."""
+    own = config.model.own is None  # a user's code may make another one next time
+    sequences = config.data.batch_size_per_worker(layout_of(config).reader(0)[1]) // config.pipeline.microbatches
+    piece = planned_cut(config).pieces[stage]
+    found, size = (_stage_profiled if own else _stage_profiled.__wrapped__)(
+        config.model, piece, sequences, state_bytes, f"{name}, stage {stage}"
+    )
+    in_flight, _ = stage_passes(config, stage)
+    return replace(found, in_flight=in_flight, held=_WAITING * size, stream=found.stream + _CROSSING * size)
+
+
+@lru_cache(maxsize=8)  # the methods of a plan have one model and one cut
+def _stage_profiled(
+    model: ModelConfig, piece: Piece, sequences: int, state_bytes: StateBytes, name: str
+) -> tuple[Profile, int]:
+    """With bytes of the stream."""
+    made = Stage(sketch(model), piece)
+    context, _ = limits(model)
+    tokens = torch.empty(sequences, context, dtype=torch.int64, device="meta")
+    weights = next(made.parameters())
+    stream = torch.empty(sequences, context, made.width, dtype=weights.dtype, device="meta")
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, targets = batch
+        if not piece.enters and torch.is_grad_enabled():
+            x = x.requires_grad_()
+        if piece.leaves:
+            return model(x, targets, enter=piece.enters, leave=True)
+        out = model(x, enter=piece.enters)
+        return (out * out).sum()  # with a gradient of the stream's size, as the one that comes
+
+    found = profile(
+        made,
+        (tokens if piece.enters else stream, tokens),
+        loss=loss,
+        autocast="bf16" if model.autocast == "bf16" else "none",
+        state_bytes=state_bytes,
+        name=name,
+    )
+    return found, stream.nbytes
+
+
+_USABLE = 0.9
+"""Of a GPU's free memory: blocks of torch's allocator are larger than what is asked of it by a tenth at the most."""
+_CPU = "laptop-16"  # the machine of a run on a CPU that names none
+
+
+def _gpus(config: Config) -> list[torch.device]:
+    """Those that the workers of this machine take: all of them follow one plan, for the smallest of these."""
+    ranks = range(max(1, min(config.world.workers, torch.cuda.device_count())))
+    return sorted({choose_device(config.model, rank) for rank in ranks}, key=str)
+
+
+def machine_of(config: Config) -> Machine:
+    """The machine that the run names, or what is here: with GPUs of several kinds, the smallest. ValueError where there
+    is a GPU of no known name.
+    """
+    if config.memory.machine:
+        try:
+            return machine(config.memory.machine)
+        except ValueError as error:
+            raise ValueError(f"memory.machine: {error}") from None
+    if config.model.device == "cpu" or not torch.cuda.is_available():
+        return machine(_CPU)
+    cards = [torch.cuda.get_device_properties(device) for device in _gpus(config)]
+    there = min(cards, key=lambda card: card.total_memory)
+    if (known := known_gpu(there.name, there.total_memory)) is not None:
+        return known
+    raise ValueError(
+        f"memory.machine: this is a {there.name} of {there.total_memory / 2**30:.0f}GiB, of which nothing is known; "
+        'measure it with `isles doctor --memory --write my.toml` and set memory.machine = "my.toml"'
+    )
+
+
+def profile_of(config: Config, stage: int = 0) -> Profile:
+    """The model's profile at one worker's batch, from a sketch without numbers; of a stage where it is cut."""
+    adamw = inner_kind(config.inner, method(config.method).usual_inner) == "adamw"
+    name = config.model.factory or config.model.hf or config.model.name
+    if config.pipeline.stages > 1:
+        return stage_profile(config, stage, _states(adamw), name)
+    own = config.model.factory is None and config.model.hf is None  # a user's code may make another one next time
+    sequences = config.data.batch_size_per_worker(config.world.workers)
+    moves = config.memory.method not in ("none", "checkpoint")
+    made = (_profiled if own else _profiled.__wrapped__)(config.model, sequences, adamw, name, moves)
+    if (sharded := sharded_over(config)) is not None:
+        size, keeps = sharded
+        batches, model = config.inner.accumulation, sketch(config.model)
+        made = fully_sharded(made, model, size, keeps_gathered=keeps, batches=batches, state_bytes=_states(adamw))
+    sharing = sharers(config)
+    rate = _peer_rate(config) if sharing > 1 else math.inf
+    units = tuple(replace(unit, shared=sharing, peer_rate=rate) for unit in made.units)
+    return replace(made, units=units)
+
+
+@lru_cache(maxsize=8)  # the runs of a comparison have one model and one batch
+def _profiled(model: ModelConfig, sequences: int, adamw: bool, name: str, moves: bool) -> Profile:
+    context, _ = limits(model)
+    made = profile(
+        sketch(model),
+        torch.empty(sequences, context + 1, dtype=torch.int64, device="meta"),
+        autocast="none" if model.autocast == "none" else "bf16",  # float16 takes the same bytes
+        state_bytes=_states(adamw),
+        name=name,
+        moves=moves,
+    )
+    return replace(made, tokens=context)  # a window holds one more, the target of its last
+
+
+def _states(adamw: bool) -> StateBytes:
+    return adamw_bytes if adamw else lambda parameter: 0
+
+
+def sharers(config: Config) -> int:
+    """Workers that share the states on their hosts; 1: nobody does."""
+    if not config.memory.shard:
+        return 1
+    return config.world.inner if config.world.inner > 1 else config.world.workers
+
+
+def _peer_rate(config: Config) -> float:
+    """Bytes a second between them: of the simulated network; else of a network that is not in the way."""
+    if not config.world.is_simulated:
+        return math.inf
+    between = links(config.world.virtual.inner_links if config.world.inner > 1 else config.world.virtual.links)
+    return between.way_rate(0, 1) / 8
+
+
+def planned(config: Config, made: Profile, here: Machine, *, free: float = math.inf) -> MemoryPlan:
+    """The plan of `config.memory`: that of its file, or the fastest. free: bytes of the device that nobody has taken.
+    ValueError, with the key, for what cannot be.
+    """
+    memory = config.memory
+    sharing = sharers(config)
+    batches = config.inner.accumulation if config.pipeline.stages == 1 else config.pipeline.microbatches
+    device = _budget("device_budget", memory, min(here.device_bytes, free), here)
+    host = _budget("host_budget", memory, here.host_bytes, here)
+    if memory.plan:
+        plan = _read(memory, made, here)
+        _check_said(memory, plan, batches, device, host)
+        if plan.shared != sharing:
+            raise ValueError(
+                f"memory.plan = {memory.plan!r} shares states among {plan.shared} workers, this run among {sharing}: "
+                "plan again, or set memory.shard and the workers as there"
+            )
+        if plan.peak > free:
+            raise ValueError(
+                f"memory.plan = {memory.plan!r} takes {plan.peak / 2**30:.3g}GiB, and {free / 2**30:.3g}GiB of this "
+                "GPU are to be had: end what else uses it, or plan again"
+            )
+        return plan
+    found = Search(
+        made,
+        here,
+        method="auto" if memory.method == "none" else memory.method,
+        budget=device,
+        host=host,
+        disk=_disk(memory.disk, here),
+        update=memory.update,
+        accumulation=batches,
+    ).run()
+    return replace(found, shared=sharing)
+
+
+def _disk(folder: str, here: Machine) -> float:
+    """Bytes that a plan may put there. ValueError where nothing is known of the machine's disk."""
+    if not folder:
+        return 0.0
+    if not here.disk_read or not here.disk_write:
+        raise ValueError(
+            f"memory.disk = {folder!r}: nothing is known of the disk of {here.name}; give disk_read, disk_write and "
+            f'disk_bytes in a file with base = "{here.name}" and name that as memory.machine'
+        )
+    check_folder(folder, 0)
+    return float(shutil.disk_usage(folder).free)
+
+
+def _budget(key: str, memory: MemoryConfig, most: float, here: Machine) -> float:
+    given = getattr(memory, key)
+    if not given:
+        return most
+    asked = parse_bytes(key, given)
+    if asked > most:
+        raise ValueError(
+            f"memory.{key} = {given!r} is more than the {most / 2**30:.3g}GiB of {here.name}: choose less, or another "
+            "memory.machine"
+        )
+    return asked
+
+
+def _read(memory: MemoryConfig, made: Profile, here: Machine) -> MemoryPlan:
+    path = memory.plan
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"memory.plan = {path!r}: cannot be read ({error}); name a plan's file") from None
+    plan = from_json(text, f"memory.plan = {path!r}")
+    plan.check(made, here)
+    if plan.disk_bytes and not memory.disk:
+        raise ValueError(f"memory.plan = {path!r} puts units on disk: set memory.disk to a folder")
+    places, activations = METHODS["auto" if memory.method == "none" else memory.method]
+    for one in plan.placements:
+        if one.place not in places or one.activations not in activations:
+            raise ValueError(
+                f'memory.plan = {path!r} chooses {one.short}, which memory.method = "{memory.method}" leaves out: set '
+                f'it to "{plan.method}", or plan again'
+            )
+    return plan
+
+
+def _check_said(memory: MemoryConfig, plan: MemoryPlan, batches: int, device: float, host: float) -> None:
+    """ValueError where the plan of a file is not what the rest of the configuration says. device, host: bytes that it
+    may take.
+    """
+    path = memory.plan
+    if plan.update != memory.update:
+        raise ValueError(
+            f'memory.plan = {path!r} has {plan.update} updates: set memory.update = "{plan.update}", or plan again'
+        )
+    if plan.accumulation != batches:
+        raise ValueError(
+            f"memory.plan = {path!r} is for {plan.accumulation} batches a step, and this run adds up {batches}: plan "
+            "again, or set inner.accumulation as there"
+        )
+    for key, takes, may in (("device_budget", plan.peak, device), ("host_budget", plan.host_bytes, host)):
+        if getattr(memory, key) and takes > may:
+            raise ValueError(
+                f"memory.plan = {path!r} takes {takes / 2**20:,.4g}MiB, more than memory.{key} = "
+                f"{as_typed(getattr(memory, key))}: plan again with it, or leave it out"
+            )
+
+
+def _free_bytes(config: Config) -> float:
+    """Of the GPU with the least, less what torch's allocator rounds up to; without a GPU there is nothing to ask."""
+    if choose_device(config.model).type != "cuda" or config.memory.method == "checkpoint":
+        return math.inf
+    return _USABLE * min(torch.cuda.mem_get_info(device)[0] for device in _gpus(config))
+
+
+def _refuse_here(config: Config) -> None:
+    """ValueError, with the key, for a plan that cannot run on what this worker computes with. Part of the RAM plays the
+    device on the virtual backend, and where that was asked for.
+    """
+    memory, device = config.memory, choose_device(config.model)
+    if device.type != "cpu":
+        if memory.emulate:
+            raise ValueError("memory.emulate is for CPUs; on a GPU, memory.device_budget makes it smaller: take it out")
+    elif not memory.emulate and config.world.backend != "virtual" and machine_of(config).host_bytes:
+        raise ValueError(
+            f"memory.machine = {memory.machine!r} has a device beside its host, and this worker computes on a CPU: set "
+            "memory.emulate = true to try the plan out, or leave machine out"
+        )
+
+
+_PREPARED: dict[tuple[str, int], tuple[Profile, Machine, MemoryPlan]] = {}
+"""By configuration and stage: workers that share a process ask once."""
+
+
+def prepared(config: Config, stage: int = 0) -> tuple[Profile, Machine, MemoryPlan]:
+    """What a run with a plan needs. ValueError, one line with its key, for whatever cannot be."""
+    refusals(config)
+    _refuse_here(config)
+    key = to_toml(config), stage
+    if key not in _PREPARED:
+        random = torch.get_rng_state()
+        here, made = machine_of(config), profile_of(config, stage)
+        for other in [other for other in _PREPARED if other[0] != key[0]]:
+            del _PREPARED[other]
+        _PREPARED[key] = made, here, planned(config, made, here, free=_free_bytes(config))
+        torch.set_rng_state(random)
+    return _PREPARED[key]
+
+
+def step_seconds(config: Config) -> float:
+    """Of the virtual clock: those of the plan for a named machine, else those of [world]. A plan of paths has seconds
+    of its own.
+    """
+    if config.pipeline.skippipe.plan:
+        return 1.0
+    if config.memory.method == "none" or not config.memory.machine or config.pipeline.stages > 1:
+        return config.world.virtual.step_seconds  # of all stages; a plan knows one of them
+    return prepared(config)[2].step
+
+
+class SketchedShares(Wrapping):
+    """An inner optimizer that will share states, for a run that is only planned."""
+
+    def __init__(self, config: Config, model: nn.Module, inner: Optimizer) -> None:
+        super().__init__(inner, [parameter for parameter in model.parameters() if parameter.requires_grad])
+        units = zip(units_of(model), prepared(config)[2].placements, strict=True)
+        self._hosted = [unit.parameters for unit, one in units if one.place != "device"]
+
+    def portions(self, size: int) -> list[list[int]]:
+        """As `Managed`'s."""
+        return portions_of(self._hosted, size)
+
+    def share(self, position: int, size: int, spread: SpreadShares) -> None:
+        """Nothing is updated."""
+
+
+def sketched(config: Config, model: nn.Module, inner: Optimizer) -> Optimizer:
+    """What stands for `PlannedMemory.manage` where nothing is run."""
+    return SketchedShares(config, model, inner) if sharers(config) > 1 else inner

@@ -1,0 +1,616 @@
+"""Going on from a checkpoint: which one it is, and what its states must be made into first.
+
+Going on with another number of replicas: a checkpoint of N of them made into one of M, in the same place.
+
+    every replica, one at a time -> means of weights, inner state, anchors, momenta (bits kept where all were equal)
+                                 -> M replicas: the means, and of its own what each worker counted
+                                 -> an ordinary resume
+
+Weights in the middle of a round are averaged too: against the anchor they hold the mean of the steps since the last
+exchange, so none of those is lost. What is under way lands when it is due, in the mean. Totals are conserved: those of
+workers that leave are added to those that stay, new workers begin at zero. Clocks go on from the latest.
+
+Where replicas are cut into stages, the stages of each are put together first and cut again last (`stages`). As many
+replicas as before each go on with their own state.
+
+States of replicas cut into other stages than they were saved in: everything by the parameters' names.
+
+    states of a replica's stages -> weights, moments and flat vectors by name -> those of other stages, or of the whole
+
+So no bit of a weight, a moment, an anchor, a momentum or an exchange under way is changed; only hashes of vectors and
+what concerns a worker (totals, clocks, draws) are made anew. A method's own state is cut where it `keeps_flat` vectors.
+
+Going on with clusters whose nodes came and went: the checkpoint of those who were left made into one of a world of
+fixed size, in the same place.
+
+    shards by rank of all who ever came -> shards of those who were left, cluster after cluster, then who stands by
+    config.toml                         -> pipeline.ravnest.clusters, world.workers as they were then
+
+Weights, moments, draws and the place in the text keep their bits: where two clusters or more were there and all of
+them whole, the run goes on to the same bits as if nobody had come or gone since. Clusters that were not whole are no
+more: who is left of them stands by, and the others read their text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, cycle, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isles.base.durable import write_text
+from isles.base.tables import changed, read_toml
+from isles.base.version import __version__
+from isles.data import Loader, load_corpus
+from isles.data.loader import resharded
+from isles.models import limits, sketch
+from isles.models.cuts import cut_points
+from isles.models.stages import Stage
+from isles.pipeline.boundaries.names import boundary_name
+from isles.pipeline.config import PipelineConfig
+from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.replicas import method
+from isles.replicas.flat import FlatParameters
+from isles.replicas.sync import ReplicaSync
+from isles.training.config.conflicts import refuse_conflicts
+from isles.training.config.reading import ending_after, read_config, run_name, to_toml
+from isles.training.config.sections import Config
+from isles.training.kinds import kind_of
+from isles.training.optimizer import inner_optimizer
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.rundir import RunLock
+from isles.training.records.shard import State, join_state, split_state
+from isles.training.stage_runner import planned_cut, run_scheme
+from isles.training.step import carried_draws, new_draws
+
+_NORMS = ("progress", "left_ratio")  # of what the last round had to send: gauges, until the next one
+_SHARED = ("lr", "initial_lr", "betas", "eps", "fused")
+"""Settings in which groups of an inner optimizer are alike; by the others (weight decay, rows) they differ."""
+
+
+class Holding:
+    """What a worker holds of the model, by names: `model` is that part without numbers."""
+
+    def __init__(self, config: Config, model: nn.Module) -> None:
+        if config.pipeline.boundary.kind != "none":
+            run_scheme(config, planned_cut(config)).fit(model)
+        inner = inner_optimizer(model, config.inner, method(config.method).usual_inner)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.trained = {name: own.shape for name, own in model.named_parameters() if own.requires_grad}
+        """Shapes, in the order of its flat vectors."""
+        self.sizes = [shape.numel() for shape in self.trained.values()]
+        self.stepped = [names[id(own)] for group in inner.param_groups for own in group["params"]]
+        numbers, self.kept = count(), list(model.state_dict())
+        self.groups = [
+            {**group, "params": [next(numbers) for _ in group["params"]]}
+            | ({"fused": True} if "fused" in group else {})  # as where there are numbers
+            for group in inner.param_groups
+        ]
+
+
+def holdings(config: Config, *, whole: bool = False) -> list[Holding]:
+    """Of each stage of a replica, or of the whole model."""
+    model = sketch(config.model)
+    if whole or config.pipeline.stages == 1:
+        return [Holding(config, model)]
+    return [Holding(config, Stage(model, piece)) for piece in planned_cut(config).pieces]
+
+
+def first_blocks(config: Config) -> list[Any]:
+    """The first block of each stage after the first; where clusters are cut each in its own way, those of each."""
+    if config.pipeline.ravnest.clusters:
+        return [list(cuts) for cuts in config.pipeline.ravnest.clusters]
+    if config.pipeline.stages == 1:
+        return []
+    return [piece.blocks.start for piece in planned_cut(config).pieces[1:]]
+
+
+def run_facts(config: Config) -> dict[str, Any]:
+    """What a manifest says of the run that it is of, and of its stages."""
+    stages = config.pipeline.stages
+    facts = {"isles_version": __version__, "method": config.method, "run": run_name(config), "stages": stages}
+    return facts | ({"cut": first_blocks(config)} if stages > 1 else {})
+
+
+def with_stages(config: Config, stages: int, workers: int | None) -> Config:
+    """`config` in replicas of so many stages; workers: None: as many replicas as before. Batches stay as they are:
+    microbatches are what is accumulated without stages, so that sums are formed alike. ValueError as `Config`.
+    """
+    if stages < 1:
+        raise ValueError(f"--stages {stages}: choose 1 or more")
+    pipeline = config.pipeline
+    if pipeline.recovery.stage_loss or pipeline.skippipe.plan or kind_of(pipeline).has_peers:
+        key = "recovery.stage_loss" if pipeline.recovery.stage_loss else f'routing = "{pipeline.routing}"'
+        raise ValueError(f"--stages {stages}: pipeline.{key} is for the stages that there are; resume without --stages")
+    world, data, inner = config.world, config.data, config.inner
+    sequences = data.batch_size_per_worker(world.workers // pipeline.stages)
+    world = replace(world, workers=config.replicas_in_all * stages * world.inner if workers is None else workers)
+    if stages == 1 < pipeline.stages:
+        data = replace(data, batch_size=data.batch_size // pipeline.microbatches)
+        inner = replace(inner, accumulation=pipeline.microbatches)
+        pipeline = PipelineConfig()
+    elif stages > 1 == pipeline.stages:
+        parts = inner.accumulation
+        if parts == 1:
+            parts = max(count for count in range(1, PipelineConfig.microbatches + 1) if sequences % count == 0)
+        data = replace(data, batch_size=data.batch_size * inner.accumulation)
+        inner = replace(inner, accumulation=1)
+        pipeline = PipelineConfig(stages=stages, microbatches=parts)
+    elif stages > 1:
+        pipeline = replace(pipeline, stages=stages, cut=pipeline.cut if stages == pipeline.stages else ())
+    return replace(config, world=world, data=data, inner=inner, pipeline=pipeline)
+
+
+def with_boundary(saved: Config, config: Config) -> Config:
+    """`config`, which is `saved` with its stages cut anew, with boundaries for the same weights. ValueError where they
+    want others.
+    """
+    name, stages = boundary_name(saved.pipeline.boundary.kind), config.pipeline.stages
+    before, after = first_blocks(saved), first_blocks(config)
+    if before == after:
+        return config
+    told = f'--stages {stages}: pipeline.boundary.kind = "{saved.pipeline.boundary.kind}"'
+    if name.has_layers:
+        raise ValueError(f"{told} has trained layers where the stages begin now: blocks {before}; leave out --stages")
+    if name.kind != "subspace":
+        return config
+    if stages == 1:
+        raise ValueError(
+            f"{told} is of stages, and a whole model has no coordinates; choose 2 or more, or begin a run with "
+            "run.start at this one's model"
+        )
+    if saved.pipeline.boundary.form != "coordinates":
+        raise ValueError(
+            f'{told} with form = "{saved.pipeline.boundary.form}": what its optimizers see of gradients hangs on where '
+            "the stages begin; leave out --stages"
+        )
+    inside = saved.pipeline.boundary.blocks or before[-1]
+    if after[-1] > inside:
+        if stages - 1 > inside:
+            raise ValueError(
+                f"{told}: only the first {inside} blocks write into the subspace; choose at most {inside + 1} stages"
+            )
+        costs = planned_cut(config).costs.to_cut(loss_at_origin=False)
+        after = [*cut_points(costs[:inside], stages - 1), inside]
+        config = changed(config, {"pipeline.cut": tuple(after)})
+    return changed(config, {"pipeline.boundary.blocks": 0 if inside == after[-1] else inside})
+
+
+def recut(
+    states: Sequence[State], before: Sequence[Holding], after: Sequence[Holding], kind: type[ReplicaSync]
+) -> Iterator[State]:
+    """The states of workers that hold `after` what those of `states` held `before`, of one replica. kind: its method.
+    The first of them inherits the replica's totals. ValueError: the method does not say where in its state what lies.
+    """
+    first, optimizers = states[0], [state["optimizer"] for state in states]
+    if any(optimizer.get("frozen") for optimizer in optimizers):
+        raise ValueError("some parameters were frozen during the run: resume with as many stages as before")
+    weights = {name: tensor for state in states for name, tensor in state["model"].items()}
+    moments: dict[str, Any] = {}
+    for holding, optimizer in zip(before, optimizers, strict=True):
+        moments |= {holding.stepped[index]: own for index, own in optimizer["inner"]["state"].items()}
+    outers = _outer_states([optimizer["outer"] for optimizer in optimizers], before, after, kind)
+    for number, (holding, outer) in enumerate(zip(after, outers, strict=True)):
+        inner, schedule = first["optimizer"]["inner"], first["schedule"]
+        shared = {key: value for key, value in inner["param_groups"][0].items() if key in _SHARED}
+        optimizer = {
+            **first["optimizer"],
+            "shapes": [list(shape) for shape in holding.trained.values()],
+            "inner": {
+                "state": {index: moments[name] for index, name in enumerate(holding.stepped) if name in moments},
+                "param_groups": [group | shared for group in holding.groups],
+            },
+            "outer": outer,
+        }
+        rates = {key: [value[0]] * len(holding.groups) for key, value in schedule.items() if isinstance(value, list)}
+        made = {
+            **first,
+            "model": {name: weights[name] for name in holding.kept},
+            "optimizer": optimizer,
+            "schedule": schedule | rates,
+            "step": states[-1].get("step") if number == len(after) - 1 else first.get("step"),
+            "loader": first["loader"] if number == 0 else None,
+        }
+        yield inheriting(made, first, states if number == 0 else [], states)
+
+
+def _outer_states(
+    states: Sequence[State], before: Sequence[Holding], after: Sequence[Holding], kind: type[ReplicaSync]
+) -> list[State]:
+    """What the method keeps (`outer_state`). ValueError where it does not say how, or where it is of several fragments,
+    or of bases that belong to places in the model.
+    """
+    if any(states) and not kind.keeps_flat:
+        raise ValueError(f"{kind.__name__} does not say how its state is cut anew: resume with as many stages")
+    for fragments, flights in ((state.get("fragments", ()), state.get("flights", ())) for state in states):
+        if len(fragments) > 1:
+            raise ValueError("fragments are cut from each stage's own blocks: resume with as many stages")
+        if any(flight["at_rest"] for flight in flights):
+            raise ValueError("some parameters were frozen while a round was under way: resume with as many stages")
+        if any(fragment["averaging"] for fragment in fragments):
+            raise ValueError("bases of low-rank factors belong to each stage's matrices: resume with as many stages")
+    made = _entries(states, before, after)
+    for state, holding in zip(made, after, strict=True):
+        for fragment in state.get("fragments", ()):
+            if fragment["digest"]:
+                vector = fragment["anchor"]
+                fragment["digest"] = FlatParameters(vector.split(holding.sizes)).digest(vector)
+    return made
+
+
+def _entries(values: Sequence[Any], before: Sequence[Holding], after: Sequence[Holding]) -> list[Any]:
+    """One entry of all states: a flat vector, what holds such, or what is equal in all stages."""
+    first = values[0]
+    if isinstance(first, Tensor) and [value.numel() for value in values] == [sum(one.sizes) for one in before]:
+        parts: dict[str, Tensor] = {}
+        for vector, holding in zip(values, before, strict=True):
+            parts |= dict(zip(holding.trained, vector.split(holding.sizes), strict=True))
+        return [torch.cat([parts[name] for name in holding.trained]) for holding in after]
+    if isinstance(first, dict):
+        made = {
+            key: [math.hypot(*(value[key] for value in values))] * len(after)
+            if key in _NORMS
+            else _entries([value[key] for value in values], before, after)
+            for key in first
+        }
+        return [{key: parts[number] for key, parts in made.items()} for number in range(len(after))]
+    if isinstance(first, list) and first and isinstance(first[0], dict):
+        rows = [_entries(entries, before, after) for entries in zip(*values, strict=True)]
+        return [[row[number] for row in rows] for number in range(len(after))]
+    return [first] * len(after)
+
+
+def inheriting(state: State, like: State, inherited: Sequence[State], everyone: Sequence[State]) -> State:
+    """`state` of a new worker with the totals of those that it takes the place of; zeros where there are none. like: a
+    worker that counts the same. everyone: of the latest of their clocks; message numbers begin anew.
+    """
+    counted = [one["optimizer"]["traffic"] for one in inherited]
+    traffic = {
+        channel: {key: sum((one[channel][key] for one in counted), start=type(own)()) for key, own in row.items()}
+        for channel, row in like["optimizer"]["traffic"].items()
+    }
+    transport = like["optimizer"]["transport"]
+    if "clock" in transport:  # a virtual one
+        latest = max(one["optimizer"]["transport"]["clock"] for one in everyone)
+        transport = {**transport, "clock": latest, "messages": {}, "latest": []}
+    return {
+        **state,
+        "optimizer": {**state["optimizer"], "traffic": traffic, "transport": transport},
+        **{key: sum(one[key] for one in inherited) for key in ("tokens", "training_seconds")},
+        **{key: max(one[key] for one in everyone) for key in ("clock_seconds", "host_seconds")},
+    }
+
+
+def cut_notes(saved: Config, config: Config, step: int) -> list[str]:
+    """What a user should know of stages that are cut anew."""
+    old, new = saved.pipeline.stages, config.pipeline.stages
+    said = f"going on in {new} stage{'s' if new > 1 else ''} a replica instead of {old} after step {step}, cut by name"
+    notes = [said + ": weights, moments, anchors, momenta and what is under way keep their bits"]
+    if first_blocks(saved) != first_blocks(config) and saved.pipeline.boundary.kind.startswith("dct"):
+        masked = [block - 1 for block in first_blocks(config)]
+        notes.append(
+            f"the masks of {saved.pipeline.boundary.kind} are part of the model, and stand behind blocks {masked} now: "
+            "the loss may jump"
+        )
+    codec = str(getattr(config.replicas, "codec", "none"))
+    if codec not in ("none", "bf16", "fp16"):
+        notes.append(f"{codec} has scales over blocks of neighbours, which are others now: rounds differ a little")
+    if old == 1 and config.pipeline.microbatches > 1 and saved.inner.accumulation == 1:
+        notes.append(f"a batch is now summed in {config.pipeline.microbatches} microbatches")
+    return notes
+
+
+_PARTS = {  # of a worker's state, by the beginning of the paths of its tensors
+    ".model": "weights",
+    ".inner": "the inner optimizer's state",
+    ".outer": "anchors and outer momenta",
+}
+_OWN = {  # what is each worker's own even where anchors agree, by a part of the path
+    ".residual": "error feedback",
+    ".thresholds": "thresholds",
+    ".reference": "weights",
+    ".flights.": "what is under way",
+    ".local_momentum": "local momenta",
+}
+
+
+def reshard_replicas(run: Path, step: int, saved: Config, config: Config) -> tuple[Config, int, list[str]]:
+    """Make the checkpoint of `run` after `step`, which `saved` wrote, one of `config`: the configuration with which it
+    is gone on from, the step, and what a user should know. ValueError where it cannot be; then nothing is changed.
+    """
+    checkpoints = Checkpoints(run)
+    before = len(checkpoints.seats(step))
+    config = ending_after(config, before // (saved.pipeline.stages * saved.world.inner), step)
+    refuse_conflicts(config, "fixed workers")
+    kind_of(config.pipeline).refuse(config)  # what the method or the batch cannot be
+    replicas, context = config.replicas_in_all, limits(config.model).context
+    reader = {"context": context, "worker": replicas - 1, "workers": replicas, "seed": config.run.seed}
+    Loader(load_corpus(config.data), config.data, **reader)  # or refuses
+    old = _Replicas(checkpoints, step, saved, config)
+    notes = cut_notes(saved, config, step) if old.is_cut else []
+    with RunLock(run):
+        if old.is_cut and len(old) == replicas:
+            fresh = map(old.read, range(replicas))
+        else:
+            common, equal, own = _common(old, config)
+            fresh = (_replica(common, own, number, config) for number in range(replicas))
+            notes += _notes(equal, len(own), before, config.world.workers, step)
+        fresh = (state | {"loader": _loader(state["loader"], config)} for state in fresh)
+        checkpoints.replace(step, old.divided(fresh), run_facts(config) | {"regrouped_from": before})
+        write_text(run / "config.toml", to_toml(config))
+    return config, step, notes
+
+
+def _loader(state: State, config: Config) -> State:
+    """Where replicas may read the batch in other parts."""
+    replicas = config.replicas_in_all
+    return resharded(state, workers=replicas, batch_size=config.data.batch_size_per_worker(replicas))
+
+
+class _Replicas:
+    """The replicas of a checkpoint, each as if one worker held all of it."""
+
+    def __init__(self, checkpoints: Checkpoints, step: int, saved: Config, config: Config) -> None:
+        self._checkpoints, self._step, self._seats = checkpoints, step, checkpoints.seats(step)
+        self._kind, self._seed, self._stages = method(config.method), config.run.seed, saved.pipeline.stages
+        self.is_cut = max(self._stages, config.pipeline.stages) > 1
+        if self.is_cut:
+            self._parts, self._after, self._whole = holdings(saved), holdings(config), holdings(config, whole=True)
+
+    def __len__(self) -> int:
+        return len(self._seats) // self._stages
+
+    def read(self, number: int) -> State:
+        """One of them."""
+        seats = self._seats[number * self._stages : (number + 1) * self._stages]
+        states = [self._checkpoints.read_shard(self._step, seat) for seat in seats]
+        return next(recut(states, self._parts, self._whole, self._kind)) if self.is_cut else states[0]
+
+    def divided(self, states: Iterable[State]) -> Iterator[State]:
+        """The workers' states of those replicas. The first stage goes on with the replica's draws."""
+        for number, state in enumerate(states):
+            parts = recut([state], self._whole, self._after, self._kind) if self.is_cut else [state]
+            for stage, part in enumerate(parts):
+                yield part | (new_draws(self._seed, number * len(self._after) + stage) if stage else {})
+
+
+def _common(replicas: _Replicas, config: Config) -> tuple[State, dict[str, bool], list[State]]:
+    """What replicas have in common, by part whether it was equal in all, and each one's own."""
+    first = replicas.read(0)
+    method(config.method).regrouped(first["optimizer"]["outer"])  # refuses what has no mean, such as other shapes
+    structure, tensors = split_state(_large(first))
+    same = dict.fromkeys(tensors, True)
+    sums: dict[str, Tensor] = {}
+    own = [_small(first)]
+    for number in range(1, len(replicas)):
+        other = replicas.read(number)
+        own.append(_small(other))
+        for path, tensor in split_state(_large(other))[1].items():
+            if not tensors[path].is_floating_point():
+                continue
+            sums[path] = sums[path] if path in sums else tensors[path].double()
+            sums[path] += tensor
+            same[path] = same[path] and torch.equal(tensor, tensors[path])
+    count = len(replicas)
+    means = {path: tensor if same[path] else (sums[path] / count).to(tensor.dtype) for path, tensor in tensors.items()}
+    equal: dict[str, bool] = {}
+    for path, is_same in same.items():
+        if ".ahead." not in path:  # of the old groups, and not gone on with
+            own_part = next((part for name, part in _OWN.items() if name in path), None)
+            part = own_part or _PARTS["." + path.split(".")[1]]
+            equal[part] = equal.get(part, True) and is_same
+    large = join_state(structure, means)
+    large["outer"] = method(config.method).regrouped(large["outer"])
+    optimizer = {**first["optimizer"], "inner": large["inner"], "outer": large["outer"]}
+    return {**first, "model": large["model"], "optimizer": optimizer}, equal, own
+
+
+def _large(state: State) -> State:
+    return {"model": state["model"], "inner": state["optimizer"]["inner"], "outer": state["optimizer"]["outer"]}
+
+
+def _small(state: State) -> State:
+    kept = ("tokens", "losses", "training_seconds", "clock_seconds", "host_seconds")
+    counted = {key: state["optimizer"][key] for key in ("traffic", "transport")}
+    return {key: state[key] for key in kept} | carried_draws(state) | {"optimizer": counted}
+
+
+def _replica(common: State, every: Sequence[State], number: int, config: Config) -> State:
+    """The state of a new replica: the common one, with totals of its own. every: what each old one had of its own."""
+    old, new = len(every), config.replicas_in_all
+    nearest = every[number % old]
+    inherited = [every[other] for other in range(number, old, new)]  # none for one that is new
+    draws = carried_draws(nearest) if number < old else new_draws(config.run.seed, number)
+    return inheriting(common, nearest, inherited, every) | {"losses": nearest["losses"]} | draws
+
+
+def _notes(equal: dict[str, bool], replicas: int, before: int, after: int, step: int) -> list[str]:
+    kept, mixed = ([part for part, is_equal in equal.items() if is_equal == wanted] for wanted in (True, False))
+    who = f"{after} workers instead of {before}" if after != before else f"the {after} workers that were left"
+    always = ["the step", "the learning rate's schedule", "the place in the data", "totals of tokens and bytes"]
+    notes = [
+        f"going on with {who} after step {step}",
+        f"kept: {', '.join([*always, *(f'{part} (equal on all)' for part in kept)])}",
+    ]
+    if mixed:
+        whose = "workers" if before == replicas else "replicas"
+        notes.append(f"replaced by the mean over the {replicas} {whose}: {', '.join(mixed)}")
+        notes.append("lost: what set the workers apart in those")
+    return notes
+
+
+POSITIONS = "positions"
+"""In a manifest: of how many workers, whenever they came, the ranks of its shards are numbers."""
+
+
+def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) -> tuple[Config, int, list[str]]:
+    """Make the checkpoint of `run` after `step` one of those who were left: the configuration with which it is gone on
+    from, the step, and what a user should know. workers: that were asked for, if any. ValueError where it cannot be;
+    then nothing is changed.
+    """
+    checkpoints = Checkpoints(run)
+    manifest, saved = checkpoints.manifest(step), checkpoints.seats(step)
+    plain = checkpoints.read_shard(step, saved[0])["seats"]
+    told = ClusterSeats.of_plain(plain, int(manifest[POSITIONS]))
+    seats = told.without(set(told.living) - set(saved))
+    if not seats.whole:
+        raise ValueError(f"{run}: after step {step} no cluster was whole; name an earlier step with --step")
+    nodes = [position for number in seats.whole for position in seats.clusters[number]]
+    aside = [position for position in seats.living if position not in nodes]
+    dropped = aside if len(seats.whole) == 1 else []  # one cluster alone has nobody to load from
+    kept = nodes + [position for position in aside if position not in dropped]
+    if workers not in (None, len(kept)):
+        raise ValueError(f"--workers {workers}: after step {step} {len(kept)} were left; leave it out")
+    now = seats.without(dropped).renumbered(kept)
+    after = _config(config, now, kept)
+    with RunLock(run):
+        states = (_state(checkpoints.read_shard(step, position), number, now) for number, position in enumerate(kept))
+        checkpoints.replace(step, states, run_facts(after))
+        write_text(run / "config.toml", to_toml(after))
+    clusters = f"{len(now.clusters)} cluster{'s' * (len(now.clusters) > 1)}"
+    notes = [
+        f"going on with the {len(kept)} workers that were left after step {step}, in {clusters}; from here on nobody "
+        "comes or leaves",
+        f"workers {', '.join(map(str, kept))} are 0 to {len(kept) - 1} now",
+    ]
+    if dropped:
+        notes.append(f"workers {', '.join(map(str, dropped))} stood by: there is no second cluster to load from")
+    return after, step, notes
+
+
+def _config(config: Config, seats: ClusterSeats, kept: Sequence[int]) -> Config:
+    """Of a world of those alone."""
+    given = config.world.virtual.step_factors
+    factors = list(islice(cycle(given or (1.0,)), max(kept) + 1))
+    now = {"world.workers": len(kept), "pipeline.stages": 1, "pipeline.cut": ()}
+    now |= {"world.virtual.step_factors": tuple(factors[position] for position in kept) if given else ()}
+    now |= {"pipeline.ravnest.clusters": seats.cuts, "pipeline.ravnest.spares": 0}
+    return changed(config, now | {"pipeline.together": PipelineConfig.together})
+
+
+def _state(state: State, number: int, seats: ClusterSeats) -> State:
+    """That of worker `number` of now."""
+    place, serving = seats.place(number), state["serving"]
+    if place is not None and serving is None:
+        raise ValueError("the checkpoint was written while a worker was lost: name an earlier one with --step")
+    transport: dict[str, Any] = state["transport"]
+    if "clock" in transport:
+        transport = {**transport, "messages": {}, "latest": []}  # to others than now
+    loader = None if serving is None else serving["loader"]
+    if loader is not None:
+        shared = resharded(loader, workers=len(seats.clusters), batch_size=loader["batch_size"])
+        serving = {**serving, "loader": {**shared, "consumed": state["read"]}}
+    return {
+        **state,
+        "serving": serving if place is not None else None,
+        "seats": seats.to_plain(),
+        "transport": transport,
+    }
+
+
+_SECTIONS = {"model", "data", "inner", "replicas", "world", "run"}  # of every run's config.toml
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A run ready to go on: its configuration, the step of its checkpoint, and what a user should know."""
+
+    config: Config
+    step: int
+    notes: list[str]
+
+
+def prepare(
+    run: Path, workers: int | None, stages: int | None = None, step: int | None = None, *, trust: bool = False
+) -> Resumption:
+    """Make the checkpoint of `run` after `step` (None: the newest) one of `workers` workers in replicas of `stages`
+    stages (None: as config.toml says, or with `stages` alone as many replicas as before), and config.toml too. trust:
+    import what that names, whoever made the run.
+
+    ValueError: there is no such checkpoint, the run cannot be with so many workers or stages, or it is going on; then
+    nothing is changed.
+    """
+    checkpoints = Checkpoints(run)
+    newest, step = step is None, _chosen(checkpoints, run, step)
+    manifest, path = checkpoints.manifest(step), run / "config.toml"
+    own = read_config(str(path), {}, [], trust=trust)
+    if POSITIONS in manifest:
+        if stages is not None:
+            raise ValueError(f"--stages {stages}: clusters go on as they were; leave it out")
+        return Resumption(*reshard_clusters(run, step, own, workers))
+    if missing := _SECTIONS - read_toml(str(path)).keys():
+        raise ValueError(
+            f"{path}: damaged, for it has no [{sorted(missing)[0]}], as every run's own: take it from a copy"
+        )
+    if stages is None:
+        _refuse_other_cut(own, manifest)
+        saved = own
+        config = own if workers is None else read_config(str(path), {"world.workers": workers}, [], trust=trust)
+    else:
+        config, cut = with_stages(own, stages, workers), tuple(manifest.get("cut", ()))
+        saved = changed(own, {"pipeline.stages": manifest["stages"], "pipeline.cut": cut})  # whatever own says by now
+        config = with_boundary(saved, config)
+    kind = kind_of(config.pipeline)
+    if first_blocks(saved) == first_blocks(config):
+        notes = []
+        if manifest["run"] != run_name(config):
+            notes = [f"note: {path} was changed since this checkpoint was written: what follows is another run's"]
+        if checkpoints.seats(step) == list(range(config.world.workers)):
+            return Resumption(config, step, notes)
+        as_they_are = kind.lost(run, step, config, newest=newest) if config.world.workers == own.world.workers else None
+        if as_they_are is not None:
+            return Resumption(config, as_they_are[0], notes + as_they_are[1])
+    _refuse_reshard(run, checkpoints, step, config)
+    return Resumption(*reshard_replicas(run, step, saved, config))
+
+
+def _refuse_reshard(run: Path, checkpoints: Checkpoints, step: int, config: Config) -> None:
+    """ValueError where the states after `step` cannot be made those of other workers or stages."""
+    seats = checkpoints.seats(step)
+    if kind_of(config.pipeline).has_peers:
+        raise ValueError(
+            f"{run}: after step {step} workers {', '.join(map(str, seats))} saved; clusters and swarms resume with "
+            "all workers of before, clusters from a checkpoint that all wrote (--step names an earlier one)"
+        )
+    if elsewhere := checkpoints.absent(step):
+        raise ValueError(
+            f"{run}: after step {step} the states of workers {', '.join(map(str, elsewhere))} lie on other machines: "
+            f"copy them here, into {checkpoints.folder}, and resume without --nodes"
+        )
+    by_plan = bool(config.pipeline.skippipe.plan)
+    if by_plan or config.world.inner > 1:
+        why = "a plan is for its nodes" if by_plan else "the workers of an island have parts of their own"
+        raise ValueError(f"{why}: resume with {len(seats)} workers, as before")
+
+
+def _refuse_other_cut(config: Config, manifest: dict[str, Any]) -> None:
+    """ValueError where config.toml has another cut than the checkpoint, by itself."""
+    stages, here = config.pipeline.stages, first_blocks(config)
+    if stages != manifest["stages"]:
+        raise ValueError(
+            f"pipeline.stages = {stages}: the checkpoint is of {manifest['stages']}; set it back, or resume with "
+            f"--stages {stages}"
+        )
+    if (blocks := manifest.get("cut", [])) != here:
+        raise ValueError(
+            f"pipeline.cut: the checkpoint's stages begin at blocks {blocks}, config.toml's at {here}; set "
+            f"pipeline.cut = {blocks}, or resume with --stages {stages} to cut it anew"
+        )
+
+
+def _chosen(checkpoints: Checkpoints, run: Path, step: int | None) -> int:
+    """The checkpoint to go on from. ValueError where there is none."""
+    steps = checkpoints.steps()
+    if not run.exists():
+        raise ValueError(f"{run}: there is nothing of that name; give the directory of a run")
+    if not steps:
+        raise ValueError(f"{run}: no whole checkpoint there; set run.checkpoint_every, or start again")
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise ValueError(f"--step {chosen}: there is no whole checkpoint of it; there are {', '.join(map(str, steps))}")
+    return chosen

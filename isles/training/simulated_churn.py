@@ -1,0 +1,338 @@
+"""Runs without a lighthouse whose peers come and go on the virtual clock, as a trace says (`isles.network.churn`): in a
+swarm, and in clusters.
+
+RUN/checkpoints/          where `run.checkpoint_every` says so, of those who save together
+RUN/model.safetensors     at the end
+
+One that is killed is gone with what was on its line, and the others hear of it at once; one that leaves does so when
+its method lets it. One that stands still is waited for, or gone after a while, and somebody else once it goes on.
+
+Workers that come and go on the virtual clock, as a trace says: who is there when, whatever they do together.
+
+RUN/config.toml       at once
+RUN/churn.jsonl       what happens to whom when, as `isles.network.churn` reads it
+RUN/metrics.jsonl     what the workers report
+RUN/summary.json      at the end
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from isles.base.durable import write_text
+from isles.base.modes import torch_threads
+from isles.comm import mesh
+from isles.comm.errors import PeerLost
+from isles.comm.layout import Layout
+from isles.comm.mesh import Mesh
+from isles.comm.virtual.cluster import VirtualCluster
+from isles.comm.virtual.scheduler import Scheduler
+from isles.comm.virtual.transport import VirtualTransport
+from isles.comm.virtual.wire import VirtualWire
+from isles.data import Corpus, load_corpus
+from isles.network.churn import POOLS, ChurnEvent, churn, founders, returns, write_trace
+from isles.network.clusters.nodes import SILENT
+from isles.network.engine import ARRIVED
+from isles.network.pauses import KnownPauses
+from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
+from isles.training.config.conflicts import refuse_conflicts
+from isles.training.config.sections import Config
+from isles.training.memory.plans import step_seconds
+from isles.training.records.checkpoint import Checkpoints
+from isles.training.records.reshard import POSITIONS, run_facts
+from isles.training.records.rundir import METRICS, SUMMARY, as_json, claim, held
+from isles.training.records.summary import SummaryTable, summarise
+from isles.training.records.writer import write_config
+from isles.training.startup import deadlines
+from isles.training.step import Left, seed_draws
+from isles.training.swarm.trainer import SwarmTrainer
+
+CHURN = "churn.jsonl"
+_LONGER = 2.0  # a trace by rate goes on for so many times the time of the steps: exchanges and pauses take time too
+
+
+class ChurnedWorld(ABC):
+    """One run of `config` through the changes of `churn_name`, into `out`. on_line, on_notice: as in
+    `isles.running.run.launch`. ValueError as `trace_of`.
+
+    founders: with how many it begins. trace: what happens. begins: by worker, when it comes (s). results: by worker,
+    what it came to.
+    """
+
+    gives_up: ClassVar[bool] = False
+    """Whether one that stands still for `world.elastic.lease` seconds is gone for the others, and comes again as
+    somebody else; else it is waited for.
+    """
+    saves: ClassVar[bool] = False
+    """Whether it keeps the checkpoints that `config` asks for; else it asks for none, and says so."""
+
+    def __init__(
+        self,
+        config: Config,
+        churn_name: str,
+        out: Path,
+        on_line: Callable[[dict[str, Any]], None],
+        on_notice: Callable[[str], None],
+    ) -> None:
+        self._dropped = 0 if self.saves else config.run.checkpoint_every
+        self.config = replace(config, run=replace(config.run, checkpoint_every=0)) if self._dropped else config
+        self.out, self.on_line, self.on_notice = out, on_line, on_notice
+        self.founders, self.trace = trace_of(self.config, churn_name)
+        self.begins = [0.0] * self.founders
+        for event in self.trace:
+            self.begins += [event.at] * (int(event.number) if event.kind == "join" else 0)
+        self.events: Sequence[ChurnEvent] = self.trace
+        """What happens to whom then."""
+        self._machines: Sequence[int] = range(len(self.begins))
+        if self.gives_up:
+            found = returns(self.trace, self.begins, config.world.elastic.lease)
+            self.events, self.begins, self._machines = found.events, list(found.begins), found.machines
+        self.results: dict[int, dict[str, Any]] = {}
+        self.summary: SummaryTable = {}
+
+    @abstractmethod
+    def train(self, corpus: Corpus) -> list[dict[str, Any]]:
+        """To the end; what those came to whose model it is."""
+
+    @abstractmethod
+    def told(self) -> dict[str, Any]:
+        """What the summary tells beside what all tell."""
+
+    def run(self) -> SummaryTable:
+        """To its end. ValueError: `out` holds a run already, or cannot be made. A failure is raised as it is."""
+        began = time.perf_counter()
+        if self._dropped:
+            self.on_notice(
+                f"run.checkpoint_every = {self._dropped}: such a run of --churn cannot be gone on with, so nothing is "
+                "saved"
+            )
+        with held(self.out):
+            claim(self.out)
+            write_config(self.config, self.out)
+            write_trace(self.trace, str(self.out / CHURN))
+            with (self.out / METRICS).open("a", encoding="utf-8") as self._metrics:
+                results = self.train(load_corpus(self.config.data))
+                self.summary = summarise(self.config, results, time.perf_counter() - began) | self.told()
+                write_text(self.out / SUMMARY, as_json(self.summary, indent=2) + "\n")
+        return self.summary
+
+    def write(self, told: Mapping[str, Any]) -> None:
+        """A line of metrics."""
+        line = {key: value for key, value in told.items() if value is not None}
+        self._metrics.write(as_json(line) + "\n")
+        self._metrics.flush()
+        self.on_line(line)
+
+    def let_work(self, work: Callable[[VirtualTransport], None], before: Callable[..., None]) -> None:
+        """Have each worker do `work`, from when it comes. before: see `VirtualCluster.run`."""
+        config, world, workers = self.config, self.config.world, len(self.begins)
+        factors = replace(world, workers=workers).factors
+        cluster = VirtualCluster(
+            workers,
+            links=world.virtual.links,
+            step_seconds=step_seconds(config),
+            speeds=[factors[machine] for machine in self._machines],
+            compute_jitter=world.virtual.step_jitter,
+            pauses=KnownPauses(_pauses(self.events)),
+            begins=self.begins,
+            seed=config.run.seed,
+        )
+        with torch_threads(world.start_threads):
+            cluster.run(work, before=before)
+
+
+def trace_of(config: Config, name: str) -> tuple[int, list[ChurnEvent]]:
+    """(with how many workers a run of `config` begins, what happens in it), for `churn` called `name`. ValueError as
+    `isles.network.churn.churn` and `refuse_conflicts`, and where workers would pause twice.
+    """
+    world = config.world
+    refuse_conflicts(config, "--churn")
+    seconds = config.run.steps * step_seconds(config)
+    longer = 1.0 if name in POOLS else _LONGER * max(world.virtual.step_factors, default=1.0)
+    return founders(name, world.workers), churn(
+        name, workers=world.workers, seconds=seconds * longer, seed=config.run.seed
+    )
+
+
+def _pauses(trace: Iterable[ChurnEvent]) -> dict[int, list[tuple[float, float]]]:
+    """By worker, when it stands still; one that does not resume does so for good."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for event in trace:
+        stretches = found.setdefault(int(event.number), []) if event.kind in ("pause", "resume") else []
+        if event.kind == "pause":
+            stretches.append((event.at, float("inf")))
+        elif event.kind == "resume":
+            stretches[-1] = stretches[-1][0], event.at
+    return found
+
+
+class ChurnedPeers(ChurnedWorld):
+    """One run of peers; see `ChurnedWorld`."""
+
+    def __init__(self, config: Config, *more: Any) -> None:
+        super().__init__(config, *more)
+        if any(event.kind == "lighthouse" for event in self.trace):
+            raise ValueError(
+                f"churn: a run of {config.pipeline.routing} has no lighthouse that could be away: take that out of the "
+                "trace"
+            )
+        self.workers: dict[int, Any] = {}
+        """By rank, the `SwarmTrainer` or `ClusterWorker`, once it has begun."""
+        self.asked: set[int] = set()
+        """Ranks of those who were to leave, whether they had begun or not."""
+        self.counts = {"joins": 0, "deaths": 0, "leaves": 0}
+        self._dead: set[int] = set()
+        self._awaited: dict[int, set[int]] = {}
+        """By step: who has still to write its shard, and who has."""
+        self._written: dict[int, set[int]] = {}
+
+    @abstractmethod
+    def work(self, world: Mesh, corpus: Corpus) -> dict[str, Any] | None:
+        """What each worker does: note itself in `workers`, run to its end, and return its share of the summary, or None
+        where it has left.
+        """
+
+    def saving(self, rank: int) -> Collection[int]:
+        """Ranks whose states make up a checkpoint with that of `rank`, now that this one has written its own; none:
+        nothing is kept.
+        """
+        return ()
+
+    @override
+    def told(self) -> dict[str, Any]:
+        return self.counts
+
+    @override
+    def train(self, corpus: Corpus) -> list[dict[str, Any]]:
+        config = self.config
+
+        def work(transport: VirtualTransport) -> None:
+            seed_draws(config.run.seed, transport.rank)
+            mesh.enter(transport)
+            result = self.work(replace(mesh.init(deadlines=deadlines(config)), report=self.heard), corpus)
+            if result is not None:
+                self.results[transport.rank] = result
+
+        self.let_work(work, before=self._plan)
+        return [self.results[rank] for rank in sorted(self.results)]
+
+    def _plan(self, scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport]) -> None:
+        """Put what happens on the timeline."""
+        for event in self.events:
+            rank = int(event.number)
+            if event.kind == "join":
+                self.counts["joins"] += rank
+            elif event.kind in ("kill", "leave"):
+                act = partial(self._kill, scheduler, wire, transports, rank) if event.kind == "kill" else None
+                scheduler.timeline.at(event.at, ARRIVED, rank, act or partial(self._leave, rank))
+
+    def _kill(self, scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport], rank: int) -> None:
+        if rank in self._dead or rank in self.results or (rank in self.workers and self.workers[rank].is_gone):
+            return
+        self.counts["deaths"] += 1
+        self._dead.add(rank)
+        for step in sorted(self._awaited):
+            self._commit(step)
+        wire.dead(rank)
+        transports[rank].abandon(PeerLost(rank, "it died"))
+        scheduler.kill(scheduler.workers[rank])
+        wire.cut(rank, "its connection broke")
+
+    def _leave(self, rank: int) -> None:
+        self.counts["leaves"] += 1
+        self.asked.add(rank)
+        if rank in self.workers:
+            self.workers[rank].leave()
+
+    def heard(self, event: object) -> None:
+        if not isinstance(event, dict):
+            return
+        if "notice" in event:
+            self.on_notice(event["notice"])
+        elif "loss" in event:
+            self.write(event)
+        elif "checkpoint" in event:
+            self._saved(event["checkpoint"], event["worker"])
+
+    def _saved(self, step: int, rank: int) -> None:
+        """A shard was written."""
+        if together := self.saving(rank):
+            self._written.setdefault(step, set()).add(rank)
+            self._awaited.setdefault(step, set()).update(together)
+            self._commit(step)
+
+    def _commit(self, step: int) -> None:
+        """Make the checkpoint of `step` exist, once all who are left have written theirs."""
+        written = self._written[step]
+        if self._awaited[step] - self._dead - written:
+            return
+        del self._awaited[step], self._written[step]
+        facts = run_facts(self.config) | {POSITIONS: len(self.begins)}
+        Checkpoints(self.out).commit(step, sorted(written), facts, keep=self.config.run.keep_checkpoints)
+
+
+class ChurnedSwarm(ChurnedPeers):
+    """In a swarm. One that leaves does so after the step under way."""
+
+    @override
+    def work(self, world: Mesh, corpus: Corpus) -> dict[str, Any] | None:
+        stages = self.config.pipeline.peers_of(self.founders)
+        stages[0] += range(self.founders, len(self.begins))  # until they are told where they are wanted
+        placed = world.arranged(Layout.columns(stages))
+        trainer = self.workers[world.rank] = SwarmTrainer(self.config, placed, corpus, range(self.founders))
+        return trainer.run(self.out)
+
+    @override
+    def told(self) -> dict[str, Any]:
+        if self.config.pipeline.swarm.stage_lost != "rebuild":
+            return self.counts
+        return self.counts | {"rebuilt": sum(trainer.model_step.rebuilt for trainer in self.workers.values())}
+
+
+class ChurnedClusters(ChurnedPeers):
+    """In clusters. ValueError for a configuration whose clusters cannot change in number.
+
+    One that comes stands by from the next average on, takes the place of a lost or a leaving one, or makes a new
+    cluster with others who wait. One that leaves does so after the next average; where it holds what nobody else does,
+    it stays until somebody comes.
+    """
+
+    gives_up = saves = True
+    machines: Mapping[int, int] = {}
+    """What workers tell of themselves when they come, by rank (`isles.network.clusters.nodes`)."""
+
+    def __init__(self, config: Config, *more: Any) -> None:
+        refuse_conflicts(config, "clusters that come and go")
+        super().__init__(config, *more)
+
+    @override
+    def work(self, world: Mesh, corpus: Corpus) -> dict[str, Any] | None:
+        rank = world.rank
+        try:
+            if rank < self.founders:
+                worker = found(self.config, world, corpus, range(self.founders), growth=growth_of(self.config))
+            else:
+                worker = enter(self.config, world, corpus, range(rank), self.machines.get(rank, SILENT))
+            self.workers[rank] = worker
+            worker.leaving = rank in self.asked
+            return worker.run(self.out)
+        except Left:
+            return None
+
+    @override
+    def saving(self, rank: int) -> Collection[int]:
+        return self.workers[rank].agreement.seats.living
+
+    @override
+    def told(self) -> dict[str, Any]:
+        """Clusters are those that were whole at the end."""
+        ended: ClusterWorker = next(self.workers[rank] for rank in self.results)
+        return self.counts | {"replicas": len(ended.agreement.seats.whole)}

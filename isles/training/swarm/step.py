@@ -1,0 +1,368 @@
+"""A peer of a swarm as a `StepRunner`: microbatches by number, the swarm's step, and the model put together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from isles.comm.collectives.message_queue import Mail
+from isles.comm.errors import Malformed, PeerLost
+from isles.comm.group import same_text
+from isles.comm.mesh import Mesh
+from isles.models import limits, sketch
+from isles.models.stages import Stage
+from isles.network.routing.events import Span
+from isles.pipeline.boundaries.scheme import Scheme
+from isles.pipeline.compute import Context
+from isles.pipeline.config import PipelineConfig
+from isles.pipeline.peers.agreement import Agreement
+from isles.pipeline.peers.inbox import ASIDE, Post, letter_lengths
+from isles.pipeline.peers.join import enter, welcome
+from isles.pipeline.pipeline import Cut, form_of
+from isles.pipeline.recovery import gradient_norm, refuse_unequal
+from isles.pipeline.shares import StageShares, stage_shares
+from isles.pipeline.swarm.delayed import DelayedSwarm
+from isles.pipeline.swarm.evaluation import SwarmJudge, gathered, state_bytes
+from isles.pipeline.swarm.outer import OwnSwarm
+from isles.pipeline.swarm.peer import SwarmPeer, SwarmWays
+from isles.pipeline.swarm.placement import NOWHERE, Arrangement, StageChange
+from isles.pipeline.swarm.rebalancer import Rebalancer
+from isles.pipeline.swarm.stage_recovery import StateGifts, mend, take, take_neighbours
+from isles.pipeline.swarm.stage_work import StageWork
+from isles.pipeline.swarm.swarm import StageLost, Swarm, SwarmStep
+from isles.pipeline.wire import StageForm
+from isles.replicas.start import same_weights, spread_from_first
+from isles.replicas.sync import ReplicaSync
+from isles.training.config.reading import to_toml
+from isles.training.config.sections import Config
+from isles.training.stage_runner import on_host
+from isles.training.step import Left
+from isles.training.text import Text
+from isles.training.worker import PartsMaker
+
+_AHEAD = 3
+"""Microbatches that an origin has under way for each peer of the longest way, where nothing else is said."""
+
+
+NewStage = tuple[Stage, Scheme, Text | None]
+"""A stage, what crosses its boundaries, and its text where it is the first."""
+
+
+class Swarmed:
+    """One peer of a swarm.
+
+    parts: of its trainer, with the stage and the text that it serves at the start, and scheme: what crosses its
+    boundaries; text: None where its stage is not the first. present: ranks that
+    are there from the start. met: ranks that it listens to from the start; None: all.
+
+    last: what all peers know of the newest step. step: its number. moves, rebuilt: stages that this peer came to, and
+    those of them that it made anew. tokens: that this peer has read for microbatches it has counted. block_norm: of the
+    newest gradient of this stage's blocks.
+    """
+
+    reads = False
+    played: Sequence[Span] = ()
+
+    def __init__(
+        self,
+        parts: PartsMaker,
+        cut: Cut,
+        scheme: Scheme,
+        *,
+        present: Sequence[int],
+        met: Sequence[int] | None = None,
+    ) -> None:
+        config = parts.config
+        self.config, self.world, self.cut = config, parts.world, cut
+        self.stage, self.scheme, self.text = cast(Stage, parts.optimizer.model), scheme, parts.text
+        self.rebuilds = config.pipeline.swarm.stage_lost == "rebuild"
+        if self.rebuilds:
+            refuse_unequal([len(piece.blocks) for piece in cut.pieces], 'pipeline.swarm.stage_lost = "rebuild"')
+        self.rows = config.data.batch_size_per_worker(1)
+        post = self._post(met)
+        self._gifts = StateGifts(post, lambda: self._state())
+        self.swarm = self._swarm(post, present, parts.autocast)
+        self._judge = SwarmJudge(self.swarm)
+        self.step = self.tokens = self.moves = self.rebuilt = 0
+        self.block_norm = 0.0
+        self.last: SwarmStep | None = None
+        self._is_arranged = self._has_declined = False
+
+    def serve_others(
+        self,
+        state: Callable[[], bytes],
+        *,
+        become: Callable[[int, Tensor], NewStage],
+        revive: Callable[[int, Sequence[Tensor]], NewStage],
+    ) -> None:
+        """state: this peer's between two steps, for peers that come to its stage. become(stage, state): makes this
+        worker a peer of another stage from such a state. revive(stage, states): the same for a stage that has no peer
+        left, from states of its neighbours.
+        """
+        self._state, self._become, self._revive = state, become, revive
+
+    def _post(self, met: Sequence[int] | None) -> Post:
+        """The letters between all who may ever be in the run."""
+        config, world = self.config, self.world
+        largest = max(state_bytes(self._sketch(), piece) for piece in self.cut.pieces)
+        lengths = letter_lengths(
+            self._form(),
+            gradient=largest,
+            state=largest,
+            peers=min(world.size, config.world.elastic.max_members),
+            microbatches=config.pipeline.microbatches,
+            ever=world.size,
+        )
+        group, run = world.world.among(range(world.size), "pipeline"), number_of(identity(config, self.cut))
+        return Post(Mail(group, run=run, lengths=lengths, channels=ASIDE, met=met))
+
+    def _swarm(self, post: Post, present: Sequence[int], autocast: Context) -> Swarm:
+        """The swarm as it begins, with this worker in it where it is `present`."""
+        config, world, pipeline, group = self.config, self.world, self.config.pipeline, post.mail.group
+        work = StageWork(
+            self.stage, group, self._form(), pipeline.microbatches, shares=self._shares(), autocast=autocast
+        )
+        work.text = self._microbatch
+        placed = [coordinate.stage for coordinate in world.layout.coordinates]
+        stages = [stage if rank in present else NOWHERE for rank, stage in enumerate(placed)]
+        agreement = Agreement(post, group.deadlines.pipeline, present if world.rank in present else ())
+        ways = ways_of(pipeline, stages, agreement.patience)
+        peer = SwarmPeer(work, post, agreement, ways, seed=config.run.seed * world.size + world.rank)
+        costs = stage_costs(self.cut)
+        policy, period, margin = pipeline.swarm.rebalance, pipeline.swarm.rebalance_every, pipeline.swarm.hysteresis
+        balance = None if policy == "none" else Rebalancer(policy, costs, period=period, hysteresis=margin)
+        late = DelayedSwarm if pipeline.swarm.delay_updates else Swarm
+        kind = late if config.method == "none" else OwnSwarm
+        return kind(
+            peer,
+            agreement,
+            self._trained(),
+            Arrangement(stages, costs, balance),
+            pipeline.microbatches,
+            consistency=pipeline.swarm.consistency,
+        )
+
+    def enter(self, others: Sequence[int], wish: int = NOWHERE) -> int:
+        """Come to a swarm that is at work, of which `others` are; the step that this peer begins with. wish: the stage
+        that it wants to serve. Left where none of them is there any more.
+        """
+        try:
+            step, change = enter(self.swarm, others, wish)
+        except PeerLost:
+            raise Left from None
+        if step > self.config.run.steps:
+            raise Malformed(-1, f"a welcome to step {step}, which this run has not")
+        here = [self.swarm.stages[peer] for peer in self.swarm.agreement.members]
+        self.swarm.peer.ways = ways_of(self.config.pipeline, here, self.swarm.agreement.patience)
+        self._move(change)
+        self.step, self._is_arranged = step - 1, True
+        return step
+
+    @property
+    def norm(self) -> float:
+        """Of the newest step's gradient: the whole one's, or with pipeline.clip = "stage" this stage's."""
+        assert self.last is not None
+        return self.last.norm if self.config.pipeline.clip == "model" else self.last.stage_norm
+
+    def run(self, batches: Iterable[Tensor]) -> Tensor | None:
+        self.step += 1
+        self._take_up(self._arrange())
+        self._gifts.open()
+        self.swarm.number = self.step
+        self.last = self.swarm.step(self._mend if self.rebuilds else None)
+        self._tell_losses()
+        if isinstance(self.swarm, OwnSwarm):
+            self._gifts.close()  # until what it exchanges has landed
+        self.block_norm = gradient_norm(self.stage)
+        if self.swarm.is_needed and not self._has_declined:
+            self._decline()
+        if self.swarm.stages[self.swarm.me] == 0:
+            form = self.swarm.peer.work.form
+            self.tokens += len(self.swarm.peer.counted) * form.sequences * form.length
+        return torch.tensor(self.last.loss, device=next(self.stage.parameters()).device, dtype=torch.float32)
+
+    def take_last(self) -> bool:
+        """Leave the gradient of the last step for an update, where it is still to come; whether it was."""
+        if not isinstance(self.swarm, DelayedSwarm):
+            return False
+        assert self.last is not None
+        norm, stage_norm = self.swarm.take_last()
+        self.last = replace(self.last, norm=norm, stage_norm=stage_norm)
+        return True
+
+    def _decline(self) -> None:
+        """Tell that this peer cannot leave, for nobody could go on without it; who started the run may stop it then."""
+        self._has_declined = True
+        stage = self.swarm.stages[self.swarm.me]
+        told = (
+            f"worker {self.swarm.me} is asked to leave, and is the last of stage {stage}, with nobody to take its place"
+        )
+        self.world.report({"notice": told})
+        self.world.leaving.decline()
+
+    def _arrange(self) -> list[StageChange]:
+        if self._is_arranged:  # it has just come
+            self._is_arranged = False
+            return []
+        changes = self.swarm.arrange()
+        if self.swarm.is_gone:
+            raise Left
+        welcome(self.swarm, self.step)
+        return changes
+
+    def gauges(self) -> dict[str, float]:
+        counts = asdict(self.swarm.peer.counts)
+        told = {name: count for name, count in counts.items() if name != "seconds"}
+        own = {"stage": self.swarm.stages[self.swarm.me], "moves": self.moves}
+        own |= {"rebuilt": self.rebuilt} if self.rebuilds else {}
+        return told | own | {"peers": len(self.swarm.agreement.members)}
+
+    def state_dict(self) -> dict[str, Any] | None:
+        own = {"step": self.step, "tokens": self.tokens, "moves": self.moves, "norm": self.block_norm}
+        return own | {"stages": list(self.swarm.stages), "swarm": self.swarm.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        assert state is not None
+        self.step, self.tokens, self.moves = state["step"], state["tokens"], state["moves"]
+        self.block_norm = state["norm"]
+        self.swarm.load_state_dict(state["swarm"])
+
+    def judge(self, batches: Iterable[Tensor]) -> float | None:
+        loss = self._judge.loss(lambda: () if self.text is None else self.text.validation_batches(), self._between)
+        return loss if self.swarm.me == self.swarm.peers(0)[0] else None
+
+    def whole(self, optimizer: ReplicaSync) -> nn.Module | None:
+        optimizer.consolidate()  # the mean over the peers of a stage, where they are not alike
+        whole = self._sketch()
+        if self.text is not None:
+            whole = on_host(self.config.model, self.config.run.seed)
+            self.scheme.fit(whole)
+        return self.scheme.unsplit(whole) if gathered(self.swarm, whole, self.cut.pieces, self._between) else None
+
+    @property
+    def _between(self) -> Callable[[], None] | None:
+        """What mends stages that are lost between two steps, where nobody can begin."""
+        return partial(self._mend, comers=False) if self.rebuilds else None
+
+    def _mend(self, *, comers: bool = True) -> None:
+        """Have stages served again that have lost all of their peers."""
+        changes = mend(self.swarm, self.step, self.config.pipeline.swarm.stage_patience, comers=comers)
+        self._take_up(changes, " and makes it of its neighbours, for it had no peer left")
+
+    def _take_up(self, changes: Iterable[StageChange], more: str = "") -> None:
+        """Move where a change is this peer's; the first member tells of all, of its own too."""
+        for change in changes:
+            if change.peer == self.swarm.me:
+                self._move(change)
+            if self.swarm.me == self.swarm.agreement.members[0]:
+                whence = "comes" if change.before == NOWHERE else f"goes from stage {change.before}"
+                told = f"worker {change.peer} {whence} to stage {change.after} before step {self.step}{more}"
+                self.world.report({"notice": told})
+
+    def _move(self, change: StageChange) -> None:
+        """Take over the state of the new stage from one that has it; where nobody has, make it of its neighbours."""
+        donors, agreement = self.swarm.donors, self.swarm.agreement
+        if donors:
+            state = take(agreement.post, donors, agreement.patience)
+            if state is None:
+                raise StageLost(change.after)
+            self.serve(*self._become(change.after, state))
+        else:
+            self.serve(*self._revive(change.after, take_neighbours(self.swarm, change.after)))
+            self.rebuilt += 1
+        self.moves += 1
+
+    def serve(self, stage: Stage, scheme: Scheme, text: Text | None) -> None:
+        self.stage, self.scheme, self.text = stage, scheme, text
+        self.swarm.peer.work.hold(stage, self._form())
+        self.swarm.peer.work.shares = self._shares()
+        self.swarm.parameters = self._trained()
+
+    def _tell_losses(self) -> None:
+        agreement = self.swarm.agreement
+        missed, agreement.missed = agreement.missed, []
+        for peer in missed if self.swarm.me == agreement.members[0] else ():
+            told = f"worker {peer} of stage {self.swarm.stages[peer]} was lost by step {self.step}"
+            self.world.report({"notice": f"{told}; the others go on without it"})
+
+    def _form(self) -> StageForm:
+        context, vocab = limits(self.config.model)
+        pipeline = self.config.pipeline
+        return form_of(self.stage, self.scheme, pipeline, batch_size=self.rows, context=context, vocab=vocab)
+
+    def _shares(self) -> StageShares:
+        return stage_shares(self.stage.piece, self.cut.costs, self.config.pipeline.microbatches, recompute=False)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.stage.parameters() if parameter.requires_grad]
+
+    def _sketch(self) -> nn.Module:
+        whole = sketch(self.config.model)
+        self.scheme.fit(whole)
+        return whole
+
+    def _microbatch(self, number: int) -> Tensor:
+        """A function of the seed, the step and the number, so any origin can run it."""
+        assert self.text is not None
+        sequences = self.swarm.peer.work.form.sequences
+        first = (self.swarm.number - 1) * self.rows + number * sequences
+        return self.text.read(np.arange(first, first + sequences))
+
+
+def identity(config: Config, cut: Cut) -> str:
+    """What all peers of a run must agree on, as text: `of_all`, and the cut."""
+    return of_all(config) + repr([piece.blocks.start for piece in cut.pieces])
+
+
+def of_all(config: Config) -> str:
+    """The configuration without what each machine says for itself; texts are compared by their tokens."""
+    data, model = replace(config.data, path="", cache="", tokenizer="bytes"), replace(config.model, device="auto")
+    model, world = replace(model, hf=model.hf and "-"), replace(config.world, threads=1)
+    return to_toml(replace(config, data=data, model=model, world=world))
+
+
+def number_of(identity: str) -> int:
+    """56 bits of the hash of `identity`, for the heads of letters."""
+    return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7], "little")
+
+
+def begin_alike(config: Config, world: Mesh, cut: Cut, stage: Stage, present: Sequence[int]) -> None:
+    """Diverged, naming the odd one, unless all who are there have one configuration, and peers of a stage the same
+    weights; those are the first one's. Before an optimizer is made: it may remember what it begins with.
+    """
+    stages = [coordinate.stage for coordinate in world.layout.coordinates]
+    alike = [rank for rank in present if stages[rank] == stages[world.rank]]
+    everyone, peers = world.world.among(present), world.world.among(alike, "control")
+    mend = "its configuration or its cut points differ; start all peers with the same ones"
+    same_text(everyone, identity(config, cut), mend)
+    with torch.no_grad():
+        spread_from_first(peers, [*stage.parameters(), *stage.buffers()])
+    same_weights(peers, dict(stage.named_parameters()))
+
+
+def stage_costs(cut: Cut) -> list[float]:
+    """What a sample costs at each stage, in the unit of `cut.costs`."""
+    blocks = [sum(cut.costs.blocks[number] for number in piece.blocks) for piece in cut.pieces]
+    return [own + (cut.costs.head if piece.leaves else 0.0) for own, piece in zip(blocks, cut.pieces, strict=True)]
+
+
+def ways_of(pipeline: PipelineConfig, stages: Sequence[int], patience: float) -> SwarmWays:
+    """How microbatches travel. stages: by peer, `NOWHERE` for who is not there. patience: seconds, see `SwarmWays`."""
+    given, origins = pipeline.in_flight, max(stages.count(0), 1)
+    here = sum(stage != NOWHERE for stage in stages)
+    room = {"auto": -(-_AHEAD * here // origins), "1f1b": max(stages, default=0) + 1, "all": None}
+    return SwarmWays(
+        room=given if isinstance(given, int) else room[given],
+        forward=pipeline.swarm.forward_deadline,
+        backward=pipeline.swarm.backward_deadline,
+        chooses_again=pipeline.swarm.consistency != "strict",
+        patience=patience,
+        keeps=pipeline.swarm.consistency == "exact",
+    )

@@ -1,0 +1,165 @@
+"""Real sessions on loopback: a lighthouse's router and workers in threads of this process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from isles.comm import credentials, mesh
+from isles.comm.credentials import Credentials
+from isles.membership.keys import SeatKeys
+from isles.membership.messages import Entry, Find
+from isles.membership.p2p.address_book import Whereabouts
+from isles.membership.p2p.pairs import Pairs
+from isles.membership.p2p.transport import ElasticTransport
+from isles.membership.tls_session import Session, open_router, open_session
+
+NOBODYS = ("0" * 32,)
+"""The certificate of a worker that dials nobody."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def router(folder: Path) -> Iterator[tuple[Credentials, str, Session]]:
+    """The credentials of a new run, where its router listens, and the router's session."""
+    mine = credentials.found(folder / "credentials")
+    address = f"127.0.0.1:{free_port()}"
+    session = open_router(mine, address)
+    try:
+        yield mine, address, session
+    finally:
+        session.close()
+
+
+class Workers(list[ElasticTransport]):
+    """By seat, and the router that they meet at; what connects them, likewise by seat."""
+
+    router: Session
+    sessions: list[Session]
+    pairs: list[Pairs]
+    known: Known
+    guest: Callable[[], AbstractContextManager[Session]]
+    """Opens the session of another one that has the token."""
+
+
+class Known:
+    """What a lighthouse says of workers whom it knows. notices: what they tell a person, by seat."""
+
+    def __init__(self, folder: Path, router: Session) -> None:
+        self.keys = SeatKeys(folder)
+        self.notices: dict[int, list[str]] = {}
+        self.whereabouts = Whereabouts(self.keys, router.seen)
+
+    def asker(self, seat: int) -> Callable[..., Any]:
+        """What that seat asks it with."""
+
+        def ask(message: Any, seconds: float = 5.0) -> Any:
+            if isinstance(message, Find):
+                return self.whereabouts.find(seat, message)
+            answers = SimpleQueue[Any]()
+            self.whereabouts.listening(seat, message, answers.put)
+            return answers.get(timeout=10.0)
+
+        return ask
+
+    def pairs(
+        self, session: Session, seat: int, secret: str, folder: Path, *, lease: float = 3.0, place: int = 0
+    ) -> Pairs:
+        """Of a worker in that seat."""
+        entry, own = Entry(seat, self.keys.of(seat)), credentials.own(secret, folder)
+        island = tuple(own.token.fingerprint if at == place else "0" * 32 for at in range(place + 1))
+        self.whereabouts.joined(seat, island)
+        told = self.notices.setdefault(seat, [])
+        return Pairs(
+            session, entry, self.asker(seat), own, lease=lease, notice=told.append, place=place, certificates=island
+        )
+
+
+@contextmanager
+def workers(
+    folder: Path, count: int, *, direct: bool = False, lease: float = 3.0, connections: int = 1
+) -> Iterator[Workers]:
+    """Transports of seats 0 .. count - 1 that see each other. direct: all but the last listen."""
+    with router(folder) as (mine, address, session), ExitStack() as stack:
+        known = Known(folder, session)
+        ends = [open_session(mine.token, address) for _ in range(count)]
+        for end in ends:
+            stack.callback(end.close)
+        pairs = [
+            known.pairs(end, seat, mine.token.secret, folder / f"pairs-{seat}", lease=lease)
+            for seat, end in enumerate(ends)
+        ]
+        transports = Workers(
+            ElasticTransport(end, seat, count, guide=pairs[seat], connections=connections)
+            for seat, end in enumerate(ends)
+        )
+        transports.router, transports.sessions, transports.pairs, transports.known = session, ends, pairs, known
+        transports.guest = lambda: closing(open_session(mine.token, address))
+        for seat, (one, transport) in enumerate(zip(pairs, transports, strict=True)):
+            stack.callback(one.close)
+            stack.callback(transport.close)
+            if direct and seat < count - 1:
+                one.listen("127.0.0.1", 0)
+            one.start(transport)
+        yield transports
+
+
+def vanish(transport: ElasticTransport) -> None:
+    """Break all connections of a worker, as when its process is killed."""
+    guide = transport._guide
+    assert isinstance(guide, Pairs)
+    guide.close()
+    transport._session.close()
+    for streams in [*transport._alive.values()]:
+        for stream in [*streams]:
+            stream.cut()
+
+
+def run_elastic(folder: Path, worker: Callable[..., Any], count: int, *args: Any, direct: bool = False) -> list[Any]:
+    """`worker(world, *args)` in a thread for each seat; results in their order."""
+    results: list[Any] = [None] * count
+    with workers(folder, count, direct=direct) as transports:
+
+        def work(transport: ElasticTransport) -> None:
+            mesh.enter(transport)
+            try:
+                results[transport.rank] = worker(mesh.init(), *args)
+            except Exception as error:
+                results[transport.rank] = error
+            finally:
+                mesh.leave()
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        threads = [threading.Thread(target=work, args=(transport,)) for transport in transports]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.set_num_threads(before)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def settled(*works: Any, seconds: float = 10.0) -> None:
+    """Wait until all works are done. TimeoutError."""
+    over = threading.Event()
+    for _ in range(round(seconds / 0.005)):
+        if all(work.done() for work in works):
+            return
+        over.wait(0.005)
+    raise TimeoutError

@@ -1,0 +1,591 @@
+"""A world of toy workers round the real `Membership` and `Member`: messages with delays, deaths, pauses, cuts, outages.
+
+There are no weights. What stands for them is the set of batches whose work they hold, as the bits of an integer: an
+exchange is a union, a death loses what nobody else has. So it can be counted what was read, by whom, and whether it is
+in a world that goes on.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from isles.data.order import rows
+from isles.membership.coordinator import Membership
+from isles.membership.data_ledger import batches
+from isles.membership.effects import Record, Reply, Rules, Tell
+from isles.membership.member import Member
+from isles.membership.messages import Accusation, Ack, Admitted, BeatReply, Done, Load, Proposal, Refusal
+from isles.membership.round_commit import NOTHING, Part, Word
+from isles.membership.views import View
+
+LEASE, PATIENCE, GRACE, RETRY = 3.0, 5.0, 4.0, 1.0
+
+
+@dataclass
+class Share:
+    """What one worker sends in an exchange."""
+
+    seat: int
+    view: int
+    round: int
+    attempt: int
+    work: int
+
+
+@dataclass
+class Node:
+    """One worker process."""
+
+    name: int
+    pace: float
+    member: Member | None = None
+    work: int = 0
+    alive: bool = True
+    frozen: bool = False
+    cut: bool = False
+    broken: bool = False  # its connection, and it has not come back yet
+    training: bool = False
+    leaving: bool = False
+    landed: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)  # what makes its digest
+    means: dict[int, tuple[Word, int]] = field(default_factory=dict)
+    shares: dict[tuple[int, int], dict[int, Share]] = field(default_factory=dict)
+    exchange: Exchange | None = None
+    asking: bool = False
+    loading: int = -1
+    held_back: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def seat(self) -> int:
+        assert self.member is not None
+        return self.member.seat
+
+
+@dataclass
+class Exchange:
+    """The one under way at a worker. seats: whom it waits for."""
+
+    round: int
+    view: int
+    seats: tuple[int, ...]
+    part: Part | None = None
+    work: int = 0
+
+
+class World:
+    """agrees: all-reduce instead of pairs. After `run` the counts can be read."""
+
+    def __init__(self, *, founders: int, agrees: bool, seed: int, sync_every: int = 2) -> None:
+        self.rules = Rules(founders=founders, sync_every=sync_every, agrees=agrees)
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.nodes: list[Node] = []
+        self.reads: list[tuple[int, int]] = []  # (position, seat) of each batch; its index is its bit
+        self.counts: Counter[str] = Counter()
+        self.journal: list[dict] = []
+        self.lighthouse: Membership | None = Membership(self.rules)
+        self.deaf = -1.0  # messages sent to the lighthouse before this moment never arrive
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = count()
+        self._members: dict[int, Node] = {}
+        self.final = 1 << 30
+        for _ in range(founders):
+            self.join()
+
+    # Time and messages
+
+    def after(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + seconds, next(self._number), what))
+
+    def run(self, until: float) -> None:
+        while self._queue and self._queue[0][0] <= until:
+            self.now, _, what = heapq.heappop(self._queue)
+            what()
+        self.now = max(self.now, until)
+
+    def delay(self) -> float:
+        return self.random.uniform(0.01, 0.12)
+
+    def to_node(self, node: Node, what: Callable[[], None]) -> None:
+        """Deliver, if it lives and is reachable then; a frozen one gets it when it is back."""
+
+        def arrive() -> None:
+            if node.frozen and node.alive:
+                node.held_back.append(what)
+            elif node.alive and not node.cut:
+                what()
+
+        self.after(self.delay(), arrive)
+
+    def ask(self, node: Node, call: Callable[[Membership], list], answer: Callable[[object | None], None]) -> None:
+        """One query; `answer` gets the reply, or None when none comes."""
+        sent, replied = self.now, [False]
+
+        def reply(message: object | None) -> None:
+            if not replied[0]:
+                replied[0] = True
+                answer(message)
+
+        def arrive() -> None:
+            if self.lighthouse is None or self.deaf >= sent or node.cut:
+                return
+            for message in self.carry_out(call(self.lighthouse)):
+                self.to_node(node, lambda message=message: reply(message))
+
+        if not node.cut:
+            self.after(self.delay(), arrive)
+        self.after(RETRY, lambda: node.alive and self.unless_frozen(node, lambda: reply(None)))
+
+    def unless_frozen(self, node: Node, what: Callable[[], None]) -> None:
+        node.held_back.append(what) if node.frozen else what()
+
+    def carry_out(self, orders: list) -> list:
+        """Journal, send; the replies are given back."""
+        replies = []
+        for order in orders:
+            if isinstance(order, Record):
+                self.journal.append(json.loads(json.dumps(order.entry)))
+                self.counts[order.entry["event"]] += 1
+            elif isinstance(order, Reply):
+                replies.append(order.message)
+            elif isinstance(order, Tell) and order.seat in self._members:
+                node = self._members[order.seat]
+                self.to_node(node, lambda node=node, message=order.message: self.heard(node, message))
+        return replies
+
+    def command(self, call: Callable[[Membership], list]) -> None:
+        """What the lighthouse notices by itself."""
+        if self.lighthouse is not None:
+            self.carry_out(call(self.lighthouse))
+
+    # Events
+
+    def join(self) -> None:
+        node = Node(len(self.nodes), self.random.uniform(0.9, 1.1))
+        self.nodes.append(node)
+        self._hello(node)
+
+    def _hello(self, node: Node) -> None:
+        def answer(message: object | None) -> None:
+            if node.member is not None:
+                return
+            if not isinstance(message, Admitted):
+                self._hello(node)
+                return
+            node.member = Member(message.seat)
+            self._members[message.seat] = node
+            for other in self.nodes:
+                if other.member is not None and not other.alive:
+                    node.member.connection(other.seat, broken=True)
+            self.beat(node)
+
+        self.ask(node, lambda m: m.join(self.now, "toy"), answer)
+
+    def kill(self, node: Node) -> None:
+        node.alive = False
+        self.counts["deaths"] += 1
+        if node.member is not None:
+            self.after(self.random.uniform(0.02, 0.3), lambda: self.break_connection(node))
+
+    def pause(self, node: Node, seconds: float) -> None:
+        node.frozen = True
+        self._away(node, seconds, self._wake)
+
+    def cut(self, node: Node, seconds: float) -> None:
+        """It goes on by itself; nothing comes in or goes out."""
+        node.cut = True
+
+        def mend(node: Node) -> None:
+            node.cut = False
+
+        self._away(node, seconds, mend)
+
+    def _away(self, node: Node, seconds: float, end: Callable[[Node], None]) -> None:
+        if seconds > LEASE:
+            self.counts["absences"] += 1
+            self.after(LEASE, lambda: node.alive and node.member is not None and self.break_connection(node))
+
+        def over() -> None:
+            end(node)
+            if node.broken:  # by this absence, or by one before after which it was not back yet
+                self.after(self.random.uniform(0.1, 0.3), lambda: node.alive and self.make_connection(node))
+
+        self.after(seconds, over)
+
+    def _wake(self, node: Node) -> None:
+        node.frozen = False
+        waiting, node.held_back = node.held_back, []
+        for what in waiting:
+            if node.alive:
+                what()
+
+    def leave(self, node: Node) -> None:
+        node.leaving = True
+
+        def answer(message: object | None) -> None:
+            if node.alive and node.leaving and message is None:
+                self.leave(node)
+
+        if node.member is not None:
+            self.ask(node, lambda m: [*m.leave(self.now, node.seat), Reply(Refusal("heard"))], answer)
+
+    def crash(self, seconds: float) -> None:
+        """The lighthouse dies, and is started again on its journal."""
+        self.lighthouse, self.deaf = None, self.now
+        self.counts["outages"] += 1
+
+        def restart() -> None:
+            self.deaf = self.now
+            self.lighthouse = Membership(self.rules, self.journal, until=self.now + GRACE)
+            for node in self.nodes:
+                if node.alive and node.member is not None:
+                    self.after(self.random.uniform(0.5, 2.0), lambda node=node: self._return(node))
+            self.after(GRACE + 0.01, lambda: self.command(lambda m: m.tick(self.now)))
+
+        self.after(seconds, restart)
+
+    def _return(self, node: Node) -> None:
+        if node.alive and (node.frozen or node.cut):  # it tries as long as it takes
+            self.after(1.0, lambda: self._return(node))
+        elif node.alive and not node.broken:
+            self.command(lambda m: m.back(self.now, node.seat))
+
+    def break_connection(self, node: Node) -> None:
+        node.broken = True
+        self.command(lambda m: m.gone(self.now, node.seat))
+        for other in self.nodes:
+            if other is not node and other.alive and other.member is not None:
+                self.to_node(other, lambda other=other: self._broken(other, node.seat))
+            if node.alive and other is not node and other.member is not None:  # it sees the others go
+                self.unless_frozen(node, lambda seat=other.seat: self._broken(node, seat))
+
+    def make_connection(self, node: Node) -> None:
+        if node.frozen or node.cut:
+            return
+        node.broken = False
+        self.command(lambda m: m.back(self.now, node.seat))
+        for other in self.nodes:
+            if other.member is not None and other.alive and other is not node:
+                assert node.member is not None
+                node.member.connection(other.seat, broken=other.frozen or other.cut)
+                if not other.cut and not other.frozen:
+                    other.member.connection(node.seat, broken=False)
+
+    def _broken(self, node: Node, seat: int) -> None:
+        assert node.member is not None
+        node.member.connection(seat, broken=True)
+        self.look(node)
+
+    # A worker
+
+    def beat(self, node: Node) -> None:
+        """Ask, one at a time; again each second, and sooner while it waits for its first round."""
+        if node.asking or not node.alive:
+            return
+        member = node.member
+        assert member is not None
+        node.asking = True
+        beat = member.beat()
+
+        def answer(message: object | None) -> None:
+            node.asking = False
+            if not node.alive:
+                return
+            if isinstance(message, BeatReply):
+                ack = member.answered(beat, message)
+                if ack is not None:
+                    self.acknowledge(node, ack)
+                self.look(node)
+            elif isinstance(message, Refusal):
+                node.alive = False
+                self.break_connection(node)
+                return
+            # a round begun meanwhile is told at once, not a beat later
+            soon = member.beat().round != beat.round
+            self.after(0.0 if soon else 1.0 if node.training else 0.2, lambda: self.beat(node))
+
+        self.ask(node, lambda m: m.beat(self.now, member.seat, beat), answer)
+
+    def acknowledge(self, node: Node, ack: Ack) -> None:
+        self.ask(node, lambda m: m.ack(self.now, node.seat, ack), lambda message: None)
+
+    def heard(self, node: Node, message: object) -> None:
+        member = node.member
+        assert member is not None
+        match message:
+            case Proposal():
+                ack = member.proposed(message)
+                if ack is not None:
+                    self.acknowledge(node, ack)
+            case View():
+                member.told(message)
+            case Load():
+                self.load(node, message)
+            case Word():
+                self.word(node, message)
+        self.look(node)
+
+    def load(self, node: Node, load: Load) -> None:
+        member = node.member
+        assert member is not None
+        if node.loading == load.call or load.call == member.ready:
+            return
+        node.loading, node.training, node.exchange = load.call, False, None
+        if load.donor < 0:
+            node.loading = -1
+            node.work, node.landed = 0, []
+            member.loaded(load, 0)
+            return
+        donor = self._members[load.donor]
+
+        def given(work: int, landed: list, round: int, left_out: dict[int, int]) -> None:
+            if not node.alive or node.loading != load.call:
+                return
+            node.loading = -1
+            node.work, node.landed = work, landed
+            member.loaded(load, round, left_out)
+            self.beat(node)
+
+        def give() -> None:
+            dm = donor.member
+            assert dm is not None
+            if donor.cut or not donor.training:
+                return
+            # the state after its last landing: what it has read since then comes with its own next exchange
+            round = dm.round if not self.rules.agrees else len(donor.landed)
+            snapshot = donor.work, list(donor.landed), round, dict(dm.left_out)
+            self.after(self.random.uniform(0.1, 1.0), lambda: self.to_node(node, lambda: given(*snapshot)))
+
+        def give_up() -> None:
+            if node.alive and node.loading == load.call and member.ready != load.call:
+                node.loading = -1
+                self.ask(node, lambda m: m.reload(self.now, node.seat) or [], lambda message: None)
+
+        self.to_node(donor, give)
+        self.after(RETRY + 2.5, lambda: self.unless_frozen(node, give_up))
+
+    def look(self, node: Node) -> None:
+        """Whether something that the worker waits for is there."""
+        member = node.member
+        if member is None or not node.alive or node.frozen:
+            return
+        if not node.training and node.loading < 0 and member.ready == member.call:
+            first = member.first()
+            if first is not None and self._caught_up(node, first):
+                node.training = True
+                self.begin(node, first)
+        elif node.exchange is not None:
+            self.exchanging(node)
+
+    def _caught_up(self, node: Node, first: int) -> bool:
+        """Shadow rounds: the means that came after the donor's state, from whoever has them."""
+        if not self.rules.agrees:
+            return True
+        while len(node.landed) < first - 1:
+            round = len(node.landed) + 1
+            found = next((n.means[round] for n in self.nodes if n.alive and round in n.means), None)
+            if found is None:
+                return False
+            self._land(node, *found)
+        return True
+
+    def begin(self, node: Node, round: int) -> None:
+        member = node.member
+        assert member is not None
+        if member.call != member.ready or not node.training:
+            node.training = False
+            return
+        until = member.until()
+        if round > self.final or (node.leaving and until is not None and round >= until):
+            node.training = False
+            if node.leaving:
+                node.alive = False
+                self.counts["left"] += 1
+                self.break_connection(node)
+            return
+        view = member.start_round(round)
+        if view is None:
+            self.counts["out of turn"] += 1
+        else:
+            place = view.place(member.seat)
+            assert place is not None
+            for batch in batches(member.views, view, round, place):
+                (position,) = rows(*batch, batch_size=1)
+                self.reads.append((int(position), member.seat))
+                node.work |= 1 << len(self.reads) - 1
+        self.beat(node)
+        call = member.call
+        seconds = node.pace * self.random.uniform(0.9, 1.1)
+        self.after(seconds, lambda: self.unless_frozen(node, lambda: node.alive and self.meet(node, round, call)))
+
+    def meet(self, node: Node, round: int, call: int) -> None:
+        """The end of a round: who takes part is asked now."""
+        member = node.member
+        assert member is not None
+        if member.call != member.ready or member.call != call or not node.training:
+            node.training = False
+            return
+        standing = member.group(round)
+        if self.rules.agrees and not standing.decided:  # nothing could land; the inner loop goes on meanwhile
+            self.after(0.2, lambda: self.unless_frozen(node, lambda: node.alive and self.meet(node, round, call)))
+            return
+        seats = standing.seats if self.rules.agrees else self._pair(round, standing.seats, member.seat)
+        if len(seats) == 1 and not self.rules.agrees:
+            self.counts["alone"] += 1
+            self.begin(node, round + 1)
+            return
+        part = Part(member.seat, round, 0, seats) if self.rules.agrees else None
+        node.exchange = Exchange(round, standing.view, seats, part, node.work)
+        self._send(node)
+        self._late(node, node.exchange, 0)
+        self.exchanging(node)
+
+    def _pair(self, round: int, seats: tuple[int, ...], seat: int) -> tuple[int, ...]:
+        order = list(seats)
+        random.Random(round).shuffle(order)
+        place = order.index(seat)
+        return tuple(order[place // 2 * 2 : place // 2 * 2 + 2])
+
+    def _send(self, node: Node) -> None:
+        exchange = node.exchange
+        assert exchange is not None
+        attempt, seats = (0, exchange.seats) if exchange.part is None else (exchange.part.attempt, exchange.part.seats)
+        share = Share(node.seat, exchange.view, exchange.round, attempt, exchange.work)
+        for seat in seats:
+            other = self._members.get(seat)
+            if other is None:
+                continue
+            self.counts["sent"] += 1
+            if not node.cut:
+                self.to_node(other, lambda other=other: self._arrive(other, share))
+
+    def _arrive(self, node: Node, share: Share) -> None:
+        node.shares.setdefault((share.round, share.attempt), {})[share.seat] = share
+        oldest = node.member.round - 8 if node.member is not None else 0
+        node.shares = {key: shares for key, shares in node.shares.items() if key[0] >= oldest}
+        self.look(node)
+
+    def _late(self, node: Node, exchange: Exchange, attempt: int) -> None:
+        def late() -> None:
+            if not node.alive or node.exchange is not exchange:
+                return
+            part = exchange.part
+            if part is None:
+                self.counts["deadline"] += 1
+                node.exchange = None
+                self.begin(node, exchange.round + 1)
+            elif part.attempt == attempt and part.phase == "exchanging":
+                here = node.shares.get((exchange.round, attempt), {})
+                for seat in part.seats:
+                    if seat not in here:
+                        accusation = Accusation(exchange.round, attempt, seat, "late")
+                        self.ask(node, lambda m, a=accusation: m.accuse(self.now, node.seat, a), lambda message: None)
+                self._say_failed(node, Done(exchange.round, attempt, NOTHING))
+                self._late(node, exchange, attempt)
+
+        self.after(PATIENCE, lambda: self.unless_frozen(node, late))
+
+    def _say_failed(self, node: Node, done: Done) -> None:
+        """An attempt failed here: the others are to try again, or to go on without this worker."""
+
+        def answer(message: object | None) -> None:
+            if isinstance(message, Word):
+                self.word(node, message)
+
+        self.ask(node, lambda m: m.done(self.now, node.seat, done), answer)
+
+    def exchanging(self, node: Node) -> None:
+        """Go on with the exchange if what it waits for is there."""
+        exchange, member = node.exchange, node.member
+        assert exchange is not None and member is not None
+        if exchange.part is None:
+            self._exchanging_pair(node, exchange, member)
+            return
+        if member.call != member.ready:
+            node.exchange, node.training = None, False
+            return
+        part = exchange.part
+        here = node.shares.get((exchange.round, part.attempt), {})
+        if part.phase == "exchanging" and set(part.seats) <= set(here):
+            exchange.part = part.answered(part.attempt)
+            self._say_done(node, exchange)
+
+    def _exchanging_pair(self, node: Node, exchange: Exchange, member: Member) -> None:
+        (other,) = [seat for seat in exchange.seats if seat != member.seat]
+        share = node.shares.get((exchange.round, 0), {}).get(other)
+        over = True
+        if share is not None and share.view == exchange.view and member.accept(exchange.round, exchange.seats):
+            node.work |= share.work
+            self.counts["whole"] += 1
+        elif share is not None or member.lost(other):
+            self.counts["partner elsewhere" if share is not None else "partner lost"] += 1
+        else:
+            over = False
+        if over:
+            node.exchange = None
+            self.begin(node, exchange.round + 1)
+
+    def _say_done(self, node: Node, exchange: Exchange) -> None:
+        part = exchange.part
+        if part is None or part.phase != "done" or node.exchange is not exchange or not node.alive:
+            return
+        done = Done(exchange.round, part.attempt, hash((*map(tuple, node.landed), exchange.round)) & 0xFFFFFFFF)
+
+        def answer(message: object | None) -> None:
+            if isinstance(message, Word):
+                self.word(node, message)
+            if node.exchange is exchange and node.alive:
+                self.after(0.3, lambda: self.unless_frozen(node, lambda: self._say_done(node, exchange)))
+
+        self.ask(node, lambda m: m.done(self.now, node.seat, done), answer)
+
+    def word(self, node: Node, word: Word) -> None:
+        exchange = node.exchange
+        if exchange is None or exchange.part is None or exchange.round != word.round:
+            return
+        before, exchange.part = exchange.part, exchange.part.heard(word)
+        if exchange.part.phase == "landed":
+            shares = node.shares[word.round, word.attempt]
+            union = 0
+            for seat in word.seats:
+                union |= shares[seat].work
+            node.exchange = None
+            self._land(node, word, union)
+            self.counts["landed"] += 1
+            self.begin(node, word.round + 1)
+        elif exchange.part != before and exchange.part.phase == "exchanging":
+            self.counts["again"] += 1
+            self._send(node)
+            self._late(node, exchange, exchange.part.attempt)
+            self.exchanging(node)
+
+    def _land(self, node: Node, word: Word, union: int) -> None:
+        assert node.member is not None
+        node.member.landed(word)
+        node.work |= union
+        node.landed = [*node.landed, (word.round, word.attempt, word.seats)]
+        node.means = {**{r: m for r, m in node.means.items() if r > word.round - 6}, word.round: (word, union)}
+
+    def end_after(self, rounds: int) -> None:
+        """The run's last round is so many after the newest one."""
+        self.final = max(node.member.round for node in self.living() if node.member is not None) + rounds
+        self.rules = replace(self.rules, last=self.final)
+        if self.lighthouse is not None:
+            self.lighthouse.rules = self.rules
+
+    # What came of it
+
+    def living(self) -> list[Node]:
+        return [node for node in self.nodes if node.alive]
+
+    def held(self) -> list[tuple[int, int]]:
+        """(position, reader) of every batch that is in the weights of somebody living."""
+        union = 0
+        for node in self.living():
+            union |= node.work
+        return [read for bit, read in enumerate(self.reads) if union >> bit & 1]

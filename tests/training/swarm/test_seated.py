@@ -1,0 +1,379 @@
+"""Swarms over a lighthouse: the virtual clock's bits, peers that come, are lost and leave, and what is refused."""
+
+from __future__ import annotations
+
+import time
+from copy import copy
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from isles.comm.collectives.message_queue import MailNote
+from isles.comm.credentials import parse_token
+from isles.membership.messages import Seek
+from isles.membership.state_transfer import NotGiven
+from isles.pipeline.peers.inbox import FORWARD, HOME
+from isles.training.elastic.connect import Here
+from isles.training.swarm.connect import take_part
+from isles.training.swarm.trainer import SeatedTrainer
+from tests.training.elastic.runs import Run, in_run
+from tests.training.elastic.test_runs import small
+from tests.training.swarm.seats import SwarmRun, seated
+from tests.training.swarm.test_swarmed import ONE, config, furthest, train
+
+
+def settings(peers: str, steps: int, *more: str) -> list[str]:
+    own = [one for one in ONE if not one.startswith(("world.backend", "run."))]
+    workers = sum(int(count) for count in peers[1:-1].split(","))
+    own += [f"run.steps={steps}", "run.log_every=2", "run.validate_every=0", "inner.max_norm=0", *more]
+    return [
+        *own,
+        "pipeline.routing=swarm",
+        f"pipeline.swarm.peers={peers}",
+        "pipeline.microbatches=6",
+        f"world.workers={workers}",
+    ]
+
+
+@cache
+def undisturbed(folder: Path, peers: str, steps: int, *more: str) -> dict[str, Tensor]:
+    """The weights of the same run on the virtual clock."""
+    return train(config(*settings(peers, steps, *more)), folder / f"virtual-{steps}")[1]
+
+
+def weights(run: SwarmRun) -> dict[str, Tensor]:
+    return load_file(str(run.out / "model.safetensors"))
+
+
+def states(run: SwarmRun) -> dict[int, set[bytes]]:
+    """By stage, what its peers had in the end: one thing, to the bit."""
+    trainers = [peer._trainer for number, peer in run.peers.items() if run.endings.get(number) == "finished"]
+    found: dict[int, set[bytes]] = {}
+    for trainer in trainers:
+        assert isinstance(trainer, SeatedTrainer)
+        swarm = trainer.model_step.swarm
+        found.setdefault(swarm.stages[swarm.me], set()).add(trainer._state().to_bytes())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("peers", "listens"),
+    [("[1,1,1]", 2), *(pytest.param(peers, 0, marks=pytest.mark.long) for peers in ("[1,1,1]", "[2,3,2]", "[1,2]"))],
+)
+def test_over_a_lighthouse_it_is_the_virtual_swarm(tmp_path: Path, peers: str, listens: int) -> None:
+    """Where one peer serves a stage to the bit; else up to the order of sums. Directly and relayed."""
+    run = SwarmRun(seated(*settings(peers, 6)), tmp_path / "run")
+    workers = run.config.world.workers
+    for number in range(workers):
+        run.join(listens=number < listens)
+    summary = run.end()
+    distance = furthest(weights(run), undisturbed(tmp_path, peers, 6))
+    assert distance == 0 if peers == "[1,1,1]" else distance < 1e-12
+    assert (summary["joins"], summary["deaths"], summary["leaves"], summary["begun"]) == (workers, 0, 0, 1)
+    assert (summary["workers"], summary["tokens"]) == (workers, 6 * 12 * 16)
+    assert (summary["links"]["direct"] > 0) == (listens > 0)
+    assert [line["step"] for line in run.lines if line["worker"] == 0] == [2, 4, 6]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["pipeline.swarm.delay_updates=1"],
+        ["replicas.method=diloco", "replicas.sync_every=2"],
+        ["replicas.method=noloco", "replicas.sync_every=2"],
+    ],
+)
+def test_what_a_swarm_does_otherwise_it_does_over_a_lighthouse(tmp_path: Path, more: list[str]) -> None:
+    """To the bit where one peer serves a stage, as in steps that sum gradients."""
+    run = SwarmRun(seated(*settings("[1,1,1]", 6, *more)), tmp_path / "run")
+    for _ in range(3):
+        run.join()
+    summary = run.end()
+    assert furthest(weights(run), undisturbed(tmp_path, "[1,1,1]", 6, *more)) == 0
+    assert furthest(weights(run), undisturbed(tmp_path / "plain", "[1,1,1]", 6)) > 1e-9
+    assert (summary["deaths"], summary["begun"]) == (0, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [0, 1, 2, 3, 4, 5])
+def test_who_comes_and_who_is_lost_change_nothing(tmp_path: Path, lost: int) -> None:
+    """A seventh peer comes in the middle, and then one of those that were there is gone without a word."""
+    steps = 30
+    run = SwarmRun(seated(*settings("[2,2,2]", steps)), tmp_path / "run")
+    for number in range(6):
+        run.join(number // 2)
+    run.until(lambda: run.step(0) > 5)
+    comer = run.join()
+    run.until(lambda: run.step(comer) > 10)
+    run.vanish(lost)
+    summary = run.end(120)
+    assert furthest(weights(run), undisturbed(tmp_path, "[2,2,2]", steps)) < 1e-9
+    assert all(len(found) == 1 for found in states(run).values()) and len(states(run)) == 3
+    assert summary["begun"] == 1 and run.endings[comer] == "finished"
+    assert (summary["joins"], summary["deaths"]) == (7, 1)
+
+
+@pytest.mark.long
+def test_a_stage_that_has_lost_all_of_its_peers_is_rebuilt_where_that_is_asked_for(tmp_path: Path) -> None:
+    """By a peer of another stage, in the same swarm."""
+    more = ("pipeline.swarm.stage_lost=rebuild", "pipeline.swarm.stage_patience=2")
+    run = SwarmRun(seated(*settings("[2,2,2]", 30, *more)), tmp_path / "run")
+    for number in range(6):
+        run.join(number // 2)
+    run.until(lambda: run.step(0) > 5)
+    run.vanish(2)
+    run.vanish(3)
+    summary = run.end(60)
+    assert (summary["deaths"], summary["begun"], summary["workers"]) == (2, 1, 4)
+    assert sum(peer._trainer.model_step.rebuilt for number, peer in run.peers.items() if number not in (2, 3)) == 1  # type: ignore[union-attr]
+    assert all(len(found) == 1 for found in states(run).values()) and len(states(run)) == 3
+
+
+@pytest.mark.long
+def test_a_stage_that_has_lost_all_of_its_peers_is_begun_again(tmp_path: Path) -> None:
+    """From the newest step of which all stages are kept; the others come again by themselves."""
+    steps = 30
+    run = SwarmRun(seated(*settings("[1,2,1]", steps, "run.checkpoint_every=5")), tmp_path / "run")
+    for number in range(4):
+        run.join([0, 1, 1, 2][number])
+    run.until(lambda: run.keeper.muster.kept >= 10)
+    run.vanish(3)
+    run.until(lambda: run.keeper.muster.alive() == [])
+    run.join()
+    summary = run.end(120)
+    assert furthest(weights(run), undisturbed(tmp_path, "[1,2,1]", steps)) < 1e-9
+    assert summary["begun"] == 2 and summary["joins"] == 8
+
+
+@pytest.mark.long
+def test_all_and_the_lighthouse_are_lost(tmp_path: Path) -> None:
+    """Lit again, it goes on from what it keeps: at most the interval is lost, whenever that is."""
+    steps, every = 30, 5
+    run = SwarmRun(seated(*settings("[1,1,1]", steps, f"run.checkpoint_every={every}")), tmp_path / "run")
+    for stage in range(3):
+        run.join(stage, again=False)
+    run.until(lambda: run.keeper.muster.kept >= 10)
+    newest = run.step(0)
+    for number in range(3):
+        run.vanish(number)
+    run.stop()
+    kept = run.keeper.muster.kept
+    assert newest - kept <= every
+    run.keep()
+    for stage in range(3):
+        run.join(stage)
+    summary = run.end(120)
+    assert furthest(weights(run), undisturbed(tmp_path, "[1,1,1]", steps)) == 0
+    assert (summary["begun"], summary["outages"]) == (2, 1)
+
+
+@pytest.mark.long
+def test_no_step_is_further_than_the_interval_from_what_is_kept(tmp_path: Path) -> None:
+    """With a lighthouse that takes its time for every state: peers wait for it."""
+    every = 4
+    run = SwarmRun(seated(*settings("[1,2]", 30, f"run.checkpoint_every={every}")), tmp_path / "run")
+    fetch = run.keeper._fetch_state
+
+    def slowly(*of: Any) -> int:
+        time.sleep(0.3)
+        return fetch(*of)
+
+    run.keeper._fetch_state = slowly  # type: ignore[method-assign]
+    for stage in (0, 1, 1):
+        run.join(stage)
+    seen = set[int]()
+    while 0 not in run.endings:
+        newest = max(run.step(number) for number in range(3))
+        seen.add(newest - run.keeper.muster.kept)
+        time.sleep(0.001)
+    summary = run.end()
+    assert max(seen) == every and summary["begun"] == 1
+    assert len([*(run.out / "states").iterdir()]) == 2  # of fourteen
+    assert furthest(weights(run), undisturbed(tmp_path, "[1,2]", 30)) < 1e-12
+
+
+@pytest.mark.long
+def test_a_lighthouse_that_keeps_nothing_is_not_waited_for_long(tmp_path: Path) -> None:
+    """Half of world.pipeline_deadline, once in an interval, and that is said."""
+    more = ("run.checkpoint_every=5", "world.pipeline_deadline=4")
+    run = SwarmRun(seated(*settings("[1,1]", 12, *more)), tmp_path / "run")
+
+    def nothing(*of: object) -> int:
+        raise NotGiven("it broke off")
+
+    run.keeper._fetch_state = nothing  # type: ignore[method-assign]
+    began = time.monotonic()
+    for stage in (0, 1):
+        run.join(stage)
+    summary = run.end()
+    told = [notice for notice in run.notices if "training goes on without" in notice]
+    assert "of step 1 or a later one" in told[0] and len(told) >= 2
+    assert time.monotonic() - began > 2 * 2.0 and summary["begun"] == 1
+    assert furthest(weights(run), undisturbed(tmp_path, "[1,1]", 12)) == 0
+
+
+@pytest.mark.long
+def test_a_directly_linked_swarm_goes_on_without_its_lighthouse(tmp_path: Path) -> None:
+    steps = 80
+    run = SwarmRun(seated(*settings("[1,2]", steps)), tmp_path / "run")
+    for stage in (0, 1, 1):
+        run.join(stage, listens=True)
+    run.until(lambda: run.step(0) > 3 and sum(": direct" in line for line in run.notices) == 6)
+    run.stop()
+    before = run.step(0)
+    run.until(lambda: run.step(0) > before + 20)
+    run.keep()
+    comer = run.join()
+    run.until(lambda: run.step(comer) > 0)
+    summary = run.end(120)
+    assert furthest(weights(run), undisturbed(tmp_path, "[1,2]", steps)) < 1e-9
+    assert (summary["begun"], summary["outages"], summary["joins"], summary["deaths"]) == (1, 1, 4, 0)
+
+
+LIES = {
+    "kind": "a letter of kind 99",
+    "length": "with 3 bytes",
+    "number": "below 0",
+    "another run": "a letter of another run, or of another configuration",
+    "activations": "not finite",
+    "gradients": "not finite",
+}
+
+
+def spoil(trainer: SeatedTrainer, lie: str, others: set[int]) -> None:
+    """Have this peer send it."""
+    peer = trainer.model_step.swarm.peer
+    work, mail = peer.work, peer.post.mail
+    honest_forward, honest_backward = work.forward, work.backward
+
+    def forward(*args: Any) -> Any:
+        done = honest_forward(*args)
+        done.sent = torch.full_like(cast(Tensor, done.sent), 0xFF)  # NaN in every entry
+        return done
+
+    def backward(*args: Any) -> Any:
+        booked = honest_backward(*args)
+        object.__setattr__(booked, "back", torch.full_like(cast(Tensor, booked.back), 0xFF))
+        return booked
+
+    if lie == "activations":
+        work.forward = forward  # type: ignore[method-assign]
+    elif lie == "gradients":
+        work.backward = backward  # type: ignore[method-assign]
+    elif lie == "another run":
+        false = copy(mail)  # it listens no more than the honest one
+        false.run += 1
+        mail.send = false.send  # type: ignore[method-assign]
+    else:
+        notes = {"kind": MailNote(99, 0), "length": MailNote(FORWARD, 0), "number": MailNote(HOME, 0, 0, -5)}
+        body = torch.zeros(3, dtype=torch.uint8) if lie == "length" else None
+        for seat in others:
+            mail.send(seat, notes[lie], body)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lie", LIES)
+def test_who_sends_what_cannot_be_is_named_and_left_out(tmp_path: Path, lie: str) -> None:
+    """A peer that is broken, or not honest: the others count it, go on, and come to the same weights."""
+    run = SwarmRun(seated(*settings("[1,2,1]", 30)), tmp_path / "run")
+    for stage in (0, 1, 1, 2):
+        run.join(stage, again=False)
+    run.until(lambda: run.step(0) > 2)
+    liar = run.peers[1]
+    trainer = liar._trainer
+    assert trainer is not None
+    spoil(trainer, lie, set(range(4)) - {liar.line.seat})
+    summary = run.end(120)
+    assert furthest(weights(run), undisturbed(tmp_path, "[1,2,1]", 30)) < 1e-9
+    named = [row for row in summary["refused"] if row["seat"] == liar.line.seat]
+    assert named and all(LIES[lie] in row["reason"] for row in named), summary["refused"]
+    assert all(row["seat"] == liar.line.seat for row in summary["refused"])
+    assert run.endings[1] in ("again", "finished") and summary["begun"] == 1  # it may hear of the end first
+
+
+@pytest.mark.long
+def test_each_command_joins_its_own_kind_of_run(tmp_path: Path) -> None:
+    run = SwarmRun(seated(*settings("[1,1]", 10)), tmp_path / "run")
+    with (
+        pytest.raises(ValueError, match="isles swarm peer"),
+        in_run(run, Here()),
+    ):
+        pass
+    run.stop()
+    plain = Run(small(tmp_path, 60, 2), tmp_path / "plain")
+    here = Here(own={"data": {"path": str(tmp_path / "text.txt")}})
+    with pytest.raises(ValueError, match="join it with isles join"):
+        take_part(plain.address, parse_token(plain.token), here, -1, tell=plain.notices.append)
+    plain.stop()
+
+
+def one_line(ending: Any, *words: str) -> None:
+    assert isinstance(ending, ValueError) and "\n" not in str(ending)
+    assert all(word in str(ending) for word in words), ending
+
+
+@pytest.mark.long
+def test_who_wishes_a_stage_gets_it_and_who_is_asked_to_leaves(tmp_path: Path) -> None:
+    """After a step, another one of its stage being there; work in flight is finished."""
+    steps = 30
+    run = SwarmRun(seated(*settings("[1,1]", steps)), tmp_path / "run")
+    for stage in (0, 1):
+        run.join(stage)
+    run.until(lambda: run.step(0) > 2)
+    comer = run.join(0)
+    run.until(lambda: run.step(comer) > 0)
+    run.until(lambda: run.keeper.muster.members.get(run.peers[comer].line.seat) == 0)
+    run.ask_to_leave(0)
+    run.until(lambda: 0 in run.endings)
+    summary = run.end(120)
+    assert run.endings == {0: "left", 1: "finished", comer: "finished"}
+    assert furthest(weights(run), undisturbed(tmp_path, "[1,1]", steps)) < 1e-9
+    assert (summary["begun"], summary["leaves"], summary["deaths"]) == (1, 1, 0)
+
+
+@pytest.mark.long
+def test_the_last_of_a_stage_hands_its_state_over(tmp_path: Path) -> None:
+    """Nobody can take its place: all give their states, it goes, and the run goes on from there with another one."""
+    steps = 30
+    run = SwarmRun(seated(*settings("[1,1]", steps)), tmp_path / "run")
+    for stage in (0, 1):
+        run.join(stage)
+    run.until(lambda: run.step(0) > 2)
+    run.ask_to_leave(1)
+    run.until(lambda: 1 in run.endings)
+    assert run.endings[1] == "left" and run.keeper.muster.kept == run.step(1) > 0
+    run.join()
+    summary = run.end(120)
+    assert furthest(weights(run), undisturbed(tmp_path, "[1,1]", steps)) == 0
+    assert summary["begun"] == 2
+
+
+def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
+    """Of the lighthouse alone: its peers are words to it. Nothing is kept at first, then the states of step 5."""
+    run = SwarmRun(seated(*settings("[1,1]", 30)), tmp_path / "run")
+    muster, said = run.keeper.muster, "all peers were lost: the run begins again at step "
+    for epoch in (1, 2, 3):
+        seats = [len(muster.peers), len(muster.peers) + 1]
+        calls = [partial(muster.gone, seat=seat) for seat in muster.members]
+        calls += [partial(muster.join, description="") for _ in seats]
+        calls += [partial(muster.hear, seat=seat, message=Seek(stage, 7)) for stage, seat in enumerate(seats)]
+        for call in calls:
+            run.keeper.lighthouse.act(call)
+        run.until(lambda epoch=epoch: muster.epoch == epoch)
+        run.until(lambda epoch=epoch: len([line for line in run.notices if said in line]) == epoch - 1)
+        muster.kept = 5 * (epoch - 1)
+    told = [line.removeprefix(said) for line in run.notices if said in line]
+    assert told == ["0, for no state is kept (run.checkpoint_every)", "5"]
+    run.stop()
+
+
+def test_what_cannot_be_is_a_line(tmp_path: Path) -> None:
+    run = SwarmRun(seated(*settings("[1,1]", 10)), tmp_path / "run")
+    one_line(run.ending(run.join(2)), "--stage 2: the run has 2 stages, 0 to 1")
+    run.stop()

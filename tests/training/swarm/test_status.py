@@ -1,0 +1,112 @@
+"""`isles status`: what it shows of a swarm that waits, works and refuses, and whom it cannot ask."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isles.cli.elastic import query
+from isles.cli.elastic import status as command
+from isles.comm.collectives.message_queue import MailNote
+from isles.training.records.tokens import make_token
+from tests.training.swarm.seats import SwarmRun, seated
+from tests.training.swarm.test_seated import settings
+
+Show = Callable[[SwarmRun], list[str]]
+
+
+@pytest.fixture
+def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Show:
+    """The lines that the command prints."""
+    monkeypatch.setattr(command, "end_in_order", lambda: None)  # pytest keeps its own handlers
+
+    def shown(run: SwarmRun) -> list[str]:
+        capsys.readouterr()
+        command.status(run.address, token=run.token)
+        return capsys.readouterr().out.splitlines()
+
+    return shown
+
+
+def told(lines: list[str]) -> list[list[str]]:
+    """Of the peers: stage, seat, step, counted."""
+    rows = [line.split() for line in lines[1:]]
+    paths = next((place for place, row in enumerate(rows) if row[:1] == ["path"]), len(rows))
+    return [row[:4] for row in rows[:paths] if row and (row[0] == "waits" or row[0].isdigit())]
+
+
+@pytest.mark.long
+def test_it_shows_stages_peers_and_loads(tmp_path: Path, show: Show) -> None:
+    """Of a swarm that waits, of one at work, and what was refused."""
+    run = SwarmRun(seated(*settings("[1,2,1]", 400)), tmp_path / "run")
+    assert show(run)[0] == "step 0 of 400; states are kept of: none yet; swarms begun: 0; " + (
+        "waiting: stage 0 for 1 peer, stage 1 for 2 peers, stage 2 for 1 peer"
+    )
+    run.join(1)
+    run.until(lambda: told(show(run)) == [["waits", "0", "0", "0"]])
+    for stage in (0, 1, 2):
+        run.join(stage)
+    run.until(lambda: run.step(0) > 3)
+    time.sleep(1.5)  # each tells once a second
+    lines = show(run)
+    assert lines[0].startswith("step ") and "swarms begun: 1" in lines[0] and "waiting" not in lines[0]
+    seats = {int(seat): (int(stage), int(step), int(counted)) for stage, seat, step, counted in told(lines)}
+    assert sorted(stage for stage, _, _ in seats.values()) == [0, 1, 1, 2]
+    assert all(step > 0 for _, step, _ in seats.values())
+    counts = [sum(counted for at, _, counted in seats.values() if at == stage) for stage in (0, 2)]
+    assert counts == [6, 6], "one peer of a stage counts all microbatches of a step"
+    assert all(cell in next(line for line in lines if "stage" in line) for cell in ("a microbatch", "queue", "heard"))
+    liar = run.peers[2]
+    assert liar._trainer is not None
+    liar._trainer.model_step.swarm.agreement.post.mail.send(run.peers[1].line.seat, MailNote(99, 0))
+    run.until(lambda: any(f"worker {liar.line.seat}: " in line and "kind 99" in line for line in show(run)))
+    run.stop()
+
+
+@pytest.mark.long
+def test_a_lighthouse_that_is_gone_and_comes_back(tmp_path: Path, show: Show) -> None:
+    run = SwarmRun(seated(*settings("[1,1]", 400)), tmp_path / "run")
+    assert show(run)[0].startswith("step 0 of 400")
+    run.stop()
+    with pytest.raises(OSError, match=r"no lighthouse answers there \(connection refused\): isles doctor --join"):
+        show(run)
+    lighting = threading.Timer(1.5, run.keep)  # it is just being lit
+    lighting.start()
+    assert show(run)[0].startswith("step 0 of 400")
+    run.stop()
+
+
+@pytest.mark.long
+def test_one_that_goes_amid_the_question(tmp_path: Path, show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = SwarmRun(seated(*settings("[1,1]", 10)), tmp_path / "run")
+    ask = query.ask
+
+    def asked(*of: object) -> bytes | None:
+        run.stop()
+        return ask(*of)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(query, "ask", asked)
+    with pytest.raises(OSError, match="the lighthouse has gone: ask again once it is lit"):
+        show(run)
+
+
+@pytest.mark.long
+def test_who_cannot_be_asked_is_told_in_a_line(tmp_path: Path, show: Show) -> None:
+    """Another token, and what is no lighthouse at all."""
+    run = SwarmRun(seated(*settings("[1,1]", 10)), tmp_path / "run")
+    own, run.token = run.token, str(make_token())
+    with pytest.raises(ValueError, match="is not the machine of this token"):
+        show(run)
+    run.token, run.address = own, run.address.partition(":")[0]
+    with pytest.raises(ValueError, match="write HOST:PORT"):
+        show(run)
+    run.stop()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        run.address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(OSError, match="no lighthouse answers there"):
+            show(run)
