@@ -1,1 +1,1 @@
-"""HDEE: heterogeneous domain expert ensemble."""
+"""HDEE: heterogeneous domain expert ensemble (arXiv 2502.19385)."""

@@ -1,1 +1,1 @@
-"""SMALLTALK LM: asynchronous mixture of language models."""
+"""SMALLTALK LM: asynchronous mixture of language models (arXiv 2410.03529)."""

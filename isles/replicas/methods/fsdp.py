@@ -1,5 +1,5 @@
 """Fully sharded data parallel: data parallel training in which every worker holds a share of weights, gradients and
-inner state (Zhao et al., 2023, through torch's `fully_shard`; ZeRO-3, Rajbhandari et al., 2020).
+inner state (Zhao et al., 2023, arXiv 2304.11277, through torch's `fully_shard`; ZeRO-3, Rajbhandari et al., 2020).
 
     every inner step:    grad <- mean_i grad_i, each worker its own rows; the inner optimizer steps on those
 

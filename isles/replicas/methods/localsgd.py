@@ -1,4 +1,4 @@
-"""LocalSGD (Stich, 2018; FedAvg, McMahan et al., 2016): average the parameters every H steps.
+"""LocalSGD (Stich, 2018, arXiv 1805.09767): average the parameters every H steps.
 
     every H inner steps:    theta_i <- mean_j theta_j
 
