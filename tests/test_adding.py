@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from isles.base.schema import BACKENDS
-from isles.training.startup import STARTERS
+from isles.running.run import STARTERS
 from tests import forked
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,16 +150,16 @@ ADDED: dict[str, tuple[dict[str, str], list[tuple[str, str, str]]]] = {
         ],
     ),
     "backend": (
-        {"training/running/classroom.py": BACKEND},
+        {"running/classroom.py": BACKEND},
         [
             (
-                "schema.py",
+                "base/schema.py",
                 '        Backend(name="virtual"',
                 '        Backend(name="classroom", is_simulated=True, has_processes=False),\n'
                 '        Backend(name="virtual"',
             ),
             (
-                "training/running/starting.py",
+                "running/run.py",
                 "STARTERS: dict[str, str] = {\n",
                 'STARTERS: dict[str, str] = {\n    "classroom": "isles.running.classroom",\n',
             ),

@@ -37,7 +37,9 @@ NOT_NAMES = {
     "whereabouts": "address book",
 }
 """What is said instead, by the word that is no name here (docs/glossary.md)."""
-PARTICIPLE = re.compile(r"\w+ed|told|kept|given|begun|gone|held|heard|said|(?:be|enter|giv|tak|keep|hold|tell|say|hear|com)ing")
+PARTICIPLE = re.compile(
+    r"\w+ed|told|kept|given|begun|gone|held|heard|said|(?:be|enter|giv|tak|keep|hold|tell|say|hear|com)ing"
+)
 NOUNS: set[str] = set()
 """Modules whose names end so and are nouns, or the paper's name."""
 
@@ -82,7 +84,13 @@ def test_no_module_is_named_by_a_participle() -> None:
 
 @pytest.mark.parametrize(
     ("source", "found"),
-    [("seat = 1", 1), ("def told_of(x): ...", 1), ("class StateGifts: ...", 1), ("self.kept: int = 0", 1), ("x.seats", 0)],
+    [
+        ("seat = 1", 1),
+        ("def told_of(x): ...", 1),
+        ("class StateGifts: ...", 1),
+        ("self.kept: int = 0", 1),
+        ("x.seats", 0),
+    ],
 )
 def test_the_rule_fires(source: str, found: int) -> None:
     assert len(complaints(ast.parse(source))) == found

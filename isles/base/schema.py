@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What the workers of a run are. How they are started: `isles.training.startup`."""
+    """What the workers of a run are. How they are started: `isles.running.run`."""
 
     name: str
     """What a user writes as world.backend."""

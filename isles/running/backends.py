@@ -21,9 +21,9 @@ from isles.comm.mesh import Mesh
 from isles.launch.nodes import NodeGroup
 from isles.launch.workers import LocalWorkers, Workers
 from isles.training.config.sections import Config
+from isles.training.deadlines import deadlines
 from isles.training.records.events import Schema
 from isles.training.records.rundir import LOGS
-from isles.training.startup import deadlines
 from isles.training.worker import train_worker
 
 PRELOAD = [

@@ -20,13 +20,14 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from isles.base.durable import write_text
 from isles.comm.errors import WorkerFailed
-from isles.launch.nodes import SINGLE_NODE, NodeSpec
+from isles.launch.nodes import SINGLE_NODE, NodeGroup, NodeSpec
 from isles.launch.workers import raise_first
 from isles.plan.priced import priced
 from isles.running.agree import met
@@ -42,7 +43,40 @@ from isles.training.records.summary import SummaryTable, summarise
 from isles.training.records.tokens import forget
 from isles.training.records.writer import Records
 from isles.training.stage_runner import refuse_stages
-from isles.training.startup import Started, StartTraining, starter
+
+STARTERS: dict[str, str] = {
+    "distributed": "isles.running.backends",
+    "virtual": "isles.running.virtual",
+}
+
+
+class Started(Protocol):
+    """Workers under way, such as `isles.launch.workers.Workers`."""
+
+    @property
+    def failures(self) -> Sequence[int]:
+        """Ranks in the order in which they failed."""
+
+    def stop(self) -> None:
+        """Ask all to stop after a common inner step (`Mesh.stop_here`). May be called from a signal handler."""
+
+    def join(
+        self,
+        on_event: Callable[[Any], None] | None = None,
+        on_failure: Callable[[int, Exception], None] | None = None,
+    ) -> list[Any]:
+        """All results in rank order, a failed worker's being its exception. Arguments as of `Workers.join`."""
+
+
+StartTraining = Callable[[Config, Path, int | None, NodeGroup], Started]
+"""(config, directory of the run, step to go on from, the machines)."""
+
+
+def starter(backend: str) -> Any:
+    """The module of a backend, which [world] has checked: `train`, a `StartTraining`, and `call(worker, workers,
+    config, args, out)`, which starts `worker(world, *args)` on so many workers. out: for their logs.
+    """
+    return import_module(STARTERS[backend])
 
 
 def launch(

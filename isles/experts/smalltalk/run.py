@@ -53,14 +53,13 @@ from isles.experts.system import System
 from isles.launch.nodes import SINGLE_NODE
 from isles.launch.workers import raise_first
 from isles.models import flops_per_token, parameters
-from isles.running.run import Interrupted
+from isles.running.run import Interrupted, starter
 from isles.training.config.sections import Config
 from isles.training.interrupts import first_interrupt
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.finished import SavedRun, load_run
 from isles.training.records.rundir import clear_logs
 from isles.training.records.writer import write_config
-from isles.training.startup import starter
 
 ROUTED, ROUNDS, CLUSTERS = "routers.json", "rounds.jsonl", "clusters.safetensors"
 ASSIGNMENT, HELD = "assignment.npy", "held.npy"

@@ -42,11 +42,11 @@ from isles.pipeline.swarm.outer import SwarmRoster
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import lr_factor
 from isles.training.config.sections import Config
+from isles.training.deadlines import deadlines
 from isles.training.elastic.states import state_of
 from isles.training.optimizer import rate_schedule, wrapped
 from isles.training.records.shard import StateCopy, state_from_bytes
 from isles.training.stage_runner import build_stage, run_scheme, told_by_first
-from isles.training.startup import deadlines
 from isles.training.step import Left, StepRunner
 from isles.training.swarm.step import NewStage, Swarmed, begin_alike
 from isles.training.text import Text
