@@ -75,6 +75,7 @@ def check(row: dict[str, Any], *, step: float, round_bytes: float, wait: float, 
     assert row["money"] == about(workers * hours * hour + sent / 1e9 * gigabyte)
 
 
+@pytest.mark.long
 def test_seven_billion_on_eight_sites(answer: Say) -> None:
     """Eight stages a site, of 128 microbatches: 7 more of their turns fill the pipeline. Eight sites in int8."""
     row = row_of(answer(1, "--method", "diloco", "--json"), "codec = int8")
@@ -94,6 +95,7 @@ def test_seven_billion_on_eight_sites(answer: Say) -> None:
     assert row["memory_bytes"] == about((16 + 4 + 4 + 8) * 7e9 / 8)  # at the end the workers' mean, and whose it is
 
 
+@pytest.mark.long
 def test_forty_cards_in_twelve_countries(answer: Say) -> None:
     """The slowest cities upload 20 Mbit/s. fp4 goes there in half a byte and comes back in two. A round of 500 steps is
     longer than its exchange, so only the last exchange of 40 is waited for.
