@@ -52,7 +52,7 @@ def _shown(character: str) -> str:
 
 
 @contextmanager
-def warnings_told(tell: Callable[[Any], None]) -> Iterator[None]:
+def notify_warnings(tell: Callable[[Any], None]) -> Iterator[None]:
     """Python warnings become notices to the user, each once, instead of source lines on stderr."""
     told: set[str] = set()
 

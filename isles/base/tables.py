@@ -111,19 +111,19 @@ def changed(config: T, settings: Mapping[str, Any]) -> T:
     return replace(config, **own)  # type: ignore[type-var]
 
 
-def given(config: Any) -> Iterator[tuple[str, Any]]:
+def non_defaults(config: Any) -> Iterator[tuple[str, Any]]:
     """The settings of a config dataclass that are not at their defaults: key, value."""
     for field in fields(config):
         value = getattr(config, field.name)
         if is_dataclass(value):
-            yield from ((f"{field.name}.{key}", inner) for key, inner in given(value))
+            yield from ((f"{field.name}.{key}", inner) for key, inner in non_defaults(value))
         elif value != field.default:
             yield field.name, value
 
 
 def refuse(config: Any, why: str, *names: str) -> None:
-    """ValueError "KEY = VALUE why" for the first of `given` that is one of `names`, or in a table of such a name."""
-    for key, value in given(config):
+    """ValueError "KEY = VALUE why" for the first setting off its default that is one of `names`, or in such a table."""
+    for key, value in non_defaults(config):
         if any(key == name or key.startswith(f"{name}.") for name in names):
             raise ValueError(f"{key} = {as_typed(value)} {why}")
 

@@ -29,7 +29,7 @@ class PeerLost(CommError):
         self.detail = detail
 
 
-class RoundPassed(PeerLost):
+class RoundClosed(PeerLost):
     """`rank` is there, but what was sent to it or asked of it belongs to a round that is over for it: it did that one
     alone or with others. Said at once, where else a deadline would have to pass.
     """

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isles.base.imports import named, told
+from isles.base.imports import describe, import_target
 from isles.models.config import ModelConfig
 from isles.models.decoder import Decoder
 from isles.models.hf import load_hf
@@ -32,13 +32,13 @@ def make(place: str, options: Mapping[str, Any], seed: int) -> nn.Module:
     imported, raises, or returns no module.
     """
     key = f"model.factory = {place!r}"
-    function = named(key, place)
+    function = import_target(key, place)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             model = function(**options)
     except Exception as error:  # the function is the user's: whatever it raises
-        raise ValueError(f"{key} fails: {told(error)}") from error
+        raise ValueError(f"{key} fails: {describe(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"{key} returns a {type(model).__name__}: return a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -83,7 +83,7 @@ def check_contract(model: nn.Module, place: str, context: int) -> None:
         try:
             output = model(torch.zeros(1, context + 1, dtype=torch.int64, device=device))
         except Exception as error:  # the model is the user's: whatever it raises
-            raise ValueError(f"{key}: its model fails on tokens (1, {context + 1}): {told(error)}") from error
+            raise ValueError(f"{key}: its model fails on tokens (1, {context + 1}): {describe(error)}") from error
         finally:
             model.train()
     loss = getattr(output, "loss", None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from isles.base.errors import unknown_name
-from isles.base.imports import is_place, named
+from isles.base.imports import import_target, is_import_target
 
 if TYPE_CHECKING:  # for type checkers, which see `isles.DiLoCo` through these; the names themselves come from METHODS
     from isles.replicas.config import MethodConfig
@@ -105,7 +105,7 @@ METHODS: dict[str, MethodRow] = {
 
 def config_of(name: str) -> type[MethodConfig]:
     """The class of the settings of `name`, as in `method`. Loads no torch for a name of `METHODS`."""
-    return named(f"settings of {name}", METHODS[name].config) if name in METHODS else method(name).Config
+    return import_target(f"settings of {name}", METHODS[name].config) if name in METHODS else method(name).Config
 
 
 def method(name: str) -> type[ReplicaSync]:
@@ -113,9 +113,9 @@ def method(name: str) -> type[ReplicaSync]:
     place = METHODS[name].place if name in METHODS else name
     if ":" not in place:
         raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
-    if not is_place(place):
+    if not is_import_target(place):
         raise ValueError(f"replicas.method = {name!r}: write package.module:Class")
-    found = named(f"method {name!r}", place)
+    found = import_target(f"method {name!r}", place)
     from isles.replicas.sync import ReplicaSync
 
     if not (isinstance(found, type) and issubclass(found, ReplicaSync)):

@@ -37,9 +37,9 @@ def own_config(method: str, kind: type[_C], config: object, options: dict[str, A
     return config
 
 
-def workers(seats: Sequence[int]) -> str:
+def workers(members: Sequence[int]) -> str:
     """Their numbers in words."""
-    return f"worker {seats[0]}" if len(seats) == 1 else f"workers {', '.join(map(str, seats))}"
+    return f"worker {members[0]}" if len(members) == 1 else f"workers {', '.join(map(str, members))}"
 
 
 def at_least(key: str, value: float, least: float) -> None:

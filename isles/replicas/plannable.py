@@ -16,7 +16,7 @@ from isles.comm.codecs.lowrank import Form, LowRank
 from isles.comm.collectives.mean import phases
 from isles.comm.group import Group
 from isles.comm.tags import rounds_apart
-from isles.network.exchange_plan import COMPARED, Held, PlannedExchange, Rhythm
+from isles.network.exchange_plan import COMPARED, MemoryItem, PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.exchange_schedule import Outline, bytes_of, opening_exchanges, outline
 from isles.replicas.flat import FlatParameters
@@ -82,10 +82,10 @@ class Foretold(Wrapping):
         """What the group exchanges meanwhile."""
         return opening_exchanges(start.bytes_by_format(self._shared()), self.group.size)
 
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryItem]:
         """What this method holds in the host's memory, beside weights, gradients and the inner optimizer's state."""
         flat = FlatParameters(self.shares)
-        return [Held(COMPARED, 2 * flat.numel * flat.dtype.itemsize, "end"), *self.replica.memory()]
+        return [MemoryItem(COMPARED, 2 * flat.numel * flat.dtype.itemsize, "end"), *self.replica.memory()]
 
     def advise(self, steps: int) -> list[str]:
         """Warnings about these settings for a run of `steps`; ValueError if the run cannot mean what they say."""

@@ -26,7 +26,7 @@ from isles.base.wrapping import Deferred, SeveralOptimizers, fresh_state, innerm
 from isles.comm.group import Group, numbers
 from isles.comm.roster import Roster
 from isles.comm.tags import Channel
-from isles.network.exchange_plan import Held
+from isles.network.exchange_plan import MemoryItem
 from isles.replicas.island.fsdp import own_rows
 from isles.replicas.start import same_settings
 from isles.replicas.step_guards import Scaled
@@ -187,7 +187,7 @@ class Replica(ABC):
         """Bytes that this worker sends inside its replica before the first step."""
         return self.spread_bytes(range(len(self.shares)))
 
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryItem]:
         """What is held on the host beside weights, gradients and the inner optimizer's state."""
         return []
 

@@ -158,7 +158,7 @@ class ModelWatch:
                 stacklevel=4,
             )
 
-    def at_rest(self, numbers: Collection[int], since: int) -> tuple[int, ...]:
+    def frozen(self, numbers: Collection[int], since: int) -> tuple[int, ...]:
         """Those of the parameters `numbers` that stood still in all inner steps after step `since`, being frozen."""
         return tuple(number for number in numbers if self._since.get(number, since + 2) <= since + 1)
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from isles.base.errors import in_section
-from isles.base.tables import given
+from isles.base.tables import non_defaults
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster, as_roster
@@ -174,7 +174,7 @@ def _unplayed(config: Config) -> list[str]:
     of stages, and there are none; or where a model's own tokenizer is left aside.
     """
     world = config.world
-    said = [f"world.virtual.{key}" for key, _ in given(world.virtual) if key in ("links", "step_seconds")]
+    said = [f"world.virtual.{key}" for key, _ in non_defaults(world.virtual) if key in ("links", "step_seconds")]
     notices = []
     hf = Path(config.model.hf or "", "tokenizer.json").expanduser()
     if config.model.hf and config.data.tokenizer == "bytes" and hf.is_file():

@@ -104,7 +104,7 @@ class PartsMaker(TrainerParts):
         if weighs_samples(config):
             self.notices += self._weigh()
         device = memory.device(self.optimizer.model)
-        line = world.transport.line()
+        line = world.transport.link_estimate()
         self.notices += memory.notices + ([] if line is None else [expectation(self.optimizer, config, line)])
         self.scaler = torch.amp.GradScaler(device.type) if config.model.autocast == "fp16" else None
         self.autocast = partial(autocast, config.model, device)

@@ -215,7 +215,7 @@ def threads_follow(world: Mesh) -> list[int]:
     """torch's thread counts where reductions run, before and after the computation takes another one."""
 
     def asked() -> Any:
-        yield [world.transport.bell(0.001)]
+        yield [world.transport.event(0.001)]
         return torch.get_num_threads()
 
     seen = [world.world.start(asked()).wait()]

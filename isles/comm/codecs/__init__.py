@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from isles.base.imports import named
+from isles.base.imports import import_target
 from isles.comm.codecs.kinds import CodecName, read_codec, read_form
 
 if TYPE_CHECKING:
@@ -35,6 +35,6 @@ def form(name: str) -> Form:
 
 
 def _made(said: CodecName) -> Any:
-    kind = named("codec", said.place)
+    kind = import_target("codec", said.place)
     values = {} if said.values is None else {"values": codec(said.values)}
     return kind(**values) if said.number is None else kind(said.number, **values)

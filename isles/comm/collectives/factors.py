@@ -30,7 +30,7 @@ from isles.comm.codecs.lowrank import Form, LowRank
 from isles.comm.collectives.averaging import Averaging, Coded
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean, pattern, working_bytes
-from isles.comm.transport import Steps, Work, awaited
+from isles.comm.transport import Steps, Work, works_of
 from isles.network.exchange_plan import MessagePattern, Then
 
 _DENSE, _SECOND = 2, 3  # parts of a round, see `mean`; 0 and 1 are the caller's
@@ -198,7 +198,7 @@ def _together(protocols: Sequence[Steps[tuple[int, ...]]]) -> Steps[list[tuple[i
         for index, protocol in enumerate(protocols):
             if index not in results:
                 try:
-                    works, needed = awaited(next(protocol))
+                    works, needed = works_of(next(protocol))
                     assert needed == len(works), "one of several cannot be waited for together with all of others"
                     waits += works
                 except StopIteration as end:

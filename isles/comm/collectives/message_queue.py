@@ -28,7 +28,7 @@ from isles.comm.call import Call
 from isles.comm.errors import CommError, Malformed
 from isles.comm.group import Group
 from isles.comm.tags import Channel
-from isles.comm.transport import AnyOf, Bell, Steps, Work
+from isles.comm.transport import AnyOf, Steps, WaitEvent, Work
 
 MAGIC = 0x49534C45534D4131  # "ISLESMA1"
 _HEAD, _BODY = 62, 63  # phases that no task of a pipeline has (`isles.pipeline.wire.phase`)
@@ -39,7 +39,7 @@ _ADDRESSES = 1024  # of letters, that come round again
 _UNREAD = 256  # letters of one sender that may lie here before no more are taken from it
 
 
-class MailNote(NamedTuple):
+class MessageHeader(NamedTuple):
     """What a letter is about. kind: which lengths it may have. nanoseconds, queue, extra: figures that ride along."""
 
     kind: int
@@ -51,18 +51,18 @@ class MailNote(NamedTuple):
     extra: int = 0
 
 
-class MailLetter(NamedTuple):
+class QueuedMessage(NamedTuple):
     """sender: position in the group. body: uint8 (n,). wire: seconds from the head's arrival to the body's, where the
     body came after it was waited for; else 0.
     """
 
     sender: int
-    note: MailNote
+    note: MessageHeader
     body: Tensor
     wire: float
 
 
-class Mail:
+class MessageQueue:
     """One worker's letters from and to the others of `group`, on the group's channel.
 
     run: a number that all workers of this run share and others do not. lengths: of bodies in bytes, by kind. channels:
@@ -81,17 +81,17 @@ class Mail:
     ) -> None:
         self.group, self.run, self.lengths = group, run, dict(lengths)
         self._channels = dict(channels or {})
-        self.letters: deque[MailLetter] = deque()
+        self.letters: deque[QueuedMessage] = deque()
         """Not taken yet."""
         self.lost: dict[int, CommError] = {}
         """Positions from which nothing more comes, and why."""
         self.refused: Counter[int] = Counter()
         """Letters that could not be, by position."""
-        self._news: Bell | None = None
+        self._news: WaitEvent | None = None
         self._heard_of = 0  # members lost that `wait` has told of
         self._unread: Counter[int] = Counter()
         self._sent: Counter[int] = Counter()  # letters, by position
-        self._room: dict[int, Bell] = {}
+        self._room: dict[int, WaitEvent] = {}
         self._sends: list[Work] = []
         self._look_at = 0  # so many sends: then those that are done are forgotten
         self._met: set[int] = set()
@@ -107,7 +107,7 @@ class Mail:
         if is_new:
             self.group.start(self._listen(position), self.group.channel, math.inf)
 
-    def send(self, position: int, note: MailNote, body: Tensor | None = None) -> None:
+    def send(self, position: int, note: MessageHeader, body: Tensor | None = None) -> None:
         """Hand a letter over. `body`, uint8, must not be written to from now on. To who is lost: nothing."""
         if position in self.lost:
             return
@@ -122,22 +122,22 @@ class Mail:
         if body is not None and length:
             self._sends.append(self._address(number, note.kind).send(position, body, _BODY))
 
-    def take(self) -> MailLetter | None:
+    def take(self) -> QueuedMessage | None:
         """The oldest letter that is here."""
         if not self.letters:
             return None
         letter = self.letters.popleft()
         self._unread[letter.sender] -= 1
         if self._unread[letter.sender] < _UNREAD and letter.sender in self._room:
-            self._room.pop(letter.sender).ring()
+            self._room.pop(letter.sender).set()
         return letter
 
     def wait(self, seconds: float = math.inf) -> None:
         """Until a letter is here, or somebody more is lost, or `seconds` have passed."""
-        bell = self._news = self.group.transport.bell(seconds)
+        event = self._news = self.group.transport.event(seconds)
         if not self.letters and self._heard_of == len(self.lost):
-            self.group.start(_rung(bell), self.group.channel, math.inf).wait()
-        bell.ring()
+            self.group.start(_event_set(event), self.group.channel, math.inf).wait()
+        event.set()
         self._news, self._heard_of = None, len(self.lost)
 
     def give_up(self, position: int, why: CommError) -> None:
@@ -152,10 +152,10 @@ class Mail:
 
     def settle(self, seconds: float = math.inf) -> None:
         """Wait until what was sent is gone, for so long at most: who does not listen any more takes nothing."""
-        bell = self.group.transport.bell(seconds)
+        event = self.group.transport.event(seconds)
         for work in self._sends:
             try:
-                self.group.start(_first(work, bell), self.group.channel).wait()
+                self.group.start(_first(work, event), self.group.channel).wait()
             except CommError:
                 continue  # its peer is lost: `lost` says so
         self._sends = []
@@ -176,16 +176,16 @@ class Mail:
                 if position in self.lost:
                     return
                 self._unread[position] += 1
-                self.letters.append(MailLetter(position, note, body, wire))
-                self._ring()
+                self.letters.append(QueuedMessage(position, note, body, wire))
+                self._notify()
                 if self._unread[position] >= _UNREAD:
-                    room = self._room[position] = self.group.transport.bell()
+                    room = self._room[position] = self.group.transport.event()
                     yield room
         except CommError as error:
             if isinstance(error, Malformed):
                 self.refused[position] += 1
             self.lost.setdefault(position, error)
-            self._ring()
+            self._notify()
 
     def _address(self, number: int, kind: int | None = None) -> Call:
         """Of one sender's letter of that number: letters may go different ways, and pass each other. kind: whose body
@@ -194,10 +194,10 @@ class Mail:
         channel = self.group.channel if kind is None else self._channels.get(kind, self.group.channel)
         return self.group.call(channel, round=number % _ADDRESSES)
 
-    def _read(self, position: int, head: Tensor) -> tuple[MailNote, int]:
+    def _read(self, position: int, head: Tensor) -> tuple[MessageHeader, int]:
         """Malformed where the head is none of this run."""
         magic, run, kind, step, attempt, number, length, *figures = head.tolist()
-        note = MailNote(kind, step, attempt, number, *figures)
+        note = MessageHeader(kind, step, attempt, number, *figures)
         rank = self.group.ranks[position]
         if magic != MAGIC:
             raise Malformed(rank, "the head of a letter begins with something else")
@@ -209,14 +209,14 @@ class Mail:
             raise Malformed(rank, "the head of a letter has numbers below 0")
         return note, length
 
-    def _ring(self) -> None:
-        if (bell := self._news) is not None:
-            bell.ring()
+    def _notify(self) -> None:
+        if (event := self._news) is not None:
+            event.set()
 
 
-def _rung(bell: Bell) -> Steps[None]:
-    yield AnyOf([bell])
+def _event_set(event: WaitEvent) -> Steps[None]:
+    yield AnyOf([event])
 
 
-def _first(work: Work, bell: Bell) -> Steps[None]:
-    yield AnyOf([work, bell])
+def _first(work: Work, event: WaitEvent) -> Steps[None]:
+    yield AnyOf([work, event])

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from isles.base.parsing import parse_json
 from isles.comm.tcp import Seen, is_far, keep_trying, looks, opened, seen, try_soon
-from isles.comm.transport import Deadlines, Line
+from isles.comm.transport import Deadlines, LinkEstimate
 
 GLANCE = 0.1  # seconds between looks
 _CLOSED = 1.0  # seconds that gloo has to read what came before a connection was closed
@@ -94,11 +94,11 @@ class Life:
         self.look()
         return sum(list(self._moved.values()))
 
-    def line(self) -> Line | None:
+    def link_estimate(self) -> LinkEstimate | None:
         """The slowest one to another machine; None where no connection is known that leads to one."""
         known = [(name, fd) for own in self._known.values() for name, fd in own.items() if is_far(name)]
         rates = [look.rate for name, fd in known if (look := _look(fd, name)) is not None and look.rate is not None]
-        return Line(min(rates, default=None), self._tries_soon) if known else None
+        return LinkEstimate(min(rates, default=None), self._tries_soon) if known else None
 
     def tell(self, counts: Sequence[int]) -> None:
         """A launcher's word: by rank, the bytes that each worker says to have moved."""

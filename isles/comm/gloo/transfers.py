@@ -36,7 +36,7 @@ from isles.comm.errors import DeadlinePassed, PeerLost
 from isles.comm.gloo.liveness import GLANCE, Life
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Line, Steps, awaited
+from isles.comm.transport import LinkEstimate, Steps, works_of
 
 _LOOK = "look"  # wakes the driver's thread, that it may begin to look
 
@@ -79,14 +79,14 @@ class PostedWork:
             return True
 
 
-class HostBell(PostedWork):
-    """See `isles.comm.transport.Bell`. Nobody's loss can fail it: it rings then, too."""
+class HostEvent(PostedWork):
+    """See `isles.comm.transport.WaitEvent`. Nobody's loss can fail it: it rings then, too."""
 
-    def ring(self) -> None:
+    def set(self) -> None:
         super().finished()
 
     def finished(self, error: Exception | None = None) -> None:
-        self.ring()
+        self.set()
 
 
 class Watch:
@@ -156,7 +156,7 @@ class BackgroundTransfer:
                 except Exception as failure:  # whatever the protocol raises belongs to whoever waits
                     self._end(None, failure)
                 else:
-                    self._watch = Watch(self, *awaited(waited))  # type: ignore[arg-type]
+                    self._watch = Watch(self, *works_of(waited))  # type: ignore[arg-type]
                     if not self._watch.released():
                         return
 
@@ -219,19 +219,19 @@ class Driver:
         self.under_way: set[BackgroundTransfer] = set()
         self._lock = threading.Lock()
         self._ready: SimpleQueue[BackgroundTransfer | str | None] = SimpleQueue()
-        self._alarms: list[tuple[float, int, HostBell]] = []  # a heap; numbered, for bells have no order
+        self._alarms: list[tuple[float, int, HostEvent]] = []  # a heap; numbered, for bells have no order
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
-    def bell(self, seconds: float) -> HostBell:
+    def event(self, seconds: float) -> HostEvent:
         """One that is rung after `seconds`."""
-        bell = HostBell(None, None, self.now)
+        event = HostEvent(None, None, self.now)
         if seconds < math.inf:
             self._begin()
             with self._lock:
-                heapq.heappush(self._alarms, (time.monotonic() + seconds, next(self._numbers), bell))
+                heapq.heappush(self._alarms, (time.monotonic() + seconds, next(self._numbers), event))
             self._ready.put(_LOOK)
-        return bell
+        return event
 
     def start(self, steps: Steps[Any], channel: Channel, deadline: float, traffic: Traffic) -> BackgroundTransfer:
         """Begin a transfer in the caller's thread."""
@@ -260,22 +260,22 @@ class Driver:
             self._thread = threading.Thread(target=self._serve, name="isles-transfers", daemon=True)
             self._thread.start()
 
-    def _ring(self) -> float | None:
+    def _notify(self) -> float | None:
         """Ring the bells whose time has come; seconds until something is to be looked at, None: not by itself."""
         with self._lock:
             now, due = time.monotonic(), []
             while self._alarms and (self._alarms[0][0] <= now or self._alarms[0][2].done()):
                 due.append(heapq.heappop(self._alarms)[2])
             following = self._alarms[0][0] - now if self._alarms else math.inf
-        for bell in due:
-            bell.ring()
+        for event in due:
+            event.set()
         following = min(following, GLANCE if self.under_way else math.inf)
         return following if following < math.inf else None
 
     def _serve(self) -> None:
         while True:
             with contextlib.suppress(Empty):
-                if (transfer := self._ready.get(timeout=self._ring())) is None:
+                if (transfer := self._ready.get(timeout=self._notify())) is None:
                     return
                 if isinstance(transfer, BackgroundTransfer):
                     if torch.get_num_threads() != transfer.threads:
@@ -353,13 +353,13 @@ class OnHostClock:
         """Drive `protocol` in the background; the transfer fails `deadline` seconds after the last sign of life."""
         return self._driver.start(protocol, channel, deadline, self.traffic)
 
-    def bell(self, seconds: float = math.inf) -> HostBell:
+    def event(self, seconds: float = math.inf) -> HostEvent:
         """On the host's clock; the thread that drives protocols rings it."""
-        return self._driver.bell(seconds)
+        return self._driver.event(seconds)
 
-    def line(self) -> Line | None:
+    def link_estimate(self) -> LinkEstimate | None:
         """By the kernel's counters."""
-        return self.life.line()
+        return self.life.link_estimate()
 
     def now(self) -> float:
         """Seconds since this transport was made, host clock."""

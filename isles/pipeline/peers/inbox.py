@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from isles.comm.collectives.message_queue import Mail, MailLetter
+from isles.comm.collectives.message_queue import MessageQueue, QueuedMessage
 from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Channel
 from isles.network.routing.routes import Task
@@ -72,10 +72,10 @@ class Post:
     as this peer looks, whatever it waits for and whichever turn they are of.
     """
 
-    def __init__(self, mail: Mail) -> None:
+    def __init__(self, mail: MessageQueue) -> None:
         self.mail, self.turn = mail, 0
-        self.answers: dict[int, Callable[[MailLetter], object]] = {}
-        self._boxes: dict[int, list[MailLetter]] = {WORD: [], OUTER: [], _REST: []}
+        self.answers: dict[int, Callable[[QueuedMessage], object]] = {}
+        self._boxes: dict[int, list[QueuedMessage]] = {WORD: [], OUTER: [], _REST: []}
 
     def sort(self) -> None:
         """Take in what has come."""
@@ -115,7 +115,7 @@ class Post:
         words = self._boxes[WORD]
         return [(letter.sender, letter.body) for letter in words if letter.note.attempt == self.turn + 1]
 
-    def of_turn(self, kind: int = _REST) -> list[MailLetter]:
+    def of_turn(self, kind: int = _REST) -> list[QueuedMessage]:
         """Those of this turn, in the order in which they came: the words, the messages of exchanges (OUTER), or by
         default all others. Those of later turns stay.
         """
@@ -123,7 +123,7 @@ class Post:
         self._boxes[kind] = [letter for letter in box if letter.note.attempt > self.turn]
         return [letter for letter in box if letter.note.attempt == self.turn]
 
-    def keep(self, letter: MailLetter) -> None:
+    def keep(self, letter: QueuedMessage) -> None:
         """Put a word back."""
         self._boxes[WORD].append(letter)
 

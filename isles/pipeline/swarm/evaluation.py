@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.codecs.base import as_bytes
-from isles.comm.collectives.message_queue import MailLetter, MailNote
+from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import Malformed, Refused
 from isles.models.cuts import Piece
 from isles.models.stages import Stage
@@ -85,7 +85,7 @@ class SwarmJudge:
                 self._wait()
         for position in self.agreement.members:
             if position != self.swarm.me:
-                self.post.mail.send(position, MailNote(HOME, 0, self.post.turn))
+                self.post.mail.send(position, MessageHeader(HOME, 0, self.post.turn))
         return sum(losses[number] * len(part) for number, part in enumerate(parts)), sum(map(len, parts))
 
     def _serve(self, origin: int) -> None:
@@ -102,7 +102,7 @@ class SwarmJudge:
             if not letters:
                 self._wait()
 
-    def _pass_on(self, letter: MailLetter) -> None:
+    def _pass_on(self, letter: QueuedMessage) -> None:
         rows, ends = letter.note.extra, self.work.ends
         form = replace(self.work.form, sequences=min(max(rows, 1), self.work.form.sequences))
         if form.sequences != rows or letter.body.numel() != form.nbytes(Task("F", 0, 1)):
@@ -122,13 +122,13 @@ class SwarmJudge:
                 self._send(following[number % len(following)], number, origin, form, out)
         elif origin in self.agreement.members and origin != self.swarm.me:
             body = out.to(device="cpu", dtype=torch.float64).reshape(1).view(torch.uint8)
-            self.post.mail.send(origin, MailNote(LOSS, 0, self.post.turn, number), body)
+            self.post.mail.send(origin, MessageHeader(LOSS, 0, self.post.turn, number), body)
 
     def _send(self, receiver: int, number: int, origin: int, form: StageForm, wire: Tensor) -> None:
-        note = MailNote(LOOK, 0, self.post.turn, number, queue=origin, extra=form.sequences)
+        note = MessageHeader(LOOK, 0, self.post.turn, number, queue=origin, extra=form.sequences)
         self.post.mail.send(receiver, note, wire)
 
-    def _letters(self) -> Sequence[MailLetter]:
+    def _letters(self) -> Sequence[QueuedMessage]:
         self.post.sort()
         return self.post.of_turn()
 
@@ -158,7 +158,7 @@ def gathered(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], mend: Call
         elif swarm.me in firsts:
             state = swarm.peer.work.stage.state_dict().values()
             body = torch.cat([as_bytes(tensor.detach().to("cpu").contiguous().view(-1)) for tensor in state])
-            post.mail.send(firsts[0], MailNote(STATE, 0, post.turn, swarm.peer.stage), body)
+            post.mail.send(firsts[0], MessageHeader(STATE, 0, post.turn, swarm.peer.stage), body)
         said = agreement.agree([holds])
         swarm.place(mend)
         if firsts[0] in said and said[firsts[0]][0]:

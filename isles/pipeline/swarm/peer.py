@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from isles.comm.collectives.message_queue import MailLetter, MailNote
+from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import Refused
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import BACKWARD, FORWARD, HOME, TAKEN, Post
@@ -80,8 +80,8 @@ class SwarmPeer:
         self._seed = seed
         self._balancer = PeerBalancer(seed)
         self._under: dict[int, OpenWork] = {}
-        self._forwards: deque[MailLetter] = deque()
-        self._backwards: deque[MailLetter] = deque()
+        self._forwards: deque[QueuedMessage] = deque()
+        self._backwards: deque[QueuedMessage] = deque()
         self._queued: list[int] = []
         self._home: set[int] = set()
         self._pending: set[int] = set()
@@ -214,7 +214,7 @@ class SwarmPeer:
         self._under[microbatch] = self.work.forward(microbatch, None, None)
         self._send_on(microbatch)
 
-    def _forward(self, letter: MailLetter) -> None:
+    def _forward(self, letter: QueuedMessage) -> None:
         number, sender = letter.note.number, letter.sender
         if number in self.books:  # it was counted here, on another way
             self._answer(sender, number, self.books[number], 0.0)
@@ -233,7 +233,7 @@ class SwarmPeer:
         self.post.mail.send(sender, self._note(TAKEN, number))
         self._send_on(number)
 
-    def _backward(self, letter: MailLetter) -> None:
+    def _backward(self, letter: QueuedMessage) -> None:
         number, sender = letter.note.number, letter.sender
         if number not in self._under:
             return  # the late answer of another way
@@ -288,8 +288,8 @@ class SwarmPeer:
     def _send(self, receiver: int, kind: int, number: int, body: Tensor | None) -> None:
         self.post.mail.send(receiver, self._note(kind, number), body)
 
-    def _note(self, kind: int, number: int, seconds: float = 0.0) -> MailNote:
-        return MailNote(kind, 0, self.post.turn, number, nanoseconds=round(seconds * 1e9), queue=self.queue)
+    def _note(self, kind: int, number: int, seconds: float = 0.0) -> MessageHeader:
+        return MessageHeader(kind, 0, self.post.turn, number, nanoseconds=round(seconds * 1e9), queue=self.queue)
 
     def _go_home(self) -> None:
         self._home.add(self.me)

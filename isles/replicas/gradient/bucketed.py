@@ -38,7 +38,7 @@ from isles.comm.errors import DeadlinePassed, WorkerFailed
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
 from isles.comm.trust import JUMPS
-from isles.network.exchange_plan import PINNED, Held, PlannedExchange, Rhythm, by_size
+from isles.network.exchange_plan import PINNED, MemoryItem, PlannedExchange, Rhythm, by_size
 from isles.replicas import start
 from isles.replicas.config import workers
 from isles.replicas.exchange_schedule import Outline, everyone, outline
@@ -277,12 +277,12 @@ class BucketsForetold(ReplicaSync):
         return replace(short, sent=tuple(sent))
 
     @override
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryItem]:
         """With reduction = "native" the buckets lie where the gradients do."""
-        buffers = Held("gradient buckets", sum(bucket.flat.nbytes for bucket in self.buckets), "always")
+        buffers = MemoryItem("gradient buckets", sum(bucket.flat.nbytes for bucket in self.buckets), "always")
         held = [one for bucket in self.buckets for one in bucket.reduction.memory(self.group.size)]
         if self.device().type == "cpu":
-            held += [Held(PINNED, bucket.pinned_bytes, "pinned") for bucket in self.buckets]
+            held += [MemoryItem(PINNED, bucket.pinned_bytes, "pinned") for bucket in self.buckets]
         return [*super().memory(), *together([buffers, *held])]
 
     def _sent(self, bucket: Bucket, step: int, position: int) -> int:
@@ -468,12 +468,12 @@ class BucketedSync(BucketsForetold):
 
     def _without(self, usable: Sequence[int]) -> list[int]:
         """The workers at other positions than these."""
-        return [seat for position, seat in enumerate(self.group.ranks) if position not in usable]
+        return [member for position, member in enumerate(self.group.ranks) if position not in usable]
 
     def _broken(self) -> list[int]:
         """Wait for all buckets; the workers whose gradients are not finite in one of them."""
         usable = [self._wait(bucket) for bucket in self.buckets]
-        return self._without([seat for seat in range(self.group.size) if all(seat in own for own in usable)])
+        return self._without([member for member in range(self.group.size) if all(member in own for own in usable)])
 
     def _skip(self, broken: Sequence[int]) -> None:
         """Have all workers skip the inner step: optimizers leave parameters without a gradient alone, and scalers look

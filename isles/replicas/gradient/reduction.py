@@ -36,7 +36,7 @@ from isles.comm.collectives.mean import native_bytes, native_mean
 from isles.comm.errors import Malformed, sent_by
 from isles.comm.transport import Steps
 from isles.comm.trust import mean_square
-from isles.network.exchange_plan import Held, MessagePattern, Ragged, Ring
+from isles.network.exchange_plan import MemoryItem, MessagePattern, Ragged, Ring
 from isles.replicas.flat import FlatParameters
 from isles.replicas.parts.interfaces import ErrorFeedback
 from isles.replicas.start import OTHER_SETTINGS, OTHER_STATE
@@ -89,10 +89,10 @@ class Reduction(ABC):
         """The same of what `begin` has made."""
         return self.sent_bytes(step, size, position)
 
-    def memory(self, size: int) -> list[Held]:
+    def memory(self, size: int) -> list[MemoryItem]:
         """What it holds beside the bucket's own vector."""
         vector = 0 if self.residual is None else self.residual.nbytes
-        return [Held(what, vector, "always") for what in ("error feedback", "error feedback of the step")]
+        return [MemoryItem(what, vector, "always") for what in ("error feedback", "error feedback of the step")]
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept from step to step beside the residual."""
@@ -172,11 +172,11 @@ class Averaged(Reduction):
         return self.averaging.pattern(step, size)
 
     @override
-    def memory(self, size: int) -> list[Held]:
+    def memory(self, size: int) -> list[MemoryItem]:
         return [
             *super().memory(size),
-            Held("bases of the factors", self.averaging.held_bytes, "always"),
-            Held("messages under way", self.averaging.working_bytes(size), "exchange"),
+            MemoryItem("bases of the factors", self.averaging.held_bytes, "always"),
+            MemoryItem("messages under way", self.averaging.working_bytes(size), "exchange"),
         ]
 
     @override
@@ -193,12 +193,12 @@ def is_finite(vector: Tensor) -> bool:
     return bool(vector.sum().isfinite())
 
 
-def together(held: Sequence[Held]) -> list[Held]:
+def together(held: Sequence[MemoryItem]) -> list[MemoryItem]:
     """One entry for all that share a name and a time, with the sum of their bytes; those of no bytes are left out."""
     sums: dict[tuple[str, Any], int] = {}
     for one in held:
         sums[one.what, one.when] = sums.get((one.what, one.when), 0) + one.nbytes
-    return [Held(what, nbytes, when) for (what, when), nbytes in sums.items() if nbytes]
+    return [MemoryItem(what, nbytes, when) for (what, when), nbytes in sums.items() if nbytes]
 
 
 _PIECE = 1 << 17  # entries looked at in one go: they and what is made of them stay in the second-level cache
@@ -358,7 +358,7 @@ class Thresholds(Reduction):
         return ragged_bytes(self._wire.numel(), size)
 
     @override
-    def memory(self, size: int) -> list[Held]:
+    def memory(self, size: int) -> list[MemoryItem]:
         """Messages of K entries a tensor, and what is made of them."""
         count = len(self.whole) + sum(tensor.keep for tensor in self.tensors)
         decoded = size * count * (8 + self.layout.dtype.itemsize)
@@ -366,8 +366,8 @@ class Thresholds(Reduction):
         exact = self.exact.working_bytes(size) if self.rule.exact else 0
         return [
             *super().memory(size),
-            Held("thresholds", self.thresholds.nbytes + self.whole.nbytes, "always"),
-            Held("messages under way", max(size * message + decoded, exact), "exchange"),
+            MemoryItem("thresholds", self.thresholds.nbytes + self.whole.nbytes, "always"),
+            MemoryItem("messages under way", max(size * message + decoded, exact), "exchange"),
         ]
 
     @override

@@ -8,12 +8,12 @@ from functools import lru_cache
 from typing_extensions import override
 
 from isles.base.staging import pinned_bytes
-from isles.network.exchange_plan import PINNED, Held, PlannedExchange, Rhythm
+from isles.network.exchange_plan import PINNED, MemoryItem, PlannedExchange, Rhythm
 from isles.replicas import start
 from isles.replicas.config import rounds_for_momentum, uneven_fragments
 from isles.replicas.exchange_schedule import landings, opening_exchanges, outer_memory, planned_rounds
 from isles.replicas.loop.fragment import Fragment
-from isles.replicas.loop.round_exchange import Courier
+from isles.replicas.loop.round_exchange import RoundExchange
 from isles.replicas.loop.weights import weights_of
 from isles.replicas.parts.choices import EveryH
 from isles.replicas.parts.interfaces import Cadence, Composition
@@ -28,7 +28,7 @@ class OuterForetold(ReplicaSync):
     parts: Composition
     cadence: Cadence
     fragments: list[Fragment]
-    courier: Courier
+    round_exchange: RoundExchange
 
     @override
     def schedule(self, steps: int) -> list[PlannedExchange]:
@@ -42,7 +42,7 @@ class OuterForetold(ReplicaSync):
     def landings(self, steps: int) -> list[tuple[int, Sequence[int]]]:
         """(moment, numbers of the parameters that are written to) of each landing, that of `finish` too."""
         landed = landings(self.schedule(steps), self.parts.cadence.rounds_late)
-        return [*((at, self.fragments[index].places) for at, index in landed), (steps + 1, self.everything)]
+        return [*((at, self.fragments[index].indices) for at, index in landed), (steps + 1, self.everything)]
 
     @override
     def rhythm(self, steps: int) -> Rhythm:
@@ -52,10 +52,15 @@ class OuterForetold(ReplicaSync):
         return Rhythm(self.cadence.every_step_until + dense * self.cadence.sync_every, self.cadence.sync_every)
 
     @override
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryItem]:
         outer = outer_memory(self.parts, self.fragments, self.group.size)
         pinned = sum(pinned_bytes(fragment.flat.parameters) for fragment in self.fragments)
-        return [*super().memory(), *outer, Held(PINNED, pinned, "pinned"), *self.courier.extra_memory(self.fragments)]
+        return [
+            *super().memory(),
+            *outer,
+            MemoryItem(PINNED, pinned, "pinned"),
+            *self.round_exchange.extra_memory(self.fragments),
+        ]
 
     @override
     def opening_exchanges(self) -> list[PlannedExchange]:

@@ -7,21 +7,21 @@ from typing import Any
 
 from typing_extensions import override
 
-from isles.replicas.loop.fragment import Flight, without_partners
+from isles.replicas.loop.fragment import InFlight, without_partners
 from isles.replicas.loop.plannable import OuterForetold
-from isles.replicas.loop.round_exchange import Courier
+from isles.replicas.loop.round_exchange import RoundExchange
 
 
 class OuterSaved(OuterForetold):
     """The part of `OuterSync`, whose attributes these are, that a checkpoint holds."""
 
     keeps_flat = True
-    flights: list[Flight]
+    flights: list[InFlight]
     skipped: int
     healed: int
 
     @abstractmethod
-    def new_courier(self) -> Courier:
+    def new_round_exchange(self) -> RoundExchange:
         """See `OuterSync`."""
 
     @override
@@ -45,10 +45,10 @@ class OuterSaved(OuterForetold):
             fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
             held = None if anchors is None else fragment.restored(anchors)
             fragment.latest = fragment.restored(saved["payload"])
-            at_rest = tuple(saved["at_rest"])
-            self.flights.append(Flight(fragment, saved["lands"], fragment.latest, held, at_rest))
+            frozen = tuple(saved["frozen"])
+            self.flights.append(InFlight(fragment, saved["lands"], fragment.latest, held, frozen))
         self.roster.load_state_dict(state["roster"])
-        self.courier = self.new_courier()
+        self.round_exchange = self.new_round_exchange()
         self.run = state["run"]
         self._name_run()
         self.skipped, self.healed = state["skipped"], state["healed"]

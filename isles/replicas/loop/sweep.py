@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.replicas.flat import digest
-from isles.replicas.loop.fragment import Flight, Fragment
+from isles.replicas.loop.fragment import Fragment, InFlight
 from isles.replicas.parts.interfaces import Answer, Composition
 
 
@@ -52,7 +52,7 @@ class Sweep:
         self.fragment, self.flat, self.parts, self.hashed = fragment, fragment.flat, parts, hashed
         self.scratch = fragment.scratch
         self.blocks, self.anchors = self.flat.blocks(), self.flat.parts(fragment.anchor)
-        self.left = fragment.residual if parts.rule.keeps_left else None
+        self.left = fragment.residual if parts.rule.needs_residual else None
         own = fragment.reference is fragment.anchor
         self.references = self.anchors if own else self.flat.parts(fragment.reference)
         vectors = {name: self.flat.parts(vector) for name, vector in fragment.vectors.items()}
@@ -69,7 +69,7 @@ class Sweep:
             check.take(part)
         return check
 
-    def answered(self, flight: Flight, fresh: Tensor | None) -> int:
+    def answered(self, flight: InFlight, fresh: Tensor | None) -> int:
         """Land what came back of a flight; the anchor's hash, or 0. fresh: see `Reading.read`."""
         payload, shared, read = flight.payload, flight.anchors, self.parts.reading.read
         flat, means = self.flat, self.flat.parts(payload.buffer)

@@ -32,7 +32,7 @@ def counts_alike(config: MethodConfig, parts: Composition, roster: Roster) -> bo
         return True
     if not parts.mixing.agrees:
         why = "it takes no mean over all workers"
-    elif parts.rule.keeps_left:
+    elif parts.rule.needs_residual:
         why = "what does not travel stays a worker's own, and would be scaled too"
     elif parts.on_broken == "leave out":
         why = "who is left out would count in the divisor"

@@ -39,7 +39,7 @@ from isles.comm.collectives.basic import all_gather
 from isles.comm.collectives.headers import Stamp, packed
 from isles.comm.errors import Diverged, WorkerFailed, sent_by
 from isles.comm.trust import JUMPS, mean_square
-from isles.network.exchange_plan import Held, PlannedExchange, by_size, gathered
+from isles.network.exchange_plan import MemoryItem, PlannedExchange, by_size, gathered
 from isles.replicas import start
 from isles.replicas.exchange_schedule import everyone
 from isles.replicas.methods.demo.config import DeMoConfig
@@ -200,16 +200,16 @@ class DeMo(StepsAlike):
         return plan
 
     @override
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryItem]:
         """Momentum and update lie where the weights do."""
         packing = self.momentum.packing
         under_way = self.group.size * (packing.nbytes + packing.pairs * (4 + 8))
         return [
             *super().memory(),
-            Held("momentum", self.momentum.vector.nbytes, "always"),
-            Held("bases of the transform", self.momentum.bases_bytes, "always"),
-            Held("update", self.momentum.vector.nbytes, "exchange"),
-            Held("messages under way", under_way, "exchange"),
+            MemoryItem("momentum", self.momentum.vector.nbytes, "always"),
+            MemoryItem("bases of the transform", self.momentum.bases_bytes, "always"),
+            MemoryItem("update", self.momentum.vector.nbytes, "exchange"),
+            MemoryItem("messages under way", under_way, "exchange"),
         ]
 
     @override

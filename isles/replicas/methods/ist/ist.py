@@ -48,7 +48,7 @@ from isles.comm.tags import Channel
 from isles.models.decoder import Decoder
 from isles.models.sizes import like_size
 from isles.models.subnet import fit, put, reads, split_axes, take
-from isles.network.exchange_plan import PINNED, Cross, Held, PlannedExchange, Rhythm, by_size
+from isles.network.exchange_plan import PINNED, Cross, MemoryItem, PlannedExchange, Rhythm, by_size
 from isles.replicas.exchange_schedule import everyone
 from isles.replicas.flat import FlatParameters, all_finite
 from isles.replicas.methods.ist.config import ISTConfig
@@ -311,17 +311,17 @@ class IST(ReplicaSync):
         return Rhythm(0, self.config.sync_every)
 
     @override
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryItem]:
         flat, size, rank = FlatParameters(self.shares), self.group.size, self.group.rank
         between = self.store.messages(0)
         pieces = int(between[rank].sum() + between[:, rank].sum())
         averaging = flat.numel * flat.dtype.itemsize + working_bytes(flat.numel, flat.dtype, codec("none"), size)
         units = [self.subnet.parameters[key.name] for key in self.store.keys(moments=True)]  # moments are as large
         return [
-            Held(PINNED, pinned_bytes(units) + pinned_bytes(self.shares), "pinned"),
-            Held("units kept between rounds", self.store.nbytes(), "always"),
-            Held("messages under way", pieces + averaging, "exchange"),
-            Held("the full model and its parts", 2 * self.subnet.full_bytes, "end"),
+            MemoryItem(PINNED, pinned_bytes(units) + pinned_bytes(self.shares), "pinned"),
+            MemoryItem("units kept between rounds", self.store.nbytes(), "always"),
+            MemoryItem("messages under way", pieces + averaging, "exchange"),
+            MemoryItem("the full model and its parts", 2 * self.subnet.full_bytes, "end"),
         ]
 
     @override
