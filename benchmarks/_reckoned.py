@@ -60,7 +60,7 @@ class Reckoned(Averaging):
 
     def __init__(self, played: Averaging, places: MeetingPlaces) -> None:
         self.played, self._places = played, places
-        self.keeps_signs = played.keeps_signs
+        self.preserves_signs = played.preserves_signs
         self.sent_bytes = lru_cache(maxsize=64)(played.sent_bytes)  # type: ignore[method-assign]
 
     def pattern(self, round: int, size: int) -> MessagePattern:

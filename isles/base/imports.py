@@ -16,11 +16,11 @@ def is_import_target(text: str) -> bool:
     return re.fullmatch(r"\w+(\.\w+)*:\w+", text) is not None
 
 
-def import_target(key: str, place: str) -> Any:
-    """The object at `place`, which has the form package.module:name. ValueError, begun with `key`, where it cannot be
+def import_target(key: str, target: str) -> Any:
+    """The object at `target`, which has the form package.module:name. ValueError, begun with `key`, where it cannot be
     had.
     """
-    module, _, name = place.partition(":")
+    module, _, name = target.partition(":")
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, SyntaxError) as error:

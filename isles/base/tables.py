@@ -55,17 +55,17 @@ def typed(section: str, cls: type, values: Mapping[str, Any]) -> Any:
         raise ValueError(_worded(section, error)) from None
 
 
-def _refuse_unknown(place: str, cls: type, values: Mapping[str, Any], known: Sequence[str]) -> None:
+def _refuse_unknown(section: str, cls: type, values: Mapping[str, Any], known: Sequence[str]) -> None:
     """ValueError for a key of `values`, at any depth, that is none of `known`, or for a value where a table belongs."""
     names, tables = {field.name for field in fields(cls)}, tables_of(cls)
     for key, value in values.items():
         if key not in names:
-            raise ValueError(unknown_name("key", f"{place}.{key}", known))
+            raise ValueError(unknown_name("key", f"{section}.{key}", known))
         if key in tables:
-            own = [name for name in known if name.startswith(f"{place}.{key}.")]
+            own = [name for name in known if name.startswith(f"{section}.{key}.")]
             if not isinstance(value, Mapping):
-                raise ValueError(f"{place}.{key} = {as_typed(value)}: it is a table; set one of {', '.join(own)}")
-            _refuse_unknown(f"{place}.{key}", tables[key], value, own)
+                raise ValueError(f"{section}.{key} = {as_typed(value)}: it is a table; set one of {', '.join(own)}")
+            _refuse_unknown(f"{section}.{key}", tables[key], value, own)
 
 
 def tables_of(cls: type) -> dict[str, type]:
@@ -85,20 +85,20 @@ def in_tables(settings: Mapping[str, Any]) -> dict[str, Any]:
     """{"a.b": 1} as {"a": {"b": 1}}."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
-        *places, name = key.split(".")
+        *sections, name = key.split(".")
         table = found
-        for place in places:
-            table = table.setdefault(place, {})
+        for section in sections:
+            table = table.setdefault(section, {})
         table[name] = value
     return found
 
 
 def table_of(tables: Mapping[str, Any], key: str) -> tuple[dict[str, Any], str]:
     """The table that would hold `key`, empty where there is none, and the key's name in it."""
-    *places, name = key.split(".")
+    *sections, name = key.split(".")
     table: Any = tables
-    for place in places:
-        table = table.get(place) if isinstance(table, dict) else None
+    for section in sections:
+        table = table.get(section) if isinstance(table, dict) else None
     return table if isinstance(table, dict) else {}, name
 
 

@@ -62,8 +62,8 @@ class DeadlinePassed(CommError):
             "; if it is alive, is it in another call? finish(), consolidate() and replica_std() are for all workers"
         )
         hint = elsewhere if channel in ("outer", "control", "eval") else ""
-        told = f" ({detail})" if detail else ""
-        super().__init__(f"{who} on channel '{channel}' within {seconds:g} s{hint}{told}")
+        reason = f" ({detail})" if detail else ""
+        super().__init__(f"{who} on channel '{channel}' within {seconds:g} s{hint}{reason}")
         self.peer = peer
         self.channel = channel
         self.seconds = seconds

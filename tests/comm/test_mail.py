@@ -47,11 +47,11 @@ def talk(world: Mesh) -> Any:
     box.settle()
     world.world.barrier()
     for letter in letters:
-        assert letter.body.numel() == (1000 if letter.note.kind == WORK else 0)
-        assert (letter.body == (7 * letter.sender + letter.note.number) % 251).all()
-        assert letter.note.queue == letter.sender
+        assert letter.body.numel() == (1000 if letter.header.kind == WORK else 0)
+        assert (letter.body == (7 * letter.sender + letter.header.number) % 251).all()
+        assert letter.header.queue == letter.sender
     by = {
-        position: [each.note.number for each in letters if each.sender == position] for position in world.world.others
+        position: [each.header.number for each in letters if each.sender == position] for position in world.world.others
     }
     return by
 
@@ -175,7 +175,7 @@ def left(world: Mesh) -> Any:
     box.wait(0.0)  # told at once, as it was not told yet
     box.wait(0.1)
     assert world.transport.now() >= before + 0.1
-    return letter is not None and letter.note.step, type(box.lost[1]).__name__, math.isfinite(before)
+    return letter is not None and letter.header.step, type(box.lost[1]).__name__, math.isfinite(before)
 
 
 def test_a_loss_is_told_after_the_last_letter() -> None:
@@ -194,9 +194,9 @@ def test_a_sender_that_is_not_read_waits() -> None:
             return None
         world.transport.compute(60.0)
         box.wait(60.0)
-        held = len(box.letters)
+        held = len(box.messages)
         letters = taken(box, 700)
         world.world.barrier()
-        return held, [letter.note.number for letter in letters] == list(range(700))
+        return held, [letter.header.number for letter in letters] == list(range(700))
 
     assert isles.run_virtual(flood, 2)[0] == (256, True)

@@ -53,7 +53,7 @@ def thresholds(values: str = "none") -> Thresholds:
         feedback=True,
         guard=4.0,
         codec=codec(values),
-        places="indices",
+        indices="indices",
         exclude_below=10,
         exact=0,
         every_step=0,
@@ -120,7 +120,7 @@ def test_in_a_run_the_sender_is_named(name: str) -> None:
         optimizer = (
             isles.DeMo(model, sgd(model, 0.0), world.outer, compression_topk=4)
             if name == "demo"
-            else isles.DCTDP(model, sgd(model), world.outer, exclude_below=0, places="indices")
+            else isles.DCTDP(model, sgd(model), world.outer, exclude_below=0, indices="indices")
         )
         if world.rank == 1 and isinstance(optimizer, isles.DeMo):
             packing = optimizer.momentum.packing

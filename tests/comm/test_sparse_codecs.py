@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isles.comm.codecs import codec
-from isles.comm.codecs.sparse import dct_basis, pack_places, unpack_places
+from isles.comm.codecs.sparse import dct_basis, pack_indices, unpack_indices
 from tests.comm.test_codecs import noise, through
 
 LENGTHS = (0, 1, 5, 4095, 4096, 4097, 9001)
@@ -70,11 +70,11 @@ def test_dct_is_orthonormal_and_compacts_what_is_smooth() -> None:
 
 def test_places_round_trip() -> None:
     """Every place 0..4095 in either half of a pair; two take three bytes."""
-    places = torch.arange(4096)
-    for order in (places, places.flip(0), places.view(-1, 2).flip(1).reshape(-1)):
-        packed = pack_places(order)
-        assert packed.numel() == 4096 * 3 // 2 and torch.equal(unpack_places(packed), order)
-    assert unpack_places(pack_places(places[:0])).numel() == 0
+    indices = torch.arange(4096)
+    for order in (indices, indices.flip(0), indices.view(-1, 2).flip(1).reshape(-1)):
+        packed = pack_indices(order)
+        assert packed.numel() == 4096 * 3 // 2 and torch.equal(unpack_indices(packed), order)
+    assert unpack_indices(pack_indices(indices[:0])).numel() == 0
 
 
 def test_randk_draws_anew_for_each_exchange() -> None:

@@ -381,7 +381,7 @@ def test_whoever_stands_still_for_somebody_doubts(tmp_path: Path) -> None:
     """By itself, not while it computes with the exchange under way behind it."""
     doubted = list[int]()
     with workers(tmp_path, 2) as pair:
-        pair[0].life._ask = doubted.append
+        pair[0].liveness._ask = doubted.append
         work = pair[0].recv(1, torch.zeros(8, dtype=torch.uint8), Tag("outer", 1))
         transfer = pair[0].run(all_done([work]), "outer", 1.4)
         time.sleep(0.2)

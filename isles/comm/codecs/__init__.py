@@ -34,7 +34,7 @@ def form(name: str) -> Form:
     return _made(read_form(name))
 
 
-def _made(said: CodecName) -> Any:
-    kind = import_target("codec", said.place)
-    values = {} if said.values is None else {"values": codec(said.values)}
-    return kind(**values) if said.number is None else kind(said.number, **values)
+def _made(parsed: CodecName) -> Any:
+    kind = import_target("codec", parsed.target)
+    values = {} if parsed.values is None else {"values": codec(parsed.values)}
+    return kind(**values) if parsed.number is None else kind(parsed.number, **values)

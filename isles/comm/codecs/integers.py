@@ -116,16 +116,16 @@ def unpack_halves(codes: Tensor, table: np.ndarray, out: Tensor) -> None:
 
 
 _PAIRS = pairs_of([float(code - 8) for code in range(16)])
-_FOURS = np.array([[(byte >> 2 * place & 3) - 1.5 for place in range(4)] for byte in range(256)], dtype=np.float32)
+_FOURS = np.array([[(byte >> 2 * target & 3) - 1.5 for target in range(4)] for byte in range(256)], dtype=np.float32)
 
 
-_PLACES, _FIRST, _SECOND = (constant - (1 << 32) for constant in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
+_POSITIONS, _FIRST, _SECOND = (constant - (1 << 32) for constant in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
 
 
 def draws(y: Tensor, block: int, seed: int) -> Tensor:
     """Numbers in [0, 1) for float32 y (n,), whole blocks: uniform over seeds for every entry (murmur3's finalizer)."""
-    places = torch.arange(block, dtype=torch.int32, device="cpu") * _PLACES + seed
-    h = y.view(torch.int32).view(-1, block) ^ places
+    positions = torch.arange(block, dtype=torch.int32, device="cpu") * _POSITIONS + seed
+    h = y.view(torch.int32).view(-1, block) ^ positions
     h ^= (h >> 16) & 0xFFFF  # torch shifts signs in: they are masked off
     h *= _FIRST
     h ^= (h >> 13) & 0x7FFFF

@@ -67,24 +67,24 @@ class TopK(Codec):
 
     @override
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        kept = self.k * -(-elements // CHUNK)
-        return kept // 2 * 3 + self.values.wire_bytes(kept, torch.float32)
+        sent = self.k * -(-elements // CHUNK)
+        return sent // 2 * 3 + self.values.wire_bytes(sent, torch.float32)
 
     @override
     def encode(self, x: Tensor) -> Tensor:
         x_CB = self.transform(_chunks(x))
-        places = x_CB.abs().topk(self.k, dim=1, sorted=False).indices
-        return torch.cat((self.values.encode(x_CB.gather(1, places).view(-1)), pack_places(places.view(-1))))
+        indices = x_CB.abs().topk(self.k, dim=1, sorted=False).indices
+        return torch.cat((self.values.encode(x_CB.gather(1, indices).view(-1)), pack_indices(indices.view(-1))))
 
     @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         self.refuse_other_length(wire, elements, dtype)
         chunks = -(-elements // CHUNK)
-        kept = self.k * chunks
-        front = self.values.wire_bytes(kept, torch.float32)
-        values = self.values.decode(wire[:front], kept, torch.float32).view(chunks, self.k)
-        places = unpack_places(wire[front:]).view(chunks, self.k)
-        out_CB = torch.zeros(chunks, CHUNK, dtype=torch.float32, device="cpu").scatter_(1, places, values)
+        sent = self.k * chunks
+        front = self.values.wire_bytes(sent, torch.float32)
+        values = self.values.decode(wire[:front], sent, torch.float32).view(chunks, self.k)
+        indices = unpack_indices(wire[front:]).view(chunks, self.k)
+        out_CB = torch.zeros(chunks, CHUNK, dtype=torch.float32, device="cpu").scatter_(1, indices, values)
         return self.restore(out_CB).reshape(-1)[:elements].to(dtype)
 
     def transform(self, x_CB: Tensor) -> Tensor:
@@ -125,15 +125,15 @@ def dct_basis(n: int) -> Tensor:
     return basis.to(torch.float32)
 
 
-def pack_places(places: Tensor) -> Tensor:
+def pack_indices(indices: Tensor) -> Tensor:
     """Integers 0..4095 (2 n,) -> uint8 (3 n,): low byte of the first, its upper half and the second's lower, the
     rest.
     """
-    first, second = places.to(torch.int32).view(-1, 2).unbind(1)
+    first, second = indices.to(torch.int32).view(-1, 2).unbind(1)
     return torch.stack((first & 255, first >> 8 | (second & 15) << 4, second >> 4), 1).to(torch.uint8).view(-1)
 
 
-def unpack_places(packed: Tensor) -> Tensor:
+def unpack_indices(packed: Tensor) -> Tensor:
     """The inverse, int64 (2 n,)."""
     low, middle, high = packed.to(torch.int64).view(-1, 3).unbind(1)
     return torch.stack((low | (middle & 15) << 8, middle >> 4 | high << 4), 1).view(-1)
@@ -151,7 +151,7 @@ class RandomK(Codec):
 
     def __init__(self, fraction: float, salt: int = 0) -> None:
         self.fraction, self.salt = fraction, salt
-        self.kept = max(round(fraction * CHUNK), 1)
+        self.sent = max(round(fraction * CHUNK), 1)
         self.name = f"randk:{fraction:g}"
 
     @override
@@ -160,38 +160,38 @@ class RandomK(Codec):
 
     @override
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        return self.kept * -(-elements // CHUNK) * dtype.itemsize
+        return self.sent * -(-elements // CHUNK) * dtype.itemsize
 
     @override
     def encode(self, x: Tensor) -> Tensor:
         x_CB = torch.nn.functional.pad(x, (0, -x.numel() % CHUNK)).view(-1, CHUNK)
-        return as_bytes(x_CB.gather(1, self._places(len(x_CB))))
+        return as_bytes(x_CB.gather(1, self._indices(len(x_CB))))
 
     @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         self.refuse_other_length(wire, elements, dtype)
         chunks = -(-elements // CHUNK)
         out_CB = torch.zeros(chunks, CHUNK, dtype=dtype, device="cpu")
-        out_CB.scatter_(1, self._places(chunks), wire.view(dtype).view(chunks, self.kept))
+        out_CB.scatter_(1, self._indices(chunks), wire.view(dtype).view(chunks, self.sent))
         return out_CB.view(-1)[:elements]
 
     def mask(self, elements: int) -> Tensor:
         """What is kept of a flat tensor, bool (elements,)."""
         chunks = -(-elements // CHUNK)
-        mask_CB = torch.zeros(chunks, CHUNK, dtype=torch.bool, device="cpu").scatter_(1, self._places(chunks), True)
+        mask_CB = torch.zeros(chunks, CHUNK, dtype=torch.bool, device="cpu").scatter_(1, self._indices(chunks), True)
         return mask_CB.view(-1)[:elements]
 
-    def _places(self, chunks: int) -> Tensor:
+    def _indices(self, chunks: int) -> Tensor:
         """(chunks, kept)."""
         draw = torch.Generator().manual_seed(self.salt)
-        return torch.randperm(CHUNK, generator=draw, dtype=torch.int64, device="cpu")[: self.kept].expand(chunks, -1)
+        return torch.randperm(CHUNK, generator=draw, dtype=torch.int64, device="cpu")[: self.sent].expand(chunks, -1)
 
 
 FORMS = ("blocks", "indices", "bitmap")
 _BLOCK = 1 << 16
 
 
-def places_bytes(form: str, count: int, elements: int) -> int:
+def indices_bytes(form: str, count: int, elements: int) -> int:
     """Length in bytes of `count` places among `elements` entries."""
     if form == "bitmap":
         return -(-elements // 8)
@@ -200,37 +200,37 @@ def places_bytes(form: str, count: int, elements: int) -> int:
 
 def smallest(count: int, elements: int) -> str:
     """The form that takes the fewest bytes."""
-    return min(FORMS, key=lambda form: places_bytes(form, count, elements))
+    return min(FORMS, key=lambda form: indices_bytes(form, count, elements))
 
 
-def pack(form: str, places: Tensor, elements: int) -> Tensor:
+def pack(form: str, indices: Tensor, elements: int) -> Tensor:
     """int64 places (c,) among `elements` entries -> uint8 (places_bytes(form, c, elements),)."""
-    held = places.numpy()
+    array = indices.numpy()
     if form == "indices":
-        packed = held.astype(np.uint32).view(np.uint8)
+        packed = array.astype(np.uint32).view(np.uint8)
     elif form == "blocks":
-        counts = np.bincount(held >> 16, minlength=-(-elements // _BLOCK)).astype(np.uint32)
-        packed = np.concatenate((counts.view(np.uint8), (held & _BLOCK - 1).astype(np.uint16).view(np.uint8)))
+        counts = np.bincount(array >> 16, minlength=-(-elements // _BLOCK)).astype(np.uint32)
+        packed = np.concatenate((counts.view(np.uint8), (array & _BLOCK - 1).astype(np.uint16).view(np.uint8)))
     else:
         mask = np.zeros(elements, dtype=np.bool_)
-        mask[held] = True
+        mask[array] = True
         packed = np.packbits(mask, bitorder="little")
     return torch.from_numpy(packed)
 
 
 def unpack(form: str, packed: Tensor, elements: int) -> Tensor:
     """The inverse, int64 (c,). Malformed for what is no such message: it is held against `elements`, not believed."""
-    held = packed.numpy()
+    array = packed.numpy()
     if form == "indices":
-        places = held.copy().view(np.uint32).astype(np.int64)  # a copy begins where numbers may
+        indices = array.copy().view(np.uint32).astype(np.int64)  # a copy begins where numbers may
     elif form == "blocks":
         front = 4 * -(-elements // _BLOCK)
-        counts, low = held[:front].copy().view(np.uint32), held[front:].copy().view(np.uint16)
+        counts, low = array[:front].copy().view(np.uint32), array[front:].copy().view(np.uint16)
         if counts.sum() != len(low):
             raise Malformed(-1, f"{len(low)} places were announced as {counts.sum()}")
-        places = low + np.repeat(np.arange(len(counts), dtype=np.int64) << 16, counts)
+        indices = low + np.repeat(np.arange(len(counts), dtype=np.int64) << 16, counts)
     else:
-        places = np.flatnonzero(np.unpackbits(held, count=elements, bitorder="little"))
-    if len(places) and places.max() >= elements:
-        raise Malformed(-1, f"place {places.max()} of {elements}")
-    return torch.from_numpy(places)
+        indices = np.flatnonzero(np.unpackbits(array, count=elements, bitorder="little"))
+    if len(indices) and indices.max() >= elements:
+        raise Malformed(-1, f"place {indices.max()} of {elements}")
+    return torch.from_numpy(indices)

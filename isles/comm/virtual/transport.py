@@ -156,8 +156,8 @@ class VirtualTransport:
             numbers.clear()
             numbers.update({int(target): int(count) for target, count in state["messages"].items()})
             for target, channel, time in state["latest"]:
-                place = int(target), channel
-                latest[place] = max(float(time), latest.get(place, 0.0))
+                key = int(target), channel
+                latest[key] = max(float(time), latest.get(key, 0.0))
         self._scheduler.advance(self._worker, clock)
 
     def give_up(self, member: int, why: str | PeerLost) -> None:

@@ -36,7 +36,7 @@ from isles.comm.errors import DeadlinePassed, Malformed, PeerLost, RoundClosed
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import SUSPECT_AFTER, SUSPECT_EVERY, Steps, works_of
-from isles.comm.virtual.scheduler import Awaited, Scheduler, VirtualWorker
+from isles.comm.virtual.scheduler import Blocker, Scheduler, VirtualWorker
 from isles.network.engine import ARRIVED, LAST, Event, EventQueue, Wire, WireMessage
 from isles.network.links import Topology
 
@@ -87,7 +87,7 @@ class VirtualWork:
 
     __slots__ = ("_owner", "_transfer", "at", "error", "finished", "out", "peer", "waiter")
 
-    def __init__(self, owner: VirtualWorker, peer: int | None, out: Tensor | None, transfer: Awaited | None) -> None:
+    def __init__(self, owner: VirtualWorker, peer: int | None, out: Tensor | None, transfer: Blocker | None) -> None:
         self.peer = peer
         self.out = out  # a receive's buffer
         self.finished = False
@@ -359,14 +359,14 @@ class VirtualWire(Wire[VirtualMessage]):
 
     def recv(self, target: int, source: int | None, tag: Tag, work: VirtualWork) -> None:
         """Fill `work.out` with the next message under `tag`; at once PeerLost if it can never come."""
-        waiting = self._arrived.get((target, tag))
-        if waiting and (source is None or source in waiting):
+        arrived = self._arrived.get((target, tag))
+        if arrived and (source is None or source in arrived):
             if source is None:
-                source = min(waiting, key=lambda rank: (waiting[rank][0].arrival, rank))
-            message = waiting[source].popleft()
-            if not waiting[source]:
-                del waiting[source]
-                if not waiting:
+                source = min(arrived, key=lambda rank: (arrived[rank][0].arrival, rank))
+            message = arrived[source].popleft()
+            if not arrived[source]:
+                del arrived[source]
+                if not arrived:
                     del self._arrived[target, tag]
             self._deliver(message, work)
             return
@@ -387,8 +387,8 @@ class VirtualWire(Wire[VirtualMessage]):
         self._lost[rank] = why
         for key in [key for key in self._posted if key[0] == rank]:
             del self._posted[key]
-        for gone in [key for key in self._arrived if key[0] == rank]:
-            for message in (message for queue in self._arrived.pop(gone).values() for message in queue):
+        for lost_rank in [key for key in self._arrived if key[0] == rank]:
+            for message in (message for queue in self._arrived.pop(lost_rank).values() for message in queue):
                 self.accounting.ended(message.nbytes, PeerLost(rank, why))
         for key in sorted((key for key in self._posted if key[1] in (rank, None)), key=lambda key: key[0]):
             self._fail_hopeless(key)
@@ -399,8 +399,8 @@ class VirtualWire(Wire[VirtualMessage]):
 
     def cut(self, rank: int, why: str) -> None:
         """As `lost`, until `mend`; what `rank` waits for fails, too."""
-        waiting = sorted((key for key in self._posted if key[0] == rank), key=str)
-        works = [(key[1], work) for key in waiting for work in self._posted.pop(key)]
+        arrived = sorted((key for key in self._posted if key[0] == rank), key=str)
+        works = [(key[1], work) for key in arrived for work in self._posted.pop(key)]
         self.lost(rank, why)
         for peer, work in works:
             work.finish(PeerLost(rank if peer is None else peer, why))
@@ -443,14 +443,14 @@ class VirtualWire(Wire[VirtualMessage]):
         self.accounting.ended(message.nbytes, RoundClosed(target))
         latency = (self._ways[target].get(source) or self._way(target, source))[2]
 
-        def told() -> None:
+        def notify() -> None:
             self.end(
                 source,
                 lambda peer, old: peer == target and old.channel == tag.channel and old.round <= tag.round,
                 RoundClosed,
             )
 
-        self.timeline.at(self.timeline.now + latency, ARRIVED, source, told)
+        self.timeline.at(self.timeline.now + latency, ARRIVED, source, notify)
 
     def mend(self, rank: int) -> None:
         """`rank` is back; messages of before are not."""
@@ -500,8 +500,8 @@ class VirtualWire(Wire[VirtualMessage]):
             return
         self._count_down((target, source, tag))
         if target in self._lost or message.dropped:
-            gone = target if target in self._lost else source
-            self.accounting.ended(message.nbytes, PeerLost(gone, self._lost.get(gone, "it died")))
+            lost_rank = target if target in self._lost else source
+            self.accounting.ended(message.nbytes, PeerLost(lost_rank, self._lost.get(lost_rank, "it died")))
             self._fail_hopeless((target, source, tag))
             return
         receive = self._take((target, source, tag)) or self._take((target, None, tag))
@@ -537,10 +537,10 @@ class VirtualWire(Wire[VirtualMessage]):
 
     def unclaimed(self) -> list[tuple[int, int, Tag, int]]:
         """(source, target, tag, bytes) of each message that has come and that nobody has asked for."""
-        waiting = (
+        arrived = (
             (target, tag, source, queue) for (target, tag), by in self._arrived.items() for source, queue in by.items()
         )
-        return [(source, target, tag, one.nbytes) for target, tag, source, queue in waiting for one in queue]
+        return [(source, target, tag, one.nbytes) for target, tag, source, queue in arrived for one in queue]
 
     def under_way(self) -> int:
         """Bytes of messages that have not come yet."""

@@ -122,7 +122,7 @@ class Agreement:
             self.post.wait_for(self._is_drained, self.patience)
 
     def _is_drained(self) -> bool:
-        self._owing -= {letter.sender for letter in self.post.of_turn(WORD) if letter.note.extra == _DECIDED}
+        self._owing -= {letter.sender for letter in self.post.of_turn(WORD) if letter.header.extra == _DECIDED}
         return self._owing.isdisjoint({*self.members} - self.post.mail.lost.keys())
 
     def _flood(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -165,12 +165,12 @@ class Agreement:
                 word = self._read(letter.sender, letter.body, width)
                 if word is None:
                     continue
-                if letter.note.extra == _DECIDED:
+                if letter.header.extra == _DECIDED:
                     self._owing.discard(letter.sender)
                     decision = decision or word
-                elif letter.note.number == number:
+                elif letter.header.number == number:
                     heard[letter.sender] = word
-                elif letter.note.number > number:
+                elif letter.header.number > number:
                     self.post.keep(letter)
             if decision is not None:
                 return heard, decision

@@ -80,10 +80,10 @@ class Post:
     def sort(self) -> None:
         """Take in what has come."""
         while (letter := self.mail.take()) is not None:
-            if (answer := self.answers.get(letter.note.kind)) is not None:
+            if (answer := self.answers.get(letter.header.kind)) is not None:
                 answer(letter)
-            elif letter.note.attempt >= self.turn:
-                self._boxes.get(letter.note.kind, self._boxes[_REST]).append(letter)
+            elif letter.header.attempt >= self.turn:
+                self._boxes.get(letter.header.kind, self._boxes[_REST]).append(letter)
 
     def wait_for(self, ready: Callable[[], bool], patience: float, late: int = -1, look: float = math.inf) -> None:
         """Take in what comes until all is `ready`, asked again after each letter, and every `look` seconds.
@@ -107,21 +107,21 @@ class Post:
         now = self.mail.group.transport.now
         began = now()
         self.mail.wait(seconds)
-        if not self.mail.letters and now() - began >= patience:
+        if not self.mail.messages and now() - began >= patience:
             raise DeadlinePassed(self.mail.group.ranks[late] if late >= 0 else -1, "pipeline", patience)
 
     def calls(self) -> list[tuple[int, Tensor]]:
         """The words with which others have begun the next agreement, beside whose they are."""
         words = self._boxes[WORD]
-        return [(letter.sender, letter.body) for letter in words if letter.note.attempt == self.turn + 1]
+        return [(letter.sender, letter.body) for letter in words if letter.header.attempt == self.turn + 1]
 
     def of_turn(self, kind: int = _REST) -> list[QueuedMessage]:
         """Those of this turn, in the order in which they came: the words, the messages of exchanges (OUTER), or by
         default all others. Those of later turns stay.
         """
         box = self._boxes[kind]
-        self._boxes[kind] = [letter for letter in box if letter.note.attempt > self.turn]
-        return [letter for letter in box if letter.note.attempt == self.turn]
+        self._boxes[kind] = [letter for letter in box if letter.header.attempt > self.turn]
+        return [letter for letter in box if letter.header.attempt == self.turn]
 
     def keep(self, letter: QueuedMessage) -> None:
         """Put a word back."""

@@ -116,7 +116,7 @@ class LetterTransport:
     def _read(self) -> None:
         """What was sorted, then what will not come."""
         for letter in self.post.of_turn(OUTER):
-            note, turn = letter.note, self.post.turn
+            note, turn = letter.header, self.post.turn
             address = _Address(turn, letter.sender, note.queue, note.step, note.number)
             if address in self._awaited:
                 self._arrive(address, letter)

@@ -66,9 +66,9 @@ class SwarmJudge:
         turns = cycle(self.swarm.peer.stages[1])
         while len(losses) < len(parts):
             for letter in self._letters():
-                if letter.note.kind == LOSS and letter.body.numel() == 8:
-                    losses[letter.note.number] = float(letter.body.view(torch.float64))
-                    under_way.pop(letter.note.number, None)
+                if letter.header.kind == LOSS and letter.body.numel() == 8:
+                    losses[letter.header.number] = float(letter.body.view(torch.float64))
+                    under_way.pop(letter.header.number, None)
             if self.agreement.lost != lost:  # any of them may have been on its way
                 lost = set(self.agreement.lost)
                 waiting.extendleft(under_way)
@@ -92,9 +92,9 @@ class SwarmJudge:
         while True:
             letters = self._letters()
             for letter in letters:
-                if letter.note.kind == HOME and letter.sender == origin:
+                if letter.header.kind == HOME and letter.sender == origin:
                     return
-                if letter.note.kind == LOOK:
+                if letter.header.kind == LOOK:
                     self._pass_on(letter)
             lost = self.agreement.lost
             if self.agreement.is_due or origin in lost or any(set(peers) <= lost for peers in self.swarm.peer.stages):
@@ -103,7 +103,7 @@ class SwarmJudge:
                 self._wait()
 
     def _pass_on(self, letter: QueuedMessage) -> None:
-        rows, ends = letter.note.extra, self.work.ends
+        rows, ends = letter.header.extra, self.work.ends
         form = replace(self.work.form, sequences=min(max(rows, 1), self.work.form.sequences))
         if form.sequences != rows or letter.body.numel() != form.nbytes(Task("F", 0, 1)):
             rank = self.post.mail.group.ranks[letter.sender]
@@ -114,7 +114,7 @@ class SwarmJudge:
         except Refused as error:
             self.post.mail.refuse(letter.sender, error)
             return
-        origin, number = letter.note.queue, letter.note.number
+        origin, number = letter.header.queue, letter.header.number
         if not ends:
             lost = self.agreement.lost
             following = [peer for peer in self.swarm.peer.stages[self.swarm.peer.stage + 1] if peer not in lost]
@@ -175,8 +175,8 @@ def _fill(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], firsts: Seque
     while missing:
         post.sort()
         for letter in post.of_turn():
-            stage = letter.note.number
-            if letter.note.kind != STATE or stage not in missing or letter.sender != firsts[stage]:
+            stage = letter.header.number
+            if letter.header.kind != STATE or stage not in missing or letter.sender != firsts[stage]:
                 continue
             names = list(Stage(whole, pieces[stage]).state_dict())
             if letter.body.numel() != sum(state[name].nbytes for name in names):

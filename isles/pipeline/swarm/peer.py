@@ -180,7 +180,7 @@ class SwarmPeer:
                 self._backward(self._backwards.popleft())
             elif self._forwards:
                 letter = self._forwards.popleft()
-                answers.discard(letter.note.number)
+                answers.discard(letter.header.number)
                 self._forward(letter)
             elif starts and (self.ways.room is None or len(self._under) < self.ways.room):
                 self._originate(starts.popleft())
@@ -195,7 +195,7 @@ class SwarmPeer:
     def _take(self) -> None:
         self.post.sort()
         for letter in self.post.of_turn():
-            kind, sender, number = letter.note.kind, letter.sender, letter.note.number
+            kind, sender, number = letter.header.kind, letter.sender, letter.header.number
             if kind == FORWARD and self.stage and sender in self.stages[self.stage - 1]:
                 self._forwards.append(letter)
             elif kind == BACKWARD:
@@ -215,7 +215,7 @@ class SwarmPeer:
         self._send_on(microbatch)
 
     def _forward(self, letter: QueuedMessage) -> None:
-        number, sender = letter.note.number, letter.sender
+        number, sender = letter.header.number, letter.sender
         if number in self.books:  # it was counted here, on another way
             self._answer(sender, number, self.books[number], 0.0)
             return
@@ -234,10 +234,10 @@ class SwarmPeer:
         self._send_on(number)
 
     def _backward(self, letter: QueuedMessage) -> None:
-        number, sender = letter.note.number, letter.sender
+        number, sender = letter.header.number, letter.sender
         if number not in self._under:
             return  # the late answer of another way
-        self._balancer.answered(sender, letter.note.nanoseconds / 1e9, 1, wire=letter.wire, queue=letter.note.queue)
+        self._balancer.answered(sender, letter.header.nanoseconds / 1e9, 1, wire=letter.wire, queue=letter.header.queue)
         self._count(number, letter.body, sender)
 
     def _count(self, number: int, gradient: Tensor | None, source: int | None) -> None:

@@ -65,14 +65,14 @@ class StageSum:
 
     def _take(self, letter: QueuedMessage) -> None:
         """Of a sum that this peer begins later it is kept; of one that failed it is too late."""
-        if letter.note.attempt > self._turn:
+        if letter.header.attempt > self._turn:
             self._early.append(letter)
-        elif letter.note.attempt == self._turn:
+        elif letter.header.attempt == self._turn:
             self._read(letter)
 
     def _read(self, letter: QueuedMessage) -> None:
         """A share that is to be added up here, or one that was elsewhere."""
-        sender, is_sum = letter.sender, letter.note.kind == MEAN
+        sender, is_sum = letter.sender, letter.header.kind == MEAN
         if sender not in self._peers:
             return
         at = self._peers.index(sender) if is_sum else self._place

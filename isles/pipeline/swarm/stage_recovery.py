@@ -62,7 +62,7 @@ class StateGifts:
             self._asked.append(letter)
             return
         body = torch.frombuffer(bytearray(self._state()), dtype=torch.uint8)
-        self._post.mail.send(letter.sender, MessageHeader(GIFT, 0, letter.note.attempt), body)
+        self._post.mail.send(letter.sender, MessageHeader(GIFT, 0, letter.header.attempt), body)
 
 
 def take(post: Post, donors: Sequence[int], patience: float) -> Tensor | None:

@@ -114,7 +114,7 @@ class Bucket:
         pairs = self._pairs()
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [own for _, own in pairs])
-        if self.reduction.keeps_signs:
+        if self.reduction.preserves_signs:
             self._mark()
         self._loaded = self._gradients()
 
@@ -155,7 +155,7 @@ class Bucket:
         """
         missing = [place for place, parameter in enumerate(self.parameters) if parameter.grad is None]
         left = {place for place in missing if not self.parameters[place].requires_grad}
-        if missing and self.reduction.keeps_signs:
+        if missing and self.reduction.preserves_signs:
             firsts = torch.cat(self._firsts)
             nobodys = (firsts == 0).logical_and_(firsts.signbit()).tolist()
             left |= {place for place, own in zip(self._filled, nobodys, strict=True) if own} & set(missing)

@@ -28,7 +28,7 @@ from typing_extensions import override
 from isles.comm.call import Call
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.scaled import Identity
-from isles.comm.codecs.sparse import FORMS, pack, places_bytes, smallest, unpack
+from isles.comm.codecs.sparse import FORMS, indices_bytes, pack, smallest, unpack
 from isles.comm.collectives.averaging import Averaging, Coded
 from isles.comm.collectives.basic import gather_ragged, ragged_bytes
 from isles.comm.collectives.headers import HEADER_BYTES, NOTE_BYTES, Stamp
@@ -51,7 +51,7 @@ class Reduction(ABC):
     """What was not sent yet, flat (n,), in the gradients' units: error feedback."""
     careful = False
     """True if all workers skip a step in which somebody's gradients are not finite, as what is kept would suffer."""
-    keeps_signs = False
+    preserves_signs = False
     """True if the mean of zeros has the sign that all of them had: -0.0 marks what nobody has a gradient of."""
 
     def __init__(self, layout: FlatParameters) -> None:
@@ -111,7 +111,7 @@ class Reduction(ABC):
 class Native(Reduction):
     """The backend's own all-reduce, where the gradients lie; nobody looks at them."""
 
-    keeps_signs = True
+    preserves_signs = True
 
     @override
     def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[tuple[int, ...]]:
@@ -135,7 +135,7 @@ class Averaged(Reduction):
         super().__init__(layout)
         self.averaging, self.feedback = averaging, feedback
         self.careful = feedback is not None or averaging.held_bytes > 0
-        self.keeps_signs = feedback is None and averaging.keeps_signs
+        self.preserves_signs = feedback is None and averaging.preserves_signs
         self.usable = True
         self._before: dict[str, Any] | None = None  # what `averaging` kept, while a step has not landed
         if feedback is not None:
@@ -208,7 +208,7 @@ _WORD = 8  # bytes before a message's values: its form and how many places it ha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The settings of `DCTDPConfig`, taken apart. places: a form of `codecs.places`, or "auto". exact: so many steps at
+    """The settings of `DCTDPConfig`, read. indices: their form (`codecs.sparse`), or "auto". exact: so many steps at
     the start travel whole. every_step: in so many steps after them thresholds are renewed each time.
     """
 
@@ -217,7 +217,7 @@ class Rule:
     feedback: bool
     guard: float
     codec: Codec
-    places: str
+    indices: str
     exclude_below: int
     exact: int
     every_step: int
@@ -296,7 +296,7 @@ class Thresholds(Reduction):
         if self.residual is not None:
             flat.add_(self.residual)
         picked = self._pick(flat, step)
-        self._places = torch.cat((self.whole, picked))
+        self._indices = torch.cat((self.whole, picked))
         self._wire = self._encode(flat, picked)
 
     @override
@@ -321,10 +321,10 @@ class Thresholds(Reduction):
         if self._whole:
             return
         if self.residual is not None:
-            self._left.copy_(flat).index_add_(0, self._places, self._own, alpha=-1)
+            self._left.copy_(flat).index_add_(0, self._indices, self._own, alpha=-1)
         flat.zero_()
-        for places, values in self._theirs:
-            flat.index_add_(0, places, values)
+        for indices, values in self._theirs:
+            flat.index_add_(0, indices, values)
         flat.div_(len(self._theirs))
 
     @override
@@ -335,7 +335,7 @@ class Thresholds(Reduction):
         if self.residual is not None:
             self.residual, self._left = self._left, self.residual
         partial = self.layout.numel - len(self.whole)
-        self.density = (len(self._places) - len(self.whole)) / partial if partial else 0.0
+        self.density = (len(self._indices) - len(self.whole)) / partial if partial else 0.0
         self.thresholds, self.renewed = self._next, self.renewed + self._renewals
         self._drop()
 
@@ -384,7 +384,7 @@ class Thresholds(Reduction):
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         self.usable, self._whole = True, False
         self._wire, self._own = nothing.to(torch.uint8), nothing
-        self._places = nothing.to(torch.int64)
+        self._indices = nothing.to(torch.int64)
         self._theirs: list[tuple[Tensor, Tensor]] = []
         self._next, self._renewals = self.thresholds, 0
 
@@ -411,12 +411,12 @@ class Thresholds(Reduction):
 
     def _encode(self, flat: Tensor, picked: Tensor) -> Tensor:
         """The message: form and count, values, places; nothing where there is nothing to say."""
-        if not len(self._places):
+        if not len(self._indices):
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         elements, count = self.layout.numel, len(picked)
-        form = smallest(count, elements) if self.rule.places == "auto" else self.rule.places
+        form = smallest(count, elements) if self.rule.indices == "auto" else self.rule.indices
         word = torch.tensor([count * len(FORMS) + FORMS.index(form)], dtype=torch.int64, device="cpu").view(torch.uint8)
-        values = self.rule.codec.encode(flat.index_select(0, self._places))
+        values = self.rule.codec.encode(flat.index_select(0, self._indices))
         return torch.cat((word, values, pack(form, picked, elements)))
 
     def _decode(self, wire: Tensor) -> tuple[Tensor, Tensor]:
@@ -432,20 +432,20 @@ class Thresholds(Reduction):
             raise Malformed(-1, f"{count} places of {elements} in a message of {len(wire)} bytes")
         values_end = _WORD + self.rule.codec.wire_bytes(total, dtype)
         values = self.rule.codec.decode(wire[_WORD:values_end], total, dtype)
-        places = unpack(FORMS[form], wire[values_end:], elements)
-        if len(places) != count:
-            raise Malformed(-1, f"{count} places announced, {len(places)} marked")
-        return torch.cat((self.whole, places)), values
+        indices = unpack(FORMS[form], wire[values_end:], elements)
+        if len(indices) != count:
+            raise Malformed(-1, f"{count} places announced, {len(indices)} marked")
+        return torch.cat((self.whole, indices)), values
 
     def _message_bytes(self, count: int) -> int:
         """Length of a message of `count` places."""
         elements, total = self.layout.numel, len(self.whole) + count
         if not total:
             return 0
-        form = smallest(count, elements) if self.rule.places == "auto" else self.rule.places
+        form = smallest(count, elements) if self.rule.indices == "auto" else self.rule.indices
         return self._length(form, count)
 
     def _length(self, form: str, count: int) -> int:
         """Of a message of `count` places in `form`."""
         values = self.rule.codec.wire_bytes(len(self.whole) + count, self.layout.dtype)
-        return _WORD + values + places_bytes(form, count, self.layout.numel)
+        return _WORD + values + indices_bytes(form, count, self.layout.numel)

@@ -118,16 +118,16 @@ class DeMo(StepsAlike):
         momentum, group = self.momentum, self.group
         self._accumulate()
         chosen = momentum.extract()
-        values, places = to_host(chosen)
+        values, indices = to_host(chosen)
         if not values.isfinite().all():
             reason = f"its momentum is not finite at inner step {self.steps + 1}: lower the learning rate"
             raise WorkerFailed(group.transport.rank, reason)
-        wire = momentum.packing.pack(self.steps, self._digest(), values, places)
+        wire = momentum.packing.pack(self.steps, self._digest(), values, indices)
         call = group.call(leeway=JUMPS)
         transfer = group.start(all_gather(call, wire), nbytes=(group.size - 1) * wire.numel())
         own = momentum.packing.unpack(wire)
-        there = replace(own, values=to_device([own.values], momentum.device)[0], places=chosen[1])
-        momentum.subtract(chosen[0] if momentum.packing.exact else there.values, there.places)
+        there = replace(own, values=to_device([own.values], momentum.device)[0], indices=chosen[1])
+        momentum.subtract(chosen[0] if momentum.packing.exact else there.values, there.indices)
         everyone = []
         with among_even():
             arrived = transfer.wait()

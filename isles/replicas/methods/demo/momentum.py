@@ -34,7 +34,7 @@ from isles.base.staging import to_device
 from isles.comm.codecs import codec
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.scaled import Sign
-from isles.comm.codecs.sparse import pack_places, unpack_places
+from isles.comm.codecs.sparse import pack_indices, unpack_indices
 from isles.comm.errors import Malformed
 from isles.comm.group import numbers
 from isles.replicas.methods.demo.config import DeMoConfig, Values
@@ -75,7 +75,7 @@ class Sent:
     step: int
     digest: int
     values: Tensor
-    places: Tensor
+    indices: Tensor
 
 
 class Packing:
@@ -98,20 +98,20 @@ class Packing:
     @property
     def nbytes(self) -> int:
         """Length of a message."""
-        places = sum(_places_bytes(group, count) for group, count in self._listed())
-        return HEADER_BYTES + self.codec.wire_bytes(self.pairs, torch.float32) + places
+        indices = sum(_indices_bytes(group, count) for group, count in self._listed())
+        return HEADER_BYTES + self.codec.wire_bytes(self.pairs, torch.float32) + indices
 
     @property
     def sent_whole(self) -> int:
         """Coefficients of the blocks of which all are kept."""
         return sum(count for index, count in enumerate(self.counts) if not self.is_listed(index))
 
-    def pack(self, step: int, digest: int, values: Tensor, places: Tensor) -> Tensor:
+    def pack(self, step: int, digest: int, values: Tensor, indices: Tensor) -> Tensor:
         """The message, uint8 (nbytes,), of CPU tensors as in `Sent`."""
         parts = [numbers(step, digest).view(torch.uint8), self.codec.encode(values)]
         for index, group in enumerate(self.groups):
             if self.is_listed(index):
-                parts.append(_pack(group, places[self._of(index)]))
+                parts.append(_pack(group, indices[self._of(index)]))
         return torch.cat(parts)
 
     def unpack(self, wire: Tensor) -> Sent:
@@ -123,16 +123,16 @@ class Packing:
         step, digest = wire[:HEADER_BYTES].view(torch.int64).tolist()
         front = HEADER_BYTES + self.codec.wire_bytes(self.pairs, torch.float32)
         values = self.codec.decode(wire[HEADER_BYTES:front], self.pairs, torch.float32)
-        places = torch.empty(self.pairs, dtype=torch.int64, device="cpu")
+        indices = torch.empty(self.pairs, dtype=torch.int64, device="cpu")
         for index, group in enumerate(self.groups):
             if self.is_listed(index):
-                last = front + _places_bytes(group, self.counts[index])
-                own = places[self._of(index)]
+                last = front + _indices_bytes(group, self.counts[index])
+                own = indices[self._of(index)]
                 _unpack(group, wire[front:last], own)
                 if len(own) and int(own.max()) >= group.entries:
                     raise Malformed(-1, f"place {int(own.max())} in a block of {group.entries} entries")
                 front = last
-        return Sent(step, digest, values, places)
+        return Sent(step, digest, values, indices)
 
     def is_listed(self, index: int) -> bool:
         """Whether the places of a group travel: not all of its coefficients are kept."""
@@ -150,25 +150,25 @@ class Packing:
         return [(group, self.counts[index]) for index, group in enumerate(self.groups) if self.is_listed(index)]
 
 
-def _places_bytes(group: BlockGroup, count: int) -> int:
+def _indices_bytes(group: BlockGroup, count: int) -> int:
     if group.entries <= 256:
         return count
     return -(-count // 2) * 3 if group.entries <= 4096 else 2 * count
 
 
-def _pack(group: BlockGroup, places: Tensor) -> Tensor:
+def _pack(group: BlockGroup, indices: Tensor) -> Tensor:
     if group.entries <= 256:
-        return places.to(torch.uint8)
+        return indices.to(torch.uint8)
     if group.entries <= 4096:
-        return pack_places(torch.nn.functional.pad(places, (0, len(places) % 2)))
-    return places.to(torch.int16).view(torch.uint8)  # wraps around: read back as unsigned
+        return pack_indices(torch.nn.functional.pad(indices, (0, len(indices) % 2)))
+    return indices.to(torch.int16).view(torch.uint8)  # wraps around: read back as unsigned
 
 
 def _unpack(group: BlockGroup, packed: Tensor, out: Tensor) -> None:
     if group.entries <= 256:
         out.copy_(packed)
     elif group.entries <= 4096:
-        out.copy_(unpack_places(packed)[: len(out)])
+        out.copy_(unpack_indices(packed)[: len(out)])
     else:
         out.copy_(packed.clone().view(torch.int16)).bitwise_and_(0xFFFF)  # as above
 
@@ -255,20 +255,20 @@ class Momentum:
     def extract(self) -> tuple[Tensor, Tensor]:
         """Values (pairs,), float32, and places (pairs,), int64, of the largest coefficients, on `device`."""
         values = [torch.empty(0, dtype=torch.float32, device=self.device)]
-        places = [torch.empty(0, dtype=torch.int64, device=self.device)]
+        indices = [torch.empty(0, dtype=torch.int64, device=self.device)]
         for piece in self.blocks.pieces(self.device):
             group, kept = self.blocks.groups[piece.group], self.packing.kept[piece.group]
             coefficients = self.transform.forward(self.vector[piece.first : piece.last].view(-1, *group.edges))
             if self.packing.is_listed(piece.group):
                 chosen = largest(coefficients, kept)
                 coefficients = coefficients.gather(1, chosen)
-                places.append(chosen.view(-1))
+                indices.append(chosen.view(-1))
             else:
-                places.append(torch.zeros(coefficients.numel(), dtype=torch.int64, device=self.device))
+                indices.append(torch.zeros(coefficients.numel(), dtype=torch.int64, device=self.device))
             values.append(coefficients.reshape(-1))
-        return torch.cat(values), torch.cat(places)
+        return torch.cat(values), torch.cat(indices)
 
-    def subtract(self, values: Tensor, places: Tensor) -> None:
+    def subtract(self, values: Tensor, indices: Tensor) -> None:
         """Take `subtract` times what these coefficients, on `device`, stand for."""
         alpha = self.config.subtract
         if not alpha:
@@ -278,7 +278,7 @@ class Momentum:
             part = self.vector[piece.first : piece.last].view(-1, *group.edges)
             sent = values[pairs].view(len(part), -1)
             if self.packing.is_listed(piece.group):
-                sent = part.new_zeros(len(part), group.entries).scatter_(1, places[pairs].view_as(sent), sent)
+                sent = part.new_zeros(len(part), group.entries).scatter_(1, indices[pairs].view_as(sent), sent)
             part.sub_(self.transform.inverse(sent, group.edges), alpha=alpha)
 
     def decode(self, everyone: Sequence[Sent]) -> Tensor:
@@ -287,13 +287,13 @@ class Momentum:
             self.update = torch.empty_like(self.vector)
             tensors = range(len(self._inside))
             self._decoded = [view for index in tensors for view in self.blocks.views(self.update, index)]
-        there = to_device([part for sent in everyone for part in (sent.values, sent.places)], self.device)
+        there = to_device([part for sent in everyone for part in (sent.values, sent.indices)], self.device)
         moved = list(zip(there[::2], there[1::2], strict=True))
         for piece in self.blocks.pieces(self.device):
             group, pairs = self.blocks.groups[piece.group], self.packing.of(piece.group, piece.start, piece.stop)
             mean = self.update[piece.first : piece.last].view(-1, group.entries).zero_()
             shares = [
-                (values[pairs].view(len(mean), -1), places[pairs].view(len(mean), -1)) for values, places in moved
+                (values[pairs].view(len(mean), -1), indices[pairs].view(len(mean), -1)) for values, indices in moved
             ]
             if self.packing.is_listed(piece.group):
                 self._gather(mean, shares)
@@ -307,14 +307,14 @@ class Momentum:
 
     def _gather(self, mean: Tensor, shares: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Add up values at their places, and divide by how many there are of each, or by the number of workers."""
-        for values, places in shares:
-            mean.scatter_add_(1, places, values)
+        for values, indices in shares:
+            mean.scatter_add_(1, indices, values)
         if self.config.reduce == "world":
             mean.div_(len(shares))
         elif len(shares) > 1:
             counts = torch.zeros_like(mean)
-            for values, places in shares:
-                counts.scatter_add_(1, places, torch.ones_like(values))
+            for values, indices in shares:
+                counts.scatter_add_(1, indices, torch.ones_like(values))
             mean.div_(counts.clamp_min_(1.0))
 
     def write(self, gradients: Sequence[Tensor]) -> None:

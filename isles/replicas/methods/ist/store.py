@@ -154,7 +154,7 @@ class _End:
         for key, units, part in self._parts(wire, other):
             put(self.tensors[key], self.division.axes[key.name], units, part)
 
-    def judge(self, call: Call, wires: Sequence[Tensor]) -> None:
+    def check(self, call: Call, wires: Sequence[Tensor]) -> None:
         """Refused, by name, for what cannot be units of this round; nothing was written yet. Weights are compared with
         weights, each moment with its like, where a gradient's leeway is allowed.
         """
@@ -196,7 +196,7 @@ class _End:
 def _exchange(call: Call, source: _End, target: _End, incoming: list[Tensor]) -> Steps[None]:
     """From `source` of all to `target` of all. incoming: buffers for what comes, by position."""
     yield from all_to_all(call, [source.pack(other) for other in range(len(incoming))], incoming)
-    target.judge(call, incoming)
+    target.check(call, incoming)
     for other, wire in enumerate(incoming):
         target.unpack(wire, other)
 
