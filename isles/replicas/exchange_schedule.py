@@ -9,7 +9,12 @@ from functools import lru_cache, partial
 from math import ceil
 from operator import itemgetter
 
+from torch import Tensor
+
+from isles.comm.codecs.lowrank import Form, LowRank
 from isles.comm.collectives.averaging import Averaging
+from isles.comm.collectives.mean import phases
+from isles.comm.tags import rounds_apart
 from isles.network.exchange_plan import (
     UNDER_WAY,
     BySize,
@@ -201,3 +206,25 @@ def outer_memory(parts: Composition, fragments: Sequence[Fragment], size: int) -
         (UNDER_WAY, under_way, "exchange", True),
     ]
     return [MemoryItem(what, nbytes, when) for what, nbytes, when, is_held in rows if is_held]
+
+
+def idle_low_rank(form: Form, parameters: Sequence[Tensor]) -> list[str]:
+    """A warning where low rank compresses nothing of a model."""
+    if not isinstance(form, LowRank) or form.compresses(parameters):
+        return []
+    return [
+        f"rank {form.rank} makes no matrix of the model smaller by {form.min_compression_rate:g} times, so all of it "
+        "travels dense: lower the rank"
+    ]
+
+
+def rounds_to_leave_behind(rounds: int, fragments: int, elements: int) -> None:
+    """ValueError where a lost round could be taken for a later one of as many fragments: their addresses come round
+    again. elements: of the largest fragment.
+    """
+    most = rounds_apart(fragments, phases(elements)) - 1  # what the next round needs may be sent ahead
+    if rounds > most:
+        raise ValueError(
+            f'on_peer_failure = "solo" may leave rounds behind, and addresses of {fragments} fragment(s) come again '
+            f'after {most} rounds, of which this run has {rounds}: raise sync_every, or choose "raise"'
+        )

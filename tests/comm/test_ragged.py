@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import isles
-from isles.comm.codecs.sparse import FORMS, pack, indices_bytes, smallest, unpack
+from isles.comm.codecs.sparse import FORMS, indices_bytes, pack, smallest, unpack
 from isles.comm.collectives.basic import gather_ragged, ragged_bytes
 from isles.comm.collectives.headers import Headers, Stamp
 from isles.comm.errors import Malformed

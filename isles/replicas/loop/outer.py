@@ -11,15 +11,24 @@ A worker that is alone in a round does all of it in one sweep over memory (`isle
 what the live weights were when they last landed, in the live dtype: the anchor, rounded where weights are coarser than
 float32: rounding never looks like progress. A hash of the anchor rides in the next transfer's header.
 
-How a worker takes part in rounds that others have begun: with the state of one of them.
+A worker that joins a run starts from the state of another one (`donor_state`, `adopt`, `enter`).
+
+How much a worker counts in the mean (DiLoCo, section 2: g = sum_i w_i g_i, with w_i as large as its shard):
+
+    equal      w_i = 1/N
+    samples    w_i = n_i / sum n:  a worker scales what it sends by N w_i, before it is encoded, and the mean is theirs
+
+Every worker gives its n_i to `OuterSync.weigh` once, before the first round.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 from warnings import warn
 
@@ -27,24 +36,36 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from isles.base.staging import pinned_bytes
 from isles.comm.group import Group
-from isles.comm.roster import FixedRoster
+from isles.comm.roster import FixedRoster, Roster
+from isles.network.exchange_plan import PINNED, MemoryItem, PlannedExchange, Rhythm
 from isles.network.noise import uniform
-from isles.replicas.config import not_finite
-from isles.replicas.loop.config import OuterConfig
-from isles.replicas.loop.fragment import Exchange, Fragment, InFlight, fragments_of, on_anchors, show
+from isles.replicas import start
+from isles.replicas.config import MethodConfig, not_finite, rounds_for_momentum, uneven_fragments
+from isles.replicas.exchange_schedule import (
+    idle_low_rank,
+    landings,
+    opening_exchanges,
+    outer_memory,
+    planned_rounds,
+    rounds_to_leave_behind,
+)
+from isles.replicas.loop.config import OuterConfig, Weights
+from isles.replicas.loop.fragment import Exchange, Fragment, InFlight, fragments_of, on_anchors, show, without_partners
 from isles.replicas.loop.quorum import round_exchange_for
 from isles.replicas.loop.round_exchange import RoundExchange
-from isles.replicas.loop.state import OuterSaved
 from isles.replicas.loop.sweep import FiniteCheck, NoCheck, Sweep
-from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unweighed, weights_of
-from isles.replicas.parts.interfaces import Composition
+from isles.replicas.parts.choices import EveryH
+from isles.replicas.parts.interfaces import Cadence, Composition
+from isles.replicas.parts.legal import warnings
 from isles.replicas.start import T
+from isles.replicas.sync import ReplicaSync
 
 _DROPPING = 0x64726F70  # keeps these draws apart from others of the same seed
 
 
-class OuterSync(OuterSaved):
+class OuterSync(ReplicaSync):
     """An outer method: a `Composition` run by the one loop.
 
     A worker whose share is not finite heals itself: its weights become the anchors, the inner optimizer's moments and
@@ -55,6 +76,7 @@ class OuterSync(OuterSaved):
     level = "parameter"
     spans_islands = True
     follows_roster = True
+    keeps_flat = True
 
     @abstractmethod
     def compose(self) -> Composition:
@@ -387,6 +409,101 @@ class OuterSync(OuterSaved):
             yield from flight.exchanges()
         yield from (fragment.ahead for fragment in self.fragments if fragment.ahead is not None)
 
+    # What a checkpoint holds.
+
+    @override
+    def outer_state(self) -> dict[str, Any]:
+        return {
+            "fragments": [fragment.state_dict() for fragment in self.fragments],
+            "flights": [flight.state_dict() for flight in self.flights],
+            "roster": self.roster.state_dict(),
+            "run": self.run,
+            "skipped": self.skipped,
+            "healed": self.healed,
+        }
+
+    @override
+    def load_outer_state(self, state: dict[str, Any]) -> None:
+        self.watch.loaded()
+        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+            fragment.load_state_dict(saved)
+        self.flights = []
+        for saved in state["flights"]:
+            fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
+            held = None if anchors is None else fragment.restored(anchors)
+            fragment.latest = fragment.restored(saved["payload"])
+            frozen = tuple(saved["frozen"])
+            self.flights.append(InFlight(fragment, saved["lands"], fragment.latest, held, frozen))
+        self.roster.load_state_dict(state["roster"])
+        self.round_exchange = self.new_round_exchange()
+        self.run = state["run"]
+        self._name_run()
+        self.skipped, self.healed = state["skipped"], state["healed"]
+
+    def _name_run(self) -> None:
+        for fragment in self.fragments:
+            fragment.run = self.run
+
+    @classmethod
+    @override
+    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
+        """Anchors, momenta, what is under way as they are, the mean of linear rules' states
+        being the state of their mean: a round that has been sent lands with the new workers.
+        """
+        return {**outer, "fragments": [without_partners(fragment) for fragment in outer["fragments"]], "roster": {}}
+
+    # What a plan asks before a run.
+
+    @override
+    def schedule(self, steps: int) -> list[PlannedExchange]:
+        return planned_rounds(self.parts, self.fragments, self.group.size, steps)
+
+    @override
+    def spread_bytes(self, steps: int) -> int:
+        """A fragment after each landing, everything at the end."""
+        return sum(self.replica.spread_bytes(places) for _, places in self.landings(steps))
+
+    def landings(self, steps: int) -> list[tuple[int, Sequence[int]]]:
+        """(moment, numbers of the parameters that are written to) of each landing, that of `finish` too."""
+        landed = landings(self.schedule(steps), self.parts.cadence.rounds_late)
+        return [*((at, self.fragments[index].indices) for at, index in landed), (steps + 1, self.everything)]
+
+    @override
+    def rhythm(self, steps: int) -> Rhythm:
+        if not isinstance(self.cadence, EveryH):
+            return super().rhythm(steps)
+        dense = max(fragment.averaging.starting for fragment in self.fragments)
+        return Rhythm(self.cadence.every_step_until + dense * self.cadence.sync_every, self.cadence.sync_every)
+
+    @override
+    def memory(self) -> list[MemoryItem]:
+        outer = outer_memory(self.parts, self.fragments, self.group.size)
+        pinned = sum(pinned_bytes(fragment.flat.parameters) for fragment in self.fragments)
+        return [
+            *super().memory(),
+            *outer,
+            MemoryItem(PINNED, pinned, "pinned"),
+            *self.round_exchange.extra_memory(self.fragments),
+        ]
+
+    @override
+    def opening_exchanges(self) -> list[PlannedExchange]:
+        hashes = 2 if weights_of(self.config) == "equal" else 3  # numbers of samples are as long as one
+        return opening_exchanges(start.bytes_by_format(self._shared()), self.group.size, hashes)
+
+    @override
+    def advise(self, steps: int) -> list[str]:
+        rounds = _rounds(self.parts.cadence, steps)
+        if not rounds:
+            raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
+        if self.parts.on_peer_failure == "solo":
+            largest = max(fragment.flat.numel for fragment in self.fragments)
+            rounds_to_leave_behind(rounds, len(self.fragments), largest)
+        notices = super().advise(steps) + warnings(self.parts.choice) + idle_low_rank(self.parts.codec, self.shares)
+        if isinstance(self.cadence, EveryH):
+            notices += uneven_fragments(self.cadence.sync_every, len(self.fragments))
+        return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
+
 
 def donor_state(optimizer: OuterSync) -> dict[str, Any]:
     """The live state right after a landing, for whoever is to `adopt` it. What has been sent ahead is not waited for:
@@ -436,3 +553,52 @@ def enter(optimizer: OuterSync, round: int, steps: int) -> None:
         fragment.latest = None
         if optimizer.parts.prefetch_anchors and round > 1:
             fragment.ahead = optimizer.round_exchange.send_anchor(fragment, round, steps)
+
+
+@lru_cache(maxsize=64)
+def _rounds(cadence: Cadence, steps: int) -> int:  # which a plan asks again and again
+    return sum(0 in cadence.sends(step) for step in range(1, steps + 1))
+
+
+def weights_of(config: MethodConfig) -> Weights:
+    """ "equal" for a method that knows nothing else."""
+    return getattr(config, "weights", "equal")
+
+
+def counts_alike(config: MethodConfig, parts: Composition, roster: Roster) -> bool:
+    """Whether workers have equal weights, and need not tell of any. ValueError where they have not, and a scaled
+    payload would not make the weighted mean.
+    """
+    if weights_of(config) == "equal":
+        return True
+    if not parts.mixing.agrees:
+        why = "it takes no mean over all workers"
+    elif parts.rule.needs_residual:
+        why = "what does not travel stays a worker's own, and would be scaled too"
+    elif parts.on_broken == "leave out":
+        why = "who is left out would count in the divisor"
+    elif parts.on_peer_failure == "solo" or not isinstance(roster, FixedRoster):
+        why = "workers may be lost or change, and weights are of those of the start"
+    else:
+        return False
+    raise ValueError(f'weights = "samples": {why}; choose "equal"')
+
+
+def refuse_unweighed(weighed: bool) -> None:
+    """ValueError before a round of workers that have not told their samples."""
+    if not weighed:
+        raise ValueError('weights = "samples": call optimizer.weigh(SAMPLES) on every worker, before the first round')
+
+
+def agreed_factor(group: Group, samples: float) -> tuple[float, float]:
+    """N w of this worker among those of `group`, who all ask at once, and how many times the smallest (but 0) the
+    largest is. Bytes sent: 8 to each of the others. ValueError for what is no number of samples.
+    """
+    if not 0 <= samples < math.inf:
+        raise ValueError(f"weigh({samples}): give this worker's number of samples, 0 or more")
+    told = group.all_gather(torch.tensor([float(samples)], dtype=torch.float64, device="cpu"))
+    total = math.fsum(float(each) for each in told)
+    if not total > 0:
+        raise ValueError("weigh(0) on all workers: at least one must have samples")
+    positive = [float(each) for each in told if each > 0]
+    return group.size * float(samples) / total, max(positive) / min(positive)
