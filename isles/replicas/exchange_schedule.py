@@ -71,9 +71,9 @@ def _total(exchanges: Iterable[PlannedExchange], size: int) -> list[int]:
     total = [0] * size
     for (pattern, groups), times in Counter((planned.pattern, planned.groups) for planned in exchanges).items():
         for group in groups:
-            for place, position in enumerate(group):
+            for index, position in enumerate(group):
                 if len(group) > 1:
-                    total[position] += times * int(pattern(len(group)).sent(place, len(group)))
+                    total[position] += times * int(pattern(len(group)).sent(index, len(group)))
     return total
 
 
@@ -205,7 +205,7 @@ def outer_memory(parts: Composition, fragments: Sequence[Fragment], size: int) -
         ("own anchor as sent", vector, "exchange", copies_anchor),
         (UNDER_WAY, under_way, "exchange", True),
     ]
-    return [MemoryItem(what, nbytes, when) for what, nbytes, when, is_held in rows if is_held]
+    return [MemoryItem(what, nbytes, when) for what, nbytes, when, is_needed in rows if is_needed]
 
 
 def idle_low_rank(form: Form, parameters: Sequence[Tensor]) -> list[str]:

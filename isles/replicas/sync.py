@@ -10,10 +10,10 @@ It wraps the user's inner optimizer and is used like one:
 Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on what was reduced, `before_inner_step`
 (at optimizer level), the inner optimizer's step, `after_inner_step` (at parameter level). A method has a `Config`.
 
-A run ends with `finish`: exchanges in flight land, workers that did other numbers of inner steps end together where they
-did as many rounds, and all prove that they hold the same weights. `state_dict` has a form in which torch's tools find an
-optimizer's state too. A plan asks `schedule`, `outline` and `memory` before a run: exact, unless an outline is `about`
-right; tests compare it with what runs then send.
+A run ends with `finish`: exchanges in flight land, workers that did other numbers of inner steps end together where
+they did as many rounds, and all prove that they hold the same weights. `state_dict` has a form in which torch's tools
+find an optimizer's state too. A plan asks `schedule`, `outline` and `memory` before a run: exact, unless an outline is
+`about` right; tests compare it with what runs then send.
 """
 
 from __future__ import annotations
@@ -172,10 +172,10 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
             self.before_inner_step()
         self.guards_inner = False
         try:
-            if self.watch.has_heard:
+            if self.watch.is_profiled:
                 self.replica.apply(scaled)
             else:
-                self.watch.hear(partial(self.replica.apply, scaled), self.inner)
+                self.watch.profile(partial(self.replica.apply, scaled), self.inner)
         finally:
             self.guards_inner = True
         for copies in self.copies:
@@ -233,7 +233,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         """The model with the weights that should be judged (the anchor where there is one), the live ones restored
         after.
         """
-        with self.replica.judged() as model:
+        with self.replica.for_evaluation() as model:
             yield model
 
     # What all methods have.
@@ -289,9 +289,9 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
                 self.steps = self.together(lambda group: start.same_end(group, self.steps, rounds))
         self.land_all()
         if self.level != "parameter" and self._is_watched:
-            told = repr(start.settings_of(self.param_groups, everywhere=True))
+            settings = repr(start.settings_of(self.param_groups, everywhere=True))
             with start.among_even():
-                self.together(lambda group: same_text(group, told, start.OTHER_SETTINGS, self.steps))
+                self.together(lambda group: same_text(group, settings, start.OTHER_SETTINGS, self.steps))
         if self.agrees:
             self._prove(self._named_shares())
 
@@ -300,14 +300,14 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         self.catch_up()
 
     @contextmanager
-    def landing(self, places: Sequence[int]) -> Iterator[None]:
-        """Around whatever writes to the parameters of numbers `places` between two inner steps."""
+    def landing(self, indices: Sequence[int]) -> Iterator[None]:
+        """Around whatever writes to the parameters of numbers `indices` between two inner steps."""
         for copies in self.copies:
             copies.before_landing()
         yield
         exact = self.anchors() if self.copies else {}
         for copies in self.copies:
-            copies.landed(places, exact)
+            copies.landed(indices, exact)
 
     def anchors(self) -> Mapping[int, Tensor]:
         """By number of the parameter: what whole ones were rounded from when they were last written to."""
@@ -345,8 +345,8 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         """
         self.finish()
         averaged = {} if self.agrees else self._named_shares()
-        kept = self.model.state_dict()  # buffers outside of it are derived, and equal everywhere
-        averaged |= {name: b for name, b in self.model.named_buffers() if name in kept and b.is_floating_point()}
+        persistent = self.model.state_dict()  # buffers outside of it are derived, and equal everywhere
+        averaged |= {name: b for name, b in self.model.named_buffers() if name in persistent and b.is_floating_point()}
         if averaged:
             with self.landing(() if self.agrees else self.everything):
                 self._give_mean(averaged)
@@ -392,7 +392,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state = {**self.copied_state(), "names": clean_names(self.model, self.parameters), "worker": self._place()}
+        state = {**self.copied_state(), "names": clean_names(self.model, self.parameters), "worker": self._position()}
         state["weights"] = self.watch.digest()
         inner: Any = state
         while "method" in inner:
@@ -421,7 +421,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         state = _from_torch(state_dict, type(self).__name__)
         shapes = [list(parameter.shape) for parameter in self.parameters]
         refuse_other_run(state, type(self).__name__, self.config, shapes, clean_names(self.model, self.parameters))
-        here = self._place()
+        here = self._position()
         whose = state.get("worker", here)  # not in what is handed on between workers
         alike = self.level == "gradient" and bool(self.shares) and not state["outer"]  # on all workers, as weights are
         if whose != here and not alike:
@@ -484,7 +484,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         if isinstance(self.inner, ReplicaSync):
             self.inner.take_in()
 
-    def _place(self) -> list[Any]:
+    def _position(self) -> list[Any]:
         return [self.group.transport.rank, list(self.group.ranks)]
 
     # What a plan asks before a run.
@@ -569,9 +569,9 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         """What must be the same on all workers, beside their weights."""
         inner: list[Any] = []
         if self.level != "parameter":  # equal gradients want equal steps
-            places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-            held = [sorted(places.get(id(own), -1) for own in group["params"]) for group in self.param_groups]
-            inner = [type(self.inner).__name__, start.settings_of(self.param_groups), held]
+            indices = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+            owned = [sorted(indices.get(id(own), -1) for own in group["params"]) for group in self.param_groups]
+            inner = [type(self.inner).__name__, start.settings_of(self.param_groups), owned]
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in self._shared()]
         return f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"
 

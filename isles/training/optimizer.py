@@ -26,7 +26,7 @@ from isles.memory.disk import disk_vectors
 from isles.models import choose_device
 from isles.pipeline.rowwise import RowwiseAdamW, by_rows, settled
 from isles.replicas import method
-from isles.replicas.replica import Plain, StageCopy, ToldNorm
+from isles.replicas.replica import Plain, StageCopy, SuppliedNorm
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import InnerConfig, inner_kind, inner_notices, lr_factor
 from isles.training.config.sections import Config
@@ -109,7 +109,7 @@ def wrapped(
             inner = _stepped(config, part, kind, world, manage)
             if norm is not None:
                 assert isinstance(inner, Optimizer)
-                inner = ToldNorm(part, inner, norm)
+                inner = SuppliedNorm(part, inner, norm)
             elif config.pipeline.skippipe.plan:
                 assert world is not None and isinstance(inner, Optimizer)
                 by_stage = config.pipeline.clip == "stage"

@@ -147,7 +147,7 @@ def test_what_the_inner_optimizer_was_given_it_may_take_and_hold_for_a_moment() 
     bucket.load()
     gradient, taken.grad = taken.grad, None
     assert bucket.is_changed(in_pass=False)  # nobody was given it
-    bucket.handed_on()
+    bucket.hand_over()
     assert not bucket.is_changed(in_pass=False)
     taken.grad = gradient  # as `Optimizer.step` wants it
     assert not bucket.is_changed(in_pass=False)

@@ -79,13 +79,13 @@ class Written:
             for i, own in enumerate(blocks_of(gradient.numpy(), self.config.compression_chunk)[0]):
                 momentum[i] = np.float32(beta) * momentum[i] + np.float32(rate) * own
                 found = self.transformed(momentum[i], inverse=False)
-                kept = np.zeros(found.size, dtype=bool)
-                kept[np.argsort(-np.abs(found), axis=None, kind="stable")[:k]] = True
-                kept = kept.reshape(found.shape)
-                sent = np.where(kept, found, np.float32(0))
+                per_block = np.zeros(found.size, dtype=bool)
+                per_block[np.argsort(-np.abs(found), axis=None, kind="stable")[:k]] = True
+                per_block = per_block.reshape(found.shape)
+                sent = np.where(per_block, found, np.float32(0))
                 momentum[i] = momentum[i] - np.float32(alpha) * self.transformed(sent, inverse=True)
                 sums[i] += sent
-                counts[i] += kept
+                counts[i] += per_block
         decoded = [
             self.transformed(total / (len(gradients) if reduce == "world" else np.maximum(count, 1)), inverse=True)
             for total, count in zip(sums, counts, strict=True)
@@ -404,8 +404,8 @@ def test_the_message_is_as_long_as_the_formula(value_dtype: Any, k: int, chunk: 
     packing = Packing(blocks, k, value_dtype)
     assert packing.nbytes == HEADER_BYTES + values[value_dtype] + indices
     chosen = [
-        torch.rand(group.blocks, group.entries).argsort(1)[:, :kept]
-        for group, kept in zip(blocks.groups, packing.kept, strict=True)
+        torch.rand(group.blocks, group.entries).argsort(1)[:, :per_block]
+        for group, per_block in zip(blocks.groups, packing.per_block, strict=True)
     ]
     numbers = normal(pairs)
     wire = packing.pack(7, -5, numbers, torch.cat([each.reshape(-1) for each in chosen]))

@@ -72,18 +72,18 @@ class Bucket:
             part.view(parameter.shape) for part, parameter in zip(self.split(self.flat), parameters, strict=True)
         ]
         self._staging = HostCopies(self.views if self.layout.exact else arena(parameters) if self._away else ())
-        self.waiting = len(parameters)
+        self.pending = len(parameters)
         """Gradients not ready yet in this backward pass."""
         self.reduction: Reduction
         self.transfer: Transfer[tuple[int, ...]] | None = None
         self.stale = False
         """True if a backward pass changed a gradient after the bucket had left."""
         self._loaded: list[tuple[Tensor | None, int]] = []
-        self._given = False
+        self._is_handed_over = False
         self.means: list[Tensor] = []
         """The gradients, while they are means that no step has used."""
-        self._filled = [place for place, parameter in enumerate(parameters) if parameter.numel()]
-        self._firsts = [self.views[place].view(-1)[:1] for place in self._filled]
+        self._filled = [position for position, parameter in enumerate(parameters) if parameter.numel()]
+        self._firsts = [self.views[position].view(-1)[:1] for position in self._filled]
 
     def split(self, flat: Tensor) -> tuple[Tensor, ...]:
         """A flat vector of the bucket as one view (p,) a parameter."""
@@ -105,7 +105,7 @@ class Bucket:
             if parameter.grad is not None and 0 in parameter.grad.stride():  # expanded: nobody could write to it
                 parameter.grad = parameter.grad.contiguous()
         if self.means and {id(mean) for mean in self.means} & {id(p.grad) for p in self.parameters}:
-            self.keep()  # this pass adds to what was told of the earlier ones
+            self.commit()  # this pass adds to what was told of the earlier ones
         self.means = []
         self._staging.settle()
         self.flat.zero_() if any(p.grad is None for p in self.parameters) else None
@@ -121,19 +121,19 @@ class Bucket:
     def _mark(self) -> None:
         if self._firsts:
             torch._foreach_add_(self._firsts, 0.0)  # which makes -0.0 positive
-        for place, first in zip(self._filled, self._firsts, strict=True):
-            if self.parameters[place].grad is None:
+        for index, first in zip(self._filled, self._firsts, strict=True):
+            if self.parameters[index].grad is None:
                 first.fill_(_NOBODYS)
 
     @property
     def frozen_digest(self) -> int:
         """Hash of which parameters are frozen; 0: none is."""
-        frozen = [place for place, parameter in enumerate(self.parameters) if not parameter.requires_grad]
+        frozen = [index for index, parameter in enumerate(self.parameters) if not parameter.requires_grad]
         return crc32(repr(frozen).encode()) if frozen else 0
 
-    def handed_on(self) -> None:
+    def hand_over(self) -> None:
         """Its means were given to the inner optimizer, which may take the gradients when it will."""
-        self._loaded, self._given = self._gradients(), True
+        self._loaded, self._is_handed_over = self._gradients(), True
 
     def is_changed(self, *, in_pass: bool) -> bool:
         """Whether somebody else wrote to a gradient since `load`: what travels does not know of it. What the inner
@@ -142,7 +142,7 @@ class Bucket:
         """
         return any(
             (old is not new or (before != now and not (in_pass and new is not None and new._is_view())))
-            and not (self._given and (old is None or new is None))
+            and not (self._is_handed_over and (old is None or new is None))
             for (old, before), (new, now) in zip(self._loaded, self._gradients(), strict=True)
         )
 
@@ -153,15 +153,15 @@ class Bucket:
         """Copy the means back into the gradients. What is frozen, and where zeros keep their signs what nobody has a
         gradient of, has none, so that the inner optimizer leaves it alone.
         """
-        missing = [place for place, parameter in enumerate(self.parameters) if parameter.grad is None]
-        left = {place for place in missing if not self.parameters[place].requires_grad}
+        missing = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
+        left = {index for index in missing if not self.parameters[index].requires_grad}
         if missing and self.reduction.preserves_signs:
             firsts = torch.cat(self._firsts)
             nobodys = (firsts == 0).logical_and_(firsts.signbit()).tolist()
-            left |= {place for place, own in zip(self._filled, nobodys, strict=True) if own} & set(missing)
-        for place in missing:
-            if place not in left:
-                self.parameters[place].grad = torch.zeros_like(self.parameters[place])
+            left |= {index for index, own in zip(self._filled, nobodys, strict=True) if own} & set(missing)
+        for index in missing:
+            if index not in left:
+                self.parameters[index].grad = torch.zeros_like(self.parameters[index])
         pairs = self._pairs()
         if pairs:
             torch._foreach_copy_([own for _, own in pairs], [view for view, _ in pairs])
@@ -179,16 +179,16 @@ class Bucket:
         pairs = zip(self.views, own, self.parameters, strict=True)
         return [(view, one) for view, one, p in pairs if one is not None and p.grad is not None]
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """The means are used, if there are any."""
         if self.means:
-            self.reduction.keep(self.flat)
+            self.reduction.commit(self.flat)
         self.means = []
 
     def rest(self) -> None:
         """Ready for the next backward pass."""
         self._loaded = []  # holds gradients that the user may want freed
-        self.waiting, self.transfer, self.stale, self._given = len(self.parameters), None, False, False
+        self.pending, self.transfer, self.stale, self._is_handed_over = len(self.parameters), None, False, False
 
 
 def cut_buckets(parameters: list[nn.Parameter], limit: float, device: torch.device) -> list[Bucket]:
@@ -258,7 +258,7 @@ class BucketedSync(ReplicaSync):
         self._reduced = False  # and no other backward pass has changed them since
         self._unusable: list[int] | None = None  # whose gradients are not finite, once all have come
         self._pass: int | None = None  # the backward pass at whose end `_end_of_pass` is called
-        self._quiet = self._told = False
+        self._quiet = self._has_warned = False
         self._worker_thread = get_ident()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda one, bucket=bucket: self._ready(bucket, one))
@@ -328,7 +328,7 @@ class BucketedSync(ReplicaSync):
         if self._unusable is not None:
             self._skip(self._unusable)
         for bucket in self.buckets:
-            bucket.keep()
+            bucket.commit()
         self._passes, self._reduced, self._unusable, self._proof = 0, False, None, 0
 
     def _reduce(self, *, in_pass: bool = False) -> None:
@@ -386,10 +386,10 @@ class BucketedSync(ReplicaSync):
                 return self._skip(broken) if wait else None
             bucket.reduction.land(bucket.flat)
             bucket.unload()
-            bucket.keep()
+            bucket.commit()
             self._landed += 1
             inner.ready(bucket.parameters)
-            bucket.handed_on()
+            bucket.hand_over()
         return None
 
     def _without(self, usable: Sequence[int]) -> list[int]:
@@ -427,8 +427,8 @@ class BucketedSync(ReplicaSync):
         """The 2-norm of what error feedback holds back."""
         if not self._careful:
             return {}
-        kept = [bucket.reduction.residual for bucket in self.buckets]
-        square = sum(float(own.dot(own)) for own in kept if own is not None)
+        states = [bucket.reduction.residual for bucket in self.buckets]
+        square = sum(float(own.dot(own)) for own in states if own is not None)
         return {"residual_norm": math.sqrt(square), "skipped_steps": self.skipped}
 
     @override
@@ -439,8 +439,8 @@ class BucketedSync(ReplicaSync):
         if not self._careful:
             return {}
         self._follow_scale()
-        kept = [{"residual": bucket.reduction.residual, **bucket.reduction.state_dict()} for bucket in self.buckets]
-        return {"buckets": kept, "skipped": self.skipped, "unit": self._unit}
+        states = [{"residual": bucket.reduction.residual, **bucket.reduction.state_dict()} for bucket in self.buckets]
+        return {"buckets": states, "skipped": self.skipped, "unit": self._unit}
 
     @override
     def load_outer_state(self, state: dict[str, Any]) -> None:
@@ -466,20 +466,20 @@ class BucketedSync(ReplicaSync):
             self._reduced = False
             return
         if get_ident() != self._worker_thread and not self.group.transport.native:
-            bucket.waiting -= 1
+            bucket.pending -= 1
             return  # autograd's thread of a GPU serves all virtual workers, and none may wait in it: `step` sends
         if not self._in_step:
             self._await_end(parameter)
             self._launch_ready()  # one gradient later: hooks of the user's on the last one have run
-        bucket.waiting -= 1
-        if bucket.waiting < 0 and bucket.transfer is not None:
+        bucket.pending -= 1
+        if bucket.pending < 0 and bucket.transfer is not None:
             if bucket.index < self._landed:
                 raise ValueError(
                     "a second backward pass before step(), but what the first one made has been updated by: wrap all "
                     "but the last in `with optimizer.no_sync():`"
                 )
             bucket.stale = True
-            self._tell_twice()
+            self._warn_of_second_pass()
         if self._in_step:
             self._launch_ready()
 
@@ -492,7 +492,7 @@ class BucketedSync(ReplicaSync):
             return
         self._pass = number
         if self._passes:
-            self._tell_twice()
+            self._warn_of_second_pass()
             self._forget_thrown_away(first)
         self._reduced = False
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
@@ -508,9 +508,9 @@ class BucketedSync(ReplicaSync):
             for bucket in self.buckets:
                 bucket.means = []
 
-    def _tell_twice(self) -> None:
-        if not self._told:
-            self._told = True
+    def _warn_of_second_pass(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 "a second backward pass before step(): its gradients travel again; use `with optimizer.no_sync():`",
                 stacklevel=2,
@@ -518,7 +518,7 @@ class BucketedSync(ReplicaSync):
 
     def _launch_ready(self) -> None:
         """Start the buckets that are full, up to the first that is not."""
-        ready = next((one.index for one in self.buckets[self._launched :] if one.waiting > 0), len(self.buckets))
+        ready = next((one.index for one in self.buckets[self._launched :] if one.pending > 0), len(self.buckets))
         if ready > self._launched or self._phased is not None:
             with own_modes(), host_work():
                 self._launch(ready)
@@ -628,10 +628,10 @@ class BucketedSync(ReplicaSync):
     def memory(self) -> list[MemoryItem]:
         """With reduction = "native" the buckets lie where the gradients do."""
         buffers = MemoryItem("gradient buckets", sum(bucket.flat.nbytes for bucket in self.buckets), "always")
-        held = [one for bucket in self.buckets for one in bucket.reduction.memory(self.group.size)]
+        items = [one for bucket in self.buckets for one in bucket.reduction.memory(self.group.size)]
         if self.device().type == "cpu":
-            held += [MemoryItem(PINNED, bucket.pinned_bytes, "pinned") for bucket in self.buckets]
-        return [*super().memory(), *together([buffers, *held])]
+            items += [MemoryItem(PINNED, bucket.pinned_bytes, "pinned") for bucket in self.buckets]
+        return [*super().memory(), *together([buffers, *items])]
 
     def _sent(self, bucket: Bucket, step: int, position: int) -> int:
         return bucket.reduction.sent_bytes(step, self.group.size, position)

@@ -3,9 +3,9 @@
     begin      the bucket's gradients are in place: look at them, encode what is to travel
     exchange   a protocol behind the computation
     land       all gradients are usable: the mean is in place
-    keep       the mean is used: what stays behind becomes final
+    commit     the mean is used: what stays behind becomes final
 
-Between `begin` and `keep` nothing that is kept changes: a bucket may begin again (its gradients changed after it had
+Between `begin` and `commit` nothing that is kept changes: a bucket may begin again (its gradients changed after it had
 left, or were thrown away), and a step in which somebody's gradients are not finite ends as if it had not been.
 
 One bucket of gradients sent as its entries of at least a threshold: the reduction of
@@ -71,7 +71,7 @@ class Reduction(ABC):
         """Leave the mean in `flat`, if it is not there."""
         del flat
 
-    def keep(self, flat: Tensor) -> None:
+    def commit(self, flat: Tensor) -> None:
         """The mean, which is in `flat`, is taken: what stays behind of this step is final."""
         del flat
 
@@ -159,7 +159,7 @@ class Averaged(Reduction):
         return (yield from self.averaging.mean(call, flat, stamp, None, left, 0))
 
     @override
-    def keep(self, flat: Tensor) -> None:
+    def commit(self, flat: Tensor) -> None:
         self._before = None
         if self.residual is None or self.feedback is None:
             return
@@ -193,17 +193,17 @@ def is_finite(vector: Tensor) -> bool:
     return bool(vector.sum().isfinite())
 
 
-def together(held: Sequence[MemoryItem]) -> list[MemoryItem]:
+def together(items: Sequence[MemoryItem]) -> list[MemoryItem]:
     """One entry for all that share a name and a time, with the sum of their bytes; those of no bytes are left out."""
     sums: dict[tuple[str, Any], int] = {}
-    for one in held:
+    for one in items:
         sums[one.what, one.when] = sums.get((one.what, one.when), 0) + one.nbytes
     return [MemoryItem(what, nbytes, when) for (what, when), nbytes in sums.items() if nbytes]
 
 
 _PIECE = 1 << 17  # entries looked at in one go: they and what is made of them stay in the second-level cache
 _SPARSE = 1  # a kind of payloads beside those of `exact`, whose number is even
-_WORD = 8  # bytes before a message's values: its form and how many places it has
+_PREFIX = 8  # bytes before a message's values: its form and how many places it has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,11 +225,11 @@ class Rule:
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor (of entries start to stop of the vector) that is sent in part. keep: K, the entries wanted."""
+    """A tensor (of entries start to stop of the vector) that is sent in part. count: K, the entries wanted."""
 
     start: int
     stop: int
-    keep: int
+    count: int
 
     def entries(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.stop]
@@ -237,7 +237,7 @@ class _Tensor:
     def threshold(self, flat: Tensor) -> float:
         """The K-th largest magnitude."""
         sizes = self.entries(flat).abs().numpy()
-        return float(np.partition(sizes, len(sizes) - self.keep)[len(sizes) - self.keep])
+        return float(np.partition(sizes, len(sizes) - self.count)[len(sizes) - self.count])
 
     def pick(self, flat: Tensor, threshold: float, room: Tensor) -> np.ndarray:
         """Places in the vector of the entries of at least the threshold, ascending."""
@@ -271,8 +271,8 @@ class Thresholds(Reduction):
         for parameter in layout.parameters:
             stop = start + parameter.numel()
             if parameter.numel() >= rule.exclude_below and parameter.numel():
-                keep = max(1, ceil((1 - rule.sparsity) * parameter.numel() - 1e-9))
-                self.tensors.append(_Tensor(start, stop, keep))
+                wanted = max(1, ceil((1 - rule.sparsity) * parameter.numel() - 1e-9))
+                self.tensors.append(_Tensor(start, stop, wanted))
             else:
                 whole.append(torch.arange(start, stop, device=layout.device, dtype=torch.int64))
             start = stop
@@ -328,7 +328,7 @@ class Thresholds(Reduction):
         flat.div_(len(self._theirs))
 
     @override
-    def keep(self, flat: Tensor) -> None:
+    def commit(self, flat: Tensor) -> None:
         if self._whole:
             self.density = 1.0
             return
@@ -349,7 +349,7 @@ class Thresholds(Reduction):
         """That of K entries a tensor."""
         if step <= self.rule.exact:
             return self.exact.pattern(step, size)
-        return Ragged(self._message_bytes(sum(tensor.keep for tensor in self.tensors)), HEADER_BYTES + NOTE_BYTES)
+        return Ragged(self._message_bytes(sum(tensor.count for tensor in self.tensors)), HEADER_BYTES + NOTE_BYTES)
 
     @override
     def begun_bytes(self, step: int, size: int, position: int) -> int:
@@ -360,7 +360,7 @@ class Thresholds(Reduction):
     @override
     def memory(self, size: int) -> list[MemoryItem]:
         """Messages of K entries a tensor, and what is made of them."""
-        count = len(self.whole) + sum(tensor.keep for tensor in self.tensors)
+        count = len(self.whole) + sum(tensor.count for tensor in self.tensors)
         decoded = size * count * (8 + self.layout.dtype.itemsize)
         message = self._message_bytes(count - len(self.whole))
         exact = self.exact.working_bytes(size) if self.rule.exact else 0
@@ -396,7 +396,7 @@ class Thresholds(Reduction):
         room = torch.empty(_PIECE, dtype=flat.dtype, device="cpu")
         for index, tensor in enumerate(self.tensors):
             picked = None if due else tensor.pick(flat, thresholds[index], room)
-            if picked is None or self._is_off(len(picked), tensor.keep, thresholds[index]):
+            if picked is None or self._is_off(len(picked), tensor.count, thresholds[index]):
                 thresholds[index] = max(tensor.threshold(flat), self.floor)
                 self._renewals += 1
                 picked = tensor.pick(flat, thresholds[index], room)
@@ -404,10 +404,10 @@ class Thresholds(Reduction):
         self._next = torch.tensor(thresholds, dtype=self.layout.dtype, device="cpu")
         return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64, device="cpu")
 
-    def _is_off(self, count: int, keep: int, threshold: float) -> bool:
+    def _is_off(self, count: int, wanted: int, threshold: float) -> bool:
         """Whether a threshold does not do its work any more; one at the floor lets through all that there is."""
         guard = self.rule.guard
-        return count > guard * keep or (count < keep / guard and threshold > self.floor)
+        return count > guard * wanted or (count < wanted / guard and threshold > self.floor)
 
     def _encode(self, flat: Tensor, picked: Tensor) -> Tensor:
         """The message: form and count, values, places; nothing where there is nothing to say."""
@@ -415,23 +415,25 @@ class Thresholds(Reduction):
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         elements, count = self.layout.numel, len(picked)
         form = smallest(count, elements) if self.rule.indices == "auto" else self.rule.indices
-        word = torch.tensor([count * len(FORMS) + FORMS.index(form)], dtype=torch.int64, device="cpu").view(torch.uint8)
+        prefix = torch.tensor([count * len(FORMS) + FORMS.index(form)], dtype=torch.int64, device="cpu").view(
+            torch.uint8
+        )
         values = self.rule.codec.encode(flat.index_select(0, self._indices))
-        return torch.cat((word, values, pack(form, picked, elements)))
+        return torch.cat((prefix, values, pack(form, picked, elements)))
 
     def _decode(self, wire: Tensor) -> tuple[Tensor, Tensor]:
         """Places and values of a message. Malformed where its count is not that of what follows."""
         dtype = self.layout.dtype
         if not len(wire):
             return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=dtype, device="cpu")
-        if len(wire) < _WORD:
+        if len(wire) < _PREFIX:
             raise Malformed(-1, f"a message of {len(wire)} bytes")
-        count, form = divmod(int(wire[:_WORD].view(torch.int64)), len(FORMS))
+        count, form = divmod(int(wire[:_PREFIX].view(torch.int64)), len(FORMS))
         total, elements = len(self.whole) + count, self.layout.numel
         if not 0 <= count <= elements - len(self.whole) or len(wire) != self._length(FORMS[form], count):
             raise Malformed(-1, f"{count} places of {elements} in a message of {len(wire)} bytes")
-        values_end = _WORD + self.rule.codec.wire_bytes(total, dtype)
-        values = self.rule.codec.decode(wire[_WORD:values_end], total, dtype)
+        values_end = _PREFIX + self.rule.codec.wire_bytes(total, dtype)
+        values = self.rule.codec.decode(wire[_PREFIX:values_end], total, dtype)
         indices = unpack(FORMS[form], wire[values_end:], elements)
         if len(indices) != count:
             raise Malformed(-1, f"{count} places announced, {len(indices)} marked")
@@ -448,4 +450,4 @@ class Thresholds(Reduction):
     def _length(self, form: str, count: int) -> int:
         """Of a message of `count` places in `form`."""
         values = self.rule.codec.wire_bytes(len(self.whole) + count, self.layout.dtype)
-        return _WORD + values + indices_bytes(form, count, self.layout.numel)
+        return _PREFIX + values + indices_bytes(form, count, self.layout.numel)

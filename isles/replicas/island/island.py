@@ -158,7 +158,7 @@ class Together(Replica):
     def largest(self, number: int) -> int:
         return self.inside.replica.largest(largest(self._group, number))
 
-    def judged(self) -> AbstractContextManager[nn.Module]:
+    def for_evaluation(self) -> AbstractContextManager[nn.Module]:
         return self.inside.evaluation_weights()
 
     def whole(self) -> nn.Module:

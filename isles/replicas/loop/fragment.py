@@ -81,8 +81,8 @@ class Exchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, live ones, and numbers of what has arrived (`settle`)."""
-        told = {name: getattr(self, name) for name in _ARRIVED}
-        return {"buffer": self.buffer, "own": self.own, "broken": list(self.broken), **told}
+        saved = {name: getattr(self, name) for name in _ARRIVED}
+        return {"buffer": self.buffer, "own": self.own, "broken": list(self.broken), **saved}
 
 
 @dataclass(slots=True, eq=False)
@@ -104,8 +104,8 @@ class InFlight:
         """Tensors and numbers; its exchanges must have arrived (`settle`)."""
         anchors = None if self.anchors is None else self.anchors.state_dict()
         payload = self.payload.state_dict()
-        told = {"fragment": self.fragment.index, "lands": self.lands, "frozen": list(self.frozen)}
-        return {**told, "payload": payload, "anchors": anchors}
+        saved = {"fragment": self.fragment.index, "lands": self.lands, "frozen": list(self.frozen)}
+        return {**saved, "payload": payload, "anchors": anchors}
 
 
 class Fragment:
@@ -152,7 +152,7 @@ class Fragment:
         """The exchange of the last round's payload."""
         self.retain_until = 0
         """The means of rounds up to this one are kept, one at a time, for somebody else."""
-        self.kept: Tensor | None = None
+        self.landed_mean: Tensor | None = None
         """That of the round which landed last: a landing uses up the answer's own buffer."""
         self.progress = 0.0
         """2-norm of what the last round had to send, before error feedback."""
@@ -186,19 +186,19 @@ class Fragment:
         return bool(torch.stack(sums).isfinite().all())
 
     @contextmanager
-    def resting(self, places: Sequence[int]) -> Iterator[None]:
-        """Around a landing: the parameters at `places` stay on their anchor, which stays where it is, as do the outer
+    def resting(self, indices: Sequence[int]) -> Iterator[None]:
+        """Around a landing: the parameters at `indices` stay on their anchor, which stays where it is, as do the outer
         rule's vectors.
         """
-        spans = self.flat.spans(places)
+        spans = self.flat.spans(indices)
         vectors = [self.anchor, *self.vectors.values()]
-        kept = [(vector[span], vector[span].clone()) for span in spans for vector in vectors]
+        landed_mean = [(vector[span], vector[span].clone()) for span in spans for vector in vectors]
         yield
-        for part, before in kept:
+        for part, before in landed_mean:
             part.copy_(before)
-        self.flat.is_read = self.flat.is_read and not places
-        for place, span in zip(places, spans, strict=True):
-            live = self.flat.parameters[place].detach()
+        self.flat.is_read = self.flat.is_read and not indices
+        for index, span in zip(indices, spans, strict=True):
+            live = self.flat.parameters[index].detach()
             live.copy_(self.anchor[span].view(live.shape))
             if self.reference is not self.anchor:
                 self.reference[span].copy_(live.reshape(-1))
@@ -261,9 +261,9 @@ def fragments_of(
     parts: Composition, parameters: Sequence[Tensor], shares: Sequence[Tensor], maker: VectorMaker | None = None
 ) -> list[Fragment]:
     """The fragments of `parts`, of this worker's shares of the parameters in each. maker: of their vectors."""
-    places = {id(parameter): place for place, parameter in enumerate(parameters)}
-    cut = [[places[id(parameter)] for parameter in own] for own in parts.fragments or [parameters]]
-    return [Fragment(index, own, [shares[place] for place in own], parts, maker) for index, own in enumerate(cut)]
+    index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+    cut = [[index_of[id(parameter)] for parameter in own] for own in parts.fragments or [parameters]]
+    return [Fragment(number, own, [shares[i] for i in own], parts, maker) for number, own in enumerate(cut)]
 
 
 def show(fragments: Sequence[Fragment], weights: Sequence[Tensor]) -> None:

@@ -211,9 +211,9 @@ class OuterSync(ReplicaSync):
     def gauges(self) -> dict[str, float]:
         """What error feedback holds back in outer gradients is the largest of the fragments'."""
         refused = self.group.ledger.trust.refused
-        told: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed, "refused": refused}
+        values: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed, "refused": refused}
         ratios = (fragment.left_ratio for fragment in self.fragments)
-        return told if self.parts.feedback is None else {"feedback_ratio": max(ratios), **told}
+        return values if self.parts.feedback is None else {"feedback_ratio": max(ratios), **values}
 
     @contextmanager
     @override
@@ -311,7 +311,7 @@ class OuterSync(ReplicaSync):
     def _resting(self, fragment: Fragment) -> tuple[int, ...]:
         """Places in the fragment of what is frozen since before its last round."""
         still = set(self.watch.frozen(fragment.indices, fragment.sent))
-        return tuple(place for place, number in enumerate(fragment.indices) if number in still)
+        return tuple(index for index, number in enumerate(fragment.indices) if number in still)
 
     def _landing_with(self, sent: InFlight, landing: Sequence[InFlight]) -> list[InFlight]:
         """What lands because `sent` left: itself, if its answer is awaited at once; an answer of nothing, if answers
@@ -356,17 +356,17 @@ class OuterSync(ReplicaSync):
     @override
     def anchors(self) -> Mapping[int, Tensor]:
         return {
-            place: fragment.anchor[span].view(self.shares[place].shape)
+            index: fragment.anchor[span].view(self.shares[index].shape)
             for fragment in self.fragments
-            for place, span in zip(fragment.indices, fragment.flat.spans(range(len(fragment.indices))), strict=True)
-            if self.shares[place] is self.parameters[place]
+            for index, span in zip(fragment.indices, fragment.flat.spans(range(len(fragment.indices))), strict=True)
+            if self.shares[index] is self.parameters[index]
         }
 
     def _land(self, flight: InFlight, fresh: Tensor | None) -> None:
         fragment = flight.fragment
         if flight in self.flights:
             self.flights.remove(flight)
-        fragment.kept = flight.payload.buffer.clone() if fragment.rounds <= fragment.retain_until else None
+        fragment.landed_mean = flight.payload.buffer.clone() if fragment.rounds <= fragment.retain_until else None
         dropped = self._dropped(fragment)
         live = fragment.flat.read(fragment.flat.new()) if self.group.transport.rank in dropped else None
         broken = [member for member in flight.payload.broken if member not in dropped]
@@ -430,10 +430,10 @@ class OuterSync(ReplicaSync):
         self.flights = []
         for saved in state["flights"]:
             fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
-            held = None if anchors is None else fragment.restored(anchors)
+            anchor_exchange = None if anchors is None else fragment.restored(anchors)
             fragment.latest = fragment.restored(saved["payload"])
             frozen = tuple(saved["frozen"])
-            self.flights.append(InFlight(fragment, saved["lands"], fragment.latest, held, frozen))
+            self.flights.append(InFlight(fragment, saved["lands"], fragment.latest, anchor_exchange, frozen))
         self.roster.load_state_dict(state["roster"])
         self.round_exchange = self.new_round_exchange()
         self.run = state["run"]
@@ -461,7 +461,7 @@ class OuterSync(ReplicaSync):
     @override
     def spread_bytes(self, steps: int) -> int:
         """A fragment after each landing, everything at the end."""
-        return sum(self.replica.spread_bytes(places) for _, places in self.landings(steps))
+        return sum(self.replica.spread_bytes(indices) for _, indices in self.landings(steps))
 
     def landings(self, steps: int) -> list[tuple[int, Sequence[int]]]:
         """(moment, numbers of the parameters that are written to) of each landing, that of `finish` too."""
@@ -596,9 +596,9 @@ def agreed_factor(group: Group, samples: float) -> tuple[float, float]:
     """
     if not 0 <= samples < math.inf:
         raise ValueError(f"weigh({samples}): give this worker's number of samples, 0 or more")
-    told = group.all_gather(torch.tensor([float(samples)], dtype=torch.float64, device="cpu"))
-    total = math.fsum(float(each) for each in told)
+    values = group.all_gather(torch.tensor([float(samples)], dtype=torch.float64, device="cpu"))
+    total = math.fsum(float(each) for each in values)
     if not total > 0:
         raise ValueError("weigh(0) on all workers: at least one must have samples")
-    positive = [float(each) for each in told if each > 0]
+    positive = [float(each) for each in values if each > 0]
     return group.size * float(samples) / total, max(positive) / min(positive)

@@ -132,14 +132,14 @@ class QuorumExchange(AttemptExchange):
 
     def _landed(self, delivery: Delivery, flight: InFlight, live: Tensor) -> None:
         """It is everybody's: the anchor moves, and what was learned since the delivery is added again."""
-        fragment, answer, word = flight.fragment, self._answer, delivery.word
-        assert answer is not None and word is not None
+        fragment, answer, decision = flight.fragment, self._answer, delivery.word
+        assert answer is not None and decision is not None
         answer.learned_meanwhile = fragment.flat.read(fragment.flat.new()).sub_(live)
         fragment.release(flight)
         flight.payload = fragment.latest = answer
         self._work -= delivery.steps
         self._drop()
-        if self._deliveries.is_missed(word):
+        if self._deliveries.is_missed(decision):
             fragment.retain_until = max(fragment.retain_until, delivery.round)
         self._land(flight, None)
         self._deliveries.landed(delivery.round)

@@ -321,14 +321,14 @@ class AttemptExchange(RoundExchange):
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _RoundState:
     """What an attempt changes beside its buffer."""
 
     residual: Tensor | None
     bases: dict[str, Any]
 
     @classmethod
-    def of(cls, fragment: Fragment) -> _Kept:
+    def of(cls, fragment: Fragment) -> _RoundState:
         residual = fragment.residual
         return cls(None if residual is None else residual.clone(), fragment.averaging.state_dict())
 
@@ -340,14 +340,14 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _PendingAttempt:
     """An attempt without a verdict. answer: None where it failed; then: what it left behind; live: the weights then."""
 
     round: int
     attempt: int
     answer: Exchange | None
     digest: int | None
-    then: _Kept
+    then: _RoundState
     live: Tensor | None
 
 
@@ -358,7 +358,7 @@ class AgreedExchange(AttemptExchange):
 
     def __init__(self, roster: Roster, parts: Composition) -> None:
         super().__init__(roster, parts)
-        self._waiting: _Waiting | None = None
+        self._pending: _PendingAttempt | None = None
         self._sent = 0  # inner step of the last round that landed
 
     @override
@@ -371,7 +371,7 @@ class AgreedExchange(AttemptExchange):
     @override
     def receive(self, flight: InFlight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
         """Exchange until it lands, or put the round off."""
-        fragment, kept = flight.fragment, _Kept.of(flight.fragment)
+        fragment, before = flight.fragment, _RoundState.of(flight.fragment)
         if not self._resumed(flight):
             return
         started = self.roster.start_round(fragment.rounds)
@@ -379,37 +379,37 @@ class AgreedExchange(AttemptExchange):
             group, attempt = started
             answer = self.start_attempt(flight, group, round=fragment.rounds, step=flight.lands, attempt=attempt)
             digest, error = self.finish_attempt(fragment, answer)
-            verdict = self.roster.finish_round(fragment.rounds, attempt, digest, error)
-            if verdict == "land":
+            outcome = self.roster.finish_round(fragment.rounds, attempt, digest, error)
+            if outcome == "land":
                 self._land(flight, answer)
                 return
-            then = _Kept.of(fragment)
-            kept.restore(fragment)
+            then = _RoundState.of(fragment)
+            before.restore(fragment)
             started = None
-            if verdict == "retry":
+            if outcome == "retry":
                 started = self.roster.start_round(fragment.rounds)
             if started is None:
                 live = None if error else fragment.flat.read(fragment.flat.new())
-                self._waiting = _Waiting(fragment.rounds, attempt, None if error else answer, digest, then, live)
+                self._pending = _PendingAttempt(fragment.rounds, attempt, None if error else answer, digest, then, live)
         self._postpone(flight)
 
     def _resumed(self, flight: InFlight) -> bool:
         """Ask what became of an attempt that waits; whether another one may be made. The flight lands, or is put off,
         where not.
         """
-        fragment, waiting, self._waiting = flight.fragment, self._waiting, None
-        if waiting is None or waiting.round != fragment.rounds:
+        fragment, pending, self._pending = flight.fragment, self._pending, None
+        if pending is None or pending.round != fragment.rounds:
             return True
-        verdict = self.roster.finish_round(waiting.round, waiting.attempt, waiting.digest)
-        if verdict == "retry":
+        outcome = self.roster.finish_round(pending.round, pending.attempt, pending.digest)
+        if outcome == "retry":
             return True
-        if verdict == "land" and waiting.answer is not None and waiting.live is not None:
-            waiting.then.restore(fragment)
-            learned = fragment.flat.read(fragment.flat.new()).sub_(waiting.live)
-            self._land(flight, waiting.answer)
+        if outcome == "land" and pending.answer is not None and pending.live is not None:
+            pending.then.restore(fragment)
+            learned = fragment.flat.read(fragment.flat.new()).sub_(pending.live)
+            self._land(flight, pending.answer)
             flight.payload.learned_meanwhile = learned
             return False
-        self._waiting = waiting
+        self._pending = pending
         self._postpone(flight)
         return False
 

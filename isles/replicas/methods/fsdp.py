@@ -168,10 +168,10 @@ class FSDP(StepsAlike):
         if size == 1:
             return []
         whole = max(unit.held for unit in units) if self.config.reshard_after_forward else sum(u.held for u in units)
-        kept = sum(unit.trained for unit in units) if self.batches > 1 else max(unit.trained for unit in units)
+        gathered = sum(unit.trained for unit in units) if self.batches > 1 else max(unit.trained for unit in units)
         return [
             MemoryItem("gathered weights", size * whole, "exchange"),
-            MemoryItem("gradients, whole", size * kept, "exchange"),
+            MemoryItem("gradients, whole", size * gathered, "exchange"),
             MemoryItem("gradients on their way", size * max(unit.trained for unit in units), "exchange"),
             MemoryItem("the whole model", size * sum(unit.held for unit in units), "end"),
         ]

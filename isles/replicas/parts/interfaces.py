@@ -132,7 +132,7 @@ class Landing(Protocol):
         """True if it leaves the live weights elsewhere than on the anchor, and counts their progress from there."""
 
     @property
-    def kept(self) -> float | None:
+    def local_share(self) -> float | None:
         """k, if it is live = k live + (1 - k) anchor and no more: done on a GPU, weights there need not be read for it.
         None: it is something else.
         """

@@ -224,11 +224,11 @@ class Means:
         """Right after the landing of `round`: its mean, where it was kept. left_out: see `Missed`."""
         (fragment,) = self._optimizer.fragments
         answer = fragment.latest
-        if fragment.kept is not None and answer is not None:
+        if fragment.landed_mean is not None and answer is not None:
             path = self._folder / f"{_MEAN}-{round}.safetensors"
             facts = {"round": round, "whole": answer.whole, "participants": answer.participants}
             facts |= {"digest": fragment.digest, "left_out": dict(left_out)}
-            kept = {_MEAN: fragment.kept}
+            kept = {_MEAN: fragment.landed_mean}
             self._gifts.offer(_name(round), path, facts, lambda path: write_tensors(path, kept))
             self._offered.append(round)
         self._next = round + 1

@@ -82,10 +82,10 @@ class Packing:
     """The form of the messages of a model laid out in `blocks`, k coefficients of each block."""
 
     def __init__(self, blocks: Blocks, k: int, values: Values) -> None:
-        self.kept = [min(k, group.entries) for group in blocks.groups]
+        self.per_block = [min(k, group.entries) for group in blocks.groups]
         """Coefficients kept of a block, by group."""
         self.groups = blocks.groups
-        counts = [group.blocks * kept for group, kept in zip(self.groups, self.kept, strict=True)]
+        counts = [group.blocks * per_block for group, per_block in zip(self.groups, self.per_block, strict=True)]
         self.firsts = [sum(counts[:index]) for index in range(len(counts))]
         """The first pair of each group."""
         self.counts, self.pairs = counts, sum(counts)
@@ -136,12 +136,12 @@ class Packing:
 
     def is_listed(self, index: int) -> bool:
         """Whether the places of a group travel: not all of its coefficients are kept."""
-        return self.kept[index] < self.groups[index].entries
+        return self.per_block[index] < self.groups[index].entries
 
     def of(self, index: int, start: int, stop: int) -> slice:
         """The pairs of blocks [start, stop) of a group."""
-        first, kept = self.firsts[index], self.kept[index]
-        return slice(first + start * kept, first + stop * kept)
+        first, per_block = self.firsts[index], self.per_block[index]
+        return slice(first + start * per_block, first + stop * per_block)
 
     def _of(self, index: int) -> slice:
         return self.of(index, 0, self.groups[index].blocks)
@@ -257,10 +257,10 @@ class Momentum:
         values = [torch.empty(0, dtype=torch.float32, device=self.device)]
         indices = [torch.empty(0, dtype=torch.int64, device=self.device)]
         for piece in self.blocks.pieces(self.device):
-            group, kept = self.blocks.groups[piece.group], self.packing.kept[piece.group]
+            group, per_block = self.blocks.groups[piece.group], self.packing.per_block[piece.group]
             coefficients = self.transform.forward(self.vector[piece.first : piece.last].view(-1, *group.edges))
             if self.packing.is_listed(piece.group):
-                chosen = largest(coefficients, kept)
+                chosen = largest(coefficients, per_block)
                 coefficients = coefficients.gather(1, chosen)
                 indices.append(chosen.view(-1))
             else:

@@ -90,9 +90,9 @@ def largest(c_NE: Tensor, k: int) -> Tensor:
     columns = entries // _WAYS
     if entries % _WAYS or 2 * k > columns:
         return magnitudes.topk(k, dim=1, sorted=False).indices
-    lines = magnitudes.view(rows, _WAYS, columns)
-    chosen = lines.amax(dim=1).topk(k, dim=1, sorted=False).indices
-    few = lines.gather(2, chosen[:, None].expand(rows, _WAYS, k)).view(rows, -1)
+    strips = magnitudes.view(rows, _WAYS, columns)
+    chosen = strips.amax(dim=1).topk(k, dim=1, sorted=False).indices
+    few = strips.gather(2, chosen[:, None].expand(rows, _WAYS, k)).view(rows, -1)
     found = few.topk(k, dim=1, sorted=False).indices
     return found // k * columns + chosen.gather(1, found % k)
 
