@@ -36,7 +36,7 @@ def _methods() -> None:
     from isles.cli.terminal import print_named
     from isles.replicas import METHODS
 
-    print_named({name: f"{row.what}  ({row.place})" for name, row in METHODS.items()})
+    print_named({name: f"{row.what}  ({row.target})" for name, row in METHODS.items()})
     print("or package.module:Class for a method of your own; settings: isles config --method NAME")
 
 

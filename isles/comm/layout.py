@@ -1,4 +1,4 @@
-"""Who sits where: the place of every rank on the axes of a run, as data."""
+"""The coordinates of every rank on the axes of a run, as data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(set(self.coordinates)) != len(self.coordinates):
-            raise ValueError(f"layout {self.coordinates}: two ranks are in one place, give each its own")
+            raise ValueError(f"layout {self.coordinates}: two ranks have the same coordinates, give each its own")
 
     @classmethod
     def grid(cls, outer: int, stage: int = 1, inner: int = 1) -> Layout:
@@ -82,9 +82,7 @@ class Layout:
 
     @cached_property
     def holders(self) -> list[list[int]]:
-        """By place in a replica, stage after stage, the ranks that hold the same of the model, in the order of their
-        group.
-        """
+        """By coordinate in a replica, stage after stage: the ranks that hold that part of the model, in group order."""
         first = self.coordinates.index(Coordinate(0, 0, 0))
         return [self.sharing(rank, "stage", "inner") for rank in self.sharing(first, "replica")]
 

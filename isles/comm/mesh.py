@@ -26,7 +26,7 @@ from isles.comm.transport import Deadlines, Transport
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """`world`: all ranks, at the places that `layout` gives them. The axes are groups of this worker's."""
+    """`world`: all ranks, at the coordinates that `layout` gives them. The axes are groups of this worker's."""
 
     world: Group
     layout: Layout
@@ -45,7 +45,7 @@ class Mesh:
     def __post_init__(self) -> None:
         if self.layout.size != self.world.size:
             raise ValueError(
-                f"a layout of {self.layout.size} workers in a world of {self.world.size}: give each a place"
+                f"a layout of {self.layout.size} workers in a world of {self.world.size}: give each its coordinates"
             )
 
     @cached_property
@@ -96,7 +96,7 @@ class Mesh:
         return self.world.size
 
     def arranged(self, layout: Layout) -> Mesh:
-        """The same workers at other places. ValueError for a layout of another number of them."""
+        """The same workers at other coordinates. ValueError for a layout of another number of them."""
         return self if layout == self.layout else replace(self, layout=layout)
 
     def close(self) -> None:

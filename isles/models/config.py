@@ -131,5 +131,5 @@ class ModelConfig:
         """The decoder's size with the overrides laid over it."""
         assert self.size is not None, "only Isles' own decoder has a shape"
         named = shape_of(self.size)
-        given = {key: getattr(self, key) for key in _SHAPE_KEYS}
-        return Shape(**{key: getattr(named, key) if value is None else value for key, value in given.items()})
+        own = {key: getattr(self, key) for key in _SHAPE_KEYS}
+        return Shape(**{key: getattr(named, key) if value is None else value for key, value in own.items()})

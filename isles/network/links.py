@@ -109,9 +109,9 @@ class Links:
                 raise ValueError(f"{name} has {len(rates)} values, there are {count} uplinks")
             if callable(rates) and not all(rates(uplink) > 0 for uplink in range(min(count, _period(rates) or count))):
                 raise ValueError(f"{name} must be above 0 bits per second for every uplink")
-        places = -(-workers // self.devices)
-        if isinstance(self.latency, tuple) and any(len(row) != places for row in (self.latency, *self.latency)):
-            raise ValueError(f"latency must be a matrix of {places} x {places} for {workers} workers")
+        sites = -(-workers // self.devices)
+        if isinstance(self.latency, tuple) and any(len(row) != sites for row in (self.latency, *self.latency)):
+            raise ValueError(f"latency must be a matrix of {sites} x {sites} for {workers} workers")
         if not isinstance(self.latency, (int, float)):
             period = _period(self.latency)
             ranks = range(workers) if period is None else range(min(workers, 2 * period * self.devices))

@@ -13,7 +13,7 @@ many is right without error feedback, at a little more error each.
 
     code = floor(x / s + u),  u uniform in [0, 1), another one for every entry, exchange and worker
 
-u comes from no random number generator: it is a hash of the entry's own bits, its place in its block and a seed, so it
+u comes from no random number generator: it is a hash of the entry's own bits, its index in its block and a seed, so it
 is the same however a vector is cut into messages, and nobody's generator moves (data order and dropout stay those of a
 run without compression).
 """

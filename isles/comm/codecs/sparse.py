@@ -1,6 +1,6 @@
-"""The k largest entries of every chunk of 4096, with their places (Sparse communication, Aji and Heafield 2017).
+"""The k largest entries of every chunk of 4096, with their indices (Sparse communication, Aji and Heafield 2017).
 
-Wire: the values of all chunks in the form of another codec; then their places, 12 bits each, two in three bytes. bits
+Wire: the values of all chunks in the form of another codec; then their indices, 12 bits each, two in three bytes. bits
 per entry = k/4096 (12 + bits of a value). Everything else decodes to zero: biased, train with error feedback. A last,
 shorter chunk is filled with zeros.
 
@@ -8,19 +8,19 @@ dct_topk takes the largest coefficients of each chunk's two-dimensional discrete
 instead, the chunk seen as 64 x 64 (DeMo, arXiv 2411.19870, takes blocks of matrices; a chunk of 4096 neighbours in
 memory is one where rows are 64 long).
 
-A random part of the entries, the same on all members, without their places: drawn anew in each exchange.
+A random part of the entries, the same on all members, without their indices: drawn anew in each exchange.
 
 Within each chunk of 4096 a fraction f is kept, in its own precision; the rest decodes to zero. A mean of such encodings
 is exact on what was kept (the shared mask of SPARTA, and the first stage of CocktailSGD). All chunks of an exchange
 share one draw, so that cutting a vector changes nothing. bits per entry = 32 f.
 
-Places of a few entries among many, as bytes: for what picks entries by their size, as many as there are.
+Indices of a few entries among many, as bytes: for what picks entries by their size, as many as there are.
 
     indices   4 bytes each
     blocks    2 bytes each, counted from the start of its block of 65,536 entries; 4 bytes a block for how many
     bitmap    1 bit an entry of all, picked or not
 
-Places ascend. `pack` and `unpack` are inverse; a message says its form and its count beside it.
+Indices ascend. `pack` and `unpack` are inverse; a message says its form and its count beside it.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ _BLOCK = 1 << 16
 
 
 def indices_bytes(form: str, count: int, elements: int) -> int:
-    """Length in bytes of `count` places among `elements` entries."""
+    """Length in bytes of `count` indices among `elements` entries."""
     if form == "bitmap":
         return -(-elements // 8)
     return 4 * count if form == "indices" else 2 * count + 4 * -(-elements // _BLOCK)
@@ -204,7 +204,7 @@ def smallest(count: int, elements: int) -> str:
 
 
 def pack(form: str, indices: Tensor, elements: int) -> Tensor:
-    """int64 places (c,) among `elements` entries -> uint8 (places_bytes(form, c, elements),)."""
+    """int64 indices (c,) among `elements` entries -> uint8 (indices_bytes(form, c, elements),)."""
     array = indices.numpy()
     if form == "indices":
         packed = array.astype(np.uint32).view(np.uint8)
@@ -227,10 +227,10 @@ def unpack(form: str, packed: Tensor, elements: int) -> Tensor:
         front = 4 * -(-elements // _BLOCK)
         counts, low = array[:front].copy().view(np.uint32), array[front:].copy().view(np.uint16)
         if counts.sum() != len(low):
-            raise Malformed(-1, f"{len(low)} places were announced as {counts.sum()}")
+            raise Malformed(-1, f"{len(low)} indices were announced as {counts.sum()}")
         indices = low + np.repeat(np.arange(len(counts), dtype=np.int64) << 16, counts)
     else:
         indices = np.flatnonzero(np.unpackbits(array, count=elements, bitorder="little"))
     if len(indices) and indices.max() >= elements:
-        raise Malformed(-1, f"place {indices.max()} of {elements}")
+        raise Malformed(-1, f"index {indices.max()} of {elements}")
     return torch.from_numpy(indices)

@@ -433,7 +433,7 @@ def mean(
     headers = Headers(call, stamp or Stamp(step=-1), part, form)
     codec = codec.salted(salt(call.round, call.fragment), call.group.transport.rank)
     wires = Wires()
-    waiting: MeanPart | None = None
+    pending: MeanPart | None = None
     usable: tuple[int, ...] = ()
     if agree_first:
         usable = yield from headers.compare()
@@ -443,14 +443,14 @@ def mean(
         segment = _scheme(stop - start, buffer.dtype, codec, call.group.size)(
             call, buffer[start:stop], codec, *pieces, phase=phase, wires=wires
         )
-        if waiting is None and not agree_first:
+        if pending is None and not agree_first:
             usable = yield from headers.compare()  # the first segment is already on its way behind them
-        elif waiting is not None:
-            yield from waiting.finish(usable)
-            waiting.release()
-        waiting = segment
-    assert waiting is not None
-    yield from waiting.finish(usable)
+        elif pending is not None:
+            yield from pending.finish(usable)
+            pending.release()
+        pending = segment
+    assert pending is not None
+    yield from pending.finish(usable)
     return usable
 
 

@@ -194,10 +194,10 @@ class DistributedTransport(OnHostClock):
         return self.liveness.waits(deadlines, (peer for peer in range(self.size) if peer != self.rank))
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
-        return self._post(peer, data, lambda: dist.isend(data, peer, self._processes, pack(tag)))
+        return self._start_message(peer, data, lambda: dist.isend(data, peer, self._processes, pack(tag)))
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
-        return self._post(peer, out, lambda: dist.irecv(out, peer, self._processes, pack(tag)))
+        return self._start_message(peer, out, lambda: dist.irecv(out, peer, self._processes, pack(tag)))
 
     def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> PostedWork:
         """`torch.distributed`'s all_reduce, over NCCL for CUDA buffers, else over gloo.
@@ -267,7 +267,7 @@ class DistributedTransport(OnHostClock):
         except RuntimeError as error:
             _LOG.debug("closed all connections: %s", _first_line(error))
 
-    def _post(self, peer: int | None, buffer: Tensor, start: Any) -> PostedWork:
+    def _start_message(self, peer: int | None, buffer: Tensor, start: Any) -> PostedWork:
         assert buffer.dtype == torch.uint8 and buffer.device.type == "cpu", "gloo takes uint8 views of CPU memory"
         return self._watch(peer, buffer, start, ask_sender=peer is None)
 

@@ -167,7 +167,7 @@ class VirtualTransfer:
         self._steps: Steps[Any] | None = steps
         self._channel: Channel = channel
         self._seconds = deadline
-        self._traffic, self._fates = traffic, accounting
+        self._traffic, self._accounting = traffic, accounting
         self._began = scheduler.timeline.now
         self._pending: dict[VirtualWork, None] = {}  # in the order of the yield
         self._needed = 0  # of them, before the protocol goes on
@@ -280,7 +280,7 @@ class VirtualTransfer:
         self._result, self.error, self.finished, self._steps = result, error, True, None
         self._pending.clear()
         if error is not None and self.tag is not None:
-            self._fates.failed(self._owner.rank, self.tag, error)
+            self._accounting.failed(self._owner.rank, self.tag, error)
         self._traffic.transfer(self._channel, self._began, self._scheduler.timeline.now)
         if self._deadline is not None:
             self._scheduler.timeline.cancel(self._deadline)

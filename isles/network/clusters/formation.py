@@ -331,8 +331,8 @@ class ClusterGrowth:
 
     def form(self, nodes: Sequence[ClusterNode | None], present: Sequence[Cuts]) -> list[NewCluster]:
         """The clusters that can be made. present: cuts of those that train."""
-        told = [node for node in nodes if node is not None]
-        made = self._by_cut(nodes, present) if len(told) < len(nodes) else self._described(told)
+        described = [node for node in nodes if node is not None]
+        made = self._by_cut(nodes, present) if len(described) < len(nodes) else self._described(described)
         return made[: max(0, self.most - len(present))]
 
     def _described(self, nodes: Sequence[ClusterNode]) -> list[NewCluster]:

@@ -95,8 +95,8 @@ class DCTDPConfig(BucketsConfig):
 
     @override
     def space(self, steps: int, *, timed: bool) -> list[Dimension]:
-        kept = Dimension(name="replicas.error_feedback", start=self.error_feedback, choices=("local", "none"))
-        return [kept, *([Dimension.below_1("replicas.sparsity", self.sparsity, 4)] if timed else [])]
+        feedback = Dimension(name="replicas.error_feedback", start=self.error_feedback, choices=("local", "none"))
+        return [feedback, *([Dimension.below_1("replicas.sparsity", self.sparsity, 4)] if timed else [])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -203,7 +203,7 @@ def together(items: Sequence[MemoryItem]) -> list[MemoryItem]:
 
 _PIECE = 1 << 17  # entries looked at in one go: they and what is made of them stay in the second-level cache
 _SPARSE = 1  # a kind of payloads beside those of `exact`, whose number is even
-_PREFIX = 8  # bytes before a message's values: its form and how many places it has
+_PREFIX = 8  # bytes before a message's values: its form and how many indices it has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,7 +389,7 @@ class Thresholds(Reduction):
         self._next, self._renewals = self.thresholds, 0
 
     def _pick(self, flat: Tensor, step: int) -> Tensor:
-        """The places to send, and the thresholds by which, int64 (c,)."""
+        """The indices to send, and the thresholds by which, int64 (c,)."""
         rule, since = self.rule, step - self.rule.exact - 1
         due = since < rule.every_step or since % rule.interval == 0
         thresholds, found = self.thresholds.tolist(), []
@@ -410,7 +410,7 @@ class Thresholds(Reduction):
         return count > guard * wanted or (count < wanted / guard and threshold > self.floor)
 
     def _encode(self, flat: Tensor, picked: Tensor) -> Tensor:
-        """The message: form and count, values, places; nothing where there is nothing to say."""
+        """The message: form and count, values, indices; nothing where there is nothing to say."""
         if not len(self._indices):
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         elements, count = self.layout.numel, len(picked)
@@ -431,16 +431,16 @@ class Thresholds(Reduction):
         count, form = divmod(int(wire[:_PREFIX].view(torch.int64)), len(FORMS))
         total, elements = len(self.whole) + count, self.layout.numel
         if not 0 <= count <= elements - len(self.whole) or len(wire) != self._length(FORMS[form], count):
-            raise Malformed(-1, f"{count} places of {elements} in a message of {len(wire)} bytes")
+            raise Malformed(-1, f"{count} indices of {elements} in a message of {len(wire)} bytes")
         values_end = _PREFIX + self.rule.codec.wire_bytes(total, dtype)
         values = self.rule.codec.decode(wire[_PREFIX:values_end], total, dtype)
         indices = unpack(FORMS[form], wire[values_end:], elements)
         if len(indices) != count:
-            raise Malformed(-1, f"{count} places announced, {len(indices)} marked")
+            raise Malformed(-1, f"{count} indices announced, {len(indices)} marked")
         return torch.cat((self.whole, indices)), values
 
     def _message_bytes(self, count: int) -> int:
-        """Length of a message of `count` places."""
+        """Length of a message of `count` indices."""
         elements, total = self.layout.numel, len(self.whole) + count
         if not total:
             return 0
@@ -448,6 +448,6 @@ class Thresholds(Reduction):
         return self._length(form, count)
 
     def _length(self, form: str, count: int) -> int:
-        """Of a message of `count` places in `form`."""
+        """Of a message of `count` indices in `form`."""
         values = self.rule.codec.wire_bytes(len(self.whole) + count, self.layout.dtype)
         return _PREFIX + values + indices_bytes(form, count, self.layout.numel)

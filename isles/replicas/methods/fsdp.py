@@ -85,9 +85,9 @@ class FSDP(StepsAlike):
     @override
     def take_step(self, scaled: Scaled | None) -> None:
         """Refused for gradients of a peer that are not finite, unless a scaler is there to skip the step."""
-        suspects = [told.suspect for told in self.sharding.messages if getattr(told, "suspect", None) is not None]
-        for told in self.sharding.messages:
-            told.suspect = None
+        suspects = [own.suspect for own in self.sharding.messages if getattr(own, "suspect", None) is not None]
+        for own in self.sharding.messages:
+            own.suspect = None
         if suspects and scaled is None:
             self.group.ledger.trust.refused += 1
             raise Refused(suspects[0], "its gradient is not finite")

@@ -1,8 +1,8 @@
 """One worker's momentum in DeMo, and the steps that need no other worker.
 
-    gradients -> add -> extract -> values, places       to be sent
+    gradients -> add -> extract -> values, indices       to be sent
                         subtract                         while they travel
-    everyone's values, places -> decode -> U             phi(U) where phi works entry by entry
+    everyone's values, indices -> decode -> U             phi(U) where phi works entry by entry
 
 All by pieces that stay in cache: neither coefficients nor decoded blocks of the whole model are ever held, but for U.
 
@@ -15,7 +15,7 @@ The message of one worker's step of DeMo: a fixed number of bytes, known from th
 
     header    16   inner step, hash of the weights (0: not compared), int64 each
     values         all kept coefficients, group by group, in the form of a codec
-    places         group by group, where not all coefficients are kept: 1 byte each in blocks of up to 256 entries,
+    indices         group by group, where not all coefficients are kept: 1 byte each in blocks of up to 256 entries,
                    12 bits (two in three bytes) up to 4096, 2 bytes beyond; where all are kept they need none
 
 pairs of a group = blocks * min(k, entries of a block).
@@ -68,7 +68,7 @@ class Bits(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One worker's step as the others decode it. values: float32 (pairs,). places: within their blocks,
+    """One worker's step as the others decode it. values: float32 (pairs,). indices: within their blocks,
     int64 (pairs,); those of groups that are sent whole mean nothing.
     """
 
@@ -115,7 +115,7 @@ class Packing:
         return torch.cat(parts)
 
     def unpack(self, wire: Tensor) -> Sent:
-        """The inverse. Malformed for a message of another length, or with a place beyond the end of its block."""
+        """The inverse. Malformed for a message of another length, or with an index beyond the end of its block."""
         if len(wire) != self.nbytes:
             raise Malformed(-1, f"{len(wire)} bytes for a step of {self.nbytes}")
         if wire.storage_offset() % 8:  # numbers begin where numbers may
@@ -130,12 +130,12 @@ class Packing:
                 own = indices[self._of(index)]
                 _unpack(group, wire[front:last], own)
                 if len(own) and int(own.max()) >= group.entries:
-                    raise Malformed(-1, f"place {int(own.max())} in a block of {group.entries} entries")
+                    raise Malformed(-1, f"index {int(own.max())} in a block of {group.entries} entries")
                 front = last
         return Sent(step, digest, values, indices)
 
     def is_listed(self, index: int) -> bool:
-        """Whether the places of a group travel: not all of its coefficients are kept."""
+        """Whether the indices of a group travel: not all of its coefficients are kept."""
         return self.per_block[index] < self.groups[index].entries
 
     def of(self, index: int, start: int, stop: int) -> slice:
@@ -253,7 +253,7 @@ class Momentum:
             torch._foreach_add_(inside, cut, alpha=factor)
 
     def extract(self) -> tuple[Tensor, Tensor]:
-        """Values (pairs,), float32, and places (pairs,), int64, of the largest coefficients, on `device`."""
+        """Values (pairs,), float32, and indices (pairs,), int64, of the largest coefficients, on `device`."""
         values = [torch.empty(0, dtype=torch.float32, device=self.device)]
         indices = [torch.empty(0, dtype=torch.int64, device=self.device)]
         for piece in self.blocks.pieces(self.device):
@@ -306,7 +306,7 @@ class Momentum:
         return self.update
 
     def _gather(self, mean: Tensor, shares: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add up values at their places, and divide by how many there are of each, or by the number of workers."""
+        """Add up values at their indices, and divide by how many there are of each, or by the number of workers."""
         for values, indices in shares:
             mean.scatter_add_(1, indices, values)
         if self.config.reduce == "world":

@@ -159,9 +159,9 @@ class Blocks:
 
     def views(self, flat: Tensor, index: int) -> list[Tensor]:
         """Tensor `index` inside a flat vector (entries,): views with the shapes of `cut` of it."""
-        place, shape = self._indices[index], self.shapes[index]
-        (a, b), count = place.edges, math.prod(place.grid) * math.prod(place.edges)
-        whole = flat[place.first : place.first + count].view(*place.grid, a, b).transpose(-3, -2)
+        grid, shape = self._indices[index], self.shapes[index]
+        (a, b), count = grid.edges, math.prod(grid.grid) * math.prod(grid.edges)
+        whole = flat[grid.first : grid.first + count].view(*grid.grid, a, b).transpose(-3, -2)
         return [
             whole[..., rows.first : rows.first + rows.blocks, : rows.height, :, :][
                 ..., columns.first : columns.first + columns.blocks, : columns.height
@@ -172,15 +172,15 @@ class Blocks:
 
     def cut(self, tensor: Tensor, index: int) -> list[Tensor]:
         """A tensor of shape `index`, seen by blocks: (..., block rows, rows, block columns, columns) each."""
-        place, shape = self._indices[index], self.shapes[index]
+        grid, shape = self._indices[index], self.shapes[index]
         lead = shape[:-2]
         whole = tensor if tensor.dim() >= 2 else tensor.view(shape)
         return [
             whole[..., rows.start : rows.stop, columns.start : columns.stop].view(
                 *lead, rows.blocks, rows.height, columns.blocks, columns.height
             )
-            for rows in _runs(shape[-2], place.edges[0])
-            for columns in _runs(shape[-1], place.edges[1])
+            for rows in _runs(shape[-2], grid.edges[0])
+            for columns in _runs(shape[-1], grid.edges[1])
         ]
 
     def thin(self, chunk: int) -> list[int]:

@@ -141,7 +141,7 @@ _SKETCHED: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.SGD: (),
 }  # as `isles train` makes them
 _SIDE = 2  # entries a dimension of the stand-ins
-_MEND = 'set optimizer_state = "reset", or take another inner optimizer'
+_HINT = 'set optimizer_state = "reset", or take another inner optimizer'
 
 
 def moments_of(inner: Optimizer) -> dict[int, dict[str, torch.dtype]]:
@@ -161,7 +161,7 @@ def moments_of(inner: Optimizer) -> dict[int, dict[str, torch.dtype]]:
     except Exception as error:  # an optimizer of the user's own may do anything here
         raise ValueError(
             f"what of {name}'s state could travel is found by a step of a copy of it, which failed "
-            f"({type(error).__name__}: {error}): {_MEND}"
+            f"({type(error).__name__}: {error}): {_HINT}"
         ) from error
     return {own: _slots(copy.state[small], small, name) for own, small in stand_ins.items()}
 
@@ -171,7 +171,7 @@ def _slots(state: Mapping[str, Any], small: Tensor, name: str) -> dict[str, torc
     tensors = {slot: value for slot, value in state.items() if isinstance(value, Tensor) and value.numel() > 1}
     for slot, value in tensors.items():
         if value.shape != small.shape:
-            raise ValueError(f"{name}'s {slot} is of whole rows or columns and cannot travel with units: {_MEND}")
+            raise ValueError(f"{name}'s {slot} is of whole rows or columns and cannot travel with units: {_HINT}")
     return {slot: value.dtype for slot, value in tensors.items()}
 
 

@@ -167,9 +167,9 @@ class _End:
             flats = {other: torch.cat(parts) for other, parts in found[slot].items()}
             squares = {other: mean_square(flat) for other, flat in flats.items()}
             own = squares.pop(self.rank, 0.0)
-            judged = call if slot == WEIGHT else replace(call, leeway=JUMPS)
+            checked = call if slot == WEIGHT else replace(call, leeway=JUMPS)
             kind = -1 - 2 * number - self.trained  # means have the numbers from 0 on
-            judged.accept(kind, squares, own, min(flat.numel() for flat in flats.values()))
+            checked.accept(kind, squares, own, min(flat.numel() for flat in flats.values()))
 
     def _parts(self, wire: Tensor, other: int) -> Iterator[tuple[Key, Any, Tensor]]:
         """What lies in a message from `other`: whose it is, its units in `tensors`, and its entries."""
