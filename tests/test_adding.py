@@ -150,7 +150,7 @@ ADDED: dict[str, tuple[dict[str, str], list[tuple[str, str, str]]]] = {
         ],
     ),
     "backend": (
-        {"training/running/classroom.py": BACKEND},
+        {"running/classroom.py": BACKEND},
         [
             (
                 "schema.py",

@@ -152,7 +152,6 @@ class Summary:
     priced_bytes_per_worker: float | None = None
 
     def record(self) -> dict[str, Any]:
-        """What stands in the file."""
         absent = ("stages", "pipeline_bubble", "replicas", "islands", "bytes_across_per_worker", "memory", "priced_as")
         absent += ("priced_bytes_per_worker",)
         return {key: value for key, value in asdict(self).items() if key not in absent or value is not None}
@@ -202,5 +201,4 @@ class ElasticSummary:
     """By whom (-1: the lighthouse) of which seat, why and how often; left out on a simulated network."""
 
     def record(self) -> dict[str, Any]:
-        """What stands in the file."""
         return {key: value for key, value in asdict(self).items() if value is not None}

@@ -43,7 +43,6 @@ def pinned_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _offsets(tensors: Sequence[Tensor]) -> list[int]:
-    """Where each of them begins in one block, and where that ends."""
     return list(accumulate((-(-own.numel() * own.itemsize // _ALIGNED) * _ALIGNED for own in tensors), initial=0))
 
 

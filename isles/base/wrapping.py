@@ -154,7 +154,6 @@ class Wrapping(Optimizer):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the inner optimizer's."""
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -171,7 +170,6 @@ class Wrapping(Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As the inner optimizer's."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -221,28 +219,23 @@ class SeveralOptimizers(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Of all, shared."""
         return [group for one in self.optimizers for group in one.param_groups]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Of all, shared."""
         return self._states
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Of each."""
         loss = evaluated(closure)
         for one in self.optimizers:
             one.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of each."""
         for one in self.optimizers:
             one.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """ValueError."""
         raise ValueError("which of the inner optimizers is it for? Call add_param_group of that one")
 
     def state_dict(self) -> dict[str, Any]:

@@ -44,7 +44,6 @@ class Token:
     secret: str = field(repr=False)
 
     def __str__(self) -> str:
-        """For a person to copy: both halves."""
         return self.fingerprint + self.secret
 
 

@@ -59,7 +59,6 @@ class DryTransport:
         """No machine, no link."""
 
     def now(self) -> float:
-        """No time passes."""
         return 0.0
 
     def compute(self, seconds: float) -> None:

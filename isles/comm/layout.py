@@ -60,7 +60,6 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.coordinates)
 
     def sharing(self, rank: int, *axes: MeshAxis) -> list[int]:

@@ -82,17 +82,14 @@ class Mesh:
 
     @property
     def transport(self) -> Transport:
-        """The backend below all groups."""
         return self.world.transport
 
     @property
     def rank(self) -> int:
-        """This worker's rank in the world."""
         return self.world.rank
 
     @property
     def size(self) -> int:
-        """Number of workers."""
         return self.world.size
 
     def arranged(self, layout: Layout) -> Mesh:
@@ -100,7 +97,6 @@ class Mesh:
         return self if layout == self.layout else replace(self, layout=layout)
 
     def close(self) -> None:
-        """Give back connections and threads."""
         self.transport.close()
 
     def _group(self, channel: Channel, *axes: MeshAxis) -> Group:

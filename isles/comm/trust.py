@@ -43,7 +43,6 @@ class PeerTrust:
         self._accepted: defaultdict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
 
     def looks_at(self, channel: str) -> bool:
-        """Whether payloads on `channel` are looked at."""
         return channel in _CHECKED
 
     def own_every(self, kind: Hashable) -> int:

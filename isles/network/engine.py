@@ -84,7 +84,6 @@ class EventQueue:
             self._cancelled -= 1
 
     def run(self) -> None:
-        """Act out all events."""
         while self._heap:
             self.step()
 

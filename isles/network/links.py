@@ -121,7 +121,6 @@ class Links:
                         _check_latency(self.base_latency(source, target), f" from {source} to {target}")
 
     def link_count(self, workers: int) -> int:
-        """How many links messages leave by."""
         return self.uplink_count(workers) if self.pairs is None else workers * workers
 
     def link_of(self, source: int, target: int) -> int:
@@ -137,11 +136,9 @@ class Links:
         return min(self.link_rate(self.link_of(source, target)), self.down_rate(self.uplink_of(target)))
 
     def uplink_count(self, workers: int) -> int:
-        """How many uplinks `workers` ranks have."""
         return -(-workers // self.devices) if self.uplinks is None else max(self.uplinks) + 1
 
     def uplink_of(self, rank: int) -> int:
-        """The number of the uplink by which `rank` sends."""
         return rank // self.devices if self.uplinks is None else self.uplinks[rank]
 
     def rate(self, uplink: int) -> float:
@@ -262,7 +259,6 @@ class Topology:
         return self.near is not self.far and source // self.island == target // self.island
 
     def up(self, source: int, target: int) -> int:
-        """The link by which a message leaves."""
         return self.uplinks + source if self.is_near(source, target) else self.far.link_of(source, target)
 
     def down(self, source: int, target: int) -> int | None:

@@ -32,7 +32,6 @@ class Pauses:
                 raise ValueError(f"pauses: {key} = {getattr(self, key)}: choose a positive number of seconds")
 
     def of(self, rank: int, seed: int) -> Absences:
-        """Those of one worker."""
         return Absences(self, rank, seed)
 
 
@@ -43,7 +42,6 @@ class KnownPauses:
     pauses: Mapping[int, Sequence[tuple[float, float]]]
 
     def of(self, rank: int, seed: int) -> Absences | None:
-        """Those of one worker; None where it has none."""
         pauses = self.pauses.get(rank)
         return KnownAbsences(pauses) if pauses else None
 

@@ -67,7 +67,6 @@ def outline(first: Sequence[PlannedExchange], steps: int, opening: tuple[int, ..
 
 
 def _total(exchanges: Iterable[PlannedExchange], size: int) -> list[int]:
-    """Bytes that each position sends in all of them."""
     total = [0] * size
     for (pattern, groups), times in Counter((planned.pattern, planned.groups) for planned in exchanges).items():
         for group in groups:

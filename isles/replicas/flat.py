@@ -95,7 +95,6 @@ class FlatParameters:
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def scratch(self) -> Tensor:
-        """Room for one block."""
         is_cut = any(parameter.numel() >= BLOCK for parameter in self.parameters)
         size = BLOCK if is_cut else max(self._sizes, default=0)
         return torch.empty(size, dtype=self.dtype, device=self.device)
@@ -145,12 +144,10 @@ class FlatParameters:
         return flat.split(self._sizes)
 
     def parts_or_none(self, flat: Tensor | None) -> Sequence[Tensor | None]:
-        """The same, or None a block."""
         return [None] * len(self._sizes) if flat is None else self.parts(flat)
 
     @torch.no_grad()
     def read(self, out: Tensor) -> Tensor:
-        """Copy all parameters into flat `out` (numel,)."""
         if out.is_meta:
             return out  # there are no numbers, and millions of blocks perhaps
         blocks, self.is_read = self.blocks(), False
@@ -161,7 +158,6 @@ class FlatParameters:
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
-        """Copy flat (numel,) into the parameters."""
         for block, part in zip(self.blocks(), self.parts(flat), strict=True):
             torch._foreach_copy_(block.live, block.shaped(part))
         self.up()
@@ -186,7 +182,6 @@ class FlatParameters:
         return flat.view(torch.int32).split(self._sizes)
 
     def digest(self, flat: Tensor) -> int:
-        """64-bit hash of a flat vector, see `digest`."""
         return digest([words.sum() for words in self.words(flat)])
 
     @cached_property

@@ -141,7 +141,6 @@ class Replica(ABC):
         del indexes, channel  # nobody holds what another one answers for
 
     def spread_bytes(self, indexes: Sequence[int]) -> int:
-        """Bytes that this worker sends for `spread`."""
         return 0
 
     @property
@@ -184,7 +183,6 @@ class Replica(ABC):
         """
 
     def opening(self) -> int:
-        """Bytes that this worker sends inside its replica before the first step."""
         return self.spread_bytes(range(len(self.shares)))
 
     def memory(self) -> list[MemoryItem]:

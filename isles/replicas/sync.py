@@ -444,11 +444,9 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
             after(self)
 
     def inner_state(self) -> Any:
-        """The inner optimizer's part of `state_dict`."""
         return self.replica.inner_state()
 
     def load_inner_state(self, state: Any) -> None:
-        """Restore `inner_state`."""
         self.watch.loaded()
         self.replica.load_inner_state(state)
         self.copies = copies_of(self.inner, self.parameters)
@@ -522,7 +520,6 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         return ["norm"] if self.max_norm is not None else []
 
     def own_outline(self, steps: int) -> Outline:
-        """Of what the group exchanges."""
         return outline(self.schedule(steps), steps, self.opening(), per_step=False)
 
     def spread_bytes(self, steps: int) -> int:
@@ -535,7 +532,6 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         return tuple(inside + own for own in bytes_of(self.opening_exchanges(), self.group.size))
 
     def opening_exchanges(self) -> list[PlannedExchange]:
-        """What the group exchanges meanwhile."""
         return opening_exchanges(start.bytes_by_format(self._shared()), self.group.size)
 
     def memory(self) -> list[MemoryItem]:

@@ -191,7 +191,6 @@ class ModelWatch:
         return {str(number): step for number, step in self._since.items()}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from `state_dict`."""
         self._since = {int(number): step for number, step in state.items()}
 
     def digest(self) -> int:
@@ -199,7 +198,6 @@ class ModelWatch:
         return 0 if self.parameters[0].is_meta else hash_of(map(own_rows, self.parameters))
 
     def name(self, parameter: Tensor) -> str:
-        """As the model calls it."""
         return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
 
 

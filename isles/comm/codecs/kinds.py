@@ -52,7 +52,7 @@ KINDS: dict[str, CodecKind] = {
     "int8": CodecKind(f"{_HERE}.integers:Int8", lossless=False, biased=False, shared_mask=False),
     "int4": CodecKind(f"{_HERE}.integers:Int4", lossless=False, biased=False, shared_mask=False),
     "int2": CodecKind(f"{_HERE}.integers:Int2", lossless=False, biased=True, shared_mask=False),
-    "fp4": CodecKind(f"{_HERE}.float4:Float4", lossless=False, biased=False, shared_mask=False),
+    "fp4": CodecKind(f"{_HERE}.integers:Float4", lossless=False, biased=False, shared_mask=False),
     "sign": CodecKind(f"{_HERE}.scaled:Sign", lossless=False, biased=True, shared_mask=False),
     "topk": CodecKind(f"{_HERE}.sparse:TopK", False, True, False, int, _entries),
     "dct_topk": CodecKind(f"{_HERE}.sparse:DCTTopK", False, True, False, int, _entries),

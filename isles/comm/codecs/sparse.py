@@ -92,7 +92,6 @@ class TopK(Codec):
         return x_CB
 
     def restore(self, y_CB: Tensor) -> Tensor:
-        """Its inverse."""
         return y_CB
 
 
@@ -182,7 +181,6 @@ class RandomK(Codec):
         return mask_CB.view(-1)[:elements]
 
     def _indices(self, chunks: int) -> Tensor:
-        """(chunks, kept)."""
         draw = torch.Generator().manual_seed(self.salt)
         return torch.randperm(CHUNK, generator=draw, dtype=torch.int64, device="cpu")[: self.sent].expand(chunks, -1)
 

@@ -110,7 +110,6 @@ class MeanPart(ABC):
         """Wait for them, do the rest. usable: the positions that the mean is of."""
 
     def receive(self, position: int, codec: Codec, elements: int, phase: int) -> Work:
-        """Post the receive of an encoded run of `elements` entries."""
         wire = self.wires.take(codec.wire_bytes(elements, self.buffer.dtype))
         self.inbox[position] = wire
         return self.call.recv(position, wire, phase)

@@ -145,7 +145,6 @@ class BackgroundTransfer:
         self._error: Exception | None = None
 
     def advance(self) -> None:
-        """Step the generator until it has to wait, or ends."""
         with self._lock:
             while not self._ended.is_set():
                 error = self._watch.outcome() if self._watch is not None else None
@@ -186,7 +185,6 @@ class BackgroundTransfer:
         return self._watch.late() if self._watch is not None else []
 
     def _left(self) -> float:
-        """Seconds until the deadline."""
         liveness, ends_at = self.driver.liveness, self._start + self.seconds
         for work in self._late():
             elsewhere = min(liveness.last_elsewhere(work.peer), self._start + (_CHAIN - 1) * self.seconds)
@@ -226,7 +224,6 @@ class Driver:
         self._thread: threading.Thread | None = None
 
     def event(self, seconds: float) -> HostEvent:
-        """One that is rung after `seconds`."""
         event = HostEvent(None, None, self.now)
         if seconds < math.inf:
             self._begin()
@@ -236,7 +233,6 @@ class Driver:
         return event
 
     def start(self, steps: Steps[Any], channel: Channel, deadline: float, traffic: Traffic) -> BackgroundTransfer:
-        """Begin a transfer in the caller's thread."""
         self._begin()
         transfer = BackgroundTransfer(self, steps, channel, deadline, traffic)
         sleeps = not self.under_way
@@ -247,7 +243,6 @@ class Driver:
         return transfer
 
     def wake(self, transfer: BackgroundTransfer) -> None:
-        """Have the driver thread step `transfer`."""
         self._ready.put(transfer)
 
     def close(self) -> None:
@@ -356,23 +351,19 @@ class OnHostClock:
         return self._driver.start(protocol, channel, deadline, self.traffic)
 
     def event(self, seconds: float = math.inf) -> HostEvent:
-        """On the host's clock; the thread that drives protocols rings it."""
         return self._driver.event(seconds)
 
     def link_estimate(self) -> LinkEstimate | None:
-        """By the kernel's counters."""
         return self.liveness.link_estimate()
 
     def now(self) -> float:
-        """Seconds since this transport was made, host clock."""
         return time.perf_counter() - self._start
 
     def compute(self, seconds: float) -> None:
-        """Nothing: the host's clock runs by itself."""
+        pass
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to save: clocks are the host's."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
+        pass

@@ -227,7 +227,6 @@ class Scheduler:
     # Called by the thread that waits for the workers
 
     def start(self) -> None:
-        """Let the first worker begin."""
         with self.mutex:
             self._dispatch()
 

@@ -92,7 +92,6 @@ class VirtualTransport:
         return transfer
 
     def event(self, seconds: float = math.inf) -> VirtualEvent:
-        """In virtual time."""
         with self._worker:
             return VirtualEvent(self._worker, seconds)
 
@@ -178,7 +177,6 @@ class VirtualTransport:
         """Nothing to give back: threads and messages are the cluster's."""
 
     def abandon(self, error: Exception) -> None:
-        """Fail every transfer under way (the worker has ended)."""
         for transfer in self._transfers:
             transfer.fail(error)
         self._transfers = []

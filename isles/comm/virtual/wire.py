@@ -182,14 +182,12 @@ class VirtualTransfer:
         return self._seconds == math.inf
 
     def start(self) -> None:
-        """Step to the first wait, in the caller's thread and turn."""
         self._advance(None)
         if not self.finished and self._seconds < float("inf"):
             timeline = self._scheduler.timeline
             self._deadline = timeline.at(timeline.now + self._seconds, LAST, self._owner.rank, self._late)
 
     def wait(self) -> Any:
-        """Blocks in virtual time."""
         assert not self._scheduler.is_held, "a protocol yields what it waits for"
         with self._owner:
             if not self.finished:
@@ -513,7 +511,6 @@ class VirtualWire(Wire[VirtualMessage]):
             self._arrived.setdefault((target, tag), {}).setdefault(source, deque()).append(message)
 
     def _take(self, key: tuple[int, int | None, Tag]) -> VirtualWork | None:
-        """The oldest receive posted under `key`."""
         queue = self._posted.get(key)
         if queue is None:
             return None

@@ -206,7 +206,6 @@ class _Search:
         self._changes += [(node, ~number) for node in range(size) for number in range(count)]
 
     def run(self) -> Grouping:
-        """The best that it meets."""
         strangers = _STRANGERS if self._bench.size < _MANY else _STRANGERS_OF_MANY
         best, least = self._climbed(self._drawn(), _TRIES)
         rounds = 0

@@ -91,7 +91,6 @@ class PipelinePlan:
 
     @property
     def routes(self) -> list[Route]:
-        """Of a step."""
         return routes_of(self.paths, self.problem.waves)
 
     @cached_property

@@ -30,7 +30,6 @@ class Sizes:
     backward: int
 
     def of(self, task: Task) -> int:
-        """Bytes of the message that `task` begins with."""
         return {"F": self.forward, "L": self.home, "B": self.backward}[task.kind]
 
 
@@ -100,7 +99,6 @@ class LinkWire(Wire[TaskMessage]):
             self.carry(message)
 
     def arrived(self, message: TaskMessage) -> None:
-        """Its task could start."""
         self.ready(message.task)
 
 
@@ -127,12 +125,10 @@ class Replay:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the start to the end of the last task."""
         return self.spans[-1].end if self.spans else 0.0
 
     @property
     def busy(self) -> dict[int, float]:
-        """Seconds that each worker computed."""
         busy: defaultdict[int, float] = defaultdict(float)
         for span in self.spans:
             busy[span.worker] += span.end - span.start

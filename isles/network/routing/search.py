@@ -255,11 +255,9 @@ class _Moves:
         return paths
 
     def use(self, paths: Sequence[Path]) -> None:
-        """Changes are of these paths from now on."""
         self._loads = Counter(node for path in paths for node in path)
 
     def take(self, before: Sequence[Path], after: Sequence[Path], changed: dict[int, Path]) -> None:
-        """The change was made."""
         for slot in changed:
             self._loads.subtract(before[slot])
             self._loads.update(after[slot])
@@ -292,7 +290,6 @@ class _Moves:
         return None if new is None else {slot: new}
 
     def _exchanged(self, paths: Sequence[Path], one: int, other: int) -> dict[int, Path] | None:
-        """Two paths exchange a node."""
         rng, mine, theirs = self._rng, paths[one], paths[other]
         a, b = rng.randrange(1, len(mine)), rng.randrange(1, len(theirs))
         if one == other or mine[a] == theirs[b]:
@@ -309,7 +306,6 @@ class _Moves:
         return self._rng.choice(made) if self._rng.random() < 0.2 else min(made, key=self._trip)
 
     def _arranged(self, origin: int, nodes: tuple[int, ...]) -> Iterator[Path]:
-        """All legal paths over `nodes`."""
         by_stage = {self._problem.stage_of[node]: node for node in nodes}
         if len(by_stage) == len(nodes):
             for order in self._orders.get(frozenset(by_stage), ()):
@@ -335,7 +331,6 @@ class Strategy:
     paths: Paths | None = None
 
     def sent(self, sizes: Sizes) -> Counter[int]:
-        """Bytes that each node sends in a step."""
         return bytes_sent(self.routes, sizes)
 
 

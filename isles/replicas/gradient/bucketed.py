@@ -186,7 +186,6 @@ class Bucket:
         self.means = []
 
     def rest(self) -> None:
-        """Ready for the next backward pass."""
         self._loaded = []  # holds gradients that the user may want freed
         self.pending, self.transfer, self.stale, self._is_handed_over = len(self.parameters), None, False, False
 
@@ -268,7 +267,6 @@ class BucketedSync(ReplicaSync):
 
     @override
     def replace(self, by: str) -> None:
-        """It sends nothing any more."""
         super().replace(by)
         for hook in self._hooks:
             hook.remove()
@@ -293,7 +291,6 @@ class BucketedSync(ReplicaSync):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate."""
         self._quiet = True
         try:
             with super().no_sync():
@@ -393,7 +390,6 @@ class BucketedSync(ReplicaSync):
         return None
 
     def _without(self, usable: Sequence[int]) -> list[int]:
-        """The workers at other positions than these."""
         return [member for position, member in enumerate(self.group.ranks) if position not in usable]
 
     def _broken(self) -> list[int]:
@@ -571,7 +567,6 @@ class BucketedSync(ReplicaSync):
     # What a plan asks before a run.
 
     def device(self) -> torch.device:
-        """Where buckets lie."""
         return torch.device("cpu")
 
     def phases(self, steps: int) -> list[tuple[int, int]]:

@@ -90,16 +90,13 @@ class Reduction(ABC):
         return self.sent_bytes(step, size, position)
 
     def memory(self, size: int) -> list[MemoryItem]:
-        """What it holds beside the bucket's own vector."""
         vector = 0 if self.residual is None else self.residual.nbytes
         return [MemoryItem(what, vector, "always") for what in ("error feedback", "error feedback of the step")]
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept from step to step beside the residual."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
         assert not state
 
     def rescale(self, factor: float) -> None:
@@ -440,7 +437,6 @@ class Thresholds(Reduction):
         return torch.cat((self.whole, indices)), values
 
     def _message_bytes(self, count: int) -> int:
-        """Length of a message of `count` indices."""
         elements, total = self.layout.numel, len(self.whole) + count
         if not total:
             return 0
@@ -448,6 +444,5 @@ class Thresholds(Reduction):
         return self._length(form, count)
 
     def _length(self, form: str, count: int) -> int:
-        """Of a message of `count` indices in `form`."""
         values = self.rule.codec.wire_bytes(len(self.whole) + count, self.layout.dtype)
         return _PREFIX + values + indices_bytes(form, count, self.layout.numel)

@@ -74,7 +74,6 @@ class SpreadRows:
         self._transfer = group.start(protocol, channel, nbytes=(group.size - 1) * own.nbytes)
 
     def done(self) -> bool:
-        """Whether `land` would not wait."""
         return self._transfer.done()
 
     def land(self) -> None:
@@ -87,7 +86,6 @@ class SpreadRows:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Their bytes in one buffer on the CPU."""
     own = to_host([tensor.detach().contiguous().view(-1) for tensor in tensors])
     return torch.cat([one.view(torch.uint8) for one in own])
 
@@ -227,12 +225,10 @@ class Copies(Together):
         self._spread += 1
 
     def spread_bytes(self, indexes: Sequence[int]) -> int:
-        """(R - 1) times the own shares."""
         return (self._group.size - 1) * sum(self.shares[index].nbytes for index in indexes)
 
     @property
     def working_bytes(self) -> int:
-        """Everyone's shares once."""
         return sum(parameter.nbytes for parameter in self.parameters) if self._group.size > 1 else 0
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isles.comm.collectives.factors import averaging
+from isles.comm.collectives.averaging import averaging
 from isles.comm.collectives.headers import Stamp
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
@@ -97,7 +97,6 @@ class InFlight:
     """Places in the fragment of parameters that are frozen since before what travels was learned."""
 
     def exchanges(self) -> list[Exchange]:
-        """What it waits for."""
         return [self.payload] if self.anchors is None else [self.payload, self.anchors]
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,7 +225,6 @@ class Fragment:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
         if state["anchor"].numel() != self.flat.numel:
             saved = state["anchor"].numel()
             raise ValueError(

@@ -325,7 +325,6 @@ class OuterSync(ReplicaSync):
         return []
 
     def _drain(self) -> None:
-        """Land everything in flight, in the order in which it was sent."""
         for flight in list(self.flights):
             self.round_exchange.receive(flight, self._snapshot)
             self.land(flight, None)

@@ -116,7 +116,6 @@ class QuorumExchange(AttemptExchange):
         return answer is not None and (answer.transfer is None or answer.transfer.done())
 
     def _exchange(self, delivery: Delivery, flight: InFlight) -> None:
-        """An attempt, begun."""
         assert delivery.word is not None
         group, self._attempt = self._deliveries.group(delivery.word, _STEPS * self._pace), delivery.attempt
         self._answer = self.start_attempt(

@@ -136,7 +136,6 @@ class RoundExchange:
         return sent
 
     def send_anchor(self, fragment: Fragment, round: int, step: int) -> Exchange:
-        """Start the exchange of the anchor for `round`."""
         form, means = self.parts.anchor_codec, fragment.anchor_averaging
         assert form is not None and means is not None, "a rule that shares anchors needs an anchor codec"
         anchor = fragment.staging().copy_(fragment.anchor)
@@ -333,7 +332,6 @@ class _RoundState:
         return cls(None if residual is None else residual.clone(), fragment.averaging.state_dict())
 
     def restore(self, fragment: Fragment) -> None:
-        """Into the fragment."""
         if fragment.residual is not None and self.residual is not None:
             fragment.residual.copy_(self.residual)
         fragment.averaging.load_state_dict(self.bases)

@@ -268,7 +268,6 @@ class NoLoCoConfig(OuterConfig):
 
     @property
     def pull(self) -> float:
-        """gamma with its default."""
         return self.outer_lr if self.gamma is None else self.gamma
 
 
@@ -411,7 +410,6 @@ class CustomConfig(WeightedConfig):
         return {"cadence": late or ("overlap" if self.overlap_steps else at_once), "codec": kind, **own}
 
     def filled(self, setting: str) -> Any:
-        """A setting, or its default where it was left out."""
         value = getattr(self, setting)
         if value is None and setting == "gamma":
             return self.filled("outer_lr")

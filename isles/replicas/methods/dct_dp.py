@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from isles.comm.codecs import codec
 from isles.comm.codecs.scaled import Identity
-from isles.comm.collectives.factors import averaging
+from isles.comm.collectives.averaging import averaging
 from isles.comm.collectives.mean import sent_bytes
 from isles.replicas.exchange_schedule import Outline
 from isles.replicas.gradient.bucketed import Bucket, BucketedSync

@@ -64,7 +64,6 @@ class FSDP(StepsAlike):
 
     @property
     def sharding(self) -> Sharding:
-        """How the model is cut."""
         return sharding_of(self.model)
 
     @override
@@ -129,7 +128,6 @@ class FSDP(StepsAlike):
 
     @override
     def replica_std(self) -> float:
-        """There is one replica."""
         return 0.0
 
     @override
@@ -163,7 +161,6 @@ class FSDP(StepsAlike):
 
     @override
     def memory(self) -> list[MemoryItem]:
-        """Where the weights are."""
         units, size = self.sharding.units, self.group.size
         if size == 1:
             return []
@@ -178,7 +175,6 @@ class FSDP(StepsAlike):
 
     @override
     def inner_state(self) -> Any:
-        """Of the own rows."""
         return without_meshes(super().inner_state())
 
     @override
@@ -201,7 +197,6 @@ class FSDP(StepsAlike):
 
     @override
     def weights(self) -> dict[str, Tensor]:
-        """The own rows."""
         return without_meshes(super().weights())
 
     @override

@@ -44,7 +44,6 @@ class Row(NamedTuple):
     instead: str
 
     def meets(self, choice: Mapping[str, str]) -> bool:
-        """Whether the row speaks of this choice."""
         return all(choice[axis] in members for axis, members in self.when.items())
 
     @property

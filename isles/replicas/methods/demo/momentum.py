@@ -97,7 +97,6 @@ class Packing:
 
     @property
     def nbytes(self) -> int:
-        """Length of a message."""
         indices = sum(_indices_bytes(group, count) for group, count in self._listed())
         return HEADER_BYTES + self.codec.wire_bytes(self.pairs, torch.float32) + indices
 
@@ -139,7 +138,6 @@ class Packing:
         return self.per_block[index] < self.groups[index].entries
 
     def of(self, index: int, start: int, stop: int) -> slice:
-        """The pairs of blocks [start, stop) of a group."""
         first, per_block = self.firsts[index], self.per_block[index]
         return slice(first + start * per_block, first + stop * per_block)
 

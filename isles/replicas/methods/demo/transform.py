@@ -111,7 +111,6 @@ class BlockGroup:
 
     @property
     def entries(self) -> int:
-        """Of one block."""
         return self.edges[0] * self.edges[1]
 
 

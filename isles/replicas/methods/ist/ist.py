@@ -167,7 +167,6 @@ def moments_of(inner: Optimizer) -> dict[int, dict[str, torch.dtype]]:
 
 
 def _slots(state: Mapping[str, Any], small: Tensor, name: str) -> dict[str, torch.dtype]:
-    """Those of one stand-in."""
     tensors = {slot: value for slot, value in state.items() if isinstance(value, Tensor) and value.numel() > 1}
     for slot, value in tensors.items():
         if value.shape != small.shape:
@@ -277,7 +276,6 @@ class IST(ReplicaSync):
 
     @override
     def opening_exchanges(self) -> list[PlannedExchange]:
-        """The full model travels once."""
         return self._opening
 
     @override
@@ -302,7 +300,6 @@ class IST(ReplicaSync):
         return planned
 
     def _units(self, round: int) -> tuple[tuple[int, ...], ...]:
-        """Bytes between each trainer and each server."""
         return tuple(map(tuple, self.store.messages(round).fill_diagonal_(0).tolist()))
 
     @override
@@ -348,7 +345,6 @@ class IST(ReplicaSync):
     @classmethod
     @override
     def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
-        """Refused."""
         raise ValueError(
             "a subnet of IST is as narrow as there are workers, so another number of them changes every shape: resume "
             "with as many, or begin a new run with run.start = a finished one"

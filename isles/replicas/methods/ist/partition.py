@@ -113,7 +113,6 @@ class Division:
                 )
 
     def trained(self, layer: str, worker: int, round: int) -> Tensor:
-        """The units of `worker` in `round`."""
         return partition(layer, self.layers[layer], self.workers, self.sampler, self.seed, round)[worker]
 
     def trained_units(self, name: str, worker: int, round: int) -> Units:
@@ -121,7 +120,6 @@ class Division:
         return tuple(None if axis is None else self.trained(axis.layer, worker, round) for axis in self.axes[name])
 
     def stored_units(self, name: str, worker: int) -> Units:
-        """The units of a parameter that `worker` keeps."""
         lead = self.lead(name)
         return tuple(
             None if axis is None else _run(*(self._stored(axis.layer, worker) if axis is lead else (axis.units,)))
@@ -187,7 +185,6 @@ class Division:
 
 
 def _run(*ends: int) -> Tensor:
-    """Neighbouring units, ascending."""
     return torch.arange(*ends, dtype=torch.int64, device="cpu")
 
 

@@ -66,11 +66,9 @@ class Store:
         return [key for key in self.stored if moments or key.slot == WEIGHT]
 
     def weights(self) -> dict[Key, Tensor]:
-        """A copy of the kept weights."""
         return {key: self.stored[key].clone() for key in self.keys(moments=False)}
 
     def nbytes(self) -> int:
-        """Memory of what is kept."""
         return sum(tensor.nbytes for tensor in self.stored.values())
 
     def messages(self, round: int, *, moments: bool = True) -> Tensor:
@@ -113,14 +111,12 @@ class Store:
         yield from _exchange(call, server, trainer, incoming)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept, by parameter and slot."""
         state: dict[str, dict[str, Tensor]] = {}
         for key, tensor in self.stored.items():
             state.setdefault(key.name, {})[key.slot] = tensor.clone()
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Continue from `state_dict`."""
         for key, tensor in self.stored.items():
             tensor.copy_(state[key.name][key.slot])
 
