@@ -152,7 +152,6 @@ class Summary:
     priced_bytes_per_worker: float | None = None
 
     def record(self) -> dict[str, Any]:
-        """What stands in the file."""
         absent = ("stages", "pipeline_bubble", "replicas", "islands", "bytes_across_per_worker", "memory", "priced_as")
         absent += ("priced_bytes_per_worker",)
         return {key: value for key, value in asdict(self).items() if key not in absent or value is not None}
@@ -174,12 +173,12 @@ class ElasticSummary:
     """Exchanges that were tried again."""
     outcomes: Mapping[str, int]
     """Rounds by how their exchange ended: whole, late, alone, or the name of an error."""
-    rounds_out_of_turn: int
+    rounds_unassigned: int
     """Whose worker could not know which data is its own."""
     inner_steps: int
     inner_steps_counted: int
     """Whose work is in the model."""
-    inner_steps_owed: int
+    inner_steps_backlog: int
     """Of the data, that nobody has read for good."""
     inner_steps_repeated: int
     """Of the data, that were read twice."""
@@ -190,9 +189,9 @@ class ElasticSummary:
     views: int
     outages: int
     """Times that the lighthouse was started again."""
-    gifts: int
+    state_transfers: int
     """States given to joiners."""
-    gift_bytes: int
+    state_transfer_bytes: int
     links: Mapping[str, Any] | None = None
     """Bytes that workers sent to each other direct and relayed; relayed_by_workers and relayed_here, what those that
     carry for others and the lighthouse count of these, with what frames and encryption add; pairs: by each worker of
@@ -202,5 +201,4 @@ class ElasticSummary:
     """By whom (-1: the lighthouse) of which seat, why and how often; left out on a simulated network."""
 
     def record(self) -> dict[str, Any]:
-        """What stands in the file."""
         return {key: value for key, value in asdict(self).items() if value is not None}

@@ -154,7 +154,6 @@ class Wrapping(Optimizer):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the inner optimizer's."""
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -171,7 +170,6 @@ class Wrapping(Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """As the inner optimizer's."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -207,8 +205,8 @@ class SeveralOptimizers(Optimizer):
         if any(isinstance(one, Deferred) for one in optimizers):
             raise ValueError("of several inner optimizers none may be a method or a memory plan: give torch's, or one")
         self.__setstate__({"optimizers": list(optimizers), "defaults": {}})  # torch's own would begin with no groups
-        held = [id(parameter) for group in self.param_groups for parameter in group["params"]]
-        if len(set(held)) < len(held):
+        ids = [id(parameter) for group in self.param_groups for parameter in group["params"]]
+        if len(set(ids)) < len(ids):
             raise ValueError("a parameter is in two of the inner optimizers and would be stepped twice: divide them")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -221,28 +219,23 @@ class SeveralOptimizers(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Of all, shared."""
         return [group for one in self.optimizers for group in one.param_groups]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Of all, shared."""
         return self._states
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Of each."""
         loss = evaluated(closure)
         for one in self.optimizers:
             one.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of each."""
         for one in self.optimizers:
             one.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """ValueError."""
         raise ValueError("which of the inner optimizers is it for? Call add_param_group of that one")
 
     def state_dict(self) -> dict[str, Any]:
@@ -264,8 +257,8 @@ class SeveralOptimizers(Optimizer):
         others = state_dict.get("others", [{"state": {}}] * len(self.optimizers))
         for one, other in zip(self.optimizers, others, strict=True):
             own = list(islice(groups, len(one.param_groups)))
-            kept = {key: state[key] for group in own for key in group["params"] if key in state}
-            one.load_state_dict({**other, "state": kept | other["state"], "param_groups": own})
+            own_state = {key: state[key] for group in own for key in group["params"] if key in state}
+            one.load_state_dict({**other, "state": own_state | other["state"], "param_groups": own})
 
 
 class _States(MutableMapping[torch.Tensor, Any]):

@@ -57,13 +57,11 @@ class Traffic:
         return self.channels[channel]
 
     def sent(self, channel: Channel, nbytes: int) -> None:
-        """Count one message of `nbytes` handed to the transport."""
         counts = self.channels[channel]
         counts.bytes_sent += nbytes
         counts.messages_sent += 1
 
     def received(self, channel: Channel, nbytes: int) -> None:
-        """Count one message of `nbytes` that a peer was asked for."""
         counts = self.channels[channel]
         counts.bytes_received += nbytes
         counts.messages_received += 1
@@ -77,7 +75,6 @@ class Traffic:
             setattr(counts, what, getattr(counts, what) - count)
 
     def transfer(self, channel: Channel, start: float, end: float) -> None:
-        """Note that a transfer has ended."""
         self.spans.append(ClockSpan("transfer", channel, start, end))
 
     def waited(self, channel: Channel, start: float, end: float, mark: Any = None) -> None:
@@ -98,7 +95,6 @@ class Traffic:
             self.spans.append(span._replace(start=idle))
 
     def paused(self, start: float, end: float) -> None:
-        """Note that the worker stood still by itself."""
         self.spans.append(ClockSpan("away", "", start, end))
 
     def take_spans(self) -> list[ClockSpan]:

@@ -22,8 +22,8 @@ from collections.abc import Callable, Collection
 
 from typing_extensions import override
 
-from isles.comm.gloo.liveness import Life
-from isles.comm.transport import DOUBT_AFTER, DOUBT_EVERY
+from isles.comm.gloo.liveness import Liveness
+from isles.comm.transport import SUSPECT_AFTER, SUSPECT_EVERY
 
 SILENT = 10.0  # seconds; the engine tells sooner, and a worker whose machine is busy beats late
 _QUIET = 1.5  # seconds without a beat, which comes each second
@@ -116,7 +116,7 @@ class Presence:
         return found
 
 
-class Doubts(Life):
+class Doubts(Liveness):
     """ask: called with a seat that is waited for in vain, in the thread that waits."""
 
     def __init__(self, ask: Callable[[int], None]) -> None:
@@ -125,11 +125,11 @@ class Doubts(Life):
         self._asked: dict[int, float] = {}
 
     @override
-    def awaited(self, peers: Collection[int | None], seconds: float) -> None:
-        if seconds < DOUBT_AFTER:
+    def notify_blocked(self, peers: Collection[int | None], seconds: float) -> None:
+        if seconds < SUSPECT_AFTER:
             return
         now = time.monotonic()
-        self._asked = {seat: at for seat, at in self._asked.items() if now - at < DOUBT_EVERY}
+        self._asked = {seat: at for seat, at in self._asked.items() if now - at < SUSPECT_EVERY}
         for seat in peers:
             if seat is not None and seat not in self._asked:
                 self._asked[seat] = now

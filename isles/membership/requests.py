@@ -132,7 +132,7 @@ class Words:
 class PeerWaits(Protocol):
     """What a worker waits for, of others: its transport."""
 
-    def give_up(self, seat: int, why: str | PeerLost) -> None:
+    def give_up(self, member: int, why: str | PeerLost) -> None:
         """End all that is under way with `seat`; later messages are tried again."""
 
     def again(self, tag: Tag) -> None:

@@ -34,7 +34,7 @@ from isles.base.parsing import read_json
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, PeerLost, PeerSilent, Refused
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
-from isles.comm.roster import Ruling
+from isles.comm.roster import RoundOutcome
 from isles.membership.client import Company
 from isles.membership.data_ledger import Batch
 from isles.membership.late_shares import Deliveries
@@ -253,7 +253,7 @@ class RoundLeader:
         """See `isles.comm.roster.Roster`."""
         return self.company.lost(seat) or self.company.is_silent(seat)
 
-    def miss(self, seat: int, error: CommError) -> None:
+    def report_failure(self, seat: int, error: CommError) -> None:
         """Note a failed exchange. Who is gone the network tells, and who is late is met again; only a share that cannot
         be one is reported to the lighthouse.
         """
@@ -262,14 +262,14 @@ class RoundLeader:
             self.accuse(newest, error)
         self.note(newest, tuple(sorted({self.seat, seat} - {-1})), type(error).__name__)
 
-    def accepts(
+    def may_apply(
         self, round: int, seats: Sequence[int], digest: int | None = 0, failure: CommError | None = None
     ) -> bool:
         """Whether what was exchanged among `seats` may be used. digest: None where it is not whole at all places of
         this member, for `failure`.
         """
         if failure is not None:
-            self.miss(getattr(failure, "peer", -1), failure)
+            self.report_failure(getattr(failure, "peer", -1), failure)
         if digest is None:
             self.note(round, tuple(seats), PeerLost.__name__)  # unless it is known better
             return False
@@ -388,27 +388,29 @@ class ElasticRoster:
     def lost(self, seat: int) -> bool:
         return self._leader is not None and self._leader.lost(seat)
 
-    def lacks(self, seats: Sequence[int]) -> bool:
+    def has_lost(self, seats: Sequence[int]) -> bool:
         return len(seats) > 1 and self._places.settle(lambda: any(self.lost(seat) for seat in seats))
 
-    def miss(self, seat: int, error: CommError) -> None:
+    def report_failure(self, seat: int, error: CommError) -> None:
         if self._leader is not None:
-            self._leader.miss(seat, error)
+            self._leader.report_failure(seat, error)
         else:
             self._missed = self._missed or error
 
-    def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
+    def may_apply(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
         missed, self._missed = self._missed, None
         if len(seats) <= 1 or self._places.size == 1:
-            return whole and (self._leader is None or self._leader.accepts(round, seats))
+            return whole and (self._leader is None or self._leader.may_apply(round, seats))
         digest, failure = self._places.combine(round, 0, 0 if whole else None, missed, self.founders.deadlines.outer)
-        return self._places.settle(lambda: self._lead.accepts(round, seats, digest, failure))
+        return self._places.settle(lambda: self._lead.may_apply(round, seats, digest, failure))
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
         made = self._places.next_decision(lambda: self._lead.start_round(round))
         return (self._met(made), made.attempt) if made.kind == "exchange" else None
 
-    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+    def finish_round(
+        self, round: int, attempt: int, digest: int | None, error: CommError | None = None
+    ) -> RoundOutcome:
         together, failure = self._places.combine(round, attempt, digest, error, self.founders.deadlines.outer)
         made = self._places.next_decision(lambda: self._lead.finish_round(round, attempt, together, error or failure))
         if made.kind not in ("land", "retry", "postpone"):

@@ -82,7 +82,6 @@ class PieceCosts:
 
     @property
     def total(self) -> float:
-        """Of the whole model."""
         return sum(self.blocks) + self.head
 
     def to_cut(self, *, loss_at_origin: bool) -> list[float]:

@@ -125,7 +125,6 @@ class Attention(nn.Module):
         self.out = _linear(shape.d_model, shape.d_model, device, dtype)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
         B, T, _ = x_BTD.shape
         H, C = self.heads, self.head_dim  # H C is D, or less in a subnet (isles.models.subnet) of some of the heads
         qkv_BTNC = self.qkv(x_BTD).view(B, T, 3 * H, C)
@@ -147,7 +146,6 @@ class MLP(nn.Module):
         self.down = _linear(shape.ffn, shape.d_model, device, dtype)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
         return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
@@ -162,7 +160,6 @@ class Block(nn.Module):
         self.mlp = MLP(shape, device, dtype)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
@@ -225,7 +222,6 @@ class Decoder(nn.Module):
         return self.embed(tokens_BT)
 
     def through(self, block: nn.Module, x_BTD: Tensor) -> Tensor:
-        """The stream after one of `blocks`."""
         return block(x_BTD, self.rotary)
 
     def leave(self, x_BTD: Tensor) -> Tensor:

@@ -223,7 +223,6 @@ class HuggingFacePieces(HuggingFaceLM):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The layers."""
         return self.model.base_model._modules[self._list]
 
     def enter(self, tokens_BT: Tensor) -> Tensor:
@@ -231,7 +230,6 @@ class HuggingFacePieces(HuggingFaceLM):
         return self.model.get_input_embeddings()(tokens_BT)
 
     def through(self, block: nn.Module, x_BTD: Tensor) -> Tensor:
-        """The stream after one of the layers."""
         modules = self.model.base_model._modules
         every = modules[self._list]
         modules[self._list] = nn.ModuleList([block])

@@ -78,7 +78,6 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
         return self.d_model // self.heads
 
 

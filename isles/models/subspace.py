@@ -163,7 +163,6 @@ class InsideLinear(nn.Linear):
             self.weight.register_hook(subspace.project)
 
     def settle(self) -> None:
-        """Project the weights."""
         self.weight.copy_(self.subspace.project(self.weight))
 
     def folded(self) -> Tensor:
@@ -190,7 +189,6 @@ class InsideEmbedding(nn.Embedding):
         return rows if self.subspace.table is None else rows + self.subspace.table[input]
 
     def settle(self) -> None:
-        """Project the weights."""
         self.weight.copy_(self.subspace.project(self.weight.T).T)
 
     def folded(self) -> Tensor:

@@ -124,12 +124,10 @@ class ShardSizes(Sequence[float]):
 
     @property
     def total(self) -> float:
-        """Of all positions."""
         return sum(count * nbytes for count, nbytes in self.runs)
 
     @property
     def largest(self) -> float:
-        """Of a position."""
         return max(nbytes for _, nbytes in self.runs)
 
 
@@ -301,13 +299,11 @@ class PlannedExchange(NamedTuple):
 
     @property
     def sent_by_all(self) -> float:
-        """Bytes of all groups."""
         sizes = Counter(map(len, self.groups))
         return sum(sizes[size] * sent_by_all(self.pattern(size), size) for size in sizes if size > 1)
 
     @property
     def messages(self) -> int:
-        """Of all groups."""
         sizes = Counter(map(len, self.groups))
         return sum(sizes[size] * self.pattern(size).messages(size) for size in sizes if size > 1)
 
@@ -348,7 +344,7 @@ SEGMENT, MOST_SEGMENTS = 1 << 22, 60
 When = Literal["always", "pinned", "exchange", "end", "step"]
 
 
-class Held(NamedTuple):
+class MemoryItem(NamedTuple):
     """Memory that a worker takes beside weights, gradients and the inner optimizer's state.
 
     when: "always"; "pinned": likewise, where the weights are on GPUs; "exchange": from the first round on, while one is
@@ -368,7 +364,7 @@ class WorkerMemory:
     weights: int
     gradients: int
     inner: int
-    held: tuple[Held, ...]
+    held: tuple[MemoryItem, ...]
     tables: int = 0
 
     @property

@@ -71,7 +71,6 @@ class Machine:
             raise ValueError("disk_bytes: a disk has rates too; give disk_read and disk_write, such as 2GB/s")
 
     def seconds(self, flops: float) -> float:
-        """How long the device computes so many operations."""
         return flops / (self.peak * self.mfu)
 
 

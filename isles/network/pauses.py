@@ -3,7 +3,7 @@
     up for Exp(every) seconds, away for Exp(seconds), up again, ...        from clock 0 on, each worker by itself
 
 A pause is a machine that is suspended: it computes nothing, and it notices nothing that arrives, until it is back with
-everything it had. What it had handed to its line before still leaves.
+everything it had. What it had handed to its link before still leaves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Pauses:
                 raise ValueError(f"pauses: {key} = {getattr(self, key)}: choose a positive number of seconds")
 
     def of(self, rank: int, seed: int) -> Absences:
-        """Those of one worker."""
         return Absences(self, rank, seed)
 
 
@@ -43,7 +42,6 @@ class KnownPauses:
     pauses: Mapping[int, Sequence[tuple[float, float]]]
 
     def of(self, rank: int, seed: int) -> Absences | None:
-        """Those of one worker; None where it has none."""
         pauses = self.pauses.get(rank)
         return KnownAbsences(pauses) if pauses else None
 

@@ -95,7 +95,6 @@ class FlatParameters:
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def scratch(self) -> Tensor:
-        """Room for one block."""
         is_cut = any(parameter.numel() >= BLOCK for parameter in self.parameters)
         size = BLOCK if is_cut else max(self._sizes, default=0)
         return torch.empty(size, dtype=self.dtype, device=self.device)
@@ -129,28 +128,26 @@ class FlatParameters:
             self._staging.down(self.parameters)
             self.is_read = True
 
-    def up(self, kept: float = 0.0) -> None:
-        """weights = kept weights + (1 - kept) blocks."""
+    def up(self, local_share: float = 0.0) -> None:
+        """weights = local_share weights + (1 - local_share) blocks."""
         if self._staging is not None:
-            self._staging.up(self.parameters, kept)
-            self.is_read = not kept
+            self._staging.up(self.parameters, local_share)
+            self.is_read = not local_share
 
-    def spans(self, places: Sequence[int]) -> list[slice]:
+    def spans(self, indices: Sequence[int]) -> list[slice]:
         """Where the parameters of these numbers lie in a flat vector."""
         ends = list(accumulate((parameter.numel() for parameter in self.parameters), initial=0))
-        return [slice(ends[place], ends[place + 1]) for place in places]
+        return [slice(ends[index], ends[index + 1]) for index in indices]
 
     def parts(self, flat: Tensor) -> tuple[Tensor, ...]:
         """A flat vector (numel,) as one view (b,) a block."""
         return flat.split(self._sizes)
 
     def parts_or_none(self, flat: Tensor | None) -> Sequence[Tensor | None]:
-        """The same, or None a block."""
         return [None] * len(self._sizes) if flat is None else self.parts(flat)
 
     @torch.no_grad()
     def read(self, out: Tensor) -> Tensor:
-        """Copy all parameters into flat `out` (numel,)."""
         if out.is_meta:
             return out  # there are no numbers, and millions of blocks perhaps
         blocks, self.is_read = self.blocks(), False
@@ -161,7 +158,6 @@ class FlatParameters:
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
-        """Copy flat (numel,) into the parameters."""
         for block, part in zip(self.blocks(), self.parts(flat), strict=True):
             torch._foreach_copy_(block.live, block.shaped(part))
         self.up()
@@ -186,7 +182,6 @@ class FlatParameters:
         return flat.view(torch.int32).split(self._sizes)
 
     def digest(self, flat: Tensor) -> int:
-        """64-bit hash of a flat vector, see `digest`."""
         return digest([words.sum() for words in self.words(flat)])
 
     @cached_property
@@ -252,8 +247,8 @@ def digest(sums: Sequence[Tensor]) -> int:
     """
     if not sums:
         return 0
-    places = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device="cpu") * 0x9E3779B97F4A7C1
-    return int((torch.stack(list(sums)) * places).sum())
+    weights = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device="cpu") * 0x9E3779B97F4A7C1
+    return int((torch.stack(list(sums)) * weights).sum())
 
 
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}

@@ -71,7 +71,7 @@ def test_what_a_view_ends_too_early_to_read_is_left_over() -> None:
 def test_spare_batches_are_in_nobodys_cells() -> None:
     seen = {int(p) for seat in (0, 1, 900) for step in range(4) for p in spare_rows(seat, step, batch_size=3)}
     assert len(seen) == 36 and min(seen) > 1 << 50
-    with pytest.raises(ValueError, match="seat -1"):
+    with pytest.raises(ValueError, match="member -1"):
         spare_rows(-1, 0, batch_size=1)
-    with pytest.raises(ValueError, match="place 1 has no step 2"):
+    with pytest.raises(ValueError, match="member 1 has no step 2"):
         rows(0, (3, 2), 1, 2, batch_size=1)

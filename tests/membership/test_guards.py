@@ -97,11 +97,11 @@ def test_whoever_waits_asks_after_a_second_and_not_at_every_glance() -> None:
     asked = list[int]()
     doubts = Doubts(asked.append)
     for seconds in (0.0, 0.5, 0.9):
-        doubts.awaited({1, None}, seconds)
+        doubts.notify_blocked({1, None}, seconds)
     assert not asked
     for seconds in (1.0, 1.1):
-        doubts.awaited({1, None}, seconds)
-    doubts.awaited({1, 2}, 1.2)
+        doubts.notify_blocked({1, None}, seconds)
+    doubts.notify_blocked({1, 2}, 1.2)
     assert asked == [1, 2]
 
 

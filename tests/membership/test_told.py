@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from isles.comm.collectives.basic import all_done
-from isles.comm.errors import PeerLost, RoundPassed
+from isles.comm.errors import PeerLost, RoundClosed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import Tag
 from isles.membership.client import Company, PlaceLine
@@ -123,7 +123,7 @@ def test_a_second_worker_does_not_wait_for_who_is_left_out(tmp_path: Path) -> No
         for company in world.leaders[:2]:
             company.ask(Accusation(1, 0, 2, "late"))
         settled(*waits, seconds=5.0)
-        assert [type(work.error) for work in waits] == [RoundPassed] * 2
+        assert [type(work.error) for work in waits] == [RoundClosed] * 2
         assert not other.done()  # the next attempt has begun
 
 
@@ -193,7 +193,7 @@ def test_an_island_is_gone_once_one_of_its_workers_is(tmp_path: Path) -> None:
         word = world.leaders[0].words.of(1)
         assert word is not None and (word.verdict, word.attempt, word.seats) == ("again", 1, (0, 1))
         settled(wait, seconds=5.0)
-        assert isinstance(wait.error, RoundPassed)
+        assert isinstance(wait.error, RoundClosed)
         views = [company.member.views for company in world.leaders[:2]]
         until(lambda: all(known[max(known)].seats == (0, 1) for known in views))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import isles
 from isles.comm.codecs import codec
 from isles.comm.codecs.lowrank import LowRank
-from isles.comm.collectives.factors import averaging
+from isles.comm.collectives.averaging import averaging
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean
 from isles.comm.errors import Refused, WorkerFailed

@@ -1,5 +1,5 @@
 """Low-rank factors as a form on the wire: what is asked for. How they are made and averaged:
-`isles.comm.collectives.factors`.
+`isles.comm.collectives.averaging`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class LowRank:
 
     @property
     def name(self) -> str:
-        """What a user types."""
         return f"powersgd:{self.rank}" + ("" if isinstance(self.values, Identity) else f"+{self.values.name}")
 
     @property
@@ -50,7 +49,6 @@ class LowRank:
         return self.values if self.values.name in ("none", "bf16", "fp16") else Int8()
 
     def compresses(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether any of the tensors is compressed."""
         return any(self.matrix(tensor.shape) is not None for tensor in tensors)
 
     def matrix(self, shape: Sequence[int]) -> tuple[int, int] | None:

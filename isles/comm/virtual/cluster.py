@@ -131,7 +131,6 @@ class _VirtualRun:
         self._random = torch.get_rng_state() if cluster.slots == 1 else None
 
     def join(self, return_errors: bool) -> list[Any]:
-        """Start the threads, wait for them, hand out what came of it."""
         threads = [
             threading.Thread(target=self._thread, args=(worker,), name=f"isles-virtual-{worker.rank}", daemon=True)
             for worker in self.scheduler.workers
@@ -170,7 +169,6 @@ class _VirtualRun:
                 self._all_ended.set()
 
     def _work(self, worker: VirtualWorker) -> None:
-        """One worker from begin to end."""
         error: BaseException | None = None
         try:
             self.scheduler.begin(worker)

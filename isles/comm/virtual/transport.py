@@ -14,7 +14,7 @@ from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
 from isles.comm.virtual.scheduler import Scheduler, Stepped, VirtualWorker
-from isles.comm.virtual.wire import VirtualBell, VirtualTransfer, VirtualWire, VirtualWork
+from isles.comm.virtual.wire import VirtualEvent, VirtualTransfer, VirtualWire, VirtualWork
 from isles.network.noise import lognormal
 
 
@@ -84,19 +84,18 @@ class VirtualTransport:
         """Messages a failed transfer has asked for are dropped when they come."""
         with self._worker:
             transfer = VirtualTransfer(
-                self._scheduler, self._worker, protocol, channel, deadline, self._traffic, self._wire.fates
+                self._scheduler, self._worker, protocol, channel, deadline, self._traffic, self._wire.accounting
             )
             transfer.doubt = self.doubt
             transfer.start()
             self._transfers = [other for other in (*self._transfers, transfer) if not other.finished]
         return transfer
 
-    def bell(self, seconds: float = math.inf) -> VirtualBell:
-        """In virtual time."""
+    def event(self, seconds: float = math.inf) -> VirtualEvent:
         with self._worker:
-            return VirtualBell(self._worker, seconds)
+            return VirtualEvent(self._worker, seconds)
 
-    def line(self) -> None:
+    def link_estimate(self) -> None:
         """All workers are in this process."""
 
     def now(self) -> float:
@@ -129,9 +128,9 @@ class VirtualTransport:
         """JSON-able: clock, counters, latest arrivals. RuntimeError while a transfer is under way (those without a
         deadline listen only).
 
-        A run that continues from the states of all workers computes the same bits, if the lines were idle: each
+        A run that continues from the states of all workers computes the same bits, if the links were idle: each
         worker's own sends gone, and for shared uplinks and narrow downlinks all workers at one virtual time (behind a
-        barrier). Else only times differ, by what was on those lines.
+        barrier). Else only times differ, by what was on those links.
         """
         with self._worker:
             if any(not transfer.finished and not transfer.listens for transfer in self._transfers):
@@ -156,14 +155,14 @@ class VirtualTransport:
             numbers.clear()
             numbers.update({int(target): int(count) for target, count in state["messages"].items()})
             for target, channel, time in state["latest"]:
-                place = int(target), channel
-                latest[place] = max(float(time), latest.get(place, 0.0))
+                key = int(target), channel
+                latest[key] = max(float(time), latest.get(key, 0.0))
         self._scheduler.advance(self._worker, clock)
 
-    def give_up(self, seat: int, why: str | PeerLost) -> None:
-        """In an event: nothing is waited for from `seat`; later messages are tried again."""
-        error = PeerLost(seat, why) if isinstance(why, str) else why
-        self._wire.end(self.rank, lambda peer, _: peer == seat, lambda _: error)
+    def give_up(self, member: int, why: str | PeerLost) -> None:
+        """In an event: nothing is waited for from `member`; later messages are tried again."""
+        error = PeerLost(member, why) if isinstance(why, str) else why
+        self._wire.end(self.rank, lambda peer, _: peer == member, lambda _: error)
 
     def again(self, tag: Tag) -> None:
         """See `VirtualWire.again`; in an event."""
@@ -178,7 +177,6 @@ class VirtualTransport:
         """Nothing to give back: threads and messages are the cluster's."""
 
     def abandon(self, error: Exception) -> None:
-        """Fail every transfer under way (the worker has ended)."""
         for transfer in self._transfers:
             transfer.fail(error)
         self._transfers = []

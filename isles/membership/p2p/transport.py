@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from isles.comm.errors import PeerLost, RoundPassed
+from isles.comm.errors import PeerLost, RoundClosed
 from isles.comm.gloo.transfers import OnHostClock, PostedWork
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.tags import Channel, Tag
@@ -189,14 +189,14 @@ class ElasticTransport(OnHostClock):
                     inbox.drop(peer, "its connection is gone")
         return work
 
-    def give_up(self, seat: int, why: str | PeerLost) -> None:
-        """End all that is under way with `seat`; later messages are tried again."""
+    def give_up(self, member: int, why: str | PeerLost) -> None:
+        """End all that is under way with `member`; later messages are tried again."""
         with self._lock:
-            lines = [self._outgoing.pop(key) for key in [*self._outgoing] if key[0] == seat]
+            lines = [self._outgoing.pop(key) for key in [*self._outgoing] if key[0] == member]
         for line in lines:
             line.end(why)
         for inbox in self._inboxes:
-            inbox.drop(seat, why)
+            inbox.drop(member, why)
 
     def over(self, channel: Channel, round: int) -> None:
         """Rounds of `channel` up to `round` are over here, and no later ones: whoever sends to one of them, or has
@@ -275,7 +275,7 @@ class ElasticTransport(OnHostClock):
         for line in self._lines(peer):
             line.drop(lambda sent: sent.channel == tag.channel and sent.round <= tag.round)
         for inbox in self._inboxes:
-            inbox.passed(peer, tag.channel, tag.round, RoundPassed(peer))
+            inbox.passed(peer, tag.channel, tag.round, RoundClosed(peer))
 
     # What comes
 

@@ -49,7 +49,6 @@ class ModelLoad:
 
     @property
     def blocks(self) -> int:
-        """How many there are."""
         return len(self.flops)
 
     @property

@@ -152,17 +152,14 @@ class Problem:
 
     @property
     def nodes(self) -> int:
-        """How many there are."""
         return len(self.forward)
 
     @property
     def origins(self) -> tuple[int, ...]:
-        """The nodes of stage 0."""
         return self.stages[0]
 
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
-        """The stage of each node."""
         stage_of = {node: number for number, stage in enumerate(self.stages) for node in stage}
         return tuple(stage_of[node] for node in range(self.nodes))
 
@@ -173,12 +170,10 @@ class Problem:
 
     @property
     def microbatches(self) -> int:
-        """Of a step."""
         return len(self.slots) * self.waves
 
     @property
     def seconds(self) -> TaskSeconds:
-        """Of each node's tasks."""
         return TaskSeconds(
             forward=self.forward,
             loss=[self.costs.loss * seconds for seconds in self.forward],
@@ -186,7 +181,6 @@ class Problem:
         )
 
     def rest(self, task: Task) -> float:
-        """Seconds that a node rests after a task."""
         return self.costs.rest_at_origin if task.kind == "F" and task.hop == 0 else self.costs.rest
 
     def hop(self, source: int, target: int) -> float:
@@ -219,7 +213,7 @@ def replay_paths(problem: Problem, paths: Paths) -> Replay:
 
 
 def replay_shared(problem: Problem, routes: Sequence[Route], wires: Sequence[TaskWire]) -> list[Replay]:
-    """A step of `routes` over each of the `wires`, whose lines messages share. Every node does its tasks in the order
+    """A step of `routes` over each of the `wires`, whose links messages share. Every node does its tasks in the order
     that they have where each message is alone on its way, as a run with `pipeline.order = "plan"` does.
     """
     tasks = orders_of(replay_routes(problem, routes).spans)

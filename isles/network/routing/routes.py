@@ -25,7 +25,7 @@ Kind = Literal["F", "L", "B"]
 
 
 class Task(NamedTuple):
-    """What a worker does in one go. hop: the place in the route's visits, of L that of the last visit."""
+    """What a worker does in one go. hop: the index in the route's visits, of L that of the last visit."""
 
     kind: Kind
     microbatch: int
@@ -51,16 +51,13 @@ class Route:
 
     @property
     def origin(self) -> int:
-        """The position of the worker that starts it."""
         return self.visits[0]
 
     @property
     def last(self) -> int:
-        """The hop of the last visit."""
         return len(self.visits) - 1
 
     def worker(self, task: Task) -> int:
-        """The position of the worker that does one of its tasks."""
         return self.visits[0] if task.kind == "L" else self.visits[task.hop]
 
     def following(self, task: Task) -> Task | None:
@@ -73,7 +70,6 @@ class Route:
         return Task("F", microbatch, hop + 1) if hop < self.last else Task("L", microbatch, hop)
 
     def tasks(self) -> Iterator[Task]:
-        """All of its tasks, first to last."""
         task: Task | None = Task("F", self.microbatch, 0)
         while task is not None:
             yield task

@@ -163,7 +163,7 @@ def with_collisions(problem: Problem, effort: Effort, begin: Paths, seed: int = 
     if coarse is not None:
         best = min(best, coarse, key=score)
     moves = _Moves(problem, rng)
-    moves.stand(best)
+    moves.use(best)
     fine = _anneal(moves, best, score, effort.moves, _deadline(effort, 0.4), rng)
     return dict(zip(problem.slots, min(best, fine, key=stopwatch), strict=True))
 
@@ -251,15 +251,13 @@ class _Moves:
                 room[stage] -= 1
                 path.append(node)
             paths.append(tuple(path))
-        self.stand(paths)
+        self.use(paths)
         return paths
 
-    def stand(self, paths: Sequence[Path]) -> None:
-        """Changes are of these paths from now on."""
+    def use(self, paths: Sequence[Path]) -> None:
         self._loads = Counter(node for path in paths for node in path)
 
     def take(self, before: Sequence[Path], after: Sequence[Path], changed: dict[int, Path]) -> None:
-        """The change was made."""
         for slot in changed:
             self._loads.subtract(before[slot])
             self._loads.update(after[slot])
@@ -287,12 +285,11 @@ class _Moves:
         node = rng.choice(self._later)
         if self._loads[node] >= self._problem.memory or node in path:
             return None
-        place = rng.randrange(1, len(path))
-        new = self._fitted(path[0], (*path[1:place], *path[place + 1 :], node))
+        index = rng.randrange(1, len(path))
+        new = self._fitted(path[0], (*path[1:index], *path[index + 1 :], node))
         return None if new is None else {slot: new}
 
     def _exchanged(self, paths: Sequence[Path], one: int, other: int) -> dict[int, Path] | None:
-        """Two paths exchange a node."""
         rng, mine, theirs = self._rng, paths[one], paths[other]
         a, b = rng.randrange(1, len(mine)), rng.randrange(1, len(theirs))
         if one == other or mine[a] == theirs[b]:
@@ -309,7 +306,6 @@ class _Moves:
         return self._rng.choice(made) if self._rng.random() < 0.2 else min(made, key=self._trip)
 
     def _arranged(self, origin: int, nodes: tuple[int, ...]) -> Iterator[Path]:
-        """All legal paths over `nodes`."""
         by_stage = {self._problem.stage_of[node]: node for node in nodes}
         if len(by_stage) == len(nodes):
             for order in self._orders.get(frozenset(by_stage), ()):
@@ -323,7 +319,7 @@ class _Moves:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """One way. played: a step on lines that messages share. seconds: that it takes; the mean where latencies vary.
+    """One way. played: a step on links that messages share. seconds: that it takes; the mean where latencies vary.
     planning: seconds that it took to find. paths: of the slots, where it has such.
     """
 
@@ -335,12 +331,11 @@ class Strategy:
     paths: Paths | None = None
 
     def sent(self, sizes: Sizes) -> Counter[int]:
-        """Bytes that each node sends in a step."""
         return bytes_sent(self.routes, sizes)
 
 
 def strategies(problem: Problem, effort: Effort, seed: int = 0, network: PlanNetwork | None = None) -> list[Strategy]:
-    """All four, the plan last, replayed on `network`, whose lines messages share; None: each message is alone.
+    """All four, the plan last, replayed on `network`, whose links messages share; None: each message is alone.
 
     The search counts each message as if it were alone. Of the paths that are fast alone and those whose collisions are
     counted the plan takes those with the shorter step on `network`. ValueError where no legal paths fit.
@@ -361,12 +356,12 @@ def strategies(problem: Problem, effort: Effort, seed: int = 0, network: PlanNet
 
 def full(problem: Problem, network: PlanNetwork | None = None) -> Strategy:
     """Fixed pipelines; microbatches are dealt out to their slots in turn."""
-    lines = aligned(problem.stages, problem.delays, problem.forward)
+    pipelines = aligned(problem.stages, problem.delays, problem.forward)
     latest: dict[int, int] = {}
     routes = []
     for number in range(problem.microbatches):
-        slot = number % (len(lines) * problem.memory)
-        routes.append(Route(number, lines[slot % len(lines)], True, latest.get(slot)))
+        slot = number % (len(pipelines) * problem.memory)
+        routes.append(Route(number, pipelines[slot % len(pipelines)], True, latest.get(slot)))
         latest[slot] = number
     return _replayed("full", problem, network, routes)
 

@@ -253,7 +253,6 @@ def _unit(parameters: Sequence[Tensor], size: int) -> Unit:
 
 
 def _most_rows(tensor: Tensor, size: int) -> int:
-    """Of a worker."""
     return -(-len(tensor) // size)
 
 
@@ -287,7 +286,6 @@ class Messages:
         self.group, self.channel, self.number = group, group.channel, number
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A new buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
@@ -305,7 +303,6 @@ class Messages:
         return work if async_op else work.wait()
 
     def _accept(self, squares: dict[int, float], entries: int) -> None:
-        """Judge everyone's shares by their mean squares."""
         others = {position: square for position, square in squares.items() if position != self.group.rank}
         call = self.group.call(self.channel, leeway=self.leeway)
         call.accept(self.number, others, squares[self.group.rank], entries)

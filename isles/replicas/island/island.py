@@ -25,7 +25,7 @@ from isles.base.staging import HostCopies, is_away, to_host
 from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS, Channel
-from isles.network.exchange_plan import COMPARED, Groups, Held, PlannedExchange, Swap, by_size
+from isles.network.exchange_plan import COMPARED, Groups, MemoryItem, PlannedExchange, Swap, by_size
 from isles.replicas.flat import all_finite
 from isles.replicas.island.fsdp import own_rows
 from isles.replicas.replica import Holder, PeerQuestion, Replica, largest, refuse_shared, refuse_survivors, summed
@@ -74,7 +74,6 @@ class SpreadRows:
         self._transfer = group.start(protocol, channel, nbytes=(group.size - 1) * own.nbytes)
 
     def done(self) -> bool:
-        """Whether `land` would not wait."""
         return self._transfer.done()
 
     def land(self) -> None:
@@ -87,7 +86,6 @@ class SpreadRows:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Their bytes in one buffer on the CPU."""
     own = to_host([tensor.detach().contiguous().view(-1) for tensor in tensors])
     return torch.cat([one.view(torch.uint8) for one in own])
 
@@ -158,7 +156,7 @@ class Together(Replica):
     def largest(self, number: int) -> int:
         return self.inside.replica.largest(largest(self._group, number))
 
-    def judged(self) -> AbstractContextManager[nn.Module]:
+    def for_evaluation(self) -> AbstractContextManager[nn.Module]:
         return self.inside.evaluation_weights()
 
     def whole(self) -> nn.Module:
@@ -183,9 +181,11 @@ class Together(Replica):
     def opening(self) -> int:
         return super().opening() + self.inside.opening()[self._group.rank]
 
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryItem]:
         held = [one for one in self.inside.memory() if one.what != COMPARED]
-        return held + ([Held("shares of the island", self.working_bytes, "exchange")] if self.working_bytes else [])
+        return held + (
+            [MemoryItem("shares of the island", self.working_bytes, "exchange")] if self.working_bytes else []
+        )
 
 
 class Shards(Together):
@@ -225,12 +225,10 @@ class Copies(Together):
         self._spread += 1
 
     def spread_bytes(self, indexes: Sequence[int]) -> int:
-        """(R - 1) times the own shares."""
         return (self._group.size - 1) * sum(self.shares[index].nbytes for index in indexes)
 
     @property
     def working_bytes(self) -> int:
-        """Everyone's shares once."""
         return sum(parameter.nbytes for parameter in self.parameters) if self._group.size > 1 else 0
 
 

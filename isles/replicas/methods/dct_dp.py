@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from isles.comm.codecs import codec
 from isles.comm.codecs.scaled import Identity
-from isles.comm.collectives.factors import averaging
+from isles.comm.collectives.averaging import averaging
 from isles.comm.collectives.mean import sent_bytes
 from isles.replicas.exchange_schedule import Outline
 from isles.replicas.gradient.bucketed import Bucket, BucketedSync
@@ -55,7 +55,7 @@ class DCTDP(BucketedSync):
             feedback=config.error_feedback == "local",
             guard=config.density_guard,
             codec=codec(config.codec),
-            places=config.places,
+            indices=config.indices,
             exclude_below=config.exclude_below,
             exact=config.warmup_dense_steps,
             every_step=config.warmup_steps,

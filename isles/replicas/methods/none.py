@@ -20,5 +20,4 @@ class NoSync(ReplicaSync):
 
     @override
     def schedule(self, steps: int) -> list[PlannedExchange]:
-        """Nothing."""
         return []

@@ -8,7 +8,7 @@ factors in 4 bits, with error feedback.
         C(delta_i + E_i) leaves;  E_i <- what C lost of it
         theta_i <- W - delta_i   (carry)               or  W   (restart)
 
-W: anchor, equal on all workers; C: low rank by `isles.comm.collectives.factors`, its factors in `codec`, what is no
+W: anchor, equal on all workers; C: low rank by `isles.comm.collectives.averaging`, its factors in `codec`, what is no
 matrix in 8 bits; the first rounds dense. With carry every outer gradient enters once and the own progress is kept
 while it travels; restart sets it aside, as `delayed` does, and wants a much lower rate. Rank and H follow what the
 means make use of (`adaptive`), the same on all workers of a replica, its stages and its islands' workers alike, for 16
@@ -45,7 +45,7 @@ from typing_extensions import override
 from isles.base.modes import torch_threads
 from isles.comm.codecs import codec
 from isles.comm.codecs.lowrank import Form, LowRank
-from isles.comm.collectives.factors import Factors
+from isles.comm.collectives.averaging import Factors
 from isles.replicas.loop.outer import OuterSync
 from isles.replicas.methods.diloco import Nesterov
 from isles.replicas.methods.dilocox.config import DiLoCoXConfig
