@@ -18,7 +18,7 @@ _REFUSALS = 3  # payloads of one that cannot be, after which nobody waits for it
 
 @runtime_checkable
 class Roster(Protocol):
-    """The members of rounds 1, 2, ... as this worker knows them; see `isles.membership.views.View` for seats.
+    """The members of rounds 1, 2, ... as this worker knows them; see `isles.membership.views.View` for members.
 
     The first answer for a round is final, for whoever asks has begun it; answers for rounds that have not landed belong
     to the state.
@@ -43,17 +43,17 @@ class Roster(Protocol):
         it is not a member, or does not know.
         """
 
-    def lost(self, seat: int) -> bool:
-        """Whether `seat` is waited for no more."""
+    def lost(self, member: int) -> bool:
+        """Whether `member` is waited for no more."""
 
-    def lacks(self, seats: Sequence[int]) -> bool:
-        """Whether one of `seats`, the members of a round, is lost: then this worker does it alone."""
+    def lacks(self, members: Sequence[int]) -> bool:
+        """Whether one of `members`, the members of a round, is lost: then this worker does it alone."""
 
-    def miss(self, seat: int, error: CommError) -> None:
-        """An exchange with `seat` (-1: with somebody) has ended in `error`."""
+    def miss(self, member: int, error: CommError) -> None:
+        """An exchange with `member` (-1: with somebody) has ended in `error`."""
 
-    def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
-        """The exchange of `round` among `seats` is over, and whole here or not: whether its answer may be used."""
+    def accepts(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
+        """The exchange of `round` among `members` is over, and whole here or not: whether its answer may be used."""
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
         """Among whom a round that all land together or not at all is exchanged now, and the number of this attempt.
@@ -89,22 +89,22 @@ class FixedRoster:
     def group(self, round: int) -> Group:
         return self.founders
 
-    def lost(self, seat: int) -> bool:
-        return seat in self._lost
+    def lost(self, member: int) -> bool:
+        return member in self._lost
 
-    def lacks(self, seats: Sequence[int]) -> bool:
-        return not self._lost.isdisjoint(seats)
+    def lacks(self, members: Sequence[int]) -> bool:
+        return not self._lost.isdisjoint(members)
 
-    def miss(self, seat: int, error: CommError) -> None:
+    def miss(self, member: int, error: CommError) -> None:
         """Who is only late is met again; who sends what cannot be, only so often."""
         if isinstance(error, (Refused, Malformed, Diverged)):
-            self._refused[seat] += 1
-            if self._refused[seat] >= _REFUSALS and seat in self.founders.ranks:
-                self._lost.add(seat)
-        if isinstance(error, PeerLost) and seat in self.founders.ranks:
-            self._lost.add(seat)
+            self._refused[member] += 1
+            if self._refused[member] >= _REFUSALS and member in self.founders.ranks:
+                self._lost.add(member)
+        if isinstance(error, PeerLost) and member in self.founders.ranks:
+            self._lost.add(member)
 
-    def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
+    def accepts(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
         return whole
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
@@ -118,7 +118,7 @@ class FixedRoster:
     def survivors(self, asked: bool) -> Group:
         if not asked:
             return self.founders
-        left = [position for position, seat in enumerate(self.founders.ranks) if seat not in self._lost]
+        left = [position for position, member in enumerate(self.founders.ranks) if member not in self._lost]
         return self.founders.among(left).answering("eval")
 
     def state_dict(self) -> dict[str, Any]:

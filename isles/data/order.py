@@ -39,7 +39,7 @@ def epoch_order(count: int, *, seed: int, epoch: int, share: int) -> np.ndarray:
 
 
 # Where a worker reads that does not know which cells are its own: far behind every run's data, so in epochs that the
-# run never comes to, and each seat in a stretch of its own.
+# run never comes to, and each member in a stretch of its own.
 _SPARE = 1 << 52
 _SPARE_OF_A_SEAT = 1 << 32
 
@@ -69,10 +69,10 @@ def _step(fresh: tuple[int, ...], step: int) -> tuple[int, np.ndarray, int]:
     return int(np.minimum(counts, step).sum()), np.cumsum(takes) - takes, int(takes.sum())
 
 
-def spare_rows(seat: int, step: int, *, batch_size: int, reader: tuple[int, int] = (0, 1)) -> np.ndarray:
-    """(batch_size,) positions, int64, that are in nobody's cells: the `step`-th batch that `seat` reads out of turn."""
-    if not 0 <= seat < 1 << 20 or step < 0:
-        raise ValueError(f"seat {seat} has no spare batch {step}")
+def spare_rows(member: int, step: int, *, batch_size: int, reader: tuple[int, int] = (0, 1)) -> np.ndarray:
+    """(batch_size,) positions, int64, that are in nobody's cells: the `step`-th batch that `member` reads out of turn."""
+    if not 0 <= member < 1 << 20 or step < 0:
+        raise ValueError(f"member {member} has no spare batch {step}")
     number, readers = reader
-    first = _SPARE + seat * _SPARE_OF_A_SEAT + step * batch_size * readers
+    first = _SPARE + member * _SPARE_OF_A_SEAT + step * batch_size * readers
     return first + np.arange(batch_size, dtype=np.int64) * readers + number

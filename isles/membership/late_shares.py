@@ -19,20 +19,20 @@ from torch import Tensor
 from isles.comm.errors import CommError
 from isles.comm.group import Group
 from isles.membership.messages import Delivered, Done
-from isles.membership.round_commit import NOTHING, Part, Word
+from isles.membership.round_commit import NOTHING, RoundDecision, RoundState
 
 if TYPE_CHECKING:
-    from isles.membership.client import Company
+    from isles.membership.client import MembershipClient
 
-KEEPERS = 2  # of those who landed a mean so many, the first, keep it for who was late
+MEAN_HOLDERS = 2  # of those who landed a mean so many, the first, keep it for who was late
 _SOON = 0.3  # seconds until something is told again
 Phase = Literal["told", "exchanging", "done", "landed", "late", "over"]
 
 
 @dataclass(frozen=True, slots=True)
-class Missed:
+class MissedMean:
     """What others landed in a round without this worker: the mean (n,), of so many, `whole` where it was not skipped;
-    the hash of the anchor after it. left_out: who takes no part any more since then, as `Member.left_out`.
+    the hash of the anchor after it. left_out: who takes no part any more since then, as `MemberState.left_out`.
     """
 
     mean: Tensor
@@ -47,15 +47,15 @@ class Delivery:
     unknown. word: the newest on it. It is told first by asking, so that who is late knows at once.
     """
 
-    def __init__(self, line: Company, round: int, steps: int, seconds: float, now: float) -> None:
+    def __init__(self, line: MembershipClient, round: int, steps: int, seconds: float, now: float) -> None:
         self.round, self.steps = round, steps
-        self.word: Word | None = None
+        self.word: RoundDecision | None = None
         self._line, self._told = line, now
-        self._part = Part(line.seat, round, 0, (line.seat,))
+        self._part = RoundState(line.member, round, 0, (line.member,))
         self._said: Delivered | Done = Delivered(round, steps, seconds)
         self._failed = -1  # the newest attempt that did
         answer = line.ask(self._said)
-        if isinstance(answer, Word):
+        if isinstance(answer, RoundDecision):
             line.words.hear(answer)
 
     @property
@@ -78,7 +78,7 @@ class Delivery:
             return "over"
         if self._part.phase == "landed":
             return "landed"
-        is_without = self.word is not None and self._line.seat not in self.word.seats
+        is_without = self.word is not None and self._line.member not in self.word.members
         if is_without and (self._part.phase == "left out" or self._part.attempt == 0):
             return "late"
         waits = self._part.attempt == 0 or self._part.phase == "done" or self._part.attempt == self._failed
@@ -111,9 +111,9 @@ class Deliveries:
     landed: called after each landing with its round.
     """
 
-    def __init__(self, line: Company, alone: Group) -> None:
+    def __init__(self, line: MembershipClient, alone: Group) -> None:
         self.line, self._alone = line, alone
-        self.fetch: Callable[[Word], Missed | None] = lambda word: None
+        self.fetch: Callable[[RoundDecision], MissedMean | None] = lambda word: None
         self.landed: Callable[[int], None] = lambda round: None
         self.late = 0
         """Rounds whose mean was taken without this worker."""
@@ -122,11 +122,14 @@ class Deliveries:
         """Deliver."""
         return Delivery(self.line, round, steps, seconds, self._alone.transport.now())
 
-    def group(self, word: Word, seconds: float) -> Group:
+    def group(self, word: RoundDecision, seconds: float) -> Group:
         """The group of an attempt, whose members may be late by so many seconds."""
         waits = self._alone.deadlines
         return replace(
-            self._alone, ranks=word.seats, view=max(word.view, 0), deadlines=replace(waits, outer=waits.outer + seconds)
+            self._alone,
+            ranks=word.members,
+            view=max(word.view, 0),
+            deadlines=replace(waits, outer=waits.outer + seconds),
         )
 
     def fail(self, delivery: Delivery, error: CommError) -> None:
@@ -134,7 +137,7 @@ class Deliveries:
         self.line.accuse(delivery.round, delivery.attempt, error)
         delivery.answered(None, self._alone.transport.now())
 
-    def missed(self, delivery: Delivery) -> Missed | None:
+    def missed(self, delivery: Delivery) -> MissedMean | None:
         """The mean that was taken without it, once it has landed there. None where it cannot be had now."""
         while not self.line.is_over and self.line.has_answers:
             word = self.line.words.of(delivery.round)
@@ -148,8 +151,8 @@ class Deliveries:
             delivery.say()
         return None
 
-    def is_missed(self, word: Word) -> bool:
+    def is_missed(self, word: RoundDecision) -> bool:
         """Whether somebody of the round's view was late, and this worker is one of those who keep the mean for it."""
-        view = self.line.member.view_of(word.round)
-        keeps = self.line.seat in word.seats[:KEEPERS]
-        return keeps and view is not None and not set(view.seats) <= set(word.seats)
+        view = self.line.state.view_of(word.round)
+        keeps = self.line.member in word.members[:MEAN_HOLDERS]
+        return keeps and view is not None and not set(view.members) <= set(word.members)

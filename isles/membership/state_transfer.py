@@ -8,7 +8,7 @@ The giver goes on training meanwhile: pieces are read from the disk as they are 
 
 The taking side of `giving`: a file in pieces, each of which bears the giver's seal.
 
-What a seat gives is sealed over the request and the answer, by the introduction of the taker (`keys`): whoever has the
+What a member gives is sealed over the request and the answer, by the introduction of the taker (`keys`): whoever has the
 token may hear requests, and what it answers in the giver's place is not taken. Where the lighthouse gives nobody else
 can answer.
 """
@@ -42,8 +42,8 @@ _AGAIN = 0.2  # seconds
 _Answer = tuple[bytes | None, bytes | None]  # a reply, or why there is none
 
 
-class Guide(Protocol):
-    """What givers and takers ask about each other: `Pairs`."""
+class PeerKeys(Protocol):
+    """What givers and takers ask about each other: `PeerConnections`."""
 
     def introduction(self, peer: int) -> bytes | None:
         """By which a message to `peer` is sealed (16 bytes); None while that is not known. May wait."""
@@ -52,7 +52,7 @@ class Guide(Protocol):
         """By which a message of `sender` must be sealed."""
 
 
-class Trusting:
+class NoPeerKeys:
     """Where all are one program's, as in a test: nobody is introduced."""
 
     def introduction(self, peer: int) -> bytes:
@@ -62,20 +62,20 @@ class Trusting:
         return bytes(16)
 
 
-class NotGiven(Exception):
+class StateUnavailable(Exception):
     """A gift did not come; the reason is a line for a person."""
 
 
-class NotOffered(NotGiven):
+class StateNotFound(StateUnavailable):
     """Its giver has nothing of that name, and will have nothing."""
 
 
-class NotAdopted(NotGiven):
+class StateRejected(StateUnavailable):
     """A state came with which nobody can begin, and what its taker had before is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GiftRequest:
+class FetchRequest:
     """A request for the file that `giver` offers under the name `what`.
 
     most: bytes that are accepted. seconds: without a piece until the gift counts as lost. wait: seconds until it must
@@ -97,40 +97,40 @@ class GiftRequest:
         return self.seconds if self.wait is None else self.wait
 
 
-def seat_in(name: str) -> int:
-    """Whose seat a giver's name is of; -1 for the lighthouse's."""
+def member_in(name: str) -> int:
+    """Whose member a giver's name is of; -1 for the lighthouse's."""
     return -1 if name == LIGHTHOUSE else int(name.partition("/")[0])
 
 
 def take(
     session: ControlSession,
-    asked: GiftRequest,
+    asked: FetchRequest,
     path: Path,
     taker: int = -1,
-    introduction: Callable[[int], bytes | None] = lambda seat: bytes(16),
+    introduction: Callable[[int], bytes | None] = lambda member: bytes(16),
     *,
     lost: Callable[[], bool] = lambda: False,
     changed: Condition | None = None,
 ) -> dict[str, Any]:
-    """Fetch a gift into the file `path`; what is said beside it. taker: the seat that asks; -1: the lighthouse.
-    introduction: of the taker to a seat, see `Guide`. lost: whether the giver is gone; looked at
+    """Fetch a gift into the file `path`; what is said beside it. taker: the member that asks; -1: the lighthouse.
+    introduction: of the taker to a member, see `PeerKeys`. lost: whether the giver is gone; looked at
     when `changed` is notified, and without it several times a second.
 
-    NotGiven where it does not come, is too long, or is not what was offered. Not for callbacks.
+    StateUnavailable where it does not come, is too long, or is not what was offered. Not for callbacks.
     """
     look = _AGAIN if changed is None else math.inf
     taking = _Taking(session, asked, taker, introduction, lost, changed or session.condition(), look)
     facts = taking.open(asked.patience)
     size, number = facts["size"], facts["number"]
     if size > asked.most:
-        raise NotGiven(f"it has {size} bytes, more than the {asked.most} that fit this model")
+        raise StateUnavailable(f"it has {size} bytes, more than the {asked.most} that fit this model")
     with path.open("wb") as file:
         checksum = 0
         for piece in taking.pieces(number, size, asked.seconds):
             checksum = zlib.crc32(piece, checksum)
             file.write(piece)
     if checksum != facts.get("crc32"):
-        raise NotGiven("it is not what was offered: its checksum differs")
+        raise StateUnavailable("it is not what was offered: its checksum differs")
     return facts
 
 
@@ -139,7 +139,7 @@ class _Taking:
     """One fetch. Answers come in callbacks; the taker waits for them in its own thread."""
 
     session: ControlSession
-    asked: GiftRequest
+    asked: FetchRequest
     taker: int
     introduction: Callable[[int], bytes | None]
     lost: Callable[[], bool]
@@ -149,7 +149,7 @@ class _Taking:
     _answers: dict[int, _Answer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._key, self._giver = gift_at(self.asked.giver), seat_in(self.asked.giver)
+        self._key, self._giver = gift_at(self.asked.giver), member_in(self.asked.giver)
 
     def open(self, seconds: float) -> dict[str, Any]:
         """Length, number and facts, once it is offered."""
@@ -162,12 +162,12 @@ class _Taking:
             if reply is not None:
                 return _facts(reply, range(self.asked.after + 1, self.asked.newest + 1))
             if refusal == b"never":
-                raise NotOffered("there is none")
+                raise StateNotFound("there is none")
             if self.lost():
-                raise NotGiven("it is gone")
+                raise StateUnavailable("it is gone")
             with self.changed:
                 self.changed.wait_for(lambda: False, _AGAIN)
-        raise NotGiven(f"nothing came within {seconds:g} s")
+        raise StateUnavailable(f"nothing came within {seconds:g} s")
 
     def _is_introduced(self) -> bool:
         """Whether what the giver says can be known to be its own."""
@@ -187,7 +187,7 @@ class _Taking:
                 self._post(number, offset, seconds)
                 piece, _ = self._wait(offset, seconds)
             if piece is None or len(piece) != min(PIECE, size - offset):
-                raise NotGiven("it broke off")
+                raise StateUnavailable("it broke off")
             yield piece
 
     def _post(self, number: int, offset: int, seconds: float) -> None:
@@ -208,7 +208,7 @@ class _Taking:
         try:
             self.session.ask(self._key, asked, answered, seconds=seconds)
         except OSError as error:
-            raise NotGiven(str(error)) from None
+            raise StateUnavailable(str(error)) from None
 
     def _unsealed(self, asked: bytes, reply: bytes) -> bytes | None:
         """What the giver says; None, and counted, where somebody else does."""
@@ -225,25 +225,25 @@ class _Taking:
         with self.changed:
             while offset not in self._answers and (left := until - self.session.now()) > 0:
                 if self.lost():
-                    raise NotGiven("it is gone")
+                    raise StateUnavailable("it is gone")
                 self.changed.wait_for(lambda: offset in self._answers or self.lost(), min(self.look, left))
             return self._answers.pop(offset, (None, None))
 
 
 def _facts(answer: bytes, rounds: range) -> dict[str, Any]:
-    """What a giver says of its gift, which is of one of `rounds`; all numbers of it are checked here. NotGiven."""
+    """What a giver says of its gift, which is of one of `rounds`; all numbers of it are checked here. StateUnavailable."""
     try:
         facts = table(parse_json(answer[:MOST_FACTS]), "what is said of it")
         left_out, whole = table(facts.get("left_out", {}), "left_out"), facts.get("whole", False)
-        if not isinstance(whole, bool) or not all(seat.isdecimal() and len(seat) < 10 for seat in left_out):
-            raise Unfit("whole is neither true nor false, or left_out names no seats")
-        facts["left_out"] = {int(seat): integer(left_out, seat, -1, 1 << 53) for seat in left_out}
+        if not isinstance(whole, bool) or not all(member.isdecimal() and len(member) < 10 for member in left_out):
+            raise Unfit("whole is neither true nor false, or left_out names no members")
+        facts["left_out"] = {int(member): integer(left_out, member, -1, 1 << 53) for member in left_out}
         bounds = _NUMBERS | {"round": (rounds.start, rounds.stop - 1)}
         for key in facts.keys() & bounds.keys() | {"size", "number", "crc32"}:
             integer(facts, key, *bounds[key])
         return facts
     except ValueError as error:
-        raise NotGiven(f"what is said of it makes no sense: {error}") from None
+        raise StateUnavailable(f"what is said of it makes no sense: {error}") from None
 
 
 _MOST_WAITING = 64
@@ -255,15 +255,15 @@ def is_written(path: Path) -> None:
     """For a file that is there already: nothing to write."""
 
 
-class Gifts(Protocol):
-    """What a worker gives and takes: see `Giver`."""
+class StateTransfer(Protocol):
+    """What a worker gives and takes: see `StateServer`."""
 
     def is_wanted(self, what: str) -> bool: ...
     def offer(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = ...) -> None: ...
     def shut(self, what: str) -> None: ...
     def withdraw(self, what: str) -> None: ...
     def expect(self, comes: Callable[[str], bool]) -> None: ...
-    def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]: ...
+    def take(self, asked: FetchRequest, path: Path) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -281,12 +281,12 @@ class _Offer:
 
 
 @dataclass
-class Giver:
-    """What this process offers as `name` (a seat, or `LIGHTHOUSE`).
+class StateServer:
+    """What this process offers as `name` (a member, or `LIGHTHOUSE`).
 
     notice: called with a line for a person where a file could not be written. lost: whether the giver of that name is
     gone, so that nothing is asked of it any more; changed: notified when that may be so. guide: by whose introductions
-    what seats give is sealed. comes: see `expect`.
+    what members give is sealed. comes: see `expect`.
     """
 
     session: ControlSession
@@ -294,7 +294,7 @@ class Giver:
     notice: Callable[[str], None]
     comes: Callable[[str], bool] = lambda what: True
     lost: Callable[[str], bool] = lambda name: False
-    guide: Guide = field(default_factory=Trusting)
+    guide: PeerKeys = field(default_factory=NoPeerKeys)
     changed: Condition | None = None
     _offers: dict[int, _Offer] = field(default_factory=dict)  # by number, the newest last
     _open: dict[str, int] = field(default_factory=dict)  # what a new taker gets
@@ -340,9 +340,9 @@ class Giver:
         """Offer `what` to nobody new, for it is too old; those who are taking it go on."""
         self._open.pop(what, None)
 
-    def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
+    def take(self, asked: FetchRequest, path: Path) -> dict[str, Any]:
         """Fetch what another member offers; see `take`."""
-        mine = seat_in(self.name)
+        mine = member_in(self.name)
         lost = partial(self.lost, asked.giver)
         return take(self.session, asked, path, mine, self.guide.introduction, lost=lost, changed=self.changed)
 
@@ -416,8 +416,8 @@ class Giver:
 
     def _sealed(self, asked: bytes, taker: int, data: bytes) -> bytes:
         """`data` as this giver's answer to what `taker` has asked."""
-        by_seat = self.name != LIGHTHOUSE
-        return sealed(self.guide.expected(taker), SEALED + asked, data) + data if by_seat else data
+        by_member = self.name != LIGHTHOUSE
+        return sealed(self.guide.expected(taker), SEALED + asked, data) + data if by_member else data
 
     def _answer(self) -> None:
         """Tell those who wait for what is there now. In a callback."""

@@ -36,7 +36,7 @@ from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
 from isles.membership.hub import LONGEST, MAX_MESSAGE, Frame, FrameKind, Hub, Peer, frame_of, packed
 from isles.membership.keys import TIES
 from isles.membership.p2p.stream import TICKET
-from isles.membership.session import Refusals
+from isles.membership.session import Rejections
 
 _WAITING = 64 << 20  # bytes of its own words that wait to be sent
 _AGAIN, _SELDOM = 0.1, 1.0  # seconds until the next try: twice as many each time
@@ -195,7 +195,7 @@ class Session:
     beats = True
 
     def __init__(self) -> None:
-        self.refused, self.port, self.taken = Refusals(), 0, 0
+        self.refused, self.port, self.taken = Rejections(), 0, 0
         self._hub: Hub | None = None
         self._uplink: Uplink | None = None
         self._own = Peer("", "", self._came)

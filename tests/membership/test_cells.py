@@ -9,7 +9,7 @@ import pytest
 
 from isles.data.order import rows, spare_rows
 from isles.membership.data_ledger import batches, debt, fresh_before, left_over, lot_batches, lots, merged, part
-from isles.membership.views import Lot, View
+from isles.membership.views import SampleRange, View
 
 
 def positions(views: dict[int, View], view: View, round: int, place: int, batch_size: int = 1) -> list[int]:
@@ -37,7 +37,7 @@ def test_every_batch_once_also_where_steps_differ(steps: tuple[int, ...]) -> Non
 def test_debts_come_first_and_the_order_goes_on_behind_them() -> None:
     old = View(0, 1, (0, 1), (4, 4))
     owed = tuple(lots(old, 1, 2, 4))
-    assert owed == (Lot(0, 1, 4, 8),)
+    assert owed == (SampleRange(0, 1, 4, 8),)
     new = View(1, 4, (0, 5, 6), (2, 4, 3), fresh_before(old, 4), owed)
     views = {0: old, 1: new}
     missing = [p for round in (2, 3) for p in positions(views, old, round, 1)]
@@ -49,7 +49,7 @@ def test_debts_come_first_and_the_order_goes_on_behind_them() -> None:
 def test_lots_name_exactly_what_a_place_reads() -> None:
     """In a view with debts of its own, of unequal steps, over every stretch of rounds."""
     old = View(0, 1, (0, 1), (3, 3))
-    new = View(1, 3, (0, 2, 4), (3, 1, 2), 12, (Lot(0, 0, 1, 3), Lot(0, 1, 0, 4)))
+    new = View(1, 3, (0, 2, 4), (3, 1, 2), 12, (SampleRange(0, 0, 1, 3), SampleRange(0, 1, 0, 4)))
     views = {0: old, 1: new}
     for place, first, until in itertools.product(range(3), range(3, 7), range(3, 9)):
         found = lots(new, place, first, until)
@@ -59,7 +59,7 @@ def test_lots_name_exactly_what_a_place_reads() -> None:
 
 
 def test_what_a_view_ends_too_early_to_read_is_left_over() -> None:
-    owed = (Lot(0, 0, 0, 5), Lot(0, 1, 2, 4))
+    owed = (SampleRange(0, 0, 0, 5), SampleRange(0, 1, 2, 4))
     view = View(1, 10, (0, 1), (2, 1), 40, owed)
     for until in range(8, 14):
         read = 3 * max(until - 10, 0)
@@ -69,9 +69,9 @@ def test_what_a_view_ends_too_early_to_read_is_left_over() -> None:
 
 
 def test_spare_batches_are_in_nobodys_cells() -> None:
-    seen = {int(p) for seat in (0, 1, 900) for step in range(4) for p in spare_rows(seat, step, batch_size=3)}
+    seen = {int(p) for member in (0, 1, 900) for step in range(4) for p in spare_rows(member, step, batch_size=3)}
     assert len(seen) == 36 and min(seen) > 1 << 50
-    with pytest.raises(ValueError, match="seat -1"):
+    with pytest.raises(ValueError, match="member -1"):
         spare_rows(-1, 0, batch_size=1)
     with pytest.raises(ValueError, match="place 1 has no step 2"):
         rows(0, (3, 2), 1, 2, batch_size=1)

@@ -12,7 +12,7 @@ import pytest
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.comm.virtual.transport import VirtualTransport
 from isles.membership.session import ControlSession, Query
-from isles.membership.simulated import VirtualNetwork, VirtualSession
+from isles.membership.simulated import SimulatedNetwork, SimulatedSession
 from isles.membership.tls_session import open_session
 from tests.membership.sessions import router
 
@@ -31,11 +31,11 @@ def on_the_engine(program: Program, folder: Path) -> None:
 
 
 def on_the_virtual_clock(program: Program, folder: Path) -> None:
-    sessions: list[VirtualSession] = []
+    sessions: list[SimulatedSession] = []
 
     def before(scheduler: Any, wire: Any, transports: Any) -> None:
-        network = VirtualNetwork(scheduler, wire)
-        sessions.extend((VirtualSession(network, scheduler.workers[0]), VirtualSession(network)))
+        network = SimulatedNetwork(scheduler, wire)
+        sessions.extend((SimulatedSession(network, scheduler.workers[0]), SimulatedSession(network)))
 
     def work(transport: VirtualTransport) -> None:
         program(*sessions)

@@ -13,11 +13,11 @@ from isles.comm.mesh import Mesh
 from isles.comm.virtual.cluster import run_virtual
 from isles.membership.data_ledger import Batch
 from isles.membership.rounds import Decision, IslandGroup, from_bytes, to_bytes
-from isles.membership.session import OTHERS, Refusals, together, told_rows
+from isles.membership.session import OTHERS, Rejections, together, told_rows
 
 
 def work(world: Mesh) -> Any:
-    refused = Refusals()
+    refused = Rejections()
     for _ in range(world.rank):
         refused.note(7, "too long")
     refused.note(-1, f"of {world.rank}")
@@ -31,7 +31,7 @@ def test_what_all_places_refuse_is_counted_together() -> None:
 
 
 def test_reasons_of_many_places_do_not_fill_the_memory() -> None:
-    rows = together([[(seat, f"why {number}", 2) for number in range(200)] for seat in range(3)])
+    rows = together([[(member, f"why {number}", 2) for number in range(200)] for member in range(3)])
     assert len(rows) <= 257 and sum(times for *_, times in rows) == 1200 and (-1, OTHERS) in {row[:2] for row in rows}
     assert told_rows(json.loads(json.dumps(rows))) == rows
 

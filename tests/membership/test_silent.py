@@ -31,12 +31,12 @@ mine = credentials.read(Path(folder))
 CLIENT = """
 session = open_session(mine.token, address)
 session.serve("isles/mail/1", lambda query: query.reply())
-session.present("isles/seat/1")
+session.present("isles/member/1")
 time.sleep(600)
 """
 ROUTER = """
 session = open_router(mine, address, lease=2.0)
-session.watch("isles/seat/*", lambda key, there: print("there" if there else "gone", flush=True))
+session.watch("isles/member/*", lambda key, there: print("there" if there else "gone", flush=True))
 chunk, flying = bytes(1 << 20), threading.Semaphore(4)
 while True:
     flying.acquire()

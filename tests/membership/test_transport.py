@@ -211,8 +211,8 @@ def test_who_has_another_certificate_or_introduction_is_not_let_in(tmp_path: Pat
         assert found is not None
         other = tuple(one[::-1] for one in found.certificates)
         line = trio.pairs[2]
-        forged = type(found)(found.seat, found.host, found.port, other, found.introduction)
-        unknown = type(found)(found.seat, found.host, found.port, found.certificates, "0" * 32)
+        forged = type(found)(found.member, found.host, found.port, other, found.introduction)
+        unknown = type(found)(found.member, found.host, found.port, found.certificates, "0" * 32)
         for wrong, why in ((forged, "not the machine"), (unknown, "does not take this token")):
             with pytest.raises(LinkLost, match=why):
                 line._dial(0, wrong, sends=True)
@@ -303,7 +303,7 @@ def test_it_is_a_transport_and_ends_its_threads(tmp_path: Path) -> None:
     with workers(tmp_path, 2) as (one, two):
         transport: Transport = one
         assert transport.rank == 0 and transport.size == 2
-        with pytest.raises(ValueError, match="name the seat"):
+        with pytest.raises(ValueError, match="name the member"):
             two.recv(None, torch.zeros(1, dtype=torch.uint8), Tag("outer", 1))
         settled(one.send(1, random_bytes(3, 0), Tag("outer", 1)))
     assert within(5.0, lambda: {t.name for t in threading.enumerate() if t.name.startswith("isles")} <= before)
@@ -335,8 +335,8 @@ def test_who_is_killed_or_stands_still_is_told(tmp_path: Path, how: signal.Signa
             session,
             0,
             2,
-            gone=lambda seat: told.append(("gone", time.monotonic() - began)),
-            back=lambda seat: told.append(("back", time.monotonic() - began)),
+            gone=lambda member: told.append(("gone", time.monotonic() - began)),
+            back=lambda member: told.append(("back", time.monotonic() - began)),
         )
         folder = str(mine.certificate.parent)
         child = subprocess.Popen([sys.executable, "-c", STANDING, folder, address], stdout=subprocess.PIPE, text=True)

@@ -160,10 +160,10 @@ class VirtualTransport:
                 latest[place] = max(float(time), latest.get(place, 0.0))
         self._scheduler.advance(self._worker, clock)
 
-    def give_up(self, seat: int, why: str | PeerLost) -> None:
-        """In an event: nothing is waited for from `seat`; later messages are tried again."""
-        error = PeerLost(seat, why) if isinstance(why, str) else why
-        self._wire.end(self.rank, lambda peer, _: peer == seat, lambda _: error)
+    def give_up(self, member: int, why: str | PeerLost) -> None:
+        """In an event: nothing is waited for from `member`; later messages are tried again."""
+        error = PeerLost(member, why) if isinstance(why, str) else why
+        self._wire.end(self.rank, lambda peer, _: peer == member, lambda _: error)
 
     def again(self, tag: Tag) -> None:
         """See `VirtualWire.again`; in an event."""

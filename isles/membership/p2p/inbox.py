@@ -19,7 +19,7 @@ import numpy as np
 from isles.comm.errors import PeerLost, RoundPassed
 from isles.comm.tags import Channel, Tag
 from isles.membership.p2p.stream import KEPT, PASSED, REFUSED, Head
-from isles.membership.session import Refusals
+from isles.membership.session import Rejections
 
 EARLY = 16 << 20
 EARLY_OF_ALL = 32 << 20
@@ -87,8 +87,8 @@ class Inbox:
     counted, by sender; by default here.
     """
 
-    def __init__(self, refused: Refusals | None = None) -> None:
-        self.refused = Refusals() if refused is None else refused
+    def __init__(self, refused: Rejections | None = None) -> None:
+        self.refused = Rejections() if refused is None else refused
         self._senders: dict[int, _Sender] = {}
         self._over: dict[Channel, int] = {}  # the newest round that is over
         self._again: dict[Channel, tuple[int, int]] = {}  # the newest round of several attempts, and its newest attempt

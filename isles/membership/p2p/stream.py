@@ -70,11 +70,11 @@ class Head(NamedTuple):
 
 
 class PairHello(NamedTuple):
-    """Who dials: a seat, and a place in its island. sends: whether it is the one that sends. lane: which of the pair's
+    """Who dials: a member, and a place in its island. sends: whether it is the one that sends. lane: which of the pair's
     connections in that direction this is.
     """
 
-    seat: int
+    member: int
     place: int
     sends: bool
     lane: int = 0
@@ -246,8 +246,8 @@ def as_host(
 
     async def come() -> PairHello:
         read = _reader(talk)
-        seat, place, sends, lane = _HELLO.unpack(await read(_HELLO.size))
-        hello = PairHello(seat, place, bool(sends), lane)
+        member, place, sends, lane = _HELLO.unpack(await read(_HELLO.size))
+        hello = PairHello(member, place, bool(sends), lane)
         await prove_as_host(read, talk.sendall, token_of(hello))
         return hello
 

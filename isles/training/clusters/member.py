@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from isles.base.parsing import integer
 from isles.membership.keys import STATUS
-from isles.membership.messages import Begin, Enter, SwarmBeat, SwarmNow
+from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat, SwarmStatus
 from isles.membership.requests import echo_line
 from isles.models import choose_device
 from isles.network.clusters.nodes import SILENT, ClusterNode, told
@@ -51,15 +51,15 @@ class SeatedNode(SeatedWork):
     def __init__(
         self,
         seat: OwnSeat,
-        part: Begin | Enter,
+        part: StartSwarm | JoinSwarm,
         *,
         told: int,
         members_now: Callable[[], Collection[int] | None],
         await_kept: Callable[[int], object],
     ) -> None:
         self._seat, self.config, self.epoch, self._told = seat, seat.config, part.epoch, told
-        self._seats = sorted(part.seats) if isinstance(part, Begin) else []
-        self._members = part.members if isinstance(part, Enter) else ()
+        self._seats = sorted(part.members) if isinstance(part, StartSwarm) else []
+        self._members = part.members if isinstance(part, JoinSwarm) else ()
         self.world = seat.mesh({})
         self.post = post_of(self.config, self.world, met=(*self._seats, *self._members))
         self._worker: ClusterWorker | None = None
@@ -230,11 +230,11 @@ class SeatedClusterPeer(SeatedPeer):
         return run_number(self.config)
 
     @override
-    def made(self, part: Begin | Enter) -> SeatedNode:
+    def made(self, part: StartSwarm | JoinSwarm) -> SeatedNode:
         return SeatedNode(
-            self.seat(),
+            self.member(),
             part,
-            told=told(self._told or self._measured()) if isinstance(part, Enter) else SILENT,
+            told=told(self._told or self._measured()) if isinstance(part, JoinSwarm) else SILENT,
             members_now=self._members_now,
             await_kept=lambda step: self.line.await_kept(step, self.config.run.grace / 2),
         )
@@ -255,7 +255,7 @@ class SeatedClusterPeer(SeatedPeer):
 
     def _members_now(self) -> set[int] | None:
         now = self.line.ask(b"", key=STATUS)
-        return {peer.seat for peer in now.peers if peer.stage >= 0} if isinstance(now, SwarmNow) else None
+        return {peer.member for peer in now.peers if peer.stage >= 0} if isinstance(now, SwarmStatus) else None
 
     def _measured(self) -> ClusterNode:
         """Its line is that to the lighthouse, which lies between any two."""

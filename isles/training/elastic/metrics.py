@@ -9,18 +9,18 @@ from typing import Any
 from isles.base.parsing import parse_json
 from isles.base.schema import ElasticSummary
 from isles.data.order import rows
-from isles.membership.coordinator import Membership
+from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import batches, debt
 from isles.membership.journal import NAME
 from isles.membership.messages import from_plain
-from isles.membership.run_log import EXCHANGES, RoundLine, StartLine, account, from_line, goodput, lives
+from isles.membership.run_log import EXCHANGES, RoundRecord, StartRecord, account, from_line, goodput, lives
 from isles.membership.views import View
 
 
 def figures(
     journal: Sequence[Mapping[str, Any]],
-    lines: Sequence[RoundLine | StartLine],
-    membership: Membership,
+    lines: Sequence[RoundRecord | StartRecord],
+    membership: RoundsCoordinator,
     last: int,
     computed: float | None = None,
 ) -> ElasticSummary:
@@ -58,21 +58,21 @@ def views_of(journal: Iterable[Mapping[str, Any]]) -> dict[int, View]:
     return {view.number: view for view in views}
 
 
-def repeated(journal: Iterable[Mapping[str, Any]], lines: Iterable[RoundLine | StartLine]) -> int:
+def repeated(journal: Iterable[Mapping[str, Any]], lines: Iterable[RoundRecord | StartRecord]) -> int:
     """Inner steps whose batch somebody had read before, as far as anybody heard of both."""
     views = views_of(journal)
     read, count = set[int](), 0
     for line in lines:
-        view = views.get(line.view) if isinstance(line, RoundLine) else None
-        place = None if view is None else view.place(line.seat)
-        if isinstance(line, RoundLine) and view is not None and place is not None:
+        view = views.get(line.view) if isinstance(line, RoundRecord) else None
+        place = None if view is None else view.place(line.member)
+        if isinstance(line, RoundRecord) and view is not None and place is not None:
             places = {int(rows(*one, batch_size=1)[0]) for one in batches(views, view, line.round, place)}
             count += len(places & read)
             read |= places
     return count
 
 
-def recorded(out: Path) -> tuple[list[dict[str, Any]], list[RoundLine | StartLine]]:
+def recorded(out: Path) -> tuple[list[dict[str, Any]], list[RoundRecord | StartRecord]]:
     """(the journal's entries, the lines of its exchanges) of the run in `out`; a last line that was not written whole
     is left out. ValueError for any other that is none.
     """

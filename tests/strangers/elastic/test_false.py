@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isles.cli.elastic import status as command
-from isles.membership.messages import Find, Found
+from isles.membership.messages import Lookup, PeerAddress
 from isles.membership.views import spoken
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
@@ -27,9 +27,9 @@ def test_a_lighthouse_that_vouches_for_another_one_to_one_worker(
     whereabouts = run.keeper.lighthouse._whereabouts
     find = whereabouts.find
 
-    def falsely(asker: int, said: Find) -> Found:
+    def falsely(asker: int, said: Lookup) -> PeerAddress:
         found = find(asker, said)
-        return replace(found, certificates=(FALSE,)) if (asker, said.seat) == (0, 1) and found.certificates else found
+        return replace(found, certificates=(FALSE,)) if (asker, said.member) == (0, 1) and found.certificates else found
 
     monkeypatch.setattr(whereabouts, "find", falsely)
     monkeypatch.setattr(command, "end_in_order", lambda: None)  # pytest keeps its own handlers
@@ -52,7 +52,7 @@ def test_a_lighthouse_that_vouches_for_another_one_to_one_worker(
     assert head.startswith("round ") and head.endswith("of 2000; view 0")
     assert heads.split() == ["fingerprint", "seen", "at", "state", "worker", "round", "inner", "step"]
     assert [row.split()[:4] for row in rows[:3]] == [
-        [spoken(identity), "127.0.0.1", "in", str(seat)] for seat, identity in enumerate(named)
+        [spoken(identity), "127.0.0.1", "in", str(member)] for member, identity in enumerate(named)
     ]
     assert sum("the lighthouse sees it at 127.0.0.1" in line for line in run.notices) == 3
     assert all(any(f"fingerprint: {spoken(one)};" in line for line in run.notices) for one in named)

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.training.swarm.members import seated
 from typing_extensions import override
 
-from isles.cli.elastic.query import run_now
+from isles.cli.elastic.query import run_status
 from isles.comm.credentials import parse_token
-from isles.membership.messages import SwarmNow
+from isles.membership.messages import SwarmStatus
 from isles.network.clusters.nodes import ClusterNode
 from isles.training.clusters.node import growth_of
 from tests.cli.command import isles
 from tests.training.clusters.test_seated import SEATED
-from tests.training.swarm.seats import seated
 from tests.training.swarm.test_seated_processes import Commands
 
 pytestmark = pytest.mark.long
@@ -44,16 +44,16 @@ class ClusterCommands(Commands):
         """One more, that says what it has."""
         return self.peer("--node", str(self.folder / "half.toml"), *words)
 
-    def now(self) -> SwarmNow:
+    def now(self) -> SwarmStatus:
         """What the lighthouse says."""
-        return run_now(self.address, parse_token((self.folder / "token").read_text().strip()))
+        return run_status(self.address, parse_token((self.folder / "token").read_text().strip()))
 
     def whole(self) -> dict[int, list[int]]:
-        """By cluster that trains, the seats of its nodes by stage."""
+        """By cluster that trains, the members of its nodes by stage."""
         found: dict[int, dict[int, int]] = {}
         for one in self.now().peers:
             if one.place and one.place[3]:
-                found.setdefault(one.place[0], {})[one.place[1]] = one.seat
+                found.setdefault(one.place[0], {})[one.place[1]] = one.member
         complete = {place[0]: place[2] for place in (one.place for one in self.now().peers) if place}
         return {
             number: [own[stage] for stage in sorted(own)]
