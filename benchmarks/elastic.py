@@ -44,7 +44,7 @@ from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.group import Group
 from isles.comm.tags import Tag
 from isles.comm.transport import Deadlines, Transport
-from isles.membership.keys import ASKED, MemberKeys
+from isles.membership.keys import REQUESTS, MemberKeys
 from isles.membership.messages import AnnounceAddress, Entry, Lookup, decode, encode
 from isles.membership.p2p.address_book import AddressBook
 from isles.membership.p2p.pairs import PeerConnections
@@ -78,7 +78,7 @@ def router(folder: str, address: str) -> None:
             known.joined(member, [message.certificate])
             known.listening(member, message, lambda answer: query.reply(encode(answer)))
 
-    session.serve(ASKED, asked)
+    session.serve(REQUESTS, asked)
     before = _cpu()
     print("ready", flush=True)
     sys.stdin.read()
@@ -93,7 +93,7 @@ def connected(stack: ExitStack, folder: str, address: str, member: int, size: in
     stack.callback(session.close)
 
     def ask(message: Any, seconds: float = 10.0) -> Any:
-        reply, _ = session.answer(ASKED, encode(message), attachment=b"%d" % member, seconds=seconds, urgent=True)
+        reply, _ = session.answer(REQUESTS, encode(message), attachment=b"%d" % member, seconds=seconds, urgent=True)
         return decode(reply or b"")
 
     own = credentials.own(mine.token.secret, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "own")

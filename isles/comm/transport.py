@@ -28,9 +28,9 @@ from isles.comm.traffic import Traffic
 
 T = TypeVar("T", covariant=True)
 
-DOUBT_AFTER = 1.0
+SUSPECT_AFTER = 1.0
 """Seconds for which one is waited for without a doubt."""
-DOUBT_EVERY = 0.25
+SUSPECT_EVERY = 0.25
 """Seconds from one doubt about it to the next."""
 
 

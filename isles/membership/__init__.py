@@ -7,7 +7,7 @@ State machines, in the order in which they are best read:
 
 `membership`  the lighthouse's: who is in which round; calls in, orders (`orders`) out. `calls`: which call a message is
 `member`      a worker's side of it
-`cells`       which data a worker reads in a round of a view; `account`: what of it is owed after a loss
+`cells`       which data a worker reads in a round of a view; `ledger`: what of it is owed after a loss
 `ballot`      when a round of an all-reduce method may land, and what a worker does until then; `ballots`: all open ones
 `quorum`      rounds whose mean does not wait for the slowest
 `swarm`       worlds whose workers serve stages of a pipeline, in place of `membership`
@@ -30,7 +30,7 @@ Words:
 member        a worker's number in a run, never used twice: a process that joins again gets another one
 round       `sync_every` inner steps and the exchange at their end; all workers count them alike
 view        the members that take part from some round on, and how many inner steps each takes in a round
-cell        what one member reads in one round of a view; `owed`: cells of lost workers that others read instead
+cell        what one member reads in one round of a view; `backlog`: cells of lost workers that others read instead
 proposal    a view that its members have still to promise
 attempt     one try at an exchange that all members land together; it is repeated among those who are left
 word        the lighthouse's decision on an attempt: land, or try again among these members

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, PeerSilent, Refused
 from isles.comm.tags import Tag
-from isles.membership.keys import number_of, numbered, signature, told_at
+from isles.membership.keys import add_sequence, notify_key, signature, split_sequence
 from isles.membership.member import MemberState, RoundMembers
 from isles.membership.messages import (
     Ack,
@@ -56,18 +56,18 @@ from isles.membership.session import ControlSession, Query, Timer
 from isles.membership.views import View
 
 _LOG = logging.getLogger(__name__)
-LEFT_BEHIND = "a view without it is on its way"
+EXCLUDED = "a view without it is on its way"
 """Why one is not waited for any more that did not ask to leave."""
 
 
-def end_waits(waits: PendingTransfers | None, message: Any) -> None:
+def cancel_waits(waits: PendingTransfers | None, message: Any) -> None:
     """Have what `message` says is waited for in vain be waited for no longer."""
     if waits is None:
         return
     match message:
         case Proposal(lost=lost):
             for member in lost:
-                waits.give_up(member, LEFT_BEHIND)
+                waits.give_up(member, EXCLUDED)
         case Silent(member=member):
             waits.give_up(member, PeerSilent(member))
         case RoundDecision(round=round, attempt=attempt):
@@ -76,7 +76,7 @@ def end_waits(waits: PendingTransfers | None, message: Any) -> None:
             waits.again(Tag("outer", round, attempt=attempt + 1))
 
 
-def tells_failures(line: LighthouseClient, place: int, places: int) -> Callable[[int, int], None]:
+def failure_notifier(line: LighthouseClient, place: int, places: int) -> Callable[[int, int], None]:
     """What tells the others of an island of `places` workers, called with (round, attempt), that the one at `place` has
     no answer of that attempt: so none of them waits for somebody who waits itself for one that was lost.
     """
@@ -84,7 +84,7 @@ def tells_failures(line: LighthouseClient, place: int, places: int) -> Callable[
     def tell(round: int, attempt: int) -> None:
         for other in range(places):
             if other != place:
-                line.send(numbered(0, encode(Failed(round, attempt))), key=told_at(line.entry.member, other))
+                line.send(add_sequence(0, encode(Failed(round, attempt))), key=notify_key(line.entry.member, other))
 
     return tell
 
@@ -93,7 +93,7 @@ class Notifications:
     """What is ordered of the worker at `place` of the member of `entry`. Called in callbacks alone."""
 
     def __init__(self, session: ControlSession, entry: Entry, place: int) -> None:
-        self._session, self._entry, self._where = session, entry, told_at(entry.member, place)
+        self._session, self._entry, self._where = session, entry, notify_key(entry.member, place)
         self._newest = -1
 
     def take(self, query: Query) -> Any:
@@ -104,7 +104,7 @@ class Notifications:
         if not hmac.compare_digest(query.attachment, signature(entry.member, entry.key, self._where, said)):
             return self._refuse(query, "an order that is not the lighthouse's")
         try:
-            number, word = number_of(said)
+            number, word = split_sequence(said)
             message = decode(word, limit=LONGEST)
         except ValueError as error:
             query.reply()
@@ -128,13 +128,13 @@ class FollowerClient(LighthouseClient):
     def __init__(self, session: ControlSession, entry: Entry, place: int) -> None:
         super().__init__(session, entry)
         self._orders = Notifications(session, entry, place)
-        session.serve(told_at(entry.member, place), self._told)
+        session.serve(notify_key(entry.member, place), self._told)
 
     def _told(self, query: Query) -> None:
         message = self._orders.take(query)
         if isinstance(message, View) and self.meets is not None:
             self.meets(message)
-        end_waits(self.waits, message)
+        cancel_waits(self.waits, message)
 
 
 _SOON = 0.2  # seconds until the next beat while it waits for its first round; for an answer before it begins one
@@ -166,7 +166,7 @@ class MembershipClient(LighthouseClient):
         self._met = -1  # the newest view whose members this worker knows
         self._silent: dict[int, float] = {}  # until when
         self._orders = Notifications(session, entry, 0)
-        session.serve(told_at(entry.member, 0), self._told)
+        session.serve(notify_key(entry.member, 0), self._told)
         with self.changed:
             self.poke()
 
@@ -198,7 +198,7 @@ class MembershipClient(LighthouseClient):
             self.state.skip(round)
             self.poke()
 
-    def standing(self, round: int) -> RoundMembers:
+    def round_members(self, round: int) -> RoundMembers:
         """Who takes part in the exchange of `round`."""
         with self.changed:
             return self.state.group(round)
@@ -236,9 +236,9 @@ class MembershipClient(LighthouseClient):
         """
         if self.has_answers:
             self.wait(lambda: self.state.group(round).decided or self.is_over, _UNDECIDED)
-        standing = self.standing(round)
+        round_members = self.round_members(round)
         has_part = self.has_answers and not self.is_over
-        return standing if has_part and standing.decided and standing.view >= 0 else None
+        return round_members if has_part and round_members.decided and round_members.view >= 0 else None
 
     def finish_round(self, round: int, attempt: int, digest: int | None) -> RoundDecision | None:
         """What becomes of an attempt whose answer here has `digest`, or failed here: told again and again until the
@@ -260,7 +260,7 @@ class MembershipClient(LighthouseClient):
             return None
         return word
 
-    def accuse(self, round: int, attempt: int, error: CommError) -> None:
+    def report_peer(self, round: int, attempt: int, error: CommError) -> None:
         """Tell of whom a failure speaks. Who is gone the lighthouse sees itself."""
         peer, by = getattr(error, "peer", -1), getattr(error, "by", -1)
         if peer == self.member:  # another one says so: that it accuses this worker is all that is known here
@@ -419,7 +419,7 @@ class MembershipClient(LighthouseClient):
                 self.meets(view)
         if self.waits is not None:
             for member in new:
-                self.waits.give_up(member, LEFT_BEHIND)
+                self.waits.give_up(member, EXCLUDED)
             if round is not None:
                 self.waits.again(Tag("outer", round, attempt=_NEVER))
 
@@ -441,7 +441,7 @@ class MembershipClient(LighthouseClient):
                 self.changed.notify_all()
             self._follow()
         if not isinstance(message, Proposal):
-            end_waits(self.waits, message)
+            cancel_waits(self.waits, message)
 
     def _take_in(self, message: Any) -> Ack | None:
         """Note an order of the lighthouse; the answer where it is a proposal. `changed` is held."""

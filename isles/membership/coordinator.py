@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from isles.membership.coordinator_state import CoordinatorState
-from isles.membership.data_ledger import debt, fresh_before, last_round
+from isles.membership.data_ledger import count_steps, fresh_before, last_round
 from isles.membership.effects import Coordinator, Effect, Notify, Reply, Rules, Worker
 from isles.membership.messages import (
     MARGIN,
@@ -103,7 +103,7 @@ class RoundsCoordinator(Coordinator):
         self._acks: set[int] = set()
         self._stalls = Stalls()
         self._register = CoordinatorState()
-        self.workers, self.account = self._register.workers, self._register.account
+        self.workers, self.ledger = self._register.workers, self._register.ledger
         self.ballots = self._register.ballots
         super().__init__(entries, until)
 
@@ -133,16 +133,16 @@ class RoundsCoordinator(Coordinator):
         """Seats whose weights count."""
         return self._register.members()
 
-    def owed(self) -> list[SampleRange]:
+    def backlog(self) -> list[SampleRange]:
         """What nobody would have read for good if the run ended with the newest round that anybody has begun."""
-        return self.account.outstanding(self.newest_round + 1, self.members())
+        return self.ledger.outstanding(self.newest_round + 1, self.members())
 
     def read(self, until: int) -> int:
         """Inner steps of the rounds before `until` that were read for good; the debts of now are not."""
-        view = self.account.view_of(until)
+        view = self.ledger.view_of(until)
         if view is None:
             return 0
-        return view.start + fresh_before(view, until) - debt(self.account.outstanding(until, self.members()))
+        return view.start + fresh_before(view, until) - count_steps(self.ledger.outstanding(until, self.members()))
 
     # Calls
 
@@ -229,23 +229,23 @@ class RoundsCoordinator(Coordinator):
         word = self.ballots.word(delivered.round)
         return orders if word is None else [*orders, Reply(word)]
 
-    def accuse(self, now: float, member: int, accusation: PeerReport) -> list[Effect]:
+    def report_peer(self, now: float, member: int, peer_report: PeerReport) -> list[Effect]:
         """A member says that another's share of an attempt was late or refused; both are of that round's view, and who
         has begun no round since it has its state says nothing of others.
         """
-        round, members, worker = accusation.round, self.members(), self.workers.get(member)
-        voters, both = self._register.voters(round), {member, accusation.member}
+        round, members, worker = peer_report.round, self.members(), self.workers.get(member)
+        voters, both = self._register.voters(round), {member, peer_report.member}
         if worker is None or len(both) < 2 or not both <= {*voters} & {*members} or not worker.knows(round):
             return self._orders(now)
-        if accusation.charge == "refused" and accusation.by < 0:
-            self.ballots.strikes.refused(member, accusation.member, round)
+        if peer_report.charge == "refused" and peer_report.by < 0:
+            self.ballots.ban_scores.refused(member, peer_report.member, round)
         if self.rules.agrees:
-            self.ballots.accused(member, accusation, voters, members)
+            self.ballots.reported(member, peer_report, voters, members)
         everybody = [worker.member for worker in self.workers.here if worker.round]
-        for one in (accusation.member, member):
-            if self.ballots.strikes.are_enough(one, everybody):
+        for one in (peer_report.member, member):
+            if self.ballots.ban_scores.are_enough(one, everybody):
                 self._record("shut", member=one)
-                why = f"it and half of the others refuse each other's shares ({accusation.reason[:200]})"
+                why = f"it and half of the others refuse each other's shares ({peer_report.reason[:200]})"
                 self._tell(one, Refusal(f"shut out: {why}"))
         return self._orders(now)
 
@@ -272,7 +272,7 @@ class RoundsCoordinator(Coordinator):
             case Delivered():
                 return self.deliver(now, member, message)
             case PeerReport():
-                return self.accuse(now, member, message)
+                return self.report_peer(now, member, message)
             case Leave():
                 return self.leave(now, member)
             case Reload():
@@ -365,11 +365,11 @@ class RoundsCoordinator(Coordinator):
 
     def _commit(self, proposal: Proposal) -> None:
         going_on = self.members()
-        start, owed = self.account.next(proposal.since, going_on)
+        start, backlog = self.ledger.next(proposal.since, going_on)
         steps = steps_by_pace([self.workers[member].seconds for member in proposal.members], self.rules.sync_every)
         known_by = tuple(self.workers[member].identity for member in proposal.members)
         identities = known_by if any(known_by) else ()
-        view = View(proposal.number, proposal.since, proposal.members, steps, start, owed, identities)
+        view = View(proposal.number, proposal.since, proposal.members, steps, start, backlog, identities)
         self.proposal = None
         told = {*self._voters_of_view(), *proposal.members}
         self._record("view", view=plain(view))
@@ -392,7 +392,7 @@ class RoundsCoordinator(Coordinator):
 
     def _answer(self, member: int, beat: Beat) -> BeatReply:
         worker = self.workers[member]
-        views = tuple(view for number, view in sorted(self.account.views.items()) if number > beat.known)
+        views = tuple(view for number, view in sorted(self.ledger.views.items()) if number > beat.known)
         newest = -1 if self.view is None else self.view.number
         proposal = self.proposal if worker.state in ("in", "leaving") else None
         if worker.state == "outside" and worker.load is not None:

@@ -64,7 +64,7 @@ class Ballots:
         self._accused: dict[tuple[int, int, int], dict[int, PeerReport]] = {}  # by round, attempt and accused: by sayer
         self._out: dict[int, int] = {}  # by member: the newest view when others landed without it
         self._view = -1
-        self.graces, self.strikes = Graces(), BanScores()
+        self.graces, self.ban_scores = Graces(), BanScores()
 
     @property
     def are_open(self) -> bool:
@@ -84,32 +84,32 @@ class Ballots:
             self._open[delivered.round] = replace(ballot, quorum=quorum).has(member, delivered.steps)
             self.graces.delivered(now, delivered.round, delivered.seconds)
 
-    def accused(self, member: int, accusation: PeerReport, members: tuple[int, ...], living: Collection[int]) -> None:
+    def reported(self, member: int, peer_report: PeerReport, members: tuple[int, ...], living: Collection[int]) -> None:
         """`member` accuses another member. The next attempt leaves out who was refused by more than half of the others;
         or was late for so many, though in the first attempt, whose deadline is short, nobody is late who is done. But
         who has had others refuse more members than one, in this round or before, is left out in their place.
         """
-        ballot = self._of(accusation.round, members)
-        accused = accusation.member
-        if ballot is None or accusation.attempt != len(ballot.attempts) - 1 or accused not in ballot.attempts[-1]:
+        ballot = self._of(peer_report.round, members)
+        reported = peer_report.member
+        if ballot is None or peer_report.attempt != len(ballot.attempts) - 1 or reported not in ballot.attempts[-1]:
             return
-        said = self._accused.setdefault((accusation.round, accusation.attempt, accused), {})
-        said[member] = accusation
-        others = [s for s in ballot.attempts[-1] if s in living and s != accused and s not in ballot.out]
+        said = self._accused.setdefault((peer_report.round, peer_report.attempt, reported), {})
+        said[member] = peer_report
+        others = [s for s in ballot.attempts[-1] if s in living and s != reported and s not in ballot.out]
         sayers = [s for s in others if s in said]
         counted = [said[s] for s in sayers]
-        if not accusation.attempt and any((0, accused) == told[:2] for told in ballot.done):
+        if not peer_report.attempt and any((0, reported) == told[:2] for told in ballot.done):
             counted = [one for one in counted if one.charge == "refused"]
         if 2 * len(counted) > len(others) and member in others:
             judges = [one.by for one in counted if one.by in others]
-            ballot = ballot.without(self.strikes.worst((accused, *judges, *sayers)))
-        self._open[accusation.round] = ballot
+            ballot = ballot.without(self.ban_scores.worst((reported, *judges, *sayers)))
+        self._open[peer_report.round] = ballot
 
     def _worst(self, round: int) -> Callable[[Sequence[int]], int] | None:
         """Who has most accusations of `round`, or refusals of any, of some members; None where nobody has accused."""
         said = {key[2]: who for key, who in self._accused.items() if key[0] == round}
-        pairs = {frozenset((accused, member)) for accused, who in said.items() for member in who}
-        return partial(self.strikes.worst, more=pairs) if pairs else None
+        pairs = {frozenset((reported, member)) for reported, who in said.items() for member in who}
+        return partial(self.ban_scores.worst, more=pairs) if pairs else None
 
     def due(self, now: float, living: Mapping[int, float]) -> Iterator[RoundDecision]:
         """Words that are decided now. Each must be recorded, which gives it to `apply`, before the next is taken.
@@ -177,7 +177,7 @@ class CoordinatorState:
 
     def __init__(self) -> None:
         self.workers = WorkerTable()
-        self.account = DataLedger()
+        self.ledger = DataLedger()
         self.ballots = Ballots()
         self.newest_round = 0
         self.issued = -1
@@ -185,7 +185,7 @@ class CoordinatorState:
     @property
     def view(self) -> View | None:
         """The newest."""
-        return self.account.newest
+        return self.ledger.newest
 
     def members(self) -> tuple[int, ...]:
         """Seats whose weights count: in a view, connected, and not to begin with another's state."""
@@ -193,7 +193,7 @@ class CoordinatorState:
 
     def voters(self, round: int) -> tuple[int, ...]:
         """Who exchanges in the first attempt of `round`."""
-        view = self.account.view_of(round)
+        view = self.ledger.view_of(round)
         if view is None:
             return ()
         left_out = self.ballots.left_out(view)
@@ -233,7 +233,7 @@ class CoordinatorState:
         worker.round = max(worker.round, beat.round)
         # what it got before it was to take another's state it will not have any more
         seen = dict(beat.seen) if beat.ready == worker.call else {}
-        self.account.begun(worker.member, beat.round, beat.skipped, seen)
+        self.ledger.begun(worker.member, beat.round, beat.skipped, seen)
         if worker.state == "outside" and beat.ready == worker.call:
             worker.state = "ready"
             self.workers.changed()
@@ -248,7 +248,7 @@ class CoordinatorState:
     def _apply_gone(self, worker: Worker) -> None:
         worker.connected = False
         if worker.state in ("in", "leaving"):
-            self.account.forgo(worker.member)
+            self.ledger.forgo(worker.member)
         if worker.state == "leaving":
             worker.state = "left"
         elif worker.state == "ready":
@@ -258,7 +258,7 @@ class CoordinatorState:
         if worker.state == "in":
             if not self.members():
                 self._call_all_but((worker.member,))
-            self.account.reclaim(worker.member)
+            self.ledger.reclaim(worker.member)
         worker.connected = True
 
     def _apply_view(self, view: View) -> None:
@@ -267,7 +267,7 @@ class CoordinatorState:
         begins = any(worker.state == "in" and worker.entered <= self.newest_round for worker in known)
         if not self.members():
             self._call_all_but(view.members)
-        self.account.open(view, self.members())
+        self.ledger.open(view, self.members())
         for member in before:
             if member not in view.members and self.workers[member].state == "in":
                 self._call_again(self.workers[member])
@@ -282,7 +282,7 @@ class CoordinatorState:
             if self.workers[member].state == "in":
                 self._call_again(self.workers[member])
         if word.verdict == "land":
-            self.account.landed(word.round, word.members)
+            self.ledger.landed(word.round, word.members)
 
     def _call_all_but(self, members: Collection[int]) -> None:
         """`members` are the first to have the run's state again: what others were to begin with is another one."""
@@ -291,7 +291,7 @@ class CoordinatorState:
 
     def _call_again(self, worker: Worker) -> None:
         """Its state is not that of the others any more, or no view waits for it."""
-        self.account.forgo(worker.member)
+        self.ledger.forgo(worker.member)
         worker.state, worker.call = "outside", worker.call + 1
         worker.load, worker.tried = None, set()
         self.workers.changed()

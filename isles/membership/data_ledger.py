@@ -43,29 +43,35 @@ class Batch(NamedTuple):
 
 
 def batches(views: Mapping[int, View], view: View, round: int, place: int) -> list[Batch]:
-    """What `place` reads in `round`, a batch an inner step. views: by number, those that `view.owed` names."""
+    """What `place` reads in `round`, a batch an inner step. views: by number, those that `view.backlog` names."""
     taken = _taken(view, round, place)
     before = _before(view, round, place)
-    owed = [step for lot in part(view.owed, before, taken) for step in lot_batches(views[lot.view], lot)]
+    backlog = [
+        step
+        for sample_range in part(view.backlog, before, taken)
+        for step in range_batches(views[sample_range.view], sample_range)
+    ]
     counts = fresh(view, round)
     begin = view.start + fresh_before(view, round)
-    return owed + [Batch(begin, counts, place, step) for step in range(counts[place])]
+    return backlog + [Batch(begin, counts, place, step) for step in range(counts[place])]
 
 
-def lot_batches(view: View, lot: SampleRange) -> list[Batch]:
+def range_batches(view: View, sample_range: SampleRange) -> list[Batch]:
     """The batches of a lot of `view`: the numbers of a lot are always those of fresh steps, never of another debt."""
     found = []
-    for number in range(lot.first, lot.first + lot.steps):
-        rounds, step = divmod(number, view.steps[lot.place])
+    for number in range(sample_range.first, sample_range.first + sample_range.steps):
+        rounds, step = divmod(number, view.steps[sample_range.place])
         round = view.since + rounds
-        taken = _taken(view, round, lot.place)
-        found.append(Batch(view.start + fresh_before(view, round), fresh(view, round), lot.place, step - taken))
+        taken = _taken(view, round, sample_range.place)
+        found.append(
+            Batch(view.start + fresh_before(view, round), fresh(view, round), sample_range.place, step - taken)
+        )
     return found
 
 
 def fresh(view: View, round: int) -> tuple[int, ...]:
     """Inner steps of each place in `round` that read on in the order of the data, debts taken off."""
-    total, before = debt(view.owed), _before(view, round, 0)
+    total, before = count_steps(view.backlog), _before(view, round, 0)
     if before >= total:
         return view.steps
     counts = []
@@ -78,7 +84,7 @@ def fresh(view: View, round: int) -> tuple[int, ...]:
 def fresh_before(view: View, round: int) -> int:
     """Fresh batches of all places in the rounds of the view before `round`."""
     steps = _before(view, round, 0)
-    return max(steps - debt(view.owed), 0)
+    return max(steps - count_steps(view.backlog), 0)
 
 
 def last_round(view: View, batches: int) -> int:
@@ -86,17 +92,17 @@ def last_round(view: View, batches: int) -> int:
 
     Debts are not counted: they come before.
     """
-    steps = batches - view.start + debt(view.owed)
+    steps = batches - view.start + count_steps(view.backlog)
     return view.since - 1 + (-(-steps // sum(view.steps)) if batches > view.start else 0)
 
 
-def lots(view: View, place: int, first: int, until: int) -> list[SampleRange]:
+def ranges_of(view: View, place: int, first: int, until: int) -> list[SampleRange]:
     """What the cells of `place` in rounds `first` .. `until` - 1 read, for whoever reads it in their stead."""
     found: list[SampleRange] = []
-    own, total = view.steps[place], debt(view.owed)
+    own, total = view.steps[place], count_steps(view.backlog)
     for round in range(first, until):
         taken = _taken(view, round, place)
-        found += part(view.owed, _before(view, round, place), taken)
+        found += part(view.backlog, _before(view, round, place), taken)
         if _before(view, round, 0) >= total:  # nothing is owed from here on: the rest is one piece
             found.append(SampleRange(view.number, place, (round - view.since) * own, (until - round) * own))
             break
@@ -107,39 +113,39 @@ def lots(view: View, place: int, first: int, until: int) -> list[SampleRange]:
 
 def left_over(view: View, until: int) -> list[SampleRange]:
     """The debts that no cell of the view before round `until` was to read."""
-    steps, total = max(_before(view, until, 0), 0), debt(view.owed)
-    return part(view.owed, steps, total - steps) if steps < total else []
+    steps, total = max(_before(view, until, 0), 0), count_steps(view.backlog)
+    return part(view.backlog, steps, total - steps) if steps < total else []
 
 
 def part(queue: Sequence[SampleRange], first: int, steps: int) -> list[SampleRange]:
     """Steps `first` .. `first` + `steps` - 1 of a queue of lots; fewer where the queue ends."""
     found = []
-    for lot in queue:
+    for sample_range in queue:
         if steps <= 0:
             break
-        if first < lot.steps:
-            count = min(lot.steps - first, steps)
-            found.append(lot._replace(first=lot.first + first, steps=count))
+        if first < sample_range.steps:
+            count = min(sample_range.steps - first, steps)
+            found.append(sample_range._replace(first=sample_range.first + first, steps=count))
             steps -= count
-        first = max(first - lot.steps, 0)
+        first = max(first - sample_range.steps, 0)
     return found
 
 
 def merged(queue: Iterable[SampleRange]) -> list[SampleRange]:
     """The same steps in the same order, in as few lots as possible."""
     found: list[SampleRange] = []
-    for lot in queue:
+    for sample_range in queue:
         last = found[-1] if found else None
-        if last is not None and last[:2] == lot[:2] and last.first + last.steps == lot.first:
-            found[-1] = last._replace(steps=last.steps + lot.steps)
+        if last is not None and last[:2] == sample_range[:2] and last.first + last.steps == sample_range.first:
+            found[-1] = last._replace(steps=last.steps + sample_range.steps)
         else:
-            found.append(lot)
+            found.append(sample_range)
     return found
 
 
-def debt(queue: Iterable[SampleRange]) -> int:
+def count_steps(queue: Iterable[SampleRange]) -> int:
     """Inner steps in a queue of lots."""
-    return sum(lot.steps for lot in queue)
+    return sum(sample_range.steps for sample_range in queue)
 
 
 def _before(view: View, round: int, place: int) -> int:
@@ -149,7 +155,7 @@ def _before(view: View, round: int, place: int) -> int:
 
 def _taken(view: View, round: int, place: int) -> int:
     """Inner steps of a cell that go to what is owed."""
-    return min(max(debt(view.owed) - _before(view, round, place), 0), view.steps[place])
+    return min(max(count_steps(view.backlog) - _before(view, round, place), 0), view.steps[place])
 
 
 _WITNESSES = 8  # so many that live are enough: what they all have is not minded any longer
@@ -266,7 +272,7 @@ class DataLedger:
         self._forgone.discard(member)
 
     def next(self, since: int, living: Collection[int]) -> tuple[int, tuple[SampleRange, ...]]:
-        """(`View.start`, `View.owed`) of a view that takes over at round `since`; changes nothing.
+        """(`View.start`, `View.backlog`) of a view that takes over at round `since`; changes nothing.
 
         living: members whose weights go on; not those that are forgone.
         """
@@ -288,8 +294,10 @@ class DataLedger:
             self._lives[member] = replace(life, tenures=(*life.tenures, Tenure(view.number, place, view.since)))
         self.views[view.number] = view
         named = {tenure.view for life in [*self._lives.values(), *self._lost] for tenure in life.tenures}
-        named |= {lot.view for lot in view.owed} | {view.number}
-        named |= {lot.view for number in named & self.views.keys() for lot in self.views[number].owed}
+        named |= {sample_range.view for sample_range in view.backlog} | {view.number}
+        named |= {
+            sample_range.view for number in named & self.views.keys() for sample_range in self.views[number].backlog
+        }
         self.views = {number: view for number, view in self.views.items() if number in named}
 
     def outstanding(self, until: int, living: Collection[int]) -> list[SampleRange]:
@@ -307,16 +315,16 @@ class DataLedger:
         view, living = self.newest, frozenset(living)
         going_on = living.union(coming)
         assert view is not None
-        owed = left_over(view, until)
+        backlog = left_over(view, until)
         lost: list[_Life] = []
-        lives: dict[int, _Life] = {}
+        read_history: dict[int, _Life] = {}
         all_lives = [(life, True) for life in self._lost]
         all_lives += [(self._lives[member], member in self._forgone) for member in sorted(self._lives)]
         for life, gone in all_lives:
             tenures = tuple(replace(t, until=min(t.until or until, until)) for t in life.tenures)
             held = life.held(living) if gone else until
             missed, tenures = self._unread(replace(life, tenures=tenures), held)
-            owed += missed
+            backlog += missed
             life = life.without(self._forgone)  # some of them go on from then, with what they have from a donor
             spread = life.spread(
                 going_on if gone else going_on - {life.member}
@@ -325,23 +333,23 @@ class DataLedger:
             skipped = frozenset(round for round in life.skipped if round >= until)
             life = replace(life, tenures=minded, skipped=skipped)
             if not gone:
-                lives[life.member] = life
+                read_history[life.member] = life
             elif minded:
                 lost.append(life)
-        return merged(owed), lives, lost
+        return merged(backlog), read_history, lost
 
     def _unread(self, life: _Life, held: int) -> tuple[list[SampleRange], tuple[Tenure, ...]]:
         """(the cells whose work nobody has: out of turn, or in rounds after `held`; its tenures without them)."""
-        owed: list[SampleRange] = []
+        backlog: list[SampleRange] = []
         kept: list[Tenure] = []
         for tenure in life.tenures:
             view, first, until = self.views[tenure.view], tenure.first, tenure.until or tenure.first
             for round in sorted(r for r in life.skipped if first <= r < min(until, held + 1)):
-                owed += lots(view, tenure.place, round, round + 1)
+                backlog += ranges_of(view, tenure.place, round, round + 1)
                 if first < round:
                     kept.append(replace(tenure, first=first, until=round))
                 first = round + 1
             if first < min(until, held + 1):
                 kept.append(replace(tenure, first=first, until=min(until, held + 1)))
-            owed += lots(view, tenure.place, max(first, held + 1), until)
-        return owed, tuple(kept)
+            backlog += ranges_of(view, tenure.place, max(first, held + 1), until)
+        return backlog, tuple(kept)

@@ -1,6 +1,6 @@
 """What `membership` takes and returns: the rules of a run, its orders, and what it knows of each worker.
 
-A state machine that outlives its lighthouse: `membership` and `swarm.muster` are two.
+A state machine that outlives its lighthouse: `membership` and `swarm.coordinator` are two.
 
 Every call returns the orders that go out, in their order. Whatever a lighthouse must know that is started again is
 changed by entries of its journal alone, in `_apply`: an entry goes out as a `Append`, and is applied as it will be

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection
 from typing_extensions import override
 
 from isles.comm.gloo.liveness import Life
-from isles.comm.transport import DOUBT_AFTER, DOUBT_EVERY
+from isles.comm.transport import SUSPECT_AFTER, SUSPECT_EVERY
 
 SILENT = 10.0  # seconds; the engine tells sooner, and a worker whose machine is busy beats late
 _QUIET = 1.5  # seconds without a beat, which comes each second
@@ -126,10 +126,10 @@ class SuspicionReporter(Life):
 
     @override
     def awaited(self, peers: Collection[int | None], seconds: float) -> None:
-        if seconds < DOUBT_AFTER:
+        if seconds < SUSPECT_AFTER:
             return
         now = time.monotonic()
-        self._asked = {member: at for member, at in self._asked.items() if now - at < DOUBT_EVERY}
+        self._asked = {member: at for member, at in self._asked.items() if now - at < SUSPECT_EVERY}
         for member in peers:
             if member is not None and member not in self._asked:
                 self._asked[member] = now

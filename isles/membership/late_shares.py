@@ -134,7 +134,7 @@ class Deliveries:
 
     def fail(self, delivery: Delivery, error: CommError) -> None:
         """Tell that the exchange of `delivery` has failed here, and whom that speaks of."""
-        self.line.accuse(delivery.round, delivery.attempt, error)
+        self.line.report_peer(delivery.round, delivery.attempt, error)
         delivery.answered(None, self._alone.transport.now())
 
     def missed(self, delivery: Delivery) -> MissedMean | None:

@@ -23,19 +23,19 @@ from isles.membership.failure_detector import FailureDetector, IslandLiveness
 from isles.membership.journal import Journal
 from isles.membership.keys import (
     ABOUT,
-    ASKED,
     CONFIG,
     ECHO,
     HELLO,
-    LIT,
     PIECE,
     PRESENT_AS_MEMBERS,
     REACH,
-    REPORTED,
+    REPORTS,
+    REQUESTS,
+    UP,
     MemberKeys,
-    numbered,
+    add_sequence,
+    notify_key,
     signature,
-    told_at,
 )
 from isles.membership.messages import (
     About,
@@ -138,11 +138,11 @@ class Lighthouse:
         session.serve(ABOUT, lambda query: query.reply(encode(self._about())))
         session.serve(ECHO, lambda query: query.reply(partial(bytes, _echoed(query))))
         session.serve(REACH, self._reach)
-        session.serve(ASKED, self._asked)
-        session.serve(REPORTED, self._reported)
+        session.serve(REQUESTS, self._asked)
+        session.serve(REPORTS, self._reported)
         for there in PRESENT_AS_MEMBERS:
             session.watch(there, self._presence)
-        session.present(LIT)
+        session.present(UP)
         self._ticks: Timer | None = session.later(self._tick_on, _TICK) if session.beats else None
 
     def act(self, call: Callable[[float], list[Effect]]) -> None:
@@ -235,7 +235,7 @@ class Lighthouse:
 
     def _asked(self, query: Query) -> None:
         said = query.payload
-        member = self._keys.member(query.attachment, ASKED, said)
+        member = self._keys.member(query.attachment, REQUESTS, said)
         if member is None:
             self._refuse(query, -1, "a word without the key of its member")
             return
@@ -289,7 +289,7 @@ class Lighthouse:
 
     def _reported(self, query: Query) -> None:
         payload = query.payload
-        member = self._keys.member(query.attachment, REPORTED, payload)
+        member = self._keys.member(query.attachment, REPORTS, payload)
         if member is None or len(payload) > _LONGEST_REPORT:
             self._refuse(query, -1 if member is None else member, "a report that cannot be")
             return
@@ -373,9 +373,9 @@ class Lighthouse:
     def _tell(self, member: int, said: bytes) -> None:
         key = self._keys.of(member)
         with self._lock:  # orders leave in the order of their numbers
-            order = numbered(next(self._orders), said)
+            order = add_sequence(next(self._orders), said)
             try:
-                for where in (told_at(member, place) for place in range(self._places)):
+                for where in (notify_key(member, place) for place in range(self._places)):
                     word = signature(member, key, where, order)
                     self._session.ask(
                         where, order, lambda reply, refusal: None, attachment=word, seconds=_TOLD, urgent=True

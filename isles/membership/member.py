@@ -90,12 +90,12 @@ class MemberState:
         if not self._decided(round):
             return RoundMembers(-1, (self.member,), decided=False)
         view = self._own(round)
-        standing = RoundMembers(-1, (self.member,))
+        round_members = RoundMembers(-1, (self.member,))
         if view is not None:
-            standing = RoundMembers(view.number, self._taking_part(view))
-        self._groups = {**{r: s for r, s in self._groups.items() if r > round - _KEPT}, round: standing}
+            round_members = RoundMembers(view.number, self._taking_part(view))
+        self._groups = {**{r: s for r, s in self._groups.items() if r > round - _KEPT}, round: round_members}
         self._asked = max(self._asked, round)  # from here on a view that begins with this round comes too late
-        return standing
+        return round_members
 
     def accept(self, round: int, members: Collection[int]) -> bool:
         """Whether the answer of an exchange among `members`, whole by now, may be used. If so they count as seen."""

@@ -45,7 +45,7 @@ _Rows = Annotated[
 ]
 
 
-def told_paths(told: object) -> list[PathRow]:
+def read_paths(told: object) -> list[PathRow]:
     """Rows as another machine tells them. ValueError where they are none."""
     return read(_Rows, told, "a list of paths that is none")
 
@@ -384,7 +384,7 @@ class PeerAddress(Exact):
     host: Str
     port: Int
     certificates: Fingerprints
-    introduction: Str
+    peer_key: Str
     relay: Int = -1
     ticket: Str = ""
 

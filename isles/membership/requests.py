@@ -24,7 +24,7 @@ from isles.comm.errors import PeerLost
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.sockets.reachability import LinkRates, measure_link
 from isles.comm.tags import Tag
-from isles.membership.keys import ASKED, ECHO, PIECE, REPORTED, signature
+from isles.membership.keys import ECHO, PIECE, REPORTS, REQUESTS, signature
 from isles.membership.messages import (
     Entry,
     JoinSwarm,
@@ -169,7 +169,7 @@ class LighthouseClient:
             self.waited += self.session.now() - began
         return is_over
 
-    def ask(self, message: Any, seconds: float = PATIENCE, key: str = ASKED) -> Any:
+    def ask(self, message: Any, seconds: float = PATIENCE, key: str = REQUESTS) -> Any:
         """The lighthouse's answer; None where none comes in time, or it has none. Not for callbacks."""
         answers: list[Any] = []
 
@@ -187,7 +187,7 @@ class LighthouseClient:
         message: Any,
         answered: Callable[[Any], None] = lambda answer: None,
         seconds: float = PATIENCE,
-        key: str = ASKED,
+        key: str = REQUESTS,
     ) -> None:
         """`ask` whoever serves `key` without waiting: `answered` is called with the answer. message: or its bytes."""
         said = message if isinstance(message, bytes) else encode(message)
@@ -207,7 +207,7 @@ class LighthouseClient:
         """Whether nothing of `member` is taken any more."""
         return False
 
-    def doubt(self, member: int) -> None:
+    def suspect(self, member: int) -> None:
         """Nothing comes from `member`, which is waited for: does the lighthouse hear it?"""
         self.send(Silent(member))
 
@@ -218,7 +218,7 @@ class LighthouseClient:
         self._reports.close()
 
     def _hand_in(self, line: bytes, taken: Callable[[bool], None]) -> None:
-        self.send(line, lambda answer: taken(answer is not None), key=REPORTED)
+        self.send(line, lambda answer: taken(answer is not None), key=REPORTS)
 
 
 def _read(reply: bytes | None) -> Any:
@@ -283,7 +283,7 @@ class SwarmClient(LighthouseClient):
             self._met(member)
 
     @override
-    def doubt(self, member: int) -> None:
+    def suspect(self, member: int) -> None:
         """Peers of a swarm ask each other."""
 
     def look(self) -> None:
@@ -318,7 +318,7 @@ _ANSWER = 10.0  # seconds
 _ASK_AGAIN = 0.05  # seconds between tries
 
 
-def echo_line(session: Session) -> LinkRates | None:
+def measure_lighthouse_link(session: Session) -> LinkRates | None:
     """Measured now, within some seconds; None where the lighthouse stops answering meanwhile."""
 
     def echo(out: int, back: int) -> None:

@@ -239,13 +239,13 @@ class RoundLeader:
 
     def exchange(self, round: int) -> Decision:
         """Among whom `round` is exchanged."""
-        standing = self.client.standing(round)
+        round_members = self.client.round_members(round)
         self.note_begun(round)
         return Decision(
             kind="exchange",
             round=round,
-            members=standing.members,
-            view=max(standing.view, 0),
+            members=round_members.members,
+            view=max(round_members.view, 0),
             seconds=self._patience(),
         )
 
@@ -259,7 +259,7 @@ class RoundLeader:
         """
         newest = max(self._begun, default=0)
         if isinstance(error, (Malformed, Refused)):
-            self.accuse(newest, error)
+            self.report_peer(newest, error)
         self.note(newest, tuple(sorted({self.member, member} - {-1})), type(error).__name__)
 
     def accepts(
@@ -284,10 +284,10 @@ class RoundLeader:
         """See `MemberState.accept`."""
         return self.client.accepts(round, members)
 
-    def accuse(self, round: int, error: CommError) -> None:
+    def report_peer(self, round: int, error: CommError) -> None:
         """Tell the lighthouse who sent what cannot be, where it is heard."""
         if self.client.has_answers:
-            self.client.accuse(round, 0, error)
+            self.client.report_peer(round, 0, error)
 
     def outcome(self, round: int) -> tuple[tuple[int, ...], str]:
         """(who took part in this member's exchange of `round`, `WHOLE` or `ALONE` or the error that ended it)."""
@@ -309,10 +309,10 @@ class RoundLeader:
         """
         postponed = Decision(kind="postpone", round=round)
         if self._part is None or self._part.round != round:
-            standing = self.client.decided(round)
-            if standing is None:
+            round_members = self.client.decided(round)
+            if round_members is None:
                 return postponed
-            self._part, self._view = RoundState(self.member, round, 0, standing.members), standing.view
+            self._part, self._view = RoundState(self.member, round, 0, round_members.members), round_members.view
         if self._lacks(self._part) and (word := self.client.finish_round(round, self._part.attempt, None)) is not None:
             self._part = self._part.heard(word)  # nobody waits for who cannot come
         part, self._opened = self._part, self._now()
@@ -332,7 +332,7 @@ class RoundLeader:
             if attempt == 0:
                 self._took.append(self._now() - self._opened)
         elif error is not None:
-            self.client.accuse(round, attempt, error)
+            self.client.report_peer(round, attempt, error)
         word = self.client.finish_round(round, attempt, digest)
         if word is not None:
             part = part.heard(word)

@@ -62,7 +62,7 @@ def as_line(line: RoundRecord | StartRecord) -> dict[str, Any]:
     return asdict(line)
 
 
-def from_line(value: Any) -> RoundRecord | StartRecord:
+def read_record(value: Any) -> RoundRecord | StartRecord:
     """The line that `as_line` was given. ValueError where it is none."""
     return read(RoundRecord if isinstance(value, dict) and "outcome" in value else StartRecord, value)
 
@@ -81,7 +81,7 @@ class RunHistory:
     outages: list[tuple[float, float]] = field(default_factory=list)
 
 
-def lives(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> RunHistory:
+def read_history(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> RunHistory:
     """end: of the run, in seconds of the entries' `at`; at least that of the last entry."""
     present: dict[int, list[tuple[float, float]]] = {}
     since: dict[int, float] = {}
@@ -130,7 +130,7 @@ class RoundCounts:
         return 1.0 - (self.outcomes[WHOLE] + self.outcomes[LATE]) / self.rounds if self.rounds else 0.0
 
 
-def account(lines: Sequence[RoundRecord | StartRecord]) -> RoundCounts:
+def ledger(lines: Sequence[RoundRecord | StartRecord]) -> RoundCounts:
     """Count the rounds and gifts in all lines of a run."""
     rounds = [line for line in lines if isinstance(line, RoundRecord)]
     gifts = [line for line in lines if isinstance(line, StartRecord) and line.donor >= 0]

@@ -67,7 +67,7 @@ def together(told: Iterable[Sequence[RejectionRow]]) -> list[RejectionRow]:
     return every.rows()
 
 
-def told_rows(told: object) -> list[RejectionRow]:
+def read_rejections(told: object) -> list[RejectionRow]:
     """`rows` as another machine tells them. ValueError where they are none."""
     return read(_Rows, told, "a list of refusals that is none")
 

@@ -359,7 +359,7 @@ class SimulatedMembership:
         self.rules, self.trace, self.lease, self._heard = rules, trace, lease, heard
         self.journal: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter()
-        self.lives: dict[int, tuple[float, float | None]] = {}
+        self.read_history: dict[int, tuple[float, float | None]] = {}
         self.clients: dict[int, MembershipClient] = {}
         self.finished: set[int] = set()
         self.is_over = False
@@ -401,12 +401,12 @@ class SimulatedMembership:
 
     def alive(self) -> list[int]:
         """Seats that have come and are neither dead nor gone."""
-        return [member for member, (_, end) in self.lives.items() if end is None]
+        return [member for member, (_, end) in self.read_history.items() if end is None]
 
     def gone(self, member: int) -> None:
         """`member` has ended by itself."""
         if not self.is_over:
-            self.lives[member] = self.lives[member][0], self.timeline.now
+            self.read_history[member] = self.read_history[member][0], self.timeline.now
             self.sessions[member].close()
             self._break(member)
 
@@ -426,31 +426,33 @@ class SimulatedMembership:
         """Where the lighthouse is away a worker gets its member late, and what happens to it happens after that."""
         if self.is_over:
             return
-        if member not in self.lives:
+        if member not in self.read_history:
             self._at(self.timeline.now + BACK, partial(self._once_there, member, act))
-        elif self.lives[member][1] is None:
+        elif self.read_history[member][1] is None:
             act(member)
 
     def _join(self, member: int) -> None:
         if self.is_over:
             return
-        if self._lighthouse is None or member > len(self.lives):  # members are given in the order of those who come
+        if self._lighthouse is None or member > len(
+            self.read_history
+        ):  # members are given in the order of those who come
             self._at(self.timeline.now + BACK, partial(self._join, member))
             return
-        self.lives[member] = self.timeline.now, None
+        self.read_history[member] = self.timeline.now, None
         self._lighthouse.act(lambda now: self._assembly.join(now, "virtual"))
         entry = Entry(member, self._keys.of(member))
         client = self.clients[member] = MembershipClient(self.sessions[member], entry)
         client.waits = self.transports[member]
-        self.transports[member].doubt = partial(self._doubt, client)
-        for other in self.lives:
-            if self.lives[other][1] is not None or other in self._cut:
+        self.transports[member].suspect = partial(self._doubt, client)
+        for other in self.read_history:
+            if self.read_history[other][1] is not None or other in self._cut:
                 client.connection(other, broken=True)
         self._seated[member].notify_all()
 
     def _kill(self, member: int) -> None:
         self.counts["deaths"] += 1
-        self.lives[member] = self.lives[member][0], self.timeline.now
+        self.read_history[member] = self.read_history[member][0], self.timeline.now
         self.sessions[member].close()
         self.wire.dead(member)
         self.transports[member].died(self.timeline.now, PeerLost(member, "it died"))
@@ -497,7 +499,7 @@ class SimulatedMembership:
     def _doubt(self, client: MembershipClient, member: int) -> None:
         """`client` waits for `member`: that one has just spoken, if it is there, so nobody need be asked."""
         if self.scheduler.workers[member].back(self.timeline.now) > self.timeline.now:
-            client.doubt(member)
+            client.suspect(member)
 
     def _tick(self) -> None:
         if self._lighthouse is not None:
@@ -538,7 +540,7 @@ class SimulatedMembership:
         self._session.later(self._tick, GRACE)
 
     def _return(self, member: int) -> None:
-        if self._lighthouse is not None and self.lives[member][1] is None and member not in self._cut:
+        if self._lighthouse is not None and self.read_history[member][1] is None and member not in self._cut:
             self._seen(member, there=True)
             self._poke(member)
 

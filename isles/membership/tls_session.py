@@ -34,7 +34,7 @@ from isles.comm.sockets.addresses import listen, parse_address
 from isles.comm.sockets.connection import PIECE, SILENCE, Connection, LinkLost, reason
 from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
 from isles.membership.hub import LONGEST, MAX_MESSAGE, Frame, FrameKind, Hub, Peer, frame_of, packed
-from isles.membership.keys import TIES
+from isles.membership.keys import RELAY_TICKETS
 from isles.membership.p2p.stream import TICKET
 from isles.membership.session import Rejections
 
@@ -333,7 +333,7 @@ class Session:
         self.port = listening.getsockname()[1]
         self._hub = Hub(mine, listening, lease, self.refused)
         loop.call(self._hub.join, self._own)
-        self.serve(TIES, self._ticket)
+        self.serve(RELAY_TICKETS, self._ticket)
         self._thread.start()
 
     def connect(self, token: Token, host: str, port: int, seconds: float) -> None:

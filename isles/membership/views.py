@@ -48,7 +48,7 @@ class View(Exact):
     members: Ints
     steps: Ints = ()
     start: Int = 0
-    owed: Annotated[tuple[SampleRange, ...], MANY] = ()
+    backlog: Annotated[tuple[SampleRange, ...], MANY] = ()
     identities: Annotated[tuple[Str, ...], MANY] = ()
 
     def place(self, member: int) -> int | None:

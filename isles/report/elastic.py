@@ -12,7 +12,16 @@ from typing import Any, TypeVar
 
 from isles.base.parsing import parse_json
 from isles.membership.journal import NAME
-from isles.membership.run_log import EXCHANGES, LATE, WHOLE, RoundRecord, RunHistory, StartRecord, from_line, lives
+from isles.membership.run_log import (
+    EXCHANGES,
+    LATE,
+    WHOLE,
+    RoundRecord,
+    RunHistory,
+    StartRecord,
+    read_history,
+    read_record,
+)
 from isles.report.panels import Chart, Lane, Lanes, Panel, Point, Polyline, Stretch, chart_panel
 from isles.report.rundir import Run, finite
 
@@ -34,8 +43,8 @@ def elastic_panels(run: Run) -> list[Panel]:
     if not entries:
         return []
     start = min(entry["at"] for entry in entries)
-    lines = list(_usable(run.path / EXCHANGES, from_line))
-    there = lives(entries, max((line.at for line in lines), default=0.0))
+    lines = list(_usable(run.path / EXCHANGES, read_record))
+    there = read_history(entries, max((line.at for line in lines), default=0.0))
     if there.end <= start:
         return []
     return [_members(there, start), _member_lanes(there, lines, start)]
@@ -126,7 +135,7 @@ def _entry(value: Any) -> dict[str, Any]:
     at, event = value["at"], value["event"]
     if finite(at) is None or not isinstance(event, str):
         raise ValueError("no entry")
-    lives([value])
+    read_history([value])
     return value
 
 

@@ -314,7 +314,7 @@ def _machines(_: Path) -> dict[str, Any]:
     one, both = (read_config(None, {}, [f"model.device={device}", "world.workers=2"]) for device in ("cuda:1", "cuda"))
     peer = object.__new__(peering.SeatedClusterPeer)
     peer.config, peer.tell, peer._session = one, lambda line: None, None
-    peering.echo_line = lambda session: None
+    peering.measure_lighthouse_link = lambda session: None
     kernels = fake_cuda.counts(1)["kernels"]
     node = peer._measured()
     return {

@@ -60,16 +60,16 @@ class Known:
     def __init__(self, folder: Path, router: Session) -> None:
         self.keys = MemberKeys(folder)
         self.notices: dict[int, list[str]] = {}
-        self.whereabouts = AddressBook(self.keys, router.seen)
+        self.address_book = AddressBook(self.keys, router.seen)
 
     def asker(self, member: int) -> Callable[..., Any]:
         """What that member asks it with."""
 
         def ask(message: Any, seconds: float = 5.0) -> Any:
             if isinstance(message, Lookup):
-                return self.whereabouts.find(member, message)
+                return self.address_book.find(member, message)
             answers = SimpleQueue[Any]()
-            self.whereabouts.listening(member, message, answers.put)
+            self.address_book.listening(member, message, answers.put)
             return answers.get(timeout=10.0)
 
         return ask
@@ -80,7 +80,7 @@ class Known:
         """Of a worker in that member."""
         entry, own = Entry(member, self.keys.of(member)), credentials.own(secret, folder)
         island = tuple(own.token.fingerprint if at == place else "0" * 32 for at in range(place + 1))
-        self.whereabouts.joined(member, island)
+        self.address_book.joined(member, island)
         told = self.notices.setdefault(member, [])
         return PeerConnections(
             session, entry, self.asker(member), own, lease=lease, notice=told.append, place=place, certificates=island

@@ -22,7 +22,7 @@ def refuse(
     run: RoundsCoordinator, by: int, whom: int, round: int = 1, attempt: int = 0, judge: int = -1
 ) -> list[RoundDecision]:
     """`by` says that the share of `whom` cannot be; judge: that this one has told it so. The words that follow."""
-    return words(run.accuse(0.0, by, PeerReport(round, attempt, whom, "refused", "NaN", judge)))
+    return words(run.report_peer(0.0, by, PeerReport(round, attempt, whom, "refused", "NaN", judge)))
 
 
 def words(orders: list[Effect]) -> list[RoundDecision]:
@@ -112,7 +112,7 @@ def test_who_says_that_it_is_done_and_gives_nothing_is_late_in_the_second_attemp
     for attempt in range(2):
         found = answers(run, attempt, {LIAR: 9})
         for by in (1, 2):
-            found += words(run.accuse(0.0, by, PeerReport(1, attempt, LIAR, "late")))
+            found += words(run.report_peer(0.0, by, PeerReport(1, attempt, LIAR, "late")))
         found += answers(run, attempt, {1: NOTHING, 2: NOTHING, 3: NOTHING})
         assert found[0] == RoundDecision(1, "again", attempt + 1, (0, 1, 2, 3) if not attempt else (1, 2, 3), view=0)
 
@@ -173,7 +173,9 @@ def test_three_refused_shares_and_two_accusers_shut_a_seat_out() -> None:
     for round, accuser in ((1, 0), (2, 0), (3, 0), (4, 1)):
         assert run.workers[3].state == "in"
         begin(run, round)
-        orders = run.accuse(0.0, accuser, PeerReport(round, 0, 3, "refused", "its share is 40 times as long as usual"))
+        orders = run.report_peer(
+            0.0, accuser, PeerReport(round, 0, 3, "refused", "its share is 40 times as long as usual")
+        )
     (refusal,) = [message for _, message in told(orders, Refusal)]
     assert refusal.reason == (
         "shut out: it and half of the others refuse each other's shares (its share is 40 times as long as usual)"
@@ -196,7 +198,7 @@ class Line:
 def test_a_worker_tells_whose_word_it_repeats_and_who_condemns_it() -> None:
     line = Line()
     for peer, by in ((1, -1), (1, 3), (2, 3)):
-        MembershipClient.accuse(line, 5, 0, Refused(peer, "NaN", by))  # type: ignore[arg-type]
+        MembershipClient.report_peer(line, 5, 0, Refused(peer, "NaN", by))  # type: ignore[arg-type]
     assert [(one.member, one.by) for one in line.asked] == [(1, -1), (1, 3), (3, -1)]
 
 
@@ -254,9 +256,9 @@ class Siege:
             if member in self.liars:
                 self.lies(member, round, attempt)
                 continue
-            if (accusation := found[member]) is not None:
-                self.run.hear(0.0, member, replace(accusation, round=round, attempt=attempt))
-            self.run.hear(0.0, member, Done(round, attempt, 7 if accusation is None else NOTHING))
+            if (peer_report := found[member]) is not None:
+                self.run.hear(0.0, member, replace(peer_report, round=round, attempt=attempt))
+            self.run.hear(0.0, member, Done(round, attempt, 7 if peer_report is None else NOTHING))
 
     def land(self, round: int) -> int:
         """The attempts that `round` took until it landed."""

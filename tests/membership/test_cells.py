@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from isles.data.order import rows, spare_rows
-from isles.membership.data_ledger import batches, debt, fresh_before, left_over, lot_batches, lots, merged, part
+from isles.membership.data_ledger import (
+    batches,
+    count_steps,
+    fresh_before,
+    left_over,
+    merged,
+    part,
+    range_batches,
+    ranges_of,
+)
 from isles.membership.views import SampleRange, View
 
 
@@ -36,9 +45,9 @@ def test_every_batch_once_also_where_steps_differ(steps: tuple[int, ...]) -> Non
 
 def test_debts_come_first_and_the_order_goes_on_behind_them() -> None:
     old = View(0, 1, (0, 1), (4, 4))
-    owed = tuple(lots(old, 1, 2, 4))
-    assert owed == (SampleRange(0, 1, 4, 8),)
-    new = View(1, 4, (0, 5, 6), (2, 4, 3), fresh_before(old, 4), owed)
+    backlog = tuple(ranges_of(old, 1, 2, 4))
+    assert backlog == (SampleRange(0, 1, 4, 8),)
+    new = View(1, 4, (0, 5, 6), (2, 4, 3), fresh_before(old, 4), backlog)
     views = {0: old, 1: new}
     missing = [p for round in (2, 3) for p in positions(views, old, round, 1)]
     read = [p for round in range(4, 8) for place in range(3) for p in positions(views, new, round, place)]
@@ -52,19 +61,23 @@ def test_lots_name_exactly_what_a_place_reads() -> None:
     new = View(1, 3, (0, 2, 4), (3, 1, 2), 12, (SampleRange(0, 0, 1, 3), SampleRange(0, 1, 0, 4)))
     views = {0: old, 1: new}
     for place, first, until in itertools.product(range(3), range(3, 7), range(3, 9)):
-        found = lots(new, place, first, until)
+        found = ranges_of(new, place, first, until)
         assert merged(found) == found
-        named = [int(rows(*b, batch_size=1)[0]) for lot in found for b in lot_batches(views[lot.view], lot)]
+        named = [
+            int(rows(*b, batch_size=1)[0])
+            for sample_range in found
+            for b in range_batches(views[sample_range.view], sample_range)
+        ]
         assert named == [p for round in range(first, until) for p in positions(views, new, round, place)]
 
 
 def test_what_a_view_ends_too_early_to_read_is_left_over() -> None:
-    owed = (SampleRange(0, 0, 0, 5), SampleRange(0, 1, 2, 4))
-    view = View(1, 10, (0, 1), (2, 1), 40, owed)
+    backlog = (SampleRange(0, 0, 0, 5), SampleRange(0, 1, 2, 4))
+    view = View(1, 10, (0, 1), (2, 1), 40, backlog)
     for until in range(8, 14):
         read = 3 * max(until - 10, 0)
-        assert debt(left_over(view, until)) == max(9 - read, 0)
-        assert left_over(view, until) == part(owed, read, 99)
+        assert count_steps(left_over(view, until)) == max(9 - read, 0)
+        assert left_over(view, until) == part(backlog, read, 99)
         assert fresh_before(view, until) == max(read - 9, 0)
 
 

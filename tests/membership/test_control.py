@@ -118,13 +118,13 @@ def test_a_question_is_answered_once(run: Callable[[Program], None]) -> None:
                 case said:
                     query.reply(partial(bytes.upper, said) if said == b"made" else query.attachment)
 
-        def ask(said: bytes, key: str = "isles/asked", seconds: float = 5.0) -> Any:
+        def ask(said: bytes, key: str = "isles/requests", seconds: float = 5.0) -> Any:
             known = len(heard)
             here.ask(key, said, heard, attachment=b"beside", seconds=seconds, urgent=True)
             assert heard.wait(known + 1)
             return heard[-1]
 
-        there.serve("isles/asked", serve)
+        there.serve("isles/requests", serve)
         for _ in range(50):  # a fresh session does not know at once who serves what
             if ask(b"made") != (None, None):
                 break

@@ -9,8 +9,8 @@ import pytest
 
 from isles.membership.failure_detector import SILENT, FailureDetector, SuspicionReporter
 from isles.membership.lighthouse import Admissions
-from isles.membership.messages import told_paths
-from isles.membership.session import OTHERS, Rejections, told_rows
+from isles.membership.messages import read_paths
+from isles.membership.session import OTHERS, Rejections, read_rejections
 from isles.membership.tls_session import open_session
 from tests.membership.sessions import router
 
@@ -21,7 +21,7 @@ def test_what_a_stranger_writes_fills_no_memory() -> None:
         refused.note(number % 3, f"{number} " + "x" * 1000)
     assert len(refused) == 257 and sum(refused.values()) == 10_000
     assert refused[-1, OTHERS] == 10_000 - 256 and all(len(why) <= 100 for _, why in refused)
-    assert told_rows([list(row) for row in refused.rows()]) == refused.rows()
+    assert read_rejections([list(row) for row in refused.rows()]) == refused.rows()
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_what_a_stranger_writes_fills_no_memory() -> None:
 )
 def test_what_is_told_of_refusals_is_looked_at(told: object) -> None:
     with pytest.raises(ValueError, match="none"):
-        told_rows(told)
+        read_rejections(told)
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,10 @@ def test_what_is_told_of_refusals_is_looked_at(told: object) -> None:
 )
 def test_what_is_told_of_paths_is_looked_at(row: list[object]) -> None:
     whole = [1, "direct", 0.1, 5, 6]
-    assert told_paths([whole] * 256) == [tuple(whole)] * 256
+    assert read_paths([whole] * 256) == [tuple(whole)] * 256
     for told in (None, [whole, row], [whole] * 257):
         with pytest.raises(ValueError, match="none"):
-            told_paths(told)
+            read_paths(told)
 
 
 def test_an_address_has_its_turns_and_more_with_time() -> None:
@@ -95,13 +95,13 @@ def test_who_was_there_and_is_gone_is_remembered_until_it_is_back() -> None:
 
 def test_whoever_waits_asks_after_a_second_and_not_at_every_glance() -> None:
     asked = list[int]()
-    doubts = SuspicionReporter(asked.append)
+    suspects = SuspicionReporter(asked.append)
     for seconds in (0.0, 0.5, 0.9):
-        doubts.awaited({1, None}, seconds)
+        suspects.awaited({1, None}, seconds)
     assert not asked
     for seconds in (1.0, 1.1):
-        doubts.awaited({1, None}, seconds)
-    doubts.awaited({1, 2}, 1.2)
+        suspects.awaited({1, None}, seconds)
+    suspects.awaited({1, 2}, 1.2)
     assert asked == [1, 2]
 
 

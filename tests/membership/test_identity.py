@@ -100,7 +100,7 @@ def test_who_dials_shows_a_key(tmp_path: Path) -> None:
         def is_let_in(shows: credentials.Credentials, certificates: tuple[str, ...], signs: str) -> bool:
             near, far = socket.socketpair()
             hosted = aside.submit(host._let_in, far)
-            with as_dialler(near, credentials.Token(to, found.introduction), PairHello(1, 0, True)) as talk:
+            with as_dialler(near, credentials.Token(to, found.peer_key), PairHello(1, 0, True)) as talk:
                 show(talk, shows, certificates, signs)
                 try:
                     hosted.result(10.0)[0].close()

@@ -54,8 +54,8 @@ def test_a_membership_from_its_journal_is_the_same(agrees: bool) -> None:
     before, after = world.lighthouse, RoundsCoordinator(world.rules, world.journal)
     assert before is not None
     assert after.view == before.view and after.newest_round == before.newest_round
-    assert after.account.views == before.account.views
-    assert after.owed() == before.owed()
+    assert after.ledger.views == before.ledger.views
+    assert after.backlog() == before.backlog()
     assert after.ballots.__dict__["_landed"].keys() == before.ballots.__dict__["_landed"].keys()
     for member, worker in before.workers.items():
         known = after.workers[member]

@@ -15,7 +15,7 @@ import pytest
 from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
 from isles.membership.journal import Journal
-from isles.membership.keys import ASKED, CONFIG, HELLO, REPORTED, MemberKeys, number_of, signature, told_at
+from isles.membership.keys import CONFIG, HELLO, REPORTS, REQUESTS, MemberKeys, notify_key, signature, split_sequence
 from isles.membership.lighthouse import Lighthouse
 from isles.membership.messages import Beat, BeatReply, Entry, Hello, Refusal, RoundDecision, Silent, decode, encode
 from isles.membership.tls_session import Session, open_session
@@ -78,7 +78,7 @@ def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:
         assert isinstance(text, Refusal) and "data.path" in text.reason
         second = hello("1.0", "abc")
         word = partial(signature, entry.member, entry.key)
-        assert isinstance(decode(ask(guest, ASKED, encode(Beat()), word)[0] or b""), BeatReply)
+        assert isinstance(decode(ask(guest, REQUESTS, encode(Beat()), word)[0] or b""), BeatReply)
         never = (None, b"never")
         as_another = partial(signature, 1, entry.key)
         forged = [
@@ -87,15 +87,15 @@ def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:
             as_another,
             partial(signature, 99, "0" * 32),
             b"\xff" * 100,
-            word(REPORTED, encode(Beat())),
+            word(REPORTS, encode(Beat())),
         ]
-        assert all(ask(guest, ASKED, encode(Beat()), wrong) == never for wrong in forged)
+        assert all(ask(guest, REQUESTS, encode(Beat()), wrong) == never for wrong in forged)
         junk = [b"", b"{", b"[" * 60_000, b"\0" * 70_000, b'{"kind":"beat"}', encode(RoundDecision(1, "land", 0, (0,)))]
-        assert all(ask(guest, ASKED, wrong, word) == never for wrong in junk)
+        assert all(ask(guest, REQUESTS, wrong, word) == never for wrong in junk)
         assert ask(guest, HELLO, b"{}") == never
-        assert ask(guest, REPORTED, b'{"fine": 0}', word) == (b"", None)
-        assert ask(guest, REPORTED, b"x", as_another) == never
-        assert ask(guest, REPORTED, b'{"fine": 1}', word) == (b"", None)  # another's: noted as refused
+        assert ask(guest, REPORTS, b'{"fine": 0}', word) == (b"", None)
+        assert ask(guest, REPORTS, b"x", as_another) == never
+        assert ask(guest, REPORTS, b'{"fine": 1}', word) == (b"", None)  # another's: noted as refused
         assert lighthouse.refused[0, "not fine"] == 1
         assert sum(lighthouse.refused.values()) == len(forged) + len(junk) + 5
         # All the while it works: the second member is another one, with a key of its own.
@@ -118,7 +118,9 @@ def test_orders_are_numbered_on_by_a_lighthouse_that_is_lit_again(tmp_path: Path
         with lit(tmp_path, life) as (lighthouse, guest):
             if life == 0:
                 member = decode(ask(guest, HELLO, encode(Hello("1.0", "abc", guest.name(), NOBODYS)))[0] or b"").member
-            guest.serve(told_at(member, 0), lambda query, life=life: heard.append((life, number_of(query.payload)[0])))
+            guest.serve(
+                notify_key(member, 0), lambda query, life=life: heard.append((life, split_sequence(query.payload)[0]))
+            )
             for _ in range(100):
                 lighthouse.tell([member], Silent(5))
                 threading.Event().wait(0.02)

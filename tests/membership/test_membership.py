@@ -156,7 +156,7 @@ def test_what_a_worker_got_before_it_took_anothers_state_it_does_not_have() -> N
     promise(run, 0, 2)
     assert run.view.members == (0, 1, 2)
     run.gone(3.0, 2)
-    assert any(lot[:3] == (0, 2, 0) for lot in run.owed())
+    assert any(sample_range[:3] == (0, 2, 0) for sample_range in run.backlog())
 
 
 def test_a_newcomer_loads_from_whoever_is_least_busy_and_then_from_another() -> None:
@@ -296,13 +296,13 @@ def test_a_loss_in_a_round_is_another_attempt_and_who_missed_a_landing_begins_ag
 def test_late_and_refused_is_what_most_of_the_others_say() -> None:
     run, _ = founded(4, agrees=True)
     late = PeerReport(1, 0, 3, "late")
-    run.accuse(0.0, 0, late)
-    assert told(run.accuse(0.0, 0, late), RoundDecision) == []  # saying it twice is one voice
-    assert told(run.accuse(0.0, 1, late), RoundDecision)[0][1] == RoundDecision(1, "again", 1, (0, 1, 2), view=0)
+    run.report_peer(0.0, 0, late)
+    assert told(run.report_peer(0.0, 0, late), RoundDecision) == []  # saying it twice is one voice
+    assert told(run.report_peer(0.0, 1, late), RoundDecision)[0][1] == RoundDecision(1, "again", 1, (0, 1, 2), view=0)
     again = PeerReport(1, 1, 2, "refused", "its share holds NaN")
-    assert told(run.accuse(0.0, 0, again), RoundDecision) == []
-    assert told(run.accuse(0.0, 1, again), RoundDecision)[0][1] == RoundDecision(1, "again", 2, (0, 1), view=0)
-    assert told(run.accuse(0.0, 1, replace(again, attempt=2, member=0)), RoundDecision)[0][1].members == (1,)
+    assert told(run.report_peer(0.0, 0, again), RoundDecision) == []
+    assert told(run.report_peer(0.0, 1, again), RoundDecision)[0][1] == RoundDecision(1, "again", 2, (0, 1), view=0)
+    assert told(run.report_peer(0.0, 1, replace(again, attempt=2, member=0)), RoundDecision)[0][1].members == (1,)
 
 
 # The worker's side

@@ -32,7 +32,7 @@ class World:
     def __init__(self, *peers: int, most: int = 10, members: int = 100) -> None:
         self.rules = SwarmRules(peers=peers, most=most, members=members, last=50)
         self.journal: list[dict[str, Any]] = []
-        self.muster = SwarmCoordinator(self.rules)
+        self.coordinator = SwarmCoordinator(self.rules)
         self.now = 0.0
 
     def answer(self, orders: Any) -> Any:
@@ -40,22 +40,22 @@ class World:
         return next((order.message for order in orders if isinstance(order, Reply)), None)
 
     def join(self) -> Any:
-        return self.answer(self.muster.join(self.now, "text"))
+        return self.answer(self.coordinator.join(self.now, "text"))
 
     def ask(self, member: int, stage: int = ANY, run: int = RUN) -> Any:
-        return self.answer(self.muster.hear(self.now, member, RequestWork(stage, run)))
+        return self.answer(self.coordinator.hear(self.now, member, RequestWork(stage, run)))
 
     def beat(self, member: int, step: int, stages: dict[int, int], epoch: int = 1) -> Any:
         said = SwarmBeat(epoch, step, tuple(stages), tuple(stages.values()), 0.1, 1.0, 4, 0.2, ())
-        return self.answer(self.muster.hear(self.now, member, said))
+        return self.answer(self.coordinator.hear(self.now, member, said))
 
     def gone(self, *members: int) -> None:
         for member in members:
-            self.answer(self.muster.gone(self.now, member))
+            self.answer(self.coordinator.gone(self.now, member))
 
     def again(self, until: float = 0.0) -> None:
         """The lighthouse is lit again."""
-        self.muster = SwarmCoordinator(self.rules, self.journal, until)
+        self.coordinator = SwarmCoordinator(self.rules, self.journal, until)
 
 
 def begun(*peers: int, more: int = 0) -> World:
@@ -90,7 +90,7 @@ def test_who_comes_later_is_sent_to_those_at_work() -> None:
     assert world.ask(2) == JoinSwarm(1, (0, 1))
     whole = {0: 0, 1: 1, 2: 1}
     assert world.beat(2, 3, whole) == world.beat(0, 3, whole) == world.beat(1, 3, whole) == StatesSaved(0)
-    assert world.muster.members == {0: 0, 1: 1}, "nobody but itself says where it is"
+    assert world.coordinator.members == {0: 0, 1: 1}, "nobody but itself says where it is"
     assert world.beat(2, 3, whole) == StatesSaved(0)
     world.join()
     assert world.ask(3) == JoinSwarm(1, (0, 1, 2))
@@ -104,10 +104,10 @@ def test_of_two_halves_the_one_that_is_heard_first_goes_on() -> None:
     for member in whole:
         world.beat(member, 5, whole)
     assert world.beat(0, 6, here) == world.beat(1, 6, there) == world.beat(2, 6, here) == StatesSaved(0)
-    assert world.muster.members == {0: 0, 1: 0, 2: 1}, "two of three have gone on without 3, at a later step"
+    assert world.coordinator.members == {0: 0, 1: 0, 2: 1}, "two of three have gone on without 3, at a later step"
     assert isinstance(world.beat(3, 6, there), Rejoin)
     assert world.beat(0, 7, here) == world.beat(2, 7, here) == StatesSaved(0)
-    assert world.muster.members == here
+    assert world.coordinator.members == here
     assert isinstance(world.beat(1, 8, there), Rejoin) and isinstance(world.beat(3, 9, there), Rejoin)
     world.again()
     assert isinstance(world.beat(1, 9, there), Rejoin), "and after a restart"
@@ -116,8 +116,8 @@ def test_of_two_halves_the_one_that_is_heard_first_goes_on() -> None:
 def test_a_swarm_that_has_nobody_left_begins_again_from_what_is_kept() -> None:
     world = begun(1, 1)
     world.beat(0, 30, {0: 0, 1: 1})
-    world.answer(world.muster.keep(20))
-    world.answer(world.muster.keep(10))  # which came late
+    world.answer(world.coordinator.keep(20))
+    world.answer(world.coordinator.keep(10))  # which came late
     assert world.beat(0, 30, {0: 0, 1: 1}) == StatesSaved(20)
     world.gone(0, 1)
     for _ in (2, 3):
@@ -147,14 +147,14 @@ def test_after_a_restart_who_was_there_is_given_a_while(is_back: bool) -> None:
     world.now = 3.0
     if is_back:
         for member in (0, 1):
-            world.answer(world.muster.back(world.now, member))
+            world.answer(world.coordinator.back(world.now, member))
     world.now = 9.0
-    world.answer(world.muster.tick(world.now))
-    assert world.muster.alive() == ([0, 1] if is_back else [])
+    world.answer(world.coordinator.tick(world.now))
+    assert world.coordinator.alive() == ([0, 1] if is_back else [])
     if is_back:
         for member in (1, 0):
             assert world.beat(member, 12, {0: 0, 1: 1}) == StatesSaved(0)
-        assert world.muster.step == 12
+        assert world.coordinator.step == 12
     assert isinstance(world.ask(2), JoinSwarm if is_back else Wait)
 
 
@@ -162,13 +162,13 @@ def test_a_muster_from_its_journal_is_the_same() -> None:
     world = begun(1, 2, more=1)
     for member in (0, 1, 3, 0, 3):
         world.beat(member, 4, {0: 0, 1: 1, 3: 1})
-    assert world.muster.members == {0: 0, 1: 1, 3: 1}
-    world.answer(world.muster.hear(0.0, 2, Leave()))
-    world.answer(world.muster.keep(3))
+    assert world.coordinator.members == {0: 0, 1: 1, 3: 1}
+    world.answer(world.coordinator.hear(0.0, 2, Leave()))
+    world.answer(world.coordinator.keep(3))
     world.gone(1)
-    before = world.muster
+    before = world.coordinator
     world.again()
-    after = world.muster
+    after = world.coordinator
     assert (after.members, after.epoch, after.step, after.kept) == (before.members, before.epoch, 4, 3)
     assert {s: (p.connected, p.left) for s, p in after.peers.items()} == {
         s: (p.connected, p.left) for s, p in before.peers.items()
@@ -177,7 +177,7 @@ def test_a_muster_from_its_journal_is_the_same() -> None:
 
 def test_the_end_is_told_to_all() -> None:
     world = begun(1, 1, more=1)
-    world.answer(world.muster.end(0.0))
+    world.answer(world.coordinator.end(0.0))
     assert world.beat(0, 50, {0: 0, 1: 1}) == world.ask(2) == Over()
 
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_is_refused() -> None:
     for stages in ({0: 0}, {0: 0, 1: 2}, {0: 0, 1: -1}, {1: 1, 77: 0}):
         with pytest.raises(ValueError, match="cannot be"):
             world.beat(1, 5, stages)
-    assert world.muster.hear(0.0, 0, "something else") is None
+    assert world.coordinator.hear(0.0, 0, "something else") is None
 
 
 def test_seats_are_bounded_and_never_used_twice() -> None:
@@ -212,7 +212,7 @@ def test_a_peer_speaks_for_itself_alone(count: int) -> None:
             for lie in ({0: 0}, dict.fromkeys(whole, 0), {**whole, count: 1}):
                 assert isinstance(world.beat(0, 50, lie), StatesSaved)
             assert world.beat(member, step, whole) == StatesSaved(0)
-            assert world.muster.members == whole and world.muster.step in (step, step - 1)
+            assert world.coordinator.members == whole and world.coordinator.step in (step, step - 1)
 
 
 def test_who_is_gone_is_none_of_the_swarm_once_most_have_gone_on_without_it() -> None:
@@ -222,13 +222,13 @@ def test_who_is_gone_is_none_of_the_swarm_once_most_have_gone_on_without_it() ->
     for member in whole:
         world.beat(member, 4, whole)
     world.gone(2)
-    assert world.beat(0, 5, whole) == StatesSaved(0) and world.muster.members == whole
-    world.answer(world.muster.back(0.0, 2))
+    assert world.beat(0, 5, whole) == StatesSaved(0) and world.coordinator.members == whole
+    world.answer(world.coordinator.back(0.0, 2))
     assert world.beat(2, 5, whole) == StatesSaved(0)
     world.gone(2)
     for member in (0, 1):
         world.beat(member, 6, {0: 0, 1: 1})
-    assert world.muster.members == {0: 0, 1: 1}
+    assert world.coordinator.members == {0: 0, 1: 1}
 
 
 def test_seats_that_nobody_works_with_are_none_of_the_swarm() -> None:
@@ -241,7 +241,7 @@ def test_seats_that_nobody_works_with_are_none_of_the_swarm() -> None:
         for member in strangers:
             for lie in (strangers, strangers | whole, strangers | {1: 0}):
                 world.beat(member, 50, lie)
-        assert world.muster.members == whole and world.muster.step == step
+        assert world.coordinator.members == whole and world.coordinator.step == step
     assert world.ask(7) == JoinSwarm(1, (0, 1, 2))
 
 
@@ -264,7 +264,7 @@ def test_numbers_that_no_peer_has_are_refused(more: dict[str, Any]) -> None:
     world = begun(1, 1)
     good = {"epoch": 1, "step": 3, "members": (0, 1), "stages": (0, 1), "seconds": 0.1, "queue": 1.0, "counted": 4}
     good |= {"since": 0.2, "place": ()}
-    assert world.answer(world.muster.hear(0.0, 0, SwarmBeat(**good))) == StatesSaved(0)
+    assert world.answer(world.coordinator.hear(0.0, 0, SwarmBeat(**good))) == StatesSaved(0)
     with pytest.raises(ValueError, match="cannot be"):
-        world.muster.hear(0.0, 0, SwarmBeat(**good | more))
-    assert world.muster.peers[0].serving == SwarmBeat(**good)
+        world.coordinator.hear(0.0, 0, SwarmBeat(**good | more))
+    assert world.coordinator.peers[0].serving == SwarmBeat(**good)

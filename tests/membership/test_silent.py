@@ -30,7 +30,7 @@ mine = credentials.read(Path(folder))
 """
 CLIENT = """
 session = open_session(mine.token, address)
-session.serve("isles/mail/1", lambda query: query.reply())
+session.serve("isles/dial/1", lambda query: query.reply())
 session.present("isles/member/1")
 time.sleep(600)
 """
@@ -40,7 +40,7 @@ session.watch("isles/member/*", lambda key, there: print("there" if there else "
 chunk, flying = bytes(1 << 20), threading.Semaphore(4)
 while True:
     flying.acquire()
-    session.ask("isles/mail/1", chunk, lambda reply, refusal: flying.release(), seconds=2.0)
+    session.ask("isles/dial/1", chunk, lambda reply, refusal: flying.release(), seconds=2.0)
     time.sleep(0.01)
 """
 

@@ -19,7 +19,7 @@ from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
 from isles.membership.failure_detector import IslandLiveness
 from isles.membership.journal import Journal
-from isles.membership.keys import ASKED, HELLO, MemberKeys, number_of, signature, told_at
+from isles.membership.keys import HELLO, REQUESTS, MemberKeys, notify_key, signature, split_sequence
 from isles.membership.lighthouse import Lighthouse
 from isles.membership.messages import Done, Entry, Hello, Load, PeerReport, Silent, decode, encode
 from isles.membership.p2p.transport import ElasticTransport
@@ -91,7 +91,7 @@ def islands(folder: Path) -> Iterator[Islands]:
             assert isinstance(entry, Entry) and entry.member == member
             client, line = MembershipClient(first, entry), FollowerClient(second, entry, 1)
             stack.callback(client.close)
-            own = ElasticTransport(first, member, 3), ElasticTransport(second, member, 3, doubt=line.doubt, place=1)
+            own = ElasticTransport(first, member, 3), ElasticTransport(second, member, 3, suspect=line.suspect, place=1)
             for transport in own:
                 stack.callback(transport.close)
             client.waits, line.waits = own
@@ -133,7 +133,7 @@ def test_it_believes_the_lighthouse_alone(tmp_path: Path) -> None:
         wait = world.waits(0, 2, Tag("outer", 1))
         word, forged = encode(RoundDecision(1, "again", 1, (0, 1))), world.sessions[1]
         own = world.entries[1]
-        where = told_at(0, 1)
+        where = notify_key(0, 1)
         for attachment in (None, b"", signature(own.member, own.key, where, word), signature(0, own.key, where, word)):
             answer = forged.answer(where, word, attachment=attachment, seconds=5.0)
             assert answer == (None, b"never")
@@ -144,16 +144,16 @@ def test_it_believes_the_lighthouse_alone(tmp_path: Path) -> None:
 def test_what_is_overheard_proves_no_other_word(tmp_path: Path) -> None:
     """A member may listen in where another one is told its orders: it hears neither its key nor a proof for others."""
     with islands(tmp_path) as world:
-        entry, where, heard = world.entries[0], told_at(0, 1), list[tuple[bytes, bytes]]()
+        entry, where, heard = world.entries[0], notify_key(0, 1), list[tuple[bytes, bytes]]()
         world.sessions[1].serve(where, lambda query: heard.append((query.payload, query.attachment)))
         until(lambda: world.lighthouse.tell([0], Silent(9)) or heard, 5.0)
         word, proof = heard[0]
-        assert decode(number_of(word)[1]) == Silent(9) and proof == signature(0, entry.key, where, word)
+        assert decode(split_sequence(word)[1]) == Silent(9) and proof == signature(0, entry.key, where, word)
         assert entry.key.encode() not in proof
         wait = world.waits(0, 2, Tag("outer", 1))
-        for said, there in ((Silent(2), where), (Silent(9), told_at(0, 0))):
+        for said, there in ((Silent(2), where), (Silent(9), notify_key(0, 0))):
             assert world.sessions[2].answer(there, encode(said), attachment=proof, seconds=5.0) == (None, b"never")
-        assert world.sessions[2].answer(ASKED, word, attachment=proof, seconds=5.0) == (None, b"never")
+        assert world.sessions[2].answer(REQUESTS, word, attachment=proof, seconds=5.0) == (None, b"never")
         assert not wait.done()
 
 
@@ -162,7 +162,7 @@ def test_an_order_that_was_overheard_is_obeyed_once(tmp_path: Path) -> None:
     with islands(tmp_path) as world:
         firsts, heard = [client.session for client in world.leaders], dict[str, tuple[bytes, bytes]]()
         for place in (0, 1):
-            where = told_at(0, place)
+            where = notify_key(0, place)
             world.sessions[1].serve(
                 where, lambda query, where=where: heard.update({where: (query.payload, query.attachment)})
             )

@@ -432,17 +432,19 @@ class World:
         if member.call != member.ready or member.call != call or not node.training:
             node.training = False
             return
-        standing = member.group(round)
-        if self.rules.agrees and not standing.decided:  # nothing could land; the inner loop goes on meanwhile
+        round_members = member.group(round)
+        if self.rules.agrees and not round_members.decided:  # nothing could land; the inner loop goes on meanwhile
             self.after(0.2, lambda: self.unless_frozen(node, lambda: node.alive and self.meet(node, round, call)))
             return
-        members = standing.members if self.rules.agrees else self._pair(round, standing.members, member.member)
+        members = (
+            round_members.members if self.rules.agrees else self._pair(round, round_members.members, member.member)
+        )
         if len(members) == 1 and not self.rules.agrees:
             self.counts["alone"] += 1
             self.begin(node, round + 1)
             return
         part = RoundState(member.member, round, 0, members) if self.rules.agrees else None
-        node.exchange = Exchange(round, standing.view, members, part, node.work)
+        node.exchange = Exchange(round, round_members.view, members, part, node.work)
         self._send(node)
         self._late(node, node.exchange, 0)
         self.exchanging(node)
@@ -487,8 +489,10 @@ class World:
                 here = node.shares.get((exchange.round, attempt), {})
                 for member in part.members:
                     if member not in here:
-                        accusation = PeerReport(exchange.round, attempt, member, "late")
-                        self.ask(node, lambda m, a=accusation: m.accuse(self.now, node.member, a), lambda message: None)
+                        peer_report = PeerReport(exchange.round, attempt, member, "late")
+                        self.ask(
+                            node, lambda m, a=peer_report: m.report_peer(self.now, node.member, a), lambda message: None
+                        )
                 self._say_failed(node, Done(exchange.round, attempt, NOTHING))
                 self._late(node, exchange, attempt)
 

@@ -58,8 +58,8 @@ def test_rounds_are_whole_where_workers_come_and_go() -> None:
 
 
 @pytest.mark.parametrize("owed", [(), (SampleRange(0, 0, 0, 7),)])
-def test_the_last_round_is_the_one_that_reaches_them(owed: tuple[SampleRange, ...]) -> None:
-    view = View(3, 10, (1, 4, 5), steps=(2, 2, 1), start=100, owed=owed)
+def test_the_last_round_is_the_one_that_reaches_them(backlog: tuple[SampleRange, ...]) -> None:
+    view = View(3, 10, (1, 4, 5), steps=(2, 2, 1), start=100, backlog=backlog)
     for batches in range(101, 140):
         last = last_round(view, batches)
         assert view.start + fresh_before(view, last + 1) >= batches > view.start + fresh_before(view, last)

@@ -20,7 +20,7 @@ from isles.comm.sockets.proof import SecretRefused, TokenRefused
 from isles.comm.sockets.reachability import EchoServer
 from isles.membership.keys import ABOUT, PIECE, REACH
 from isles.membership.messages import About, AnnounceAddress, Reachability, Refusal, decode, encode
-from isles.membership.requests import ask, echo_line
+from isles.membership.requests import ask, measure_lighthouse_link
 from isles.membership.tls_session import Session, open_session
 
 _PATIENCE = 5.0  # seconds for a connection
@@ -104,7 +104,7 @@ def _run(about: About) -> Iterator[Check]:
 def _rates(session: Session) -> Check:
     from isles.report.units import format_bytes
 
-    line = echo_line(session)
+    line = measure_lighthouse_link(session)
     if line is None:
         return Check("rate", False, "the lighthouse stopped answering while the line was measured: try again")
     up, down = (f"{8 * rate / 1e6:,.{0 if rate > 1e7 else 2}f} Mbit/s" for rate in (line.out, line.back))

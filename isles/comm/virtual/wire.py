@@ -35,7 +35,7 @@ from isles.base.modes import own_modes
 from isles.comm.errors import DeadlinePassed, Malformed, PeerLost, RoundPassed
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
-from isles.comm.transport import DOUBT_AFTER, DOUBT_EVERY, Steps, awaited
+from isles.comm.transport import SUSPECT_AFTER, SUSPECT_EVERY, Steps, awaited
 from isles.comm.virtual.scheduler import Awaited, Scheduler, VirtualWorker
 from isles.network.engine import ARRIVED, LAST, Event, EventQueue, Wire, WireMessage
 from isles.network.links import Topology
@@ -173,8 +173,8 @@ class VirtualTransfer:
         self._needed = 0  # of them, before the protocol goes on
         self._deadline: Event | None = None
         self._result: Any = None
-        self.doubt: Callable[[int], None] | None = None
-        """See `VirtualTransport.doubt`."""
+        self.suspect: Callable[[int], None] | None = None
+        """See `VirtualTransport.suspect`."""
 
     @property
     def listens(self) -> bool:
@@ -194,8 +194,8 @@ class VirtualTransfer:
         with self._owner:
             if not self.finished:
                 start = self._owner.clock
-                if self.doubt is not None:
-                    self._scheduler.timeline.at(start + DOUBT_AFTER, LAST, self._owner.rank, self._doubt)
+                if self.suspect is not None:
+                    self._scheduler.timeline.at(start + SUSPECT_AFTER, LAST, self._owner.rank, self._doubt)
                 self._scheduler.block(self._owner, self)
                 self._traffic.waited(self._channel, start, self._owner.clock)
         if self.error is not None:
@@ -204,7 +204,7 @@ class VirtualTransfer:
 
     def _doubt(self) -> None:
         """Its owner stands still: is anybody there whom it waits for?"""
-        if self.finished or self._owner.awaits is not self or self.doubt is None:
+        if self.finished or self._owner.awaits is not self or self.suspect is None:
             return
         timeline = self._scheduler.timeline
         if (back := self._owner.back(timeline.now)) > timeline.now:
@@ -212,8 +212,8 @@ class VirtualTransfer:
             return
         for peer in dict.fromkeys(work.peer for work in self._pending):
             if peer is not None:
-                self.doubt(peer)
-        timeline.at(timeline.now + DOUBT_EVERY, LAST, self._owner.rank, self._doubt)
+                self.suspect(peer)
+        timeline.at(timeline.now + SUSPECT_EVERY, LAST, self._owner.rank, self._doubt)
 
     def done(self) -> bool:
         with self._owner:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from isles.comm.sockets import loop
 from isles.comm.sockets.reachability import echo_failure
-from isles.membership.keys import MemberKeys, introduction
+from isles.membership.keys import MemberKeys, peer_key
 from isles.membership.messages import AnnounceAddress, Lookup, PeerAddress, Reachability
 from isles.membership.p2p.relay import new_ticket
 
@@ -46,7 +46,7 @@ class AddressBook:
     def find(self, asker: int, find: Lookup) -> PeerAddress:
         """The way from a worker of the member `asker` to another one."""
         there = self._known.get((find.member, find.place))
-        word = introduction(self._keys.of(find.member), asker).hex()
+        word = peer_key(self._keys.of(find.member), asker).hex()
         certificates = self._certificates.get(find.member, ()) if there else ()
         found = PeerAddress(find.member, *(there or ("", 0)), certificates, word)
         both = {asker, find.member}

@@ -28,7 +28,7 @@ class Carrier(Protocol):
 
     resent: int
 
-    def numbered(self) -> int:
+    def add_sequence(self) -> int:
         """A number, higher than those before."""
         ...
 
@@ -100,7 +100,7 @@ class Outgoing:
         with self._changed:
             over = self._over
             if over is None:
-                number = self._carrier.numbered()
+                number = self._carrier.add_sequence()
                 self._messages[number] = message
                 self._waiting.append(number)
                 self._notify()

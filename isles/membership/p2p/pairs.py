@@ -34,7 +34,7 @@ from isles.comm.sockets.addresses import written
 from isles.comm.sockets.connection import SILENCE, LinkLost
 from isles.comm.sockets.listener import MOST, peeked
 from isles.comm.sockets.reachability import EchoServer
-from isles.membership.keys import LIT, TIES, introduction, sealed
+from isles.membership.keys import RELAY_TICKETS, UP, authenticate, peer_key
 from isles.membership.messages import AnnounceAddress, Entry, Lookup, PeerAddress, Reachability
 from isles.membership.p2p.relay import TicketExchange
 from isles.membership.p2p.stream import PAIR, TICKET_SIZE, PairHello, Stream, as_dialler, as_host, show, shown, tuned
@@ -217,7 +217,7 @@ class PeerConnections:
         self._session.serve(self._key(self._entry.member), self._asked)
         if self._listener is None:
             self._announce()
-        self._session.watch(LIT, self._light)
+        self._session.watch(UP, self._light)
         transport.open()
 
     def close(self) -> None:
@@ -236,14 +236,14 @@ class PeerConnections:
 
     # What gifts ask (`PeerKeys`)
 
-    def introduction(self, peer: int) -> bytes | None:
+    def peer_key(self, peer: int) -> bytes | None:
         """By which a message to `peer` is sealed; None while the lighthouse does not say. Waits for its answer."""
         found = self._found.get(peer) or self._find(peer)
-        return None if found is None else bytes.fromhex(found.introduction)
+        return None if found is None else bytes.fromhex(found.peer_key)
 
     def expected(self, sender: int) -> bytes:
         """By which a message of `sender` must be sealed."""
-        return introduction(self._entry.key, sender)
+        return peer_key(self._entry.key, sender)
 
     # What the transport asks
 
@@ -313,7 +313,7 @@ class PeerConnections:
             with suppress(OSError, LinkLost, ValueError):
                 line = self._tied(peer, lane, found, found.relay, bytes.fromhex(found.ticket))
                 return line, f"relayed by worker {found.relay}"
-        ticket, _ = self._session.answer(TIES, b"", seconds=_CALL, urgent=True)
+        ticket, _ = self._session.answer(RELAY_TICKETS, b"", seconds=_CALL, urgent=True)
         if not ticket or len(ticket) != TICKET_SIZE:
             raise LinkLost("the lighthouse does not answer")
         return self._tied(peer, lane, found, _LIGHTHOUSE, ticket), "relayed"
@@ -333,16 +333,14 @@ class PeerConnections:
 
     def _shown(self, line: socket.socket, lane: int, found: PeerAddress, *, sends: bool) -> ssl.SSLSocket:
         host = found.certificates[self._place]
-        talk = as_dialler(
-            line, Token(host, found.introduction), PairHello(self._entry.member, self._place, sends, lane)
-        )
+        talk = as_dialler(line, Token(host, found.peer_key), PairHello(self._entry.member, self._place, sends, lane))
         show(talk, self._mine, self._shows, host)
         return talk
 
     def _call(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> None:
         """Have `peer` dial this worker, or with a ticket who carries for both. LinkLost where it does not answer."""
         said = _SAID.pack(self._entry.member, self._place, lane, relay, ticket)
-        proof = sealed(bytes.fromhex(found.introduction), _ASKS, said)
+        proof = authenticate(bytes.fromhex(found.peer_key), _ASKS, said)
         try:
             reply, _ = self._session.answer(self._key(peer), said, attachment=proof, seconds=_CALL, urgent=True)
         except OSError as error:
@@ -363,8 +361,8 @@ class PeerConnections:
         return True
 
     def _key(self, member: int) -> str:
-        room = "isles" if not self._place else f"isles/place/{self._place}"
-        return f"{room}/mail/{member}"
+        room = "isles" if not self._place else f"isles/rank/{self._place}"
+        return f"{room}/dial/{member}"
 
     # What others ask
 
@@ -379,7 +377,7 @@ class PeerConnections:
         if not 0 <= member < _MEMBERS or place != self._place or not _LIGHTHOUSE <= relay < _MEMBERS:
             note(-1, "a message of nobody who is there")
             query.refuse(b"later")
-        elif not hmac.compare_digest(query.attachment, sealed(self.expected(member), _ASKS, query.payload)):
+        elif not hmac.compare_digest(query.attachment, authenticate(self.expected(member), _ASKS, query.payload)):
             note(-1, "a message in another's name")
             query.refuse(b"never")
         elif not self._dialling.acquire(blocking=False):

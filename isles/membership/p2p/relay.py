@@ -162,7 +162,7 @@ def new_ticket(key: bytes) -> bytes:
 
 
 def _ticket(key: bytes, number: bytes) -> bytes:
-    return number + hmac.digest(key, b"isles ties\0" + number, "sha256")[: TICKET_SIZE - _NUMBER]
+    return number + hmac.digest(key, b"isles tickets\0" + number, "sha256")[: TICKET_SIZE - _NUMBER]
 
 
 class TicketExchange:

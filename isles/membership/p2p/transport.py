@@ -83,16 +83,16 @@ class ElasticTransport(OnHostClock):
         *,
         gone: Callable[[int], None] = lambda member: None,
         back: Callable[[int], None] = lambda member: None,
-        doubt: Callable[[int], None] = lambda member: None,
+        suspect: Callable[[int], None] = lambda member: None,
         guide: Connects | None = None,
         place: int = 0,
         beside: Transport | None = None,
         connections: int = 1,
     ) -> None:
-        super().__init__(SuspicionReporter(doubt))
+        super().__init__(SuspicionReporter(suspect))
         if beside is not None:
             self.traffic, self._start = beside.traffic, time.perf_counter() - beside.now()
-        self._room = f"isles/place/{place}" if place else "isles"
+        self._room = f"isles/rank/{place}" if place else "isles"
         self.rank, self.size, self.resent = member, size, 0
         self.carried: Counter[str] = Counter(dict.fromkeys(CARRIED, 0))
         self._sent, self._taken = Counter[int](), Counter[int]()  # bytes by peer
@@ -243,7 +243,7 @@ class ElasticTransport(OnHostClock):
 
     # What those who send ask (`Carrier`)
 
-    def numbered(self) -> int:
+    def add_sequence(self) -> int:
         """A number, higher than those before."""
         return next(self._numbers)
 

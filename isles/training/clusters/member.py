@@ -25,7 +25,7 @@ from typing_extensions import override
 from isles.base.parsing import integer
 from isles.membership.keys import STATUS
 from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat, SwarmStatus
-from isles.membership.requests import echo_line
+from isles.membership.requests import measure_lighthouse_link
 from isles.models import choose_device
 from isles.network.clusters.nodes import SILENT, ClusterNode, told
 from isles.training.clusters.cuts import cluster_cuts, forward_speed, memory, post_of, run_number
@@ -34,7 +34,7 @@ from isles.training.elastic.states import state_of
 from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left, seed_draws
 from isles.training.swarm.connect import SeatedPeer
-from isles.training.swarm.trainer import KeptParts, OwnSeat, SeatedWork
+from isles.training.swarm.trainer import KeptParts, OwnMember, SeatedWork
 
 _LOOK = 2.0  # seconds between questions to the lighthouse
 
@@ -50,7 +50,7 @@ class SeatedNode(SeatedWork):
 
     def __init__(
         self,
-        seat: OwnSeat,
+        seat: OwnMember,
         part: StartSwarm | JoinSwarm,
         *,
         told: int,
@@ -173,7 +173,7 @@ class SeatedNode(SeatedWork):
         copy = StateCopy({"step": step, "read": worker.reading.after(step), "parameters": held})
         part, name = place[1], state_of(place[1], step)
         facts = {"step": step, "parts": len(seats.clusters[place[0]])}
-        self._seat.offer(name, facts, copy.write)
+        self._seat.publish(name, facts, copy.write)
         self.world.report({"offered": {"stage": part, **facts}})
 
 
@@ -260,7 +260,7 @@ class SeatedClusterPeer(SeatedPeer):
     def _measured(self) -> ClusterNode:
         """Its line is that to the lighthouse, which lies between any two."""
         self.tell("measuring this machine's memory and speed, and its line")
-        line, rate, latency = echo_line(self._session), self.config.world.slowest_link, 0.0
+        line, rate, latency = measure_lighthouse_link(self._session), self.config.world.slowest_link, 0.0
         if line is None:
             self.tell(f"its line could not be measured: it counts as world.slowest_link, {rate / 1e6:g} Mbit/s")
         else:

@@ -38,8 +38,8 @@ from isles.comm.sockets.connection import LinkLost
 from isles.comm.sockets.proof import SecretRefused
 from isles.data import Corpus, load_corpus
 from isles.launch.workers import LocalWorkers, raise_first
-from isles.membership.client import FollowerClient, MembershipClient, tells_failures
-from isles.membership.keys import CONFIG, HELLO, LIT
+from isles.membership.client import FollowerClient, MembershipClient, failure_notifier
+from isles.membership.keys import CONFIG, HELLO, UP
 from isles.membership.messages import Entry, Hello, Later, Over, Refusal, decode, encode
 from isles.membership.p2p.pairs import PeerConnections
 from isles.membership.p2p.transport import ElasticTransport
@@ -218,7 +218,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
             shown=show,
         )
         worker.worker.refusals = session.refused
-        session.watch(LIT, seen)
+        session.watch(UP, seen)
         stack.callback(worker.worker.close)
         yield worker
 
@@ -263,7 +263,7 @@ def connect(
         size,
         gone=lambda member: line.connection(member, broken=True),
         back=lambda member: line.connection(member, broken=False),
-        doubt=line.doubt,
+        suspect=line.suspect,
         guide=pairs,
         place=place,
         beside=None if places.mesh is None else places.mesh.transport,
@@ -271,14 +271,14 @@ def connect(
     )
     stack.callback(transport.close)
     line.waits, line.meets = transport, pairs.meet
-    places.failed = tells_failures(line, place, places.size)
+    places.failed = failure_notifier(line, place, places.size)
     pairs.start(transport)
     if not place:
         seen = f"; the lighthouse sees it at {pairs.seen}" if pairs.seen else ""
         tell(f"this worker's fingerprint: {spoken(identity_of(certificates))}{seen}")
 
-    def lost(giver: str) -> bool:
-        return giver.isdecimal() and line.lost(int(giver))
+    def lost(state_server: str) -> bool:
+        return state_server.isdecimal() and line.lost(int(state_server))
 
     gifts = StateServer(session, giver_of(entry.member, place), tell, lost=lost, changed=line.changed, guide=pairs)
     stack.callback(gifts.close)

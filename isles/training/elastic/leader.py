@@ -419,7 +419,7 @@ class Participant:
     def _conclude(self) -> Decisions[None]:
         """Offer this worker's model, and judge the run's where the lighthouse asks for it; until the run is over."""
         result = yield Decision(kind="conclude")
-        self.gifts.offer(MODEL, self.folder / "model.safetensors", {})
+        self.gifts.publish(MODEL, self.folder / "model.safetensors", {})
         yield from self._report_counts()
         self.client.report({"result": result})
         heard, patience = self.transport.now(), self.config.world.eval_deadline
@@ -437,7 +437,7 @@ class Participant:
     def _judge(self) -> None:
         path = self.folder / "whole.safetensors"
         try:
-            self.gifts.take(FetchRequest(giver=LIGHTHOUSE, what=MODEL, most=1 << 62, seconds=SLOW), path)
+            self.gifts.fetch(FetchRequest(source=LIGHTHOUSE, what=MODEL, most=1 << 62, seconds=SLOW), path)
         except StateUnavailable as why:
             self.notice(f"the one model did not come ({why}): it is not judged")
             return

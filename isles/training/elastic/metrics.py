@@ -10,10 +10,10 @@ from isles.base.parsing import parse_json
 from isles.base.schema import ElasticSummary
 from isles.data.order import rows
 from isles.membership.coordinator import RoundsCoordinator
-from isles.membership.data_ledger import batches, debt
+from isles.membership.data_ledger import batches, count_steps
 from isles.membership.journal import NAME
 from isles.membership.messages import from_plain
-from isles.membership.run_log import EXCHANGES, RoundRecord, StartRecord, account, from_line, goodput, lives
+from isles.membership.run_log import EXCHANGES, RoundRecord, StartRecord, goodput, ledger, read_history, read_record
 from isles.membership.views import View
 
 
@@ -27,9 +27,9 @@ def figures(
     """membership: at the end of the run, whose last round was `last`. computed: seconds of computing of all workers;
     None: those of the rounds that somebody heard of.
     """
-    done, counted = account(lines), membership.read(last + 1)
+    done, counted = ledger(lines), membership.read(last + 1)
     seconds = done.seconds if computed is None else computed
-    there = lives(journal, max((line.at for line in lines), default=0.0))
+    there = read_history(journal, max((line.at for line in lines), default=0.0))
     return ElasticSummary(
         goodput=goodput(counted, done, there),
         work_lost=max(1 - counted * done.seconds / done.steps / seconds, 0.0) if done.steps and seconds else 0.0,
@@ -40,7 +40,7 @@ def figures(
         rounds_out_of_turn=done.out_of_turn,
         inner_steps=done.steps,
         inner_steps_counted=counted,
-        inner_steps_owed=debt(membership.account.outstanding(last + 1, membership.members())),
+        inner_steps_owed=count_steps(membership.ledger.outstanding(last + 1, membership.members())),
         inner_steps_repeated=repeated(journal, lines),
         joins=there.counts["join"],
         losses=there.counts["gone"],
@@ -76,7 +76,7 @@ def recorded(out: Path) -> tuple[list[dict[str, Any]], list[RoundRecord | StartR
     """(the journal's entries, the lines of its exchanges) of the run in `out`; a last line that was not written whole
     is left out. ValueError for any other that is none.
     """
-    return [dict(entry) for entry in _lines(out / NAME)], [from_line(line) for line in _lines(out / EXCHANGES)]
+    return [dict(entry) for entry in _lines(out / NAME)], [read_record(line) for line in _lines(out / EXCHANGES)]
 
 
 def _lines(path: Path) -> list[Any]:

@@ -55,12 +55,12 @@ class RecordedLife:
 class Script:
     """lives: by member. views: by number."""
 
-    lives: Mapping[int, Sequence[RecordedLife]]
+    read_history: Mapping[int, Sequence[RecordedLife]]
     views: Mapping[int, View]
 
     def line(self, member: int, round: int) -> RoundRecord | None:
         """The last time that `member` was in `round`."""
-        found = (line for life in self.lives.get(member, ()) for line in life.rounds if line.round == round)
+        found = (line for life in self.read_history.get(member, ()) for line in life.rounds if line.round == round)
         return next(iter([*found][::-1]), None)
 
 
@@ -69,9 +69,9 @@ def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundRecord | S
 
     ValueError, in one line, for what cannot be repeated.
     """
-    lives: dict[int, list[RecordedLife]] = {}
+    read_history: dict[int, list[RecordedLife]] = {}
     for line in lines:
-        own = lives.setdefault(line.member, [])
+        own = read_history.setdefault(line.member, [])
         if isinstance(line, StartRecord):
             if line.donor < 0 and line.has:
                 raise ValueError(
@@ -81,10 +81,10 @@ def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundRecord | S
             own.append(RecordedLife(line))
         elif own:
             own[-1].rounds.append(line)
-    for own in lives.values():
+    for own in read_history.values():
         for number, life in enumerate(own):
             own[number] = _landed(life) if agrees else life
-    made = Script(lives, views_of(entries))
+    made = Script(read_history, views_of(entries))
     _unheard(made, agrees=agrees)
     return made
 
@@ -105,11 +105,13 @@ def _landed(life: RecordedLife) -> RecordedLife:
 
 def _unheard(script: Script, *, agrees: bool) -> None:
     """Add the rounds that only others tell of."""
-    for own in list(script.lives.values()):
+    for own in list(script.read_history.values()):
         for line in [line for life in own for line in life.rounds if line.outcome == WHOLE]:
             for member in line.members:
                 if script.line(member, line.round) is None:
-                    life = next((one for one in script.lives.get(member, ()) if _ends_before(one, line.round)), None)
+                    life = next(
+                        (one for one in script.read_history.get(member, ()) if _ends_before(one, line.round)), None
+                    )
                     if life is None:
                         raise ValueError(f"nothing is on record of worker {member} in round {line.round}")
                     life.rounds.append(replace(line, member=member, spare=0, outcome=WHOLE if agrees else _LOST))
@@ -169,7 +171,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
                 ended.append(transport.rank)
 
         with torch_threads(config.world.start_threads):
-            VirtualCluster(max(made.lives) + 1, links="lan", step_seconds=0.0, seed=config.run.seed).run(
+            VirtualCluster(max(made.read_history) + 1, links="lan", step_seconds=0.0, seed=config.run.seed).run(
                 work, before=open_all
             )
         if not ended:
@@ -185,7 +187,7 @@ def _decisions(
     """Life after life, as they are on record. ValueError where a round comes to something else than it did."""
     every, views, spare = sync_every(config), leader.script.views, 0
     done: RoundRecord | None = None
-    for life in leader.lives:
+    for life in leader.read_history:
         leader.life, gifts.life, start, expected = life, life, life.start, 0
         if start.donor < 0:
             yield Decision(kind="draw")
@@ -228,7 +230,7 @@ class RecordedLeader(RoundLeader):
 
     def __init__(self, made: Script, alone: Group) -> None:
         super().__init__(cast(Any, None), alone)  # nobody is asked
-        self.script, self.lives = made, made.lives.get(self.member, ())
+        self.script, self.read_history = made, made.read_history.get(self.member, ())
 
     def exchange(self, round: int) -> Decision:
         """In the newest view in which those who exchanged met; this worker alone where the other one was not there."""
@@ -266,7 +268,7 @@ class RecordedLeader(RoundLeader):
         line = self._told(round)
         return len(members) <= 1 or (line is not None and line.outcome == WHOLE)
 
-    def accuse(self, round: int, error: CommError) -> None:
+    def report_peer(self, round: int, error: CommError) -> None:
         """Nothing follows from it."""
 
     def start_round(self, round: int) -> Decision:
@@ -289,7 +291,7 @@ class Shelf:
     changed: Sequence[SimulatedCondition]
 
     def __init__(self, made: Script) -> None:
-        self.used = {(life.start.donor, life.start.copied) for each in made.lives.values() for life in each}
+        self.used = {(life.start.donor, life.start.copied) for each in made.read_history.values() for life in each}
         self._kept: dict[tuple[str, str, int], tuple[bytes, dict[str, Any]]] = {}
 
     def put(self, member: int, key: tuple[str, str, int], content: bytes, facts: dict[str, Any]) -> None:
@@ -315,26 +317,26 @@ class RecordedGifts:
     def __init__(self, member: int, shelf: Shelf) -> None:
         self._member, self._shelf, self.round = member, shelf, 0
 
-    def is_wanted(self, what: str) -> bool:
+    def is_requested(self, what: str) -> bool:
         return what in (STATE, ANCHORS) and (self._member, self.round) in self._shelf.used
 
-    def offer(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = is_written) -> None:
+    def publish(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = is_written) -> None:
         if "round" in facts:
             write(path)
             self._shelf.put(self._member, (str(self._member), what, facts["round"]), path.read_bytes(), facts)
 
-    def shut(self, what: str) -> None:
+    def freeze(self, what: str) -> None:
         """Who used it may still come."""
 
-    def withdraw(self, what: str) -> None:
+    def unpublish(self, what: str) -> None:
         """Who used it may still come."""
 
-    def expect(self, comes: Callable[[str], bool]) -> None:
+    def announce(self, comes: Callable[[str], bool]) -> None:
         """Whatever was used comes."""
 
-    def take(self, asked: FetchRequest, path: Path) -> dict[str, Any]:
+    def fetch(self, asked: FetchRequest, path: Path) -> dict[str, Any]:
         is_state = asked.what in (STATE, ANCHORS)
         round = self.life.start.copied if is_state else int(asked.what.rpartition("-")[2])
-        content, facts = self._shelf.take(self._member, (asked.giver, asked.what, round), asked.seconds)
+        content, facts = self._shelf.take(self._member, (asked.source, asked.what, round), asked.seconds)
         path.write_bytes(content)
         return facts

@@ -23,7 +23,7 @@ from isles.base.durable import write_text
 from isles.comm.virtual.transport import VirtualTransport
 from isles.data import Corpus
 from isles.membership.journal import NAME
-from isles.membership.run_log import EXCHANGES, from_line
+from isles.membership.run_log import EXCHANGES, read_record
 from isles.membership.simulated import SimulatedMembership
 from isles.membership.state_transfer import StateServer
 from isles.training.config.sections import Config
@@ -65,8 +65,8 @@ class ChurnedRun(ChurnedWorld):
             own = folder / str(transport.rank)
             own.mkdir()
 
-            def lost(giver: str) -> bool:
-                return giver.isdecimal() and client.lost(int(giver))
+            def lost(state_server: str) -> bool:
+                return state_server.isdecimal() and client.lost(int(state_server))
 
             gifts = StateServer(
                 client.session, giver_of(client.member, 0), self._notice, lost=lost, changed=client.changed
@@ -123,7 +123,7 @@ class ChurnedRun(ChurnedWorld):
 
     @override
     def told(self) -> dict[str, Any]:
-        lines = [from_line(line) for line in self.lines]
+        lines = [read_record(line) for line in self.lines]
         computed = sum(transport.compute_seconds for transport in self.meeting.transports)
         membership = self.meeting.membership
         assert membership is not None, "it was there at the end"

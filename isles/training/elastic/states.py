@@ -92,7 +92,7 @@ class States:
 
     def wanted(self) -> list[bool]:
         """Whether somebody has asked this worker for `STATE`, and for `ANCHORS`."""
-        return [self._gifts.is_wanted(what) for what in (STATE, ANCHORS)]
+        return [self._gifts.is_requested(what) for what in (STATE, ANCHORS)]
 
     def landed(self, round: int, left_out: dict[int, int], wanted: Sequence[bool]) -> bool:
         """Right after the landing of `round`: copy what is `wanted`; whether something was. left_out: who was told by
@@ -101,7 +101,7 @@ class States:
         done = False
         for what, is_wanted in zip((STATE, ANCHORS), wanted, strict=True):
             if round - self._copied[what] >= FRESH:
-                self._gifts.shut(what)
+                self._gifts.freeze(what)
             if is_wanted:
                 self._copied[what], done = round, True
                 self._offer(what, round, left_out)
@@ -110,7 +110,7 @@ class States:
     def forget(self) -> None:
         """What this worker has is nobody's any more: no copy of it is given."""
         for what in (STATE, ANCHORS):
-            self._gifts.withdraw(what)
+            self._gifts.unpublish(what)
             self._copied[what] = -FRESH
 
     def _offer(self, what: str, round: int, left_out: dict[int, int]) -> None:
@@ -121,7 +121,7 @@ class States:
             weights = {name: weights[name] for name in self._beside_anchors()}
         copy = StateCopy({"optimizer": state, "model": weights, "round": round})
         facts = {"round": round, "left_out": dict(left_out)}
-        self._gifts.offer(what, self._folder / f"{what}-{round}.safetensors", facts, copy.write)
+        self._gifts.publish(what, self._folder / f"{what}-{round}.safetensors", facts, copy.write)
 
     def _beside_anchors(self) -> set[str]:
         trained = {id(parameter) for parameter in self._optimizer.parameters}
@@ -137,16 +137,22 @@ class States:
         seconds, wait, after: as in `FetchRequest`. Returns the round that it is said to be of, 0 where nothing is said.
         StateUnavailable where none came.
         """
-        giver, what = giver_of(donor, self._place), self._joins_with
+        state_server, what = giver_of(donor, self._place), self._joins_with
         if donor < 0:
-            giver, what = LIGHTHOUSE, kept_as(self._place)
+            state_server, what = LIGHTHOUSE, kept_as(self._place)
         weights = sum(one.numel() * one.element_size() for one in self._optimizer.parameters)
         most = COPIES * weights + BESIDE
         asked = FetchRequest(
-            giver=giver, what=what, most=most, seconds=seconds, wait=wait, after=after, newest=self._last()
+            source=state_server,
+            what=what,
+            most=most,
+            seconds=seconds,
+            wait=wait,
+            after=after,
+            newest=self._last(),
         )
         try:
-            facts = self._gifts.take(asked, self._fetched)
+            facts = self._gifts.fetch(asked, self._fetched)
         except StateUnavailable:
             self._fetched.unlink(missing_ok=True)
             raise
@@ -201,7 +207,7 @@ class Means:
         self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
         self._offered: list[int] = []
         self._next = math.inf  # the first round whose mean may still be had here
-        gifts.expect(self._comes)
+        gifts.announce(self._comes)
 
     def begins(self, round: int) -> None:
         """This worker takes part from `round` on."""
@@ -212,9 +218,9 @@ class Means:
         (fragment,) = self._optimizer.fragments
         fragment.keep_until, self._next = 0, math.inf
         for round in self._offered:
-            self._gifts.withdraw(_name(round))
+            self._gifts.unpublish(_name(round))
         self._offered = []
-        self._gifts.expect(self._comes)
+        self._gifts.announce(self._comes)
 
     def _comes(self, what: str) -> bool:
         """A round that went on without this worker, or that it has landed and not kept, never does."""
@@ -235,11 +241,11 @@ class Means:
             facts = {"round": round, "whole": answer.whole, "participants": answer.participants}
             facts |= {"digest": fragment.digest, "left_out": dict(left_out)}
             kept = {_MEAN: fragment.kept}
-            self._gifts.offer(_name(round), path, facts, lambda path: write_tensors(path, kept))
+            self._gifts.publish(_name(round), path, facts, lambda path: write_tensors(path, kept))
             self._offered.append(round)
         self._next = round + 1
         for old in [old for old in self._offered if old <= round - KEPT]:
-            self._gifts.withdraw(_name(old))
+            self._gifts.unpublish(_name(old))
             self._offered.remove(old)
 
 
@@ -283,7 +289,7 @@ def _taken(
     (fragment,) = optimizer.fragments
     try:
         most = fragment.anchor.nbytes + _SPARE
-        facts = gifts.take(FetchRequest(giver=donor, what=_name(round), most=most, seconds=seconds), path)
+        facts = gifts.fetch(FetchRequest(source=donor, what=_name(round), most=most, seconds=seconds), path)
         mean = load_file(str(path))[_MEAN]
         if mean.shape != fragment.anchor.shape or mean.dtype != fragment.anchor.dtype:
             raise StateUnavailable("it is of another model")

@@ -20,11 +20,11 @@ from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.data.order import rows, spare_rows
 from isles.membership.data_ledger import Batch
-from isles.membership.messages import MOST, told_paths
+from isles.membership.messages import MOST, read_paths
 from isles.membership.p2p.stream import CARRIED
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.rounds import Decision, DecisionKind, ElasticRoster, IslandGroup, RoundLeader
-from isles.membership.session import Rejections, together, told_rows
+from isles.membership.session import Rejections, read_rejections, together
 from isles.membership.state_transfer import StateRejected, StateTransfer, StateUnavailable
 from isles.models import build
 from isles.replicas.loop.outer import OuterSync, enter
@@ -161,10 +161,10 @@ class ElasticWorker:
         """Land the means of rounds `round` to `until - 1` as `donor` has; whom the others have left out meanwhile (see
         `MissedMean`). StateUnavailable for all where one could not, or none came within `seconds`.
         """
-        giver, rounds = giver_of(said.donor, self.reader[0]), range(said.round, said.until)
+        state_server, rounds = giver_of(said.donor, self.reader[0]), range(said.round, said.until)
         path, why, left_out = self.folder / "taken.safetensors", "", dict[int, int]()
         try:
-            left_out = shadow(self.optimizer, self._gifts, giver, rounds, path, said.seconds)
+            left_out = shadow(self.optimizer, self._gifts, state_server, rounds, path, said.seconds)
         except StateUnavailable as reason:
             why = str(reason)
         if not all(told[0] for told in self._places.gather(int(not why))):
@@ -245,8 +245,8 @@ class ElasticWorker:
         carried = {way: sum(numbers) for way, numbers in zip(CARRIED, zip(*told, strict=True), strict=True)}
         rows = [self.refusals.rows(), transport.paths()]
         told = [parse_json(one) for one in self._places.gather_text(json.dumps(rows).encode("ascii"))]
-        paths = [row for _, one in told for row in told_paths(one)]
-        refused = together(told_rows(one) for one, _ in told)
+        paths = [row for _, one in told for row in read_paths(one)]
+        refused = together(read_rejections(one) for one, _ in told)
         return {"carried": carried, "refused": refused, "paths": sorted(paths, key=lambda row: -row[3])[:MOST]}
 
     def judge(self, file: Path) -> float | None:

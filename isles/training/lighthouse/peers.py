@@ -45,17 +45,17 @@ class SwarmKeeper(RunKeeper):
 
     @override
     def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
-        self.muster = SwarmCoordinator(self.muster_rules(), journal.entries, until)
+        self.coordinator = SwarmCoordinator(self.swarm_rules(), journal.entries, until)
         self._journal = journal
         self._parts: dict[int, int] = {}  # by step, of how many parts its state is, as those who offer it have told
         self._offers: dict[int, dict[int, list[int]]] = {}  # by step and part: who has it
         self._offering = threading.Lock()
         self._states = Checkpoints(self.out, "states")
-        for step in sorted({self.muster.kept} - {0}):
+        for step in sorted({self.coordinator.kept} - {0}):
             self._offer_states(step)
-        return self.muster
+        return self.coordinator
 
-    def muster_rules(self) -> SwarmRules:
+    def swarm_rules(self) -> SwarmRules:
         rules = self.rules
         peers = tuple(len(ranks) for ranks in self.config.pipeline.peers_of(rules.founders))
         return SwarmRules(peers=peers, most=rules.most, last=self.config.run.steps)
@@ -67,17 +67,20 @@ class SwarmKeeper(RunKeeper):
 
     @override
     def members(self) -> list[int]:
-        return self.lighthouse.look(lambda now: sorted(self.muster.alive()))
+        return self.lighthouse.look(lambda now: sorted(self.coordinator.alive()))
 
     @override
     def keep(self) -> SummaryTable | None:
         began = time.perf_counter()
-        holder, begun = None, max(self.muster.epoch, 1)
+        holder, begun = None, max(self.coordinator.epoch, 1)
         while holder is None:
             self.lighthouse.wait(self._is_asked, LOOK)
             self.refused.look()
-            if self.muster.epoch > begun:
-                begun, step = self.muster.epoch, self.muster.kept or "0, for no state is kept (run.checkpoint_every)"
+            if self.coordinator.epoch > begun:
+                begun, step = (
+                    self.coordinator.epoch,
+                    self.coordinator.kept or "0, for no state is kept (run.checkpoint_every)",
+                )
                 self.on_notice(f"all peers were lost: the run begins again at step {step}")
             if self.stopping.is_set():
                 return None
@@ -85,11 +88,11 @@ class SwarmKeeper(RunKeeper):
                 holder = self._collect()
             else:
                 self._save()
-        self.lighthouse.wait(lambda: all(member in self.results for member in self.muster.alive()), _PATIENCE)
+        self.lighthouse.wait(lambda: all(member in self.results for member in self.coordinator.alive()), _PATIENCE)
         summary = self._summary(holder, time.perf_counter() - began)
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
-        self.lighthouse.act(self.muster.end)
-        self.lighthouse.wait(lambda: not self.muster.alive(), _PATIENCE)  # they hear it, and go
+        self.lighthouse.act(self.coordinator.end)
+        self.lighthouse.wait(lambda: not self.coordinator.alive(), _PATIENCE)  # they hear it, and go
         return summary
 
     def _is_asked(self) -> bool:
@@ -100,13 +103,13 @@ class SwarmKeeper(RunKeeper):
     @override
     def now(self) -> SwarmStatus:
         refused = self.refused.rows()
-        return self.lighthouse.look(lambda now: self.muster.now(now, refused))
+        return self.lighthouse.look(lambda now: self.coordinator.now(now, refused))
 
     # The model
 
     def _holder(self) -> int | None:
         """Who has the model put together, and is there."""
-        finished = self.lighthouse.finished & set(self.muster.alive())
+        finished = self.lighthouse.finished & set(self.coordinator.alive())
         return min((member for member in finished if self.results.get(member, {}).get("parameters")), default=None)
 
     def _collect(self) -> int | None:
@@ -127,7 +130,7 @@ class SwarmKeeper(RunKeeper):
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
         results = [self.results[holder], *(one for member, one in self.results.items() if member != holder)]
         summary = summarise(self.config, results, seconds)
-        peers, lit = self.muster.peers.values(), [one for one in self._journal.entries if one["event"] == "lit"]
+        peers, lit = self.coordinator.peers.values(), [one for one in self._journal.entries if one["event"] == "lit"]
         summary |= {
             "replicas": 1,
             "replica_std": 0.0,
@@ -135,7 +138,7 @@ class SwarmKeeper(RunKeeper):
             "joins": len(peers),
             "deaths": sum(not peer.connected and not peer.left for peer in peers),
             "leaves": sum(peer.left for peer in peers),
-            "begun": self.muster.epoch,
+            "begun": self.coordinator.epoch,
             "outages": len(lit) + bool(self._journal.entries),
             "links": self.links(),
             "refused": self.refused.table(),
@@ -150,10 +153,10 @@ class SwarmKeeper(RunKeeper):
             return False
         told, stages = table(value, "offered"), self.config.pipeline.stages
         step = integer(told, "step", 1, self.config.run.steps)
-        parts = integer(told, "parts", *((1, _MOST_PARTS) if self.muster.rules.clustered else (stages, stages)))
+        parts = integer(told, "parts", *((1, _MOST_PARTS) if self.coordinator.rules.clustered else (stages, stages)))
         stage = integer(told, "stage", 0, parts - 1)
         with self._offering:
-            if step > self.muster.kept and member in self.muster.members:
+            if step > self.coordinator.kept and member in self.coordinator.members:
                 if self._parts.setdefault(step, parts) != parts:  # of another cluster, which fit with none of before
                     self._parts[step] = parts
                     self._offers.pop(step, None)
@@ -181,10 +184,10 @@ class SwarmKeeper(RunKeeper):
             self.on_notice(f"a state after step {step} did not come: those of before are kept")
             return
         self._offer_states(step)
-        self.lighthouse.act(lambda now: self.muster.keep(step))
+        self.lighthouse.act(lambda now: self.coordinator.keep(step))
         for old in self._states.steps()[:-_KEPT]:
             for stage in self._states.seats(old):
-                self.giver.withdraw(state_of(stage, old))
+                self.state_server.unpublish(state_of(stage, old))
         self._states.thin(_KEPT)
 
     def _fetch_state(self, members: list[int], step: int, stage: int, path: Path) -> int:
@@ -206,14 +209,14 @@ class SwarmKeeper(RunKeeper):
         for stage, path in enumerate(self._states.shards(step)):
             if not is_whole(path):
                 raise ValueError(f"{path}: is damaged, and the run goes on from it: restore it, or start a new run")
-            self.giver.offer(state_of(stage, step), path, {"step": step, "parts": self.parts(step)})
+            self.state_server.publish(state_of(stage, step), path, {"step": step, "parts": self.parts(step)})
 
 
 class ClusterKeeper(SwarmKeeper):
     """A `SwarmKeeper` for nodes of clusters, which agree among themselves about who is in which cluster."""
 
     @override
-    def muster_rules(self) -> SwarmRules:
+    def swarm_rules(self) -> SwarmRules:
         pipeline, rules = self.config.pipeline, self.rules
         least = min(map(len, pipeline.ravnest.clusters)) + 1 if pipeline.ravnest.clusters else pipeline.stages
         peers = (rules.founders,)

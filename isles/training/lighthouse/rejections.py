@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from isles.membership.session import RejectionRow, Rejections, told_rows
+from isles.membership.session import RejectionRow, Rejections, read_rejections
 
 LIGHTHOUSE = -1
 _MOST = 100  # lines for a person
@@ -21,7 +21,7 @@ class RefusalBook:
 
     def told(self, by: int, rows: Any) -> None:
         """What worker `by` says that it has refused so far. ValueError where that is no such list."""
-        self._told[by] = told_rows(rows)
+        self._told[by] = read_rejections(rows)
         self._name(by, self._told[by])
 
     def look(self) -> None:

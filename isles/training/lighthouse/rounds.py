@@ -23,7 +23,7 @@ from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Coordinator
 from isles.membership.journal import Journal
 from isles.membership.messages import MARGIN, Examine, Over, RunStatus
-from isles.membership.run_log import EXCHANGES, RoundRecord, as_line, from_line
+from isles.membership.run_log import EXCHANGES, RoundRecord, as_line, read_record
 from isles.membership.state_transfer import StateUnavailable
 from isles.training.elastic.metrics import figures, recorded
 from isles.training.elastic.states import MODEL, STATE, giver_of, kept_as
@@ -131,7 +131,7 @@ class Keeper(RunKeeper):
 
     def _offer(self, round: int | None) -> None:
         for place, path in enumerate([] if round is None else self._states.shards(round)):
-            self.giver.offer(kept_as(place), path, {})
+            self.state_server.publish(kept_as(place), path, {})
 
     def _collect(self, members: Sequence[int]) -> list[int]:
         """Fetch the models of `members`, and write the one model; whose it is of. Who is lost costs its share."""
@@ -153,7 +153,7 @@ class Keeper(RunKeeper):
 
     def _judge(self, members: Sequence[int]) -> None:
         """Have one of `members` judge the one model."""
-        self.giver.offer(MODEL, self.out / MODEL_FILE, {})
+        self.state_server.publish(MODEL, self.out / MODEL_FILE, {})
         for member in members:
             if not self.judged:
                 self.lighthouse.tell([member], Examine())
@@ -172,7 +172,7 @@ class Keeper(RunKeeper):
 
     def _note(self, member: int, told: Any) -> None:
         """A line of its rounds, by this machine's clock. ValueError where it is none of its own."""
-        line = from_line(told)
+        line = read_record(told)
         rounds = (line.round,) if isinstance(line, RoundRecord) else (line.first, line.copied, line.has)
         if line.member != member or max(rounds) > (self.membership.last or max(rounds)) + 1:
             raise ValueError("a line of another member's rounds, or of rounds that this run has not")

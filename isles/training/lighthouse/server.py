@@ -28,9 +28,9 @@ from isles.membership.effects import Coordinator
 from isles.membership.journal import NAME, Journal
 from isles.membership.keys import LIGHTHOUSE, STATUS, MemberKeys
 from isles.membership.lighthouse import GRACE, Lighthouse
-from isles.membership.messages import MemberPaths, PathRow, encode, told_paths
+from isles.membership.messages import MemberPaths, PathRow, encode, read_paths
 from isles.membership.p2p.stream import CARRIED
-from isles.membership.state_transfer import FetchRequest, StateServer, StateUnavailable, take
+from isles.membership.state_transfer import FetchRequest, StateServer, StateUnavailable, fetch_state
 from isles.membership.tls_session import open_router
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
@@ -116,7 +116,7 @@ class RunKeeper(ABC):
                 keep_config(self.text, self.out)
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
             self.keys = MemberKeys(self.out / CREDENTIALS)
-            self.giver = StateServer(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
+            self.state_server = StateServer(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
             self.lighthouse = Lighthouse(
                 self.session,
                 self._assembled(journal, stack),
@@ -172,14 +172,14 @@ class RunKeeper(ABC):
         """An event of one key that is of this kind of run alone; False where it is none. ValueError refuses it."""
 
     def fetch(
-        self, giver: str, what: str, path: Path, seconds: float, copies: int = COPIES, newest: int = 1 << 53
+        self, state_server: str, what: str, path: Path, seconds: float, copies: int = COPIES, newest: int = 1 << 53
     ) -> dict[str, Any]:
-        """`take`, of no more than so many copies of the first model. InterruptedError where the lighthouse stops."""
-        weights, keys, stops = self.rules.weights, self.keys.introduction, self.stopping.is_set
+        """`fetch_state`, of no more than so many copies of the first model. InterruptedError where the lighthouse stops."""
+        weights, keys, stops = self.rules.weights, self.keys.peer_key, self.stopping.is_set
         most = copies * weights + BESIDE if weights else _MOST
         try:
-            asked = FetchRequest(giver=giver, what=what, most=most, seconds=seconds, newest=newest)
-            return take(self.session, asked, path, introduction=keys, lost=stops)
+            asked = FetchRequest(source=state_server, what=what, most=most, seconds=seconds, newest=newest)
+            return fetch_state(self.session, asked, path, peer_key=keys, lost=stops)
         except StateUnavailable as why:
             raise InterruptedError if stops() else why from None
 
@@ -216,7 +216,7 @@ class RunKeeper(ABC):
             carried = table(value, "carried")
             self.carried[member] = {way: integer(carried, way, 0, 1 << 62) for way in CARRIED}
         elif kind == "paths":
-            self._paths[member] = told_paths(value)
+            self._paths[member] = read_paths(value)
         elif kind == "refused":
             self.refused.told(member, value)
         else:

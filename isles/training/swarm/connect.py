@@ -35,8 +35,8 @@ from isles.training.elastic.support import among_peers
 from isles.training.interrupts import first_interrupt
 from isles.training.kinds import kind_of
 from isles.training.stage_runner import planned_cut
-from isles.training.swarm.step import identity, number_of
-from isles.training.swarm.trainer import ANYWHERE, OwnSeat, SeatedTrainer, SeatedWork
+from isles.training.swarm.step import identity, split_sequence
+from isles.training.swarm.trainer import ANYWHERE, OwnMember, SeatedTrainer, SeatedWork
 
 _ASK = 0.2  # seconds from one question to the next while there is nothing to do
 _SOON = 1.0  # seconds until a peer comes again
@@ -44,7 +44,7 @@ _SLOW = 60.0  # seconds without a piece of a state
 _LAST = 3.0  # seconds for the last reports
 _MOST = 1 << 40  # bytes of a state
 _LONGEST_OUTAGE = 600.0  # seconds without the lighthouse, where there is nothing to do without it
-SeatEnding = Literal["finished", "left", "again"]
+MemberEnding = Literal["finished", "left", "again"]
 
 
 def take_part(address: str, token: Token, here: Here, wish: int, *, tell: Callable[[str], None]) -> str:
@@ -109,7 +109,7 @@ class SeatedPeer:
 
     def number(self) -> int:
         """A number that all peers of one configuration and the same cut points share."""
-        return number_of(identity(self.config, planned_cut(self.config)))
+        return split_sequence(identity(self.config, planned_cut(self.config)))
 
     @property
     def step(self) -> int:
@@ -120,7 +120,7 @@ class SeatedPeer:
         if self._trainer is not None:
             self._trainer.leave()
 
-    def run(self) -> SeatEnding:
+    def run(self) -> MemberEnding:
         """Train until there is nothing more to do in this member; "again": come back in another one."""
         part = self._part()
         if not isinstance(part, StartSwarm | JoinSwarm):
@@ -136,7 +136,7 @@ class SeatedPeer:
             self.tell(f"{printable(str(error), 300)}: coming again")
             return self._again()
 
-    def _part(self) -> StartSwarm | JoinSwarm | SeatEnding:
+    def _part(self) -> StartSwarm | JoinSwarm | MemberEnding:
         """Ask the lighthouse what to do until it says so, or how this member has ended."""
         told, heard = "", time.monotonic()
         while not self.leaving.is_set():
@@ -161,12 +161,12 @@ class SeatedPeer:
             self.leaving.wait(_ASK)
         return self._left()
 
-    def _over(self, over: Over) -> SeatEnding:
+    def _over(self, over: Over) -> MemberEnding:
         if over.reason:
             raise OSError(f"the run has ended: {printable(over.reason, 300)}")
         return "finished"
 
-    def _work(self, part: StartSwarm | JoinSwarm) -> SeatEnding:
+    def _work(self, part: StartSwarm | JoinSwarm) -> MemberEnding:
         trainer = self._trainer = self.made(part)
         for member in [*self._there]:
             trainer.post.mail.meet(member)
@@ -182,18 +182,18 @@ class SeatedPeer:
         self._conclude(trainer, result)
         return self._over(self.line.ended) if isinstance(self.line.ended, Over) else self._again()
 
-    def _left(self) -> SeatEnding:
+    def _left(self) -> MemberEnding:
         self.line.ask(Leave())
         return "left"
 
-    def _again(self) -> SeatEnding:
+    def _again(self) -> MemberEnding:
         return self._left() if self.leaving.is_set() else "again"
 
     def made(self, part: StartSwarm | JoinSwarm) -> SeatedWork:
         return SeatedTrainer(self.member(), part, wish=self.wish, await_kept=self.line.await_kept)
 
-    def member(self) -> OwnSeat:
-        return OwnSeat(
+    def member(self) -> OwnMember:
+        return OwnMember(
             self.config,
             self._transport,
             self._corpus,
@@ -226,8 +226,8 @@ class SeatedPeer:
         """
         path = self.folder / f"kept-{stage}.safetensors"
         try:
-            asked = FetchRequest(giver=LIGHTHOUSE, what=state_of(stage, step), most=_MOST, seconds=_SLOW)
-            return path, self._gifts.take(asked, path)
+            asked = FetchRequest(source=LIGHTHOUSE, what=state_of(stage, step), most=_MOST, seconds=_SLOW)
+            return path, self._gifts.fetch(asked, path)
         except StateUnavailable as why:
             raise CommError(f"the state of stage {stage} after step {step} did not come ({why})") from None
 
@@ -235,7 +235,7 @@ class SeatedPeer:
         """Hand in the model, or wait while the first peer does; where that one is lost, put it together again."""
         while True:
             if result["parameters"]:
-                self._gifts.offer(MODEL, self.folder / "model.safetensors", {})
+                self._gifts.publish(MODEL, self.folder / "model.safetensors", {})
             self._tell()
             self.line.report({"result": result})
             heard, first = time.monotonic(), trainer.first

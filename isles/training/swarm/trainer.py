@@ -291,7 +291,7 @@ _KEPT = 2  # steps of which a peer goes on to offer its state
 
 
 @dataclass
-class OwnSeat:
+class OwnMember:
     """What a seated trainer is made with.
 
     transport: between members. gifts: through which this peer gives its states. folder: for files on their way. report:
@@ -314,14 +314,14 @@ class OwnSeat:
         world = Group(self.transport, tuple(members), "control", deadlines(self.config), Ledger())
         return Mesh(world=world, layout=Layout(tuple(places)), report=self.report, stop_here=self.stop_here)
 
-    def offer(self, name: str, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
+    def publish(self, name: str, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
         """Offer a state under `name` in place of the one before the last. facts: told beside it, JSON-able. write: puts
         the state into a file.
         """
-        self.gifts.offer(name, self.folder / f"{name}.safetensors", facts, write)
+        self.gifts.publish(name, self.folder / f"{name}.safetensors", facts, write)
         self._offered.append(name)
         for old in self._offered[:-_KEPT]:
-            self.gifts.withdraw(old)
+            self.gifts.unpublish(old)
         del self._offered[:-_KEPT]
 
 
@@ -383,7 +383,7 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
     """
 
     def __init__(
-        self, member: OwnSeat, part: StartSwarm | JoinSwarm, *, wish: int = ANYWHERE, await_kept: Callable[..., bool]
+        self, member: OwnMember, part: StartSwarm | JoinSwarm, *, wish: int = ANYWHERE, await_kept: Callable[..., bool]
     ) -> None:
         stages = dict(zip(part.members, part.stages, strict=True)) if isinstance(part, StartSwarm) else {}
         self._asked = part.members if isinstance(part, JoinSwarm) else ()
@@ -483,5 +483,5 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
         if me not in swarm.peers(stage)[:HOLDERS]:
             return
         self._refuse_broken(step, {"model": self.optimizer.weights()})
-        self._member.offer(state_of(stage, step), {"step": step}, self._state().write)
+        self._member.publish(state_of(stage, step), {"step": step}, self._state().write)
         self.world.report({"offered": {"step": step, "stage": stage, "parts": len(self.model_step.cut.pieces)}})

@@ -19,7 +19,7 @@ from isles.comm.credentials import Credentials, Token
 from isles.comm.sockets.connection import HEAD, MARK, URGENT, LinkLost
 from isles.comm.tags import Tag
 from isles.membership.hub import Frame, FrameKind, packed
-from isles.membership.keys import ASKED, HELLO, TIES, TOLD, gift_at, sealed, signature
+from isles.membership.keys import HELLO, NOTIFY, RELAY_TICKETS, REQUESTS, authenticate, signature, state_key
 from isles.membership.messages import Entry, Hello, Lookup, PeerAddress, decode, encode
 from isles.membership.p2p.stream import TICKET_SIZE, Head, PairHello, Stream, as_dialler, show
 from isles.membership.tls_session import Session, open_session
@@ -45,9 +45,9 @@ class Attacker:
         assert isinstance(self.entry, Entry)
         self.word: Sign = partial(signature, self.entry.member, self.entry.key)
         self.session.present(f"isles/member/{self.entry.member}")
-        found = decode(self.ask(ASKED, encode(Lookup(victim)), self.word)[0] or b"")
+        found = decode(self.ask(REQUESTS, encode(Lookup(victim)), self.word)[0] or b"")
         assert isinstance(found, PeerAddress)
-        self.introduction, (self.certificate,) = bytes.fromhex(found.introduction), found.certificates
+        self.peer_key, (self.certificate,) = bytes.fromhex(found.peer_key), found.certificates
 
     def hello(self) -> Any:
         """The answer to a greeting as it should be."""
@@ -93,16 +93,16 @@ class Attacker:
 
     def told(self, message: Any, word: bytes | Sign | None) -> Answer:
         """An order to the victim."""
-        return self.ask(f"{TOLD}/{self.victim}", encode(message), word)
+        return self.ask(f"{NOTIFY}/{self.victim}", encode(message), word)
 
     def call(self, said: bytes, word: bytes | None) -> Answer:
         """Ask the victim to dial somebody."""
-        return self.ask(f"isles/mail/{self.victim}", said, word)
+        return self.ask(f"isles/dial/{self.victim}", said, word)
 
     def called(self, member: int, place: int = 0, ticket: bytes = bytes(TICKET_SIZE)) -> tuple[bytes, bytes]:
         """What one says to be dialled, in the name of a member, and the proof that this one can make."""
         said = struct.pack("<qHBq24s", member, place, 0, -1, ticket)
-        return said, sealed(self.introduction, b"isles dials\0", said)
+        return said, authenticate(self.peer_key, b"isles dials\0", said)
 
     @contextmanager
     def paired(
@@ -111,11 +111,11 @@ class Attacker:
         """A connection to the victim, over the lighthouse. member: whose name it says; word: in place of the
         introduction; shows: the certificate, and the key, in place of its own. LinkLost where it is not let in.
         """
-        ticket = self.session.answer(TIES, b"", seconds=5.0)[0]
+        ticket = self.session.answer(RELAY_TICKETS, b"", seconds=5.0)[0]
         assert ticket is not None
         said, proof = self.called(self.entry.member, ticket=ticket)
         assert self.call(said, proof) == (b"", None)
-        token = Token(self.certificate, (self.introduction if word is None else word).hex())
+        token = Token(self.certificate, (self.peer_key if word is None else word).hex())
         hello = PairHello(self.entry.member if member is None else member, 0, True)
         talk = as_dialler(self.session.tied(ticket, 5.0), token, hello)
         shows = shows or self.own
@@ -154,7 +154,7 @@ class Attacker:
 
     def gift(self, said: Any) -> Answer:
         """A request for a file of the victim's."""
-        return self.ask(gift_at(str(self.victim)), said if isinstance(said, bytes) else json.dumps(said).encode())
+        return self.ask(state_key(str(self.victim)), said if isinstance(said, bytes) else json.dumps(said).encode())
 
     def close(self) -> None:
         """Be gone."""

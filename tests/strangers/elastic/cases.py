@@ -14,7 +14,7 @@ import pytest
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.sockets.proof import TokenRefused
 from isles.comm.tags import Tag
-from isles.membership.keys import ASKED, CONFIG, HELLO, LIGHTHOUSE, REPORTED, gift_at, signature
+from isles.membership.keys import CONFIG, HELLO, LIGHTHOUSE, REPORTS, REQUESTS, signature, state_key
 from isles.membership.lighthouse import JOINS
 from isles.membership.messages import (
     Ack,
@@ -119,7 +119,7 @@ def connections_broken_off(one: Attacker) -> None:
 
 @case("engine")
 def eight_megabytes_in_one_message(one: Attacker) -> None:
-    assert one.flood(ASKED, [bytes(8 << 20)], one.word, seconds=0.5) == [(None, None)]
+    assert one.flood(REQUESTS, [bytes(8 << 20)], one.word, seconds=0.5) == [(None, None)]
 
 
 # With the token, and no member.
@@ -159,17 +159,17 @@ def joins_too_often(one: Attacker) -> None:
 
 @case("lighthouse", "a word without the key of its member")
 def no_seat(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(Beat())) == one.ask(ASKED, encode(Leave()), b"\xff" * 100) == NEVER
+    assert one.ask(REQUESTS, encode(Beat())) == one.ask(REQUESTS, encode(Leave()), b"\xff" * 100) == NEVER
 
 
 @case("lighthouse", "a word without the key of its member")
 def a_seat_that_nobody_has(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(Beat()), partial(signature, 1 << 20, one.entry.key)) == NEVER
+    assert one.ask(REQUESTS, encode(Beat()), partial(signature, 1 << 20, one.entry.key)) == NEVER
 
 
 @case("lighthouse", "a word without the key of its member")
 def the_seat_of_another(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(Leave()), partial(signature, one.victim, one.entry.key)) == NEVER
+    assert one.ask(REQUESTS, encode(Leave()), partial(signature, one.victim, one.entry.key)) == NEVER
 
 
 @case("victim", "an order that is not the lighthouse's")
@@ -186,9 +186,11 @@ def orders_in_the_name_of_the_lighthouse(one: Attacker) -> None:
 @case("engine")
 def answers_in_place_of_the_lighthouse(one: Attacker) -> None:
     """Whatever it offers to serve there, nobody asks it: the victim, which beats each second, least of all."""
-    with one.overhearing(ASKED, REPORTED, HELLO, CONFIG, gift_at(LIGHTHOUSE), "isles/*", "isles/gift/*", "**") as heard:
+    with one.overhearing(
+        REQUESTS, REPORTS, HELLO, CONFIG, state_key(LIGHTHOUSE), "isles/*", "isles/state/*", "**"
+    ) as heard:
         time.sleep(2.0)
-        assert one.ask(ASKED, encode(Lookup(one.victim)), one.word)[0] and not heard
+        assert one.ask(REQUESTS, encode(Lookup(one.victim)), one.word)[0] and not heard
 
 
 @case("victim", "a message in another's name")
@@ -229,41 +231,45 @@ def a_ticket_of_nobody(one: Attacker) -> None:
 @case("lighthouse", "a round that this run has not", OWN)
 def a_beat_from_the_end_of_time(one: Attacker) -> None:
     for beat in (Beat(round=1 << 61), Beat(skipped=(-5,)), Beat(seen=((one.victim, 1 << 50),))):
-        assert one.ask(ASKED, encode(beat), one.word) == one.ask(ASKED, encode(Ack(0, True, beat)), one.word) == NEVER
+        assert (
+            one.ask(REQUESTS, encode(beat), one.word)
+            == one.ask(REQUESTS, encode(Ack(0, True, beat)), one.word)
+            == NEVER
+        )
 
 
 @case("lighthouse", "the work of a member that this run has not", OWN)
 def the_work_of_nobody(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(Beat(seen=((1 << 40, 1),))), one.word) == NEVER
+    assert one.ask(REQUESTS, encode(Beat(seen=((1 << 40, 1),))), one.word) == NEVER
 
 
 @case("lighthouse", "an answer of a round that nobody is in", OWN)
 def answers_of_rounds_that_nobody_is_in(one: Attacker) -> None:
     for said in (Done(1 << 40, 0, 5), Done(0, 0, 5), Done(1, 1 << 40, 5), PeerReport(-1, 0, one.victim, "refused")):
-        assert one.ask(ASKED, encode(said), one.word) == NEVER
+        assert one.ask(REQUESTS, encode(said), one.word) == NEVER
 
 
 @case("lighthouse", "a word that no worker says", OWN)
 def a_word_of_the_lighthouse(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(RoundDecision(1, "land", 0, (one.entry.member,))), one.word) == NEVER
+    assert one.ask(REQUESTS, encode(RoundDecision(1, "land", 0, (one.entry.member,))), one.word) == NEVER
 
 
 @case("lighthouse", "a message without a kind", OWN)
 def words_that_are_none(one: Attacker) -> None:
     junk = [b"", b"{", b"null", b"\0" * 70_000, b'{"kind":"beat"}', b'{"kind":["beat"]}', b'{"kind":"__init__"}']
-    assert all(one.ask(ASKED, said, one.word) == NEVER for said in junk)
+    assert all(one.ask(REQUESTS, said, one.word) == NEVER for said in junk)
 
 
 @case("lighthouse", "an address that is none", OWN)
 def addresses_that_are_none(one: Attacker) -> None:
     for port in (0, -1, 1 << 40):
         said = AnnounceAddress("127.0.0.1", port, "", one.own.token.fingerprint)
-        assert one.ask(ASKED, encode(said), one.word) == NEVER
+        assert one.ask(REQUESTS, encode(said), one.word) == NEVER
 
 
 @case("lighthouse", "Listening.certificate: String should match pattern '^[0-9a-f]{32}$'", OWN)
 def a_certificate_that_is_none(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(AnnounceAddress("127.0.0.1", 9, "", "%%%")), one.word) == NEVER
+    assert one.ask(REQUESTS, encode(AnnounceAddress("127.0.0.1", 9, "", "%%%")), one.word) == NEVER
 
 
 @case("lighthouse", "another certificate than that with which it joined", OWN)
@@ -272,17 +278,17 @@ def another_certificate_than_before(one: Attacker) -> None:
         AnnounceAddress("127.0.0.1", 9, "", one.certificate),
         AnnounceAddress("", 0, "", one.own.token.fingerprint, 1),
     ):
-        assert one.ask(ASKED, encode(said), one.word) == NEVER
+        assert one.ask(REQUESTS, encode(said), one.word) == NEVER
 
 
 @case("lighthouse", "a report that cannot be", OWN)
 def a_report_of_two_megabytes(one: Attacker) -> None:
-    assert one.ask(REPORTED, b"[" + b"0," * (1 << 20) + b"0]", one.word) == NEVER
+    assert one.ask(REPORTS, b"[" + b"0," * (1 << 20) + b"0]", one.word) == NEVER
 
 
 @case("lighthouse", "it nests too deep", OWN)
 def a_report_that_nests(one: Attacker) -> None:
-    one.ask(REPORTED, b"[" * 500_000, one.word)
+    one.ask(REPORTS, b"[" * 500_000, one.word)
 
 
 @case("victim", "pieces that do not fit together", OWN)
@@ -322,14 +328,14 @@ def sixty_four_megabytes_unasked(one: Attacker) -> None:
 
 @case("lighthouse")
 def reports_all_at_once(one: Attacker) -> None:
-    one.flood(REPORTED, [bytes(1 << 20)] * 100, one.word)
+    one.flood(REPORTS, [bytes(1 << 20)] * 100, one.word)
 
 
 @case("lighthouse")
 def a_donor_who_gives_nothing(one: Attacker) -> None:
     """A word that may be said at any time: it costs a line."""
-    assert one.ask(ASKED, encode(Reload()), one.word) == (b"", None)
-    assert isinstance(decode(one.ask(ASKED, encode(Beat()), one.word)[0] or b""), BeatReply)
+    assert one.ask(REQUESTS, encode(Reload()), one.word) == (b"", None)
+    assert isinstance(decode(one.ask(REQUESTS, encode(Beat()), one.word)[0] or b""), BeatReply)
 
 
 @case("lighthouse", "another version, text or number of workers")

@@ -24,14 +24,14 @@ def test_a_lighthouse_that_vouches_for_another_one_to_one_worker(
     run = Run(
         small(tmp_path, 2000, 3, "run.log_every=1", "replicas.sync_every=1", "world.outer_deadline=1"), tmp_path / "run"
     )
-    whereabouts = run.keeper.lighthouse._whereabouts
-    find = whereabouts.find
+    address_book = run.keeper.lighthouse._whereabouts
+    find = address_book.find
 
     def falsely(asker: int, said: Lookup) -> PeerAddress:
         found = find(asker, said)
         return replace(found, certificates=(FALSE,)) if (asker, said.member) == (0, 1) and found.certificates else found
 
-    monkeypatch.setattr(whereabouts, "find", falsely)
+    monkeypatch.setattr(address_book, "find", falsely)
     monkeypatch.setattr(command, "end_in_order", lambda: None)  # pytest keeps its own handlers
 
     def shown() -> list[str]:

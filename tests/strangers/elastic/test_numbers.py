@@ -18,7 +18,7 @@ from isles.membership.effects import Rules
 from isles.membership.keys import LIGHTHOUSE, MemberKeys
 from isles.membership.messages import Ack, Beat, Delivered, Later, Load, PeerReport, Silent
 from isles.membership.round_commit import RoundDecision
-from isles.membership.run_log import RoundRecord, StartRecord, as_line, from_line
+from isles.membership.run_log import RoundRecord, StartRecord, as_line, read_record
 from isles.membership.state_transfer import StateServer, StateUnavailable, _facts
 from isles.membership.tls_session import open_session
 from isles.pipeline.ravnest.agreement import ClusterWelcome
@@ -135,13 +135,13 @@ def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> Non
             made.membership = run_of(len(rounds))
             made.membership.hear(0.0, 0, Beat(20, 0, 0))  # one of them alone says that it is there
             made.lighthouse = SimpleNamespace(look=lambda at: at(0.0))  # type: ignore[assignment]
-            made.giver = StateServer(host, LIGHTHOUSE, print)
+            made.state_server = StateServer(host, LIGHTHOUSE, print)
             for member, told in enumerate(rounds):
                 path = tmp_path / f"given-{member}"
                 write_state(path, {"w": torch.full((2,), float(member))})
-                giver = Lying(end, str(member), print, guide=Known(keys, member))
-                giver.says = told
-                giver.offer(STATE, path, {"round": 5})
+                state_server = Lying(end, str(member), print, guide=Known(keys, member))
+                state_server.says = told
+                state_server.publish(STATE, path, {"round": 5})
             assert made._save()
         finally:
             end.close()
@@ -153,11 +153,11 @@ def test_lines_of_rounds_that_this_run_has_not(tmp_path: Path) -> None:
     line = RoundRecord(
         member=1, round=4, view=0, spare=0, steps=5, seconds=1.0, members=(0, 1), outcome="whole", at=1.0
     )
-    assert from_line(as_line(line)) == line
+    assert read_record(as_line(line)) == line
     for key in ("round", "steps", "spare", "view"):
         for wrong in ["7", 7.5, True, None, [7], -2, HUGE]:
             with pytest.raises(ValueError, match=key):
-                from_line(as_line(line) | {key: wrong})
+                read_record(as_line(line) | {key: wrong})
     made = Keeper(config("run.steps=20"), tmp_path, "127.0.0.1:1", print, print, print)  # 4 rounds
     made.membership = RoundsCoordinator(made.rules)
     start = StartRecord(member=1, first=4, donor=0, copied=3, has=1 << 39, size=5, at=1.0)

@@ -89,13 +89,13 @@ def test_a_run_that_lost_all_goes_on_from_what_the_lighthouse_keeps(tmp_path: Pa
     run = ClusterRun(tmp_path / "run", "run.steps=200", "run.validate_every=0", "run.checkpoint_every=20")
     for _ in range(4):
         run.join()
-    run.until(lambda: run.keeper.muster.kept >= 40)
-    kept = run.keeper.muster.kept
+    run.until(lambda: run.keeper.coordinator.kept >= 40)
+    kept = run.keeper.coordinator.kept
     for number in range(4):
         run.vanish(number)
     fresh = [run.join() for _ in range(4)]
     run.until(lambda: run.step(fresh[0]) > kept)
-    assert run.keeper.muster.epoch == 2
+    assert run.keeper.coordinator.epoch == 2
     summary = run.end(300)
     assert summary["begun"] == 2 and all(run.endings[number] == "finished" for number in fresh)
 
@@ -117,19 +117,19 @@ def test_who_asks_those_who_are_gone_asks_the_lighthouse_again(tmp_path: Path) -
     more = ("run.steps=200", "run.validate_every=0", "run.checkpoint_every=20", "pipeline.ravnest.clusters=[[2]]")
     run = ClusterRun(tmp_path / "run", *more, "world.workers=2")
     first, plain = [run.join() for _ in range(2)], run.kind
-    run.until(lambda: run.keeper.muster.kept >= 20)
+    run.until(lambda: run.keeper.coordinator.kept >= 20)
     run.kind = partial(Late, *plain.args, **plain.keywords)
     late = run.join()
     run.until(lambda: late in run.peers and run.peers[late].line.member >= 2)
     time.sleep(1.0)  # it has been told to ask the first ones
     for number in first:
         run.vanish(number)
-    run.until(lambda: not run.keeper.muster.alive())
+    run.until(lambda: not run.keeper.coordinator.alive())
     run.kind = plain
     Late.asks.set()
     fresh = run.join()
     run.until(lambda: run.step(fresh) > 0 and run.step(late) > 0, 60.0)
-    assert run.keeper.muster.epoch == 2
+    assert run.keeper.coordinator.epoch == 2
     assert run.end(120)["begun"] == 2
 
 
@@ -149,6 +149,6 @@ def test_a_joiner_tells_what_was_measured(tmp_path: Path) -> None:
     node = heard(members.told[member(run, last)], "")
     assert members.clusters[2] == (member(run, last),) and node is not None
     assert node.bandwidth != pytest.approx(run.config.world.slowest_link, rel=0.01) and 0 < node.latency < 1.0
-    now = run.keeper.muster.now(0.0, [])
+    now = run.keeper.coordinator.now(0.0, [])
     assert now.clustered and {one.place[2:] for one in now.peers if one.member == member(run, last)} <= {(1, 1), ()}
     run.end(300)

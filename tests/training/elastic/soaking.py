@@ -17,10 +17,10 @@ import numpy as np
 
 from isles.data.order import rows
 from isles.membership.coordinator import RoundsCoordinator
-from isles.membership.data_ledger import DataLedger, lot_batches
+from isles.membership.data_ledger import DataLedger, range_batches
 from isles.membership.effects import Rules
 from isles.membership.run_log import ALONE, WHOLE
-from tests.training.elastic.mapped import account, ended
+from tests.training.elastic.mapped import ended, ledger
 from tests.training.elastic.processes import Processes, connected
 from tests.training.elastic.test_runs import EVERY, events
 from tests.training.elastic.warm import Worker
@@ -140,21 +140,27 @@ class Soak:
         """
         losses, forgo = list[int](), DataLedger.forgo  # of members whose work was given up
 
-        def noted(account: DataLedger, member: int) -> None:
+        def noted(ledger: DataLedger, member: int) -> None:
             losses.append(member)
-            forgo(account, member)
+            forgo(ledger, member)
 
         with patch.object(DataLedger, "forgo", noted):
-            kept = RoundsCoordinator(Rules(founders=self.least, sync_every=EVERY, agrees=agrees), self._entries).account
+            kept = RoundsCoordinator(Rules(founders=self.least, sync_every=EVERY, agrees=agrees), self._entries).ledger
         view = kept.newest
         assert view is not None
-        owed = {int(rows(*one, batch_size=1)[0]) for lot in view.owed for one in lot_batches(kept.views[lot.view], lot)}
+        backlog = {
+            int(rows(*one, batch_size=1)[0])
+            for sample_range in view.backlog
+            for one in range_batches(kept.views[sample_range.view], sample_range)
+        }
         held = Counter(work_of(self.world.warm, view.members, agrees=agrees))
-        never, twice = {*range(view.start)} - held.keys() - owed, sum(held.values()) - len(held)
+        never, twice = {*range(view.start)} - held.keys() - backlog, sum(held.values()) - len(held)
         assert not never, f"{len(never)} batches are in nobody's weights, the first {sorted(never)[:20]}"
         assert twice <= EVERY * len(losses), f"{twice} batches twice, {len(losses)} losses"
         done = sum(len(worker.reads()) for worker in self.world.warm)
-        return f"{done} batches read, {len(held)} in the weights, {twice} twice, {len(owed)} owed, {len(losses)} losses"
+        return (
+            f"{done} batches read, {len(held)} in the weights, {twice} twice, {len(backlog)} owed, {len(losses)} losses"
+        )
 
     def messages(self) -> str:
         """What was sent was received, or there is what ended it."""
@@ -162,7 +168,7 @@ class Soak:
         for worker in self.world.warm:
             if len(book := worker.book()):
                 last[int(book["member"][0])] = max((line["round"] for line in worker.rounds()), default=0)
-        told = account([worker.book() for worker in self.world.warm], last)
+        told = ledger([worker.book() for worker in self.world.warm], last)
         assert told["unexplained"] == 0, told
         assert told["sent"] == sum(told.values()) - told["sent"]
         assert told["received"] > 0.8 * told["sent"]

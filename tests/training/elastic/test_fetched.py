@@ -47,7 +47,7 @@ def test_it_is_bounded_by_the_first_model(
     for member, size in (("3", most), ("4", most + 1)):
         path = tmp_path / member
         path.write_bytes(bytes(size))
-        StateServer(session, member, print, guide=Known(keys, int(member))).offer(what, path, {})
+        StateServer(session, member, print, guide=Known(keys, int(member))).publish(what, path, {})
     assert keeper.fetch("3", what, keeper.out / "taken", 20.0, copies)["size"] == most
     before = keeper.session.taken
     with pytest.raises(StateUnavailable, match=f"it has {most + 1} bytes, more than the {most} that fit this model"):
@@ -58,7 +58,7 @@ def test_it_is_bounded_by_the_first_model(
 def test_ctrl_c_ends_a_fetch_at_once(met: tuple[Keeper, Session, MemberKeys]) -> None:
     """Of a member that says that its model is on its way, and never gives it."""
     keeper, session, keys = met
-    giver = StateServer(session, "3", print, guide=Known(keys, 3))
+    state_server = StateServer(session, "3", print, guide=Known(keys, 3))
     ended = list[float]()
 
     def fetch() -> None:
@@ -69,7 +69,7 @@ def test_ctrl_c_ends_a_fetch_at_once(met: tuple[Keeper, Session, MemberKeys]) ->
 
     thread = threading.Thread(target=fetch)
     thread.start()
-    while not giver.is_wanted(MODEL):
+    while not state_server.is_requested(MODEL):
         time.sleep(0.01)
     keeper.stopping.set()
     began = time.monotonic()

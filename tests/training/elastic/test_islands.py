@@ -22,7 +22,7 @@ from isles.comm.errors import PeerLost
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import Tag
 from isles.membership.p2p.transport import ElasticTransport
-from isles.membership.run_log import EXCHANGES, WHOLE, RoundRecord, from_line
+from isles.membership.run_log import EXCHANGES, WHOLE, RoundRecord, read_record
 from isles.replicas.loop.fragment import Flight
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
@@ -185,7 +185,7 @@ def rounds(out: Path) -> dict[int, list[RoundRecord]]:
     """By member, as they were reported."""
     found: dict[int, list[RoundRecord]] = {}
     for text in (out / EXCHANGES).read_text().splitlines() if (out / EXCHANGES).exists() else ():  # none yet
-        line = from_line(json.loads(text))
+        line = read_record(json.loads(text))
         if isinstance(line, RoundRecord):
             found.setdefault(line.member, []).append(line)
     return found
@@ -266,10 +266,10 @@ def test_nobody_waits_for_an_island_of_which_one_worker_stands_still(tmp_path: P
             return max((line.round for line in rounds(world.out).get(member, [])), default=0)
 
         world.until(lambda: min(map(newest, range(3))) >= 5, 240.0)
-        standing = workers_of(joined[2].pid)[place]
+        round_members = workers_of(joined[2].pid)[place]
         member = member_of(tmp_path / "3.log")
         others = sorted({0, 1, 2} - {member})
-        os.kill(standing, signal.SIGSTOP)
+        os.kill(round_members, signal.SIGSTOP)
         since = max(map(newest, others))
         world.until(lambda: min(map(newest, others)) >= since + 10)
         gaps = [
@@ -279,7 +279,7 @@ def test_nobody_waits_for_an_island_of_which_one_worker_stands_still(tmp_path: P
         ]
         print(f"{method}, place {place}: longest time between two rounds {max(gaps):.1f} s")
         assert max(gaps) < BOUND
-        os.kill(standing, signal.SIGCONT)
+        os.kill(round_members, signal.SIGCONT)
         was = newest(member)
         world.until(lambda: newest(member) >= was + 10)
         assert rounds(world.out)[member][-1].outcome == WHOLE or method == "noloco"

@@ -157,7 +157,7 @@ def test_the_keeper_names_whom_it_leaves_out(
         save_model(model, tmp_path / f"given-{member}")
 
     def take(session: Any, asked: Any, path: Path, **_: Any) -> dict[str, Any]:
-        path.write_bytes((tmp_path / f"given-{asked.giver}").read_bytes())
+        path.write_bytes((tmp_path / f"given-{asked.source}").read_bytes())
         return {}
 
     monkeypatch.setattr(keeping, "take", take)

@@ -142,9 +142,9 @@ def test_a_stage_that_has_lost_all_of_its_peers_is_begun_again(tmp_path: Path) -
     run = SwarmRun(seated(*settings("[1,2,1]", steps, "run.checkpoint_every=5")), tmp_path / "run")
     for number in range(4):
         run.join([0, 1, 1, 2][number])
-    run.until(lambda: run.keeper.muster.kept >= 10)
+    run.until(lambda: run.keeper.coordinator.kept >= 10)
     run.vanish(3)
-    run.until(lambda: run.keeper.muster.alive() == [])
+    run.until(lambda: run.keeper.coordinator.alive() == [])
     run.join()
     summary = run.end(120)
     assert furthest(weights(run), undisturbed(tmp_path, "[1,2,1]", steps)) < 1e-9
@@ -158,12 +158,12 @@ def test_all_and_the_lighthouse_are_lost(tmp_path: Path) -> None:
     run = SwarmRun(seated(*settings("[1,1,1]", steps, f"run.checkpoint_every={every}")), tmp_path / "run")
     for stage in range(3):
         run.join(stage, again=False)
-    run.until(lambda: run.keeper.muster.kept >= 10)
+    run.until(lambda: run.keeper.coordinator.kept >= 10)
     newest = run.step(0)
     for number in range(3):
         run.vanish(number)
     run.stop()
-    kept = run.keeper.muster.kept
+    kept = run.keeper.coordinator.kept
     assert newest - kept <= every
     run.keep()
     for stage in range(3):
@@ -190,7 +190,7 @@ def test_no_step_is_further_than_the_interval_from_what_is_kept(tmp_path: Path) 
     seen = set[int]()
     while 0 not in run.endings:
         newest = max(run.step(number) for number in range(3))
-        seen.add(newest - run.keeper.muster.kept)
+        seen.add(newest - run.keeper.coordinator.kept)
         time.sleep(0.001)
     summary = run.end()
     assert max(seen) == every and summary["begun"] == 1
@@ -328,7 +328,7 @@ def test_who_wishes_a_stage_gets_it_and_who_is_asked_to_leaves(tmp_path: Path) -
     run.until(lambda: run.step(0) > 2)
     comer = run.join(0)
     run.until(lambda: run.step(comer) > 0)
-    run.until(lambda: run.keeper.muster.members.get(run.peers[comer].line.member) == 0)
+    run.until(lambda: run.keeper.coordinator.members.get(run.peers[comer].line.member) == 0)
     run.ask_to_leave(0)
     run.until(lambda: 0 in run.endings)
     summary = run.end(120)
@@ -347,7 +347,7 @@ def test_the_last_of_a_stage_hands_its_state_over(tmp_path: Path) -> None:
     run.until(lambda: run.step(0) > 2)
     run.ask_to_leave(1)
     run.until(lambda: 1 in run.endings)
-    assert run.endings[1] == "left" and run.keeper.muster.kept == run.step(1) > 0
+    assert run.endings[1] == "left" and run.keeper.coordinator.kept == run.step(1) > 0
     run.join()
     summary = run.end(120)
     assert furthest(weights(run), undisturbed(tmp_path, "[1,1]", steps)) == 0
@@ -357,19 +357,20 @@ def test_the_last_of_a_stage_hands_its_state_over(tmp_path: Path) -> None:
 def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
     """Of the lighthouse alone: its peers are words to it. Nothing is kept at first, then the states of step 5."""
     run = SwarmRun(seated(*settings("[1,1]", 30)), tmp_path / "run")
-    muster, said = run.keeper.muster, "all peers were lost: the run begins again at step "
+    coordinator, said = run.keeper.coordinator, "all peers were lost: the run begins again at step "
     for epoch in (1, 2, 3):
-        members = [len(muster.peers), len(muster.peers) + 1]
-        calls = [partial(muster.gone, member=member) for member in muster.members]
-        calls += [partial(muster.join, description="") for _ in members]
+        members = [len(coordinator.peers), len(coordinator.peers) + 1]
+        calls = [partial(coordinator.gone, member=member) for member in coordinator.members]
+        calls += [partial(coordinator.join, description="") for _ in members]
         calls += [
-            partial(muster.hear, member=member, message=RequestWork(stage, 7)) for stage, member in enumerate(members)
+            partial(coordinator.hear, member=member, message=RequestWork(stage, 7))
+            for stage, member in enumerate(members)
         ]
         for call in calls:
             run.keeper.lighthouse.act(call)
-        run.until(lambda epoch=epoch: muster.epoch == epoch)
+        run.until(lambda epoch=epoch: coordinator.epoch == epoch)
         run.until(lambda epoch=epoch: len([line for line in run.notices if said in line]) == epoch - 1)
-        muster.kept = 5 * (epoch - 1)
+        coordinator.kept = 5 * (epoch - 1)
     told = [line.removeprefix(said) for line in run.notices if said in line]
     assert told == ["0, for no state is kept (run.checkpoint_every)", "5"]
     run.stop()
