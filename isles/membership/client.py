@@ -104,8 +104,8 @@ class Notifications:
         if not hmac.compare_digest(query.attachment, signature(entry.member, entry.key, self._where, said)):
             return self._refuse(query, "an order that is not the lighthouse's")
         try:
-            number, word = split_sequence(said)
-            message = decode(word, limit=LONGEST)
+            number, text = split_sequence(said)
+            message = decode(text, limit=LONGEST)
         except ValueError as error:
             query.reply()
             _LOG.warning("the lighthouse: %s", error)
@@ -155,7 +155,7 @@ class MembershipClient(LighthouseClient):
 
     def __init__(self, session: ControlSession, entry: Entry) -> None:
         super().__init__(session, entry)
-        self.member, self.state, self.words = entry.member, MemberState(entry.member), DecisionLog()
+        self.member, self.state, self.decisions = entry.member, MemberState(entry.member), DecisionLog()
         self.ended: Over | Examine | None = None
         self._load: Load | None = None
         self._training, self._answers = False, True
@@ -213,11 +213,11 @@ class MembershipClient(LighthouseClient):
         with self.changed:
             return self.state.accept(round, members)
 
-    def landed(self, word: RoundDecision) -> None:
+    def landed(self, decision: RoundDecision) -> None:
         """This worker has landed that round."""
         with self.changed:
-            self.state.landed(word)
-            self.words.forget_before(word.round)
+            self.state.landed(decision)
+            self.decisions.forget_before(decision.round)
 
     @property
     def is_over(self) -> bool:
@@ -246,19 +246,19 @@ class MembershipClient(LighthouseClient):
         or the others landed what it has not got.
         """
         done = Done(round, attempt, NOTHING if digest is None else digest)
-        word = self.words.newer(round, attempt)
-        while word is None and not self.is_over:
+        decision = self.decisions.newer(round, attempt)
+        while decision is None and not self.is_over:
             heard = self.ask(done)
             if isinstance(heard, RoundDecision):
-                self.words.hear(heard)
+                self.decisions.hear(heard)
             elif heard is None:
                 break
-            self.wait(lambda: self.words.newer(round, attempt) is not None or self.is_over, _TOLD_AGAIN)
-            word = self.words.newer(round, attempt)
-        if word is not None and word.verdict == "land" and digest is None:
+            self.wait(lambda: self.decisions.newer(round, attempt) is not None or self.is_over, _TOLD_AGAIN)
+            decision = self.decisions.newer(round, attempt)
+        if decision is not None and decision.outcome == "land" and digest is None:
             self.ask(done)  # whoever was told of it begins with another's state
             return None
-        return word
+        return decision
 
     def report_peer(self, round: int, attempt: int, error: CommError) -> None:
         """Tell of whom a failure speaks. Who is gone the lighthouse sees itself."""
@@ -353,7 +353,7 @@ class MembershipClient(LighthouseClient):
         def answered(answer: Any) -> None:
             if isinstance(answer, RoundDecision):
                 with self.changed:
-                    self.words.hear(answer)
+                    self.decisions.hear(answer)
                     self.changed.notify_all()
 
         self.send(message, answered)
@@ -454,7 +454,7 @@ class MembershipClient(LighthouseClient):
                 self._load = message
                 self.state.call = max(self.state.call, message.call)
             case RoundDecision():
-                self.words.hear(message)
+                self.decisions.hear(message)
             case Over() | Examine():
                 self.ended = message
             case Refusal(reason=reason):

@@ -217,8 +217,8 @@ class RoundsCoordinator(Coordinator):
             if done.digest == NOTHING and self.ballots.has_landed(done.round):
                 self._stray(member)  # the others took it for lost, and landed what it has not got
         orders = self._orders(now)
-        word = self.ballots.word(done.round, member)
-        return orders if word is None else [*orders, Reply(word)]
+        decision = self.ballots.decision(done.round, member)
+        return orders if decision is None else [*orders, Reply(decision)]
 
     def deliver(self, now: float, member: int, delivered: Delivered) -> list[Effect]:
         """A member has its share of a round for which a quorum is enough, and trains on."""
@@ -226,8 +226,8 @@ class RoundsCoordinator(Coordinator):
             quorum = 1.0 if delivered.round == self.last else self.rules.quorum  # nothing comes after it
             self.ballots.delivered(now, member, delivered, self._register.voters(delivered.round), quorum)
         orders = self._orders(now)
-        word = self.ballots.word(delivered.round)
-        return orders if word is None else [*orders, Reply(word)]
+        decision = self.ballots.decision(delivered.round)
+        return orders if decision is None else [*orders, Reply(decision)]
 
     def report_peer(self, now: float, member: int, peer_report: PeerReport) -> list[Effect]:
         """A member says that another's share of an attempt was late or refused; both are of that round's view, and who
@@ -321,10 +321,10 @@ class RoundsCoordinator(Coordinator):
             return
         self._propose()
         if self.ballots.are_open and self.view is not None:
-            for word in self.ballots.due(now, {member: self._awaited_from(member) for member in self.members()}):
-                self._record("word", word=plain(word))
-                for member in word.members:
-                    self._tell(member, word)
+            for decision in self.ballots.due(now, {member: self._awaited_from(member) for member in self.members()}):
+                self._record("decision", decision=plain(decision))
+                for member in decision.members:
+                    self._tell(member, decision)
             left_out = self.ballots.left_out(self.view)
             for member in self.workers.members("leaving"):
                 if member in left_out:

@@ -123,34 +123,34 @@ class Ballots:
         for round in self.graces.over(now) & self._open.keys():
             self._open[round] = replace(self._open[round], is_closing=True)
         for round in sorted(self._open):
-            word = self._open[round].decide(here[round], self._worst(round))
-            if word is not None:
-                (self.graces.landed if word.verdict == "land" else self.graces.exchanging)(now, round)
-                yield replace(word, view=self._view)
+            decision = self._open[round].decide(here[round], self._worst(round))
+            if decision is not None:
+                (self.graces.landed if decision.outcome == "land" else self.graces.exchanging)(now, round)
+                yield replace(decision, view=self._view)
 
-    def apply(self, word: RoundDecision, members: tuple[int, ...]) -> list[int]:
+    def apply(self, decision: RoundDecision, members: tuple[int, ...]) -> list[int]:
         """A recorded word; members: of the first attempt. Those of its round without whom the others land."""
-        ballot = self._open.get(word.round) or Ballot(word.round, (members,))
-        ballot = ballot.decided(word)
-        if word.verdict == "again":
-            self._open[word.round] = ballot
+        ballot = self._open.get(decision.round) or Ballot(decision.round, (members,))
+        ballot = ballot.decided(decision)
+        if decision.outcome == "retry":
+            self._open[decision.round] = ballot
             return []
-        self._open.pop(word.round, None)
-        self._landed = {**{r: b for r, b in self._landed.items() if r > word.round - _KEPT}, word.round: ballot}
-        self._accused = {key: who for key, who in self._accused.items() if key[0] != word.round}
+        self._open.pop(decision.round, None)
+        self._landed = {**{r: b for r, b in self._landed.items() if r > decision.round - _KEPT}, decision.round: ballot}
+        self._accused = {key: who for key, who in self._accused.items() if key[0] != decision.round}
         tried = ballot.attempts[1:] if ballot.taken else ballot.attempts  # who was only late fetches the mean
-        left = sorted({member for members in tried for member in members} - set(word.members))
-        self._out |= dict.fromkeys(left, word.view)
+        left = sorted({member for members in tried for member in members} - set(decision.members))
+        self._out |= dict.fromkeys(left, decision.view)
         return left
 
     def has_landed(self, round: int) -> bool:
         """Whether that was decided, and is still known."""
         return round in self._landed
 
-    def word(self, round: int, member: int | None = None) -> RoundDecision | None:
+    def decision(self, round: int, member: int | None = None) -> RoundDecision | None:
         """What `member` is to know of `round`; None: whoever asks."""
         ballot = self._landed.get(round) or self._open.get(round)
-        return None if ballot is None else ballot.word(member)
+        return None if ballot is None else ballot.decision(member)
 
     def opened(self, view: View) -> None:
         """A new view: who is in it from here on has the others' state."""
@@ -223,8 +223,8 @@ class CoordinatorState:
                 self.issued = number
             case {"event": "view", "view": view}:
                 self._apply_view(from_plain(view))
-            case {"event": "word", "word": word}:
-                self._apply_word(from_plain(word))
+            case {"event": "decision", "decision": decision}:
+                self._apply_decision(from_plain(decision))
             case _:
                 of_another_version(entry)
         self.workers.changed()
@@ -277,12 +277,12 @@ class CoordinatorState:
         if not begins:  # nobody would be in that round before those who wait for their first one are
             self.newest_round = max(self.newest_round, view.since)
 
-    def _apply_word(self, word: RoundDecision) -> None:
-        for member in self.ballots.apply(word, self.voters(word.round)):
+    def _apply_decision(self, decision: RoundDecision) -> None:
+        for member in self.ballots.apply(decision, self.voters(decision.round)):
             if self.workers[member].state == "in":
                 self._call_again(self.workers[member])
-        if word.verdict == "land":
-            self.ledger.landed(word.round, word.members)
+        if decision.outcome == "land":
+            self.ledger.landed(decision.round, decision.members)
 
     def _call_all_but(self, members: Collection[int]) -> None:
         """`members` are the first to have the run's state again: what others were to begin with is another one."""

@@ -49,14 +49,14 @@ class Delivery:
 
     def __init__(self, line: MembershipClient, round: int, steps: int, seconds: float, now: float) -> None:
         self.round, self.steps = round, steps
-        self.word: RoundDecision | None = None
+        self.decision: RoundDecision | None = None
         self._line, self._told = line, now
         self._part = RoundState(line.member, round, 0, (line.member,))
         self._said: Delivered | Done = Delivered(round, steps, seconds)
         self._failed = -1  # the newest attempt that did
         answer = line.ask(self._said)
         if isinstance(answer, RoundDecision):
-            line.words.hear(answer)
+            line.decisions.hear(answer)
 
     @property
     def attempt(self) -> int:
@@ -66,19 +66,19 @@ class Delivery:
     @property
     def factor(self) -> float:
         """What this worker's share is scaled by, so that the mean of all is one by inner steps."""
-        assert self.word is not None and self.word.steps
-        return len(self.word.steps) * self.steps / sum(self.word.steps)
+        assert self.decision is not None and self.decision.steps
+        return len(self.decision.steps) * self.steps / sum(self.decision.steps)
 
     def look(self, now: float) -> Phase:
         """The phase that it is in now. What was told is told again now and then, for words may be lost."""
-        self.word = self._line.words.of(self.round) or self.word
-        if self.word is not None:
-            self._part = self._part.heard(self.word)
+        self.decision = self._line.decisions.of(self.round) or self.decision
+        if self.decision is not None:
+            self._part = self._part.heard(self.decision)
         if self._line.is_over:
             return "over"
         if self._part.phase == "landed":
             return "landed"
-        is_without = self.word is not None and self._line.member not in self.word.members
+        is_without = self.decision is not None and self._line.member not in self.decision.members
         if is_without and (self._part.phase == "left out" or self._part.attempt == 0):
             return "late"
         waits = self._part.attempt == 0 or self._part.phase == "done" or self._part.attempt == self._failed
@@ -102,8 +102,8 @@ class Delivery:
 
     def wait(self) -> None:
         """Wait until there is something new to look at, a moment at most."""
-        known = self.word
-        self._line.wait(lambda: self._line.is_over or self._line.words.of(self.round) != known, _SOON)
+        known = self.decision
+        self._line.wait(lambda: self._line.is_over or self._line.decisions.of(self.round) != known, _SOON)
 
 
 class Deliveries:
@@ -113,7 +113,7 @@ class Deliveries:
 
     def __init__(self, line: MembershipClient, alone: Group) -> None:
         self.line, self._alone = line, alone
-        self.fetch: Callable[[RoundDecision], MissedMean | None] = lambda word: None
+        self.fetch: Callable[[RoundDecision], MissedMean | None] = lambda decision: None
         self.landed: Callable[[int], None] = lambda round: None
         self.late = 0
         """Rounds whose mean was taken without this worker."""
@@ -122,13 +122,13 @@ class Deliveries:
         """Deliver."""
         return Delivery(self.line, round, steps, seconds, self._alone.transport.now())
 
-    def group(self, word: RoundDecision, seconds: float) -> Group:
+    def group(self, decision: RoundDecision, seconds: float) -> Group:
         """The group of an attempt, whose members may be late by so many seconds."""
         waits = self._alone.deadlines
         return replace(
             self._alone,
-            ranks=word.members,
-            view=max(word.view, 0),
+            ranks=decision.members,
+            view=max(decision.view, 0),
             deadlines=replace(waits, outer=waits.outer + seconds),
         )
 
@@ -140,9 +140,9 @@ class Deliveries:
     def missed(self, delivery: Delivery) -> MissedMean | None:
         """The mean that was taken without it, once it has landed there. None where it cannot be had now."""
         while not self.line.is_over and self.line.has_answers:
-            word = self.line.words.of(delivery.round)
-            if word is not None and word.verdict == "land":
-                found = self.fetch(word)
+            decision = self.line.decisions.of(delivery.round)
+            if decision is not None and decision.outcome == "land":
+                found = self.fetch(decision)
                 if found is None:
                     self.line.reload()
                 return found
@@ -151,8 +151,8 @@ class Deliveries:
             delivery.say()
         return None
 
-    def is_missed(self, word: RoundDecision) -> bool:
+    def is_missed(self, decision: RoundDecision) -> bool:
         """Whether somebody of the round's view was late, and this worker is one of those who keep the mean for it."""
-        view = self.line.state.view_of(word.round)
-        keeps = self.line.member in word.members[:MEAN_HOLDERS]
-        return keeps and view is not None and not set(view.members) <= set(word.members)
+        view = self.line.state.view_of(decision.round)
+        keeps = self.line.member in decision.members[:MEAN_HOLDERS]
+        return keeps and view is not None and not set(view.members) <= set(decision.members)

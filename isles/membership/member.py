@@ -106,11 +106,11 @@ class MemberState:
                 self._seen[member] = max(self._seen.get(member, 0), round)
         return True
 
-    def landed(self, word: RoundDecision) -> None:
+    def landed(self, decision: RoundDecision) -> None:
         """A round of an all-reduce method that this worker has landed, or whose mean it has caught up with."""
-        view = self.view_of(word.round)
+        view = self.view_of(decision.round)
         if view is not None:
-            self.left_out |= dict.fromkeys(set(self._taking_part(view)) - set(word.members), word.view)
+            self.left_out |= dict.fromkeys(set(self._taking_part(view)) - set(decision.members), decision.view)
 
     def until(self) -> int | None:
         """The first round that goes on without this worker, where a newer view than its own says so."""

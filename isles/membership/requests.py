@@ -107,26 +107,26 @@ class DecisionLog:
     """The newest `RoundDecision` on each round. Fed by whoever hears the lighthouse, under the lock of that line."""
 
     def __init__(self) -> None:
-        self._words: dict[int, RoundDecision] = {}
+        self._decisions: dict[int, RoundDecision] = {}
 
-    def hear(self, word: RoundDecision) -> None:
+    def hear(self, decision: RoundDecision) -> None:
         """Note a word; one that comes late, or twice, changes nothing."""
-        old = self._words.get(word.round)
-        if old is None or (old.verdict != "land" and (word.verdict == "land" or word.attempt > old.attempt)):
-            self._words[word.round] = word
+        old = self._decisions.get(decision.round)
+        if old is None or (old.outcome != "land" and (decision.outcome == "land" or decision.attempt > old.attempt)):
+            self._decisions[decision.round] = decision
 
     def newer(self, round: int, attempt: int) -> RoundDecision | None:
         """The word on `round` where it is one to land, or of a later attempt than `attempt`; else None."""
-        word = self._words.get(round)
-        return word if word is not None and (word.verdict == "land" or word.attempt > attempt) else None
+        decision = self._decisions.get(round)
+        return decision if decision is not None and (decision.outcome == "land" or decision.attempt > attempt) else None
 
     def of(self, round: int) -> RoundDecision | None:
         """The newest word on `round`."""
-        return self._words.get(round)
+        return self._decisions.get(round)
 
     def forget_before(self, round: int) -> None:
         """Drop the words on rounds before `round`."""
-        self._words = {key: word for key, word in self._words.items() if key >= round}
+        self._decisions = {key: decision for key, decision in self._decisions.items() if key >= round}
 
 
 class PendingTransfers(Protocol):
@@ -191,10 +191,10 @@ class LighthouseClient:
     ) -> None:
         """`ask` whoever serves `key` without waiting: `answered` is called with the answer. message: or its bytes."""
         said = message if isinstance(message, bytes) else encode(message)
-        word = signature(self.entry.member, self.entry.key, key, said)
+        proof = signature(self.entry.member, self.entry.key, key, said)
         try:
             self.session.ask(
-                key, said, lambda reply, _: answered(_read(reply)), attachment=word, seconds=seconds, urgent=True
+                key, said, lambda reply, _: answered(_read(reply)), attachment=proof, seconds=seconds, urgent=True
             )
         except OSError:
             _LOG.debug("the session is closed")

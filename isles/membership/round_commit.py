@@ -47,13 +47,13 @@ _WORDS = 2  # of a member on one attempt: an answer, and that it failed there
 class RoundDecision(Exact):
     """The lighthouse's word on a round, or that of a member which has landed.
 
-    verdict: "land" the answer of `attempt`, which holds the work of `members`; "again": exchange as `attempt` among them.
+    outcome: "land" the answer of `attempt`, which holds the work of `members`; "retry": exchange as `attempt` among them.
     view: the newest one when it was decided; a member that is left out takes part again from a newer view on.
     steps: where those are taken who have delivered, the inner steps in the work of each of `members`.
     """
 
     round: Int
-    verdict: Literal["land", "again"]
+    outcome: Literal["land", "retry"]
     attempt: Int
     members: Ints
     view: Int = -1
@@ -99,7 +99,7 @@ class Ballot:
         """The next attempt goes on without `member`."""
         return replace(self, out=self.out | {member})
 
-    def word(self, member: int | None = None) -> RoundDecision | None:
+    def decision(self, member: int | None = None) -> RoundDecision | None:
         """What is decided: to land, or the newest attempt that is not the first. For `member`: None where it has no part
         in it.
         """
@@ -109,7 +109,7 @@ class Ballot:
         members = self.attempts[attempt]
         if member is not None and member not in members and self.landed is None:
             return None
-        return self._word("again" if self.landed is None else "land", attempt, members, self.view)
+        return self._decision_of("retry" if self.landed is None else "land", attempt, members, self.view)
 
     def decide(
         self, living: Collection[int], worst: Callable[[Sequence[int]], int] | None = None
@@ -130,15 +130,15 @@ class Ballot:
         if all(member in answers for member in left):
             alike = Counter(answers[member] for member in left if answers[member] != NOTHING).most_common(1)
             if alike and alike[0][1] == len(left):
-                return self._word("land", attempt, members)
+                return self._decision_of("land", attempt, members)
             if self.attempts[-_TRIES:] == (left,) * _TRIES:
                 if alike and (2 * alike[0][1] > len(left) or worst is None):  # one computes wrongly: on with the most
                     left = tuple(member for member in left if answers[member] == alike[0][0])
                 elif worst is not None and len(left) > 1:  # most never have an answer, for somebody lies
                     without = worst(left[::-1])
                     left = tuple(member for member in left if member != without)
-            return self._word("again", attempt + 1, left)  # answers that differ are nobody's answer
-        return self._word("again", attempt + 1, left) if left != members else None
+            return self._decision_of("retry", attempt + 1, left)  # answers that differ are nobody's answer
+        return self._decision_of("retry", attempt + 1, left) if left != members else None
 
     def has_quorum(self, living: Collection[int]) -> bool:
         """Whether enough of the living members have delivered, and nobody exchanges yet."""
@@ -158,22 +158,24 @@ class Ballot:
         enough = self.is_closing and len(there) >= self._quorum_of(len(here))
         if there != here and not enough:
             return None
-        return RoundDecision(self.round, "again", 1, there, steps=tuple(steps[member] for member in there))
+        return RoundDecision(self.round, "retry", 1, there, steps=tuple(steps[member] for member in there))
 
-    def _word(
-        self, verdict: Literal["land", "again"], attempt: int, members: tuple[int, ...], view: int = -1
+    def _decision_of(
+        self, outcome: Literal["land", "retry"], attempt: int, members: tuple[int, ...], view: int = -1
     ) -> RoundDecision:
         steps = dict(self.taken)
         return RoundDecision(
-            self.round, verdict, attempt, members, view, tuple(steps[member] for member in members if member in steps)
+            self.round, outcome, attempt, members, view, tuple(steps[member] for member in members if member in steps)
         )
 
-    def decided(self, word: RoundDecision) -> Ballot:
+    def decided(self, decision: RoundDecision) -> Ballot:
         """The ballot after a journalled word."""
-        if word.verdict == "land":
-            return replace(self, landed=word.attempt, view=word.view)
-        taken = self.taken or tuple(zip(word.members, word.steps, strict=False))
-        return replace(self, attempts=(*self.attempts, word.members), out=frozenset(), view=word.view, taken=taken)
+        if decision.outcome == "land":
+            return replace(self, landed=decision.attempt, view=decision.view)
+        taken = self.taken or tuple(zip(decision.members, decision.steps, strict=False))
+        return replace(
+            self, attempts=(*self.attempts, decision.members), out=frozenset(), view=decision.view, taken=taken
+        )
 
 
 @dataclass(frozen=True)
@@ -196,17 +198,17 @@ class RoundState:
             return self
         return replace(self, phase="done")
 
-    def heard(self, word: RoundDecision) -> RoundState:
+    def heard(self, decision: RoundDecision) -> RoundState:
         """After a word on this round; an old one, or one that comes twice, changes nothing."""
-        if word.round != self.round or self.phase in ("landed", "left out"):
+        if decision.round != self.round or self.phase in ("landed", "left out"):
             return self
-        if self.member not in word.members:
-            return replace(self, phase="left out") if word.verdict == "land" else self
-        if word.verdict == "again":
-            if word.attempt <= self.attempt:
+        if self.member not in decision.members:
+            return replace(self, phase="left out") if decision.outcome == "land" else self
+        if decision.outcome == "retry":
+            if decision.attempt <= self.attempt:
                 return self
-            return replace(self, attempt=word.attempt, members=word.members, phase="exchanging")
-        if word.attempt == self.attempt and self.phase == "done":
+            return replace(self, attempt=decision.attempt, members=decision.members, phase="exchanging")
+        if decision.attempt == self.attempt and self.phase == "done":
             return replace(self, phase="landed")
         return self  # it lands once it has that answer
 

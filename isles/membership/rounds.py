@@ -158,9 +158,9 @@ class IslandGroup:
         """The leader's answer, for all; all call it together, and the leader alone is asked."""
         if self._group is None:
             return answer()
-        word = torch.tensor([self.place == 0 and answer()], dtype=torch.uint8, device="cpu")
-        self._group.broadcast(word)
-        return bool(word)
+        agreed = torch.tensor([self.place == 0 and answer()], dtype=torch.uint8, device="cpu")
+        self._group.broadcast(agreed)
+        return bool(agreed)
 
     def gather(self, *numbers: int) -> list[list[int]]:
         """Everybody's numbers, by place; all call it together."""
@@ -313,8 +313,11 @@ class RoundLeader:
             if round_members is None:
                 return postponed
             self._part, self._view = RoundState(self.member, round, 0, round_members.members), round_members.view
-        if self._lacks(self._part) and (word := self.client.finish_round(round, self._part.attempt, None)) is not None:
-            self._part = self._part.heard(word)  # nobody waits for who cannot come
+        if (
+            self._lacks(self._part)
+            and (decision := self.client.finish_round(round, self._part.attempt, None)) is not None
+        ):
+            self._part = self._part.heard(decision)  # nobody waits for who cannot come
         part, self._opened = self._part, self._now()
         if part.phase != "exchanging":
             return postponed
@@ -333,15 +336,17 @@ class RoundLeader:
                 self._took.append(self._now() - self._opened)
         elif error is not None:
             self.client.report_peer(round, attempt, error)
-        word = self.client.finish_round(round, attempt, digest)
-        if word is not None:
-            part = part.heard(word)
+        decision = self.client.finish_round(round, attempt, digest)
+        if decision is not None:
+            part = part.heard(decision)
         self._part = part
-        if word is not None and part.phase == "landed":
-            self.client.landed(word)
-            self.note(round, word.members, WHOLE)
+        if decision is not None and part.phase == "landed":
+            self.client.landed(decision)
+            self.note(round, decision.members, WHOLE)
             return Decision(kind="land", round=round)
-        return Decision(kind="retry" if word is not None and part.phase == "exchanging" else "postpone", round=round)
+        return Decision(
+            kind="retry" if decision is not None and part.phase == "exchanging" else "postpone", round=round
+        )
 
     def _lacks(self, part: RoundState) -> bool:
         return part.phase == "exchanging" and any(

@@ -102,9 +102,9 @@ def read_history(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> RunH
         elif event == "view":
             view = entry["view"]
             views.append((at, view["number"], view["since"], tuple(view["members"])))
-        elif event == "word":
-            word = entry["word"]
-            counts["again"] += word["verdict"] == "again" and (word["attempt"] > 1 or not word["steps"])
+        elif event == "decision":
+            decision = entry["decision"]
+            counts["retry"] += decision["outcome"] == "retry" and (decision["attempt"] > 1 or not decision["steps"])
     for member, at in since.items():
         present.setdefault(member, []).append((at, end))
     return RunHistory(present=present, views=views, counts=counts, end=end, outages=outages)

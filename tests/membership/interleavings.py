@@ -161,15 +161,15 @@ def _member(state: State, member: int, answered: Callable[[RoundState, int], Rou
                 flying = state.flying | set(_sends("gather", part))
                 yield replace(state, gathering=state.gathering | {(part.attempt, member)}, flying=flying)
     if state.up:
-        words = [state.ballot.word(member)]
+        decisions = [state.ballot.decision(member)]
         if part.phase == "done" and state.ballot.landed is None:
             told = state.ballot.told(part.attempt, member, 0)
             if told != state.ballot:
                 yield replace(state, ballot=told)
     else:
-        words = [state.parts[other].vouched() for other in state.living if other != member]
-    for word in words:
-        after = part if word is None else part.heard(word)
+        decisions = [state.parts[other].vouched() for other in state.living if other != member]
+    for decision in decisions:
+        after = part if decision is None else part.heard(decision)
         if after != part:
             moved = _with_part(state, after)
             again = after.phase == "exchanging"
@@ -177,8 +177,8 @@ def _member(state: State, member: int, answered: Callable[[RoundState, int], Rou
 
 
 def _lighthouse(state: State) -> Iterator[State]:
-    if state.up and (word := state.ballot.decide(state.living)) is not None:
-        yield replace(state, ballot=state.ballot.decided(word))
+    if state.up and (decision := state.ballot.decide(state.living)) is not None:
+        yield replace(state, ballot=state.ballot.decided(decision))
     if state.up and state.quorum and not state.ballot.is_closing and len(state.ballot.attempts) == 1:
         yield replace(state, ballot=replace(state.ballot, is_closing=True))
 

@@ -22,17 +22,19 @@ def refuse(
     run: RoundsCoordinator, by: int, whom: int, round: int = 1, attempt: int = 0, judge: int = -1
 ) -> list[RoundDecision]:
     """`by` says that the share of `whom` cannot be; judge: that this one has told it so. The words that follow."""
-    return words(run.report_peer(0.0, by, PeerReport(round, attempt, whom, "refused", "NaN", judge)))
+    return decisions(run.report_peer(0.0, by, PeerReport(round, attempt, whom, "refused", "NaN", judge)))
 
 
-def words(orders: list[Effect]) -> list[RoundDecision]:
+def decisions(orders: list[Effect]) -> list[RoundDecision]:
     """Those that are new, each once."""
-    return sorted({word for _, word in told(orders, RoundDecision)}, key=lambda word: word.attempt)
+    return sorted({decision for _, decision in told(orders, RoundDecision)}, key=lambda decision: decision.attempt)
 
 
 def answers(run: RoundsCoordinator, attempt: int, digests: dict[int, int], round: int = 1) -> list[RoundDecision]:
     """All say what they have of an attempt."""
-    return [w for member, digest in digests.items() for w in words(run.done(0.0, member, Done(round, attempt, digest)))]
+    return [
+        w for member, digest in digests.items() for w in decisions(run.done(0.0, member, Done(round, attempt, digest)))
+    ]
 
 
 def shut(run: RoundsCoordinator) -> list[int]:
@@ -44,21 +46,21 @@ def test_one_accuser_of_four_takes_no_round() -> None:
     run, _ = founded(4, agrees=True)
     for attempt in range(3):
         assert all(refuse(run, LIAR, whom, attempt=attempt) == [] for whom in (1, 2, 3))
-        (word,) = answers(run, attempt, {LIAR: NOTHING, 1: 7, 2: 7, 3: 7})
-    assert word == RoundDecision(1, "again", 3, (1, 2, 3), view=0)
-    (word,) = answers(run, 3, {1: 8, 2: 8, 3: 8})
-    assert word == RoundDecision(1, "land", 3, (1, 2, 3), view=0)
+        (decision,) = answers(run, attempt, {LIAR: NOTHING, 1: 7, 2: 7, 3: 7})
+    assert decision == RoundDecision(1, "retry", 3, (1, 2, 3), view=0)
+    (decision,) = answers(run, 3, {1: 8, 2: 8, 3: 8})
+    assert decision == RoundDecision(1, "land", 3, (1, 2, 3), view=0)
 
 
 def test_refused_by_most_is_left_out_of_the_next_attempt() -> None:
     run, _ = founded(4, agrees=True)
     assert refuse(run, 1, LIAR) == refuse(run, 1, LIAR) == []  # twice is one voice
-    assert refuse(run, 2, LIAR) == [RoundDecision(1, "again", 1, (1, 2, 3), view=0)]
+    assert refuse(run, 2, LIAR) == [RoundDecision(1, "retry", 1, (1, 2, 3), view=0)]
 
 
 def test_of_two_members_the_first_accuser_goes_on() -> None:
     run, _ = founded(2, agrees=True)
-    assert refuse(run, 1, LIAR) == [RoundDecision(1, "again", 1, (1,), view=0)]
+    assert refuse(run, 1, LIAR) == [RoundDecision(1, "retry", 1, (1,), view=0)]
     assert refuse(run, LIAR, 1) == []
 
 
@@ -66,18 +68,18 @@ def test_who_condemns_one_after_the_other_is_left_out_at_the_second() -> None:
     """It reduces a part, and tells all in its place that somebody's share cannot be: they say who told them so."""
     run, _ = founded(4, agrees=True)
     assert refuse(run, 1, 3, judge=LIAR) == []
-    assert refuse(run, 2, 3, judge=LIAR) == [RoundDecision(1, "again", 1, (0, 1, 2), view=0)]
+    assert refuse(run, 2, 3, judge=LIAR) == [RoundDecision(1, "retry", 1, (0, 1, 2), view=0)]
     for condemned, attempt in ((3, 0), (2, 1)):  # who is condemned knows who does it
         assert refuse(run, condemned, LIAR, attempt=attempt) == []
     assert refuse(run, 1, 2, attempt=1, judge=LIAR) == []
-    assert refuse(run, LIAR, 2, attempt=1) == [RoundDecision(1, "again", 2, (1, 2), view=0)]
+    assert refuse(run, LIAR, 2, attempt=1) == [RoundDecision(1, "retry", 2, (1, 2), view=0)]
 
 
 def test_who_says_what_nobody_told_it_harms_nobody_else() -> None:
     run, _ = founded(4, agrees=True)
     for whom in (2, 3):
         assert refuse(run, LIAR, whom, judge=1) == []
-    assert refuse(run, 1, 3) == [RoundDecision(1, "again", 1, (0, 1, 2), view=0)]
+    assert refuse(run, 1, 3) == [RoundDecision(1, "retry", 1, (0, 1, 2), view=0)]
 
 
 def test_who_alone_has_an_answer_does_not_go_on_alone() -> None:
@@ -86,16 +88,16 @@ def test_who_alone_has_an_answer_does_not_go_on_alone() -> None:
     for attempt in range(3):
         refuse(run, 1, 2, attempt=attempt, judge=LIAR)
         refuse(run, 2, LIAR, attempt=attempt)
-        (word,) = answers(run, attempt, {LIAR: 9, 1: NOTHING, 2: NOTHING, 3: NOTHING})
-    assert word.verdict == "again" and len(word.members) == 3 and word.members != (LIAR,)
+        (decision,) = answers(run, attempt, {LIAR: 9, 1: NOTHING, 2: NOTHING, 3: NOTHING})
+    assert decision.outcome == "retry" and len(decision.members) == 3 and decision.members != (LIAR,)
 
 
 def test_who_accuses_somebody_outside_goes_on() -> None:
     run, _ = founded(3, agrees=True)
     run.done(0.0, 1, Done(1, 0, 7))
-    assert words(run.gone(0.0, 2)) == [RoundDecision(1, "again", 1, (0, 1), view=0)]
+    assert decisions(run.gone(0.0, 2)) == [RoundDecision(1, "retry", 1, (0, 1), view=0)]
     run.back(0.0, 2)
-    assert refuse(run, 1, 2, attempt=1) == [] and answers(run, 1, {0: 8, 1: 8})[-1].verdict == "land"
+    assert refuse(run, 1, 2, attempt=1) == [] and answers(run, 1, {0: 8, 1: 8})[-1].outcome == "land"
 
 
 def test_three_attempts_without_any_answer_are_enough() -> None:
@@ -103,8 +105,8 @@ def test_three_attempts_without_any_answer_are_enough() -> None:
     run, _ = founded(3, agrees=True)
     for attempt in range(3):
         refuse(run, 1, LIAR, attempt=attempt)
-        (word,) = answers(run, attempt, {0: NOTHING, 1: NOTHING, 2: NOTHING})
-    assert word.verdict == "again" and word.members in ((0, 2), (1, 2))
+        (decision,) = answers(run, attempt, {0: NOTHING, 1: NOTHING, 2: NOTHING})
+    assert decision.outcome == "retry" and decision.members in ((0, 2), (1, 2))
 
 
 def test_who_says_that_it_is_done_and_gives_nothing_is_late_in_the_second_attempt() -> None:
@@ -112,9 +114,9 @@ def test_who_says_that_it_is_done_and_gives_nothing_is_late_in_the_second_attemp
     for attempt in range(2):
         found = answers(run, attempt, {LIAR: 9})
         for by in (1, 2):
-            found += words(run.report_peer(0.0, by, PeerReport(1, attempt, LIAR, "late")))
+            found += decisions(run.report_peer(0.0, by, PeerReport(1, attempt, LIAR, "late")))
         found += answers(run, attempt, {1: NOTHING, 2: NOTHING, 3: NOTHING})
-        assert found[0] == RoundDecision(1, "again", attempt + 1, (0, 1, 2, 3) if not attempt else (1, 2, 3), view=0)
+        assert found[0] == RoundDecision(1, "retry", attempt + 1, (0, 1, 2, 3) if not attempt else (1, 2, 3), view=0)
 
 
 def test_fresh_seats_shut_out_nobody() -> None:

@@ -167,7 +167,7 @@ def test_nobody_gives_in_another_s_place(tmp_path: Path) -> None:
                 taker.fetch(asked, path)
             with pytest.raises(StateUnavailable, match="nothing came"):
                 fetch_state(host, asked, path, peer_key=keys.peer_key)
-            assert all(end.refused[-1, "a gift in another's name"] for end in (ends[2], host))
+            assert all(end.refused[-1, "a state in another's name"] for end in (ends[2], host))
             ends[1].close()
             state_server = StateServer(ends[0], "3", print, guide=Known(keys, 3))
             state_server.publish("model", good, {})

@@ -267,20 +267,20 @@ def test_the_journalled_word_holds_where_the_lighthouse_died_before_it_said_it()
     run, journal = founded(2, agrees=True)
     run.done(0.0, 0, Done(1, 0, 5))
     orders = run.done(0.0, 1, Done(1, 0, 5))
-    word = RoundDecision(1, "land", 0, (0, 1), view=0)
-    assert told(orders, RoundDecision) == [(0, word), (1, word)]
+    decision = RoundDecision(1, "land", 0, (0, 1), view=0)
+    assert told(orders, RoundDecision) == [(0, decision), (1, decision)]
     journal += entries(orders)  # and there it dies: nobody heard it
     again = RoundsCoordinator(run.rules, journal, until=9.0)
     again.back(0.0, 0)
     again.tick(9.0)  # 1 has not come back: without the journal this would be another attempt, among 0 alone
-    assert replies(again.done(10.0, 0, Done(1, 0, 5))) == [word]
+    assert replies(again.done(10.0, 0, Done(1, 0, 5))) == [decision]
 
 
 def test_a_loss_in_a_round_is_another_attempt_and_who_missed_a_landing_begins_again() -> None:
     run, _ = founded(3, agrees=True)
     run.done(0.0, 0, Done(1, 0, 5))
     assert told(run.gone(0.0, 2), RoundDecision) == [
-        (member, RoundDecision(1, "again", 1, (0, 1), view=0)) for member in (0, 1)
+        (member, RoundDecision(1, "retry", 1, (0, 1), view=0)) for member in (0, 1)
     ]
     run.back(0.0, 2)
     run.done(0.0, 0, Done(1, 1, 6))
@@ -298,10 +298,10 @@ def test_late_and_refused_is_what_most_of_the_others_say() -> None:
     late = PeerReport(1, 0, 3, "late")
     run.report_peer(0.0, 0, late)
     assert told(run.report_peer(0.0, 0, late), RoundDecision) == []  # saying it twice is one voice
-    assert told(run.report_peer(0.0, 1, late), RoundDecision)[0][1] == RoundDecision(1, "again", 1, (0, 1, 2), view=0)
+    assert told(run.report_peer(0.0, 1, late), RoundDecision)[0][1] == RoundDecision(1, "retry", 1, (0, 1, 2), view=0)
     again = PeerReport(1, 1, 2, "refused", "its share holds NaN")
     assert told(run.report_peer(0.0, 0, again), RoundDecision) == []
-    assert told(run.report_peer(0.0, 1, again), RoundDecision)[0][1] == RoundDecision(1, "again", 2, (0, 1), view=0)
+    assert told(run.report_peer(0.0, 1, again), RoundDecision)[0][1] == RoundDecision(1, "retry", 2, (0, 1), view=0)
     assert told(run.report_peer(0.0, 1, replace(again, attempt=2, member=0)), RoundDecision)[0][1].members == (1,)
 
 

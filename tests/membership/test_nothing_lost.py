@@ -187,7 +187,7 @@ def test_who_is_left_out_while_it_leaves_is_gone() -> None:
     orders = run.leave(0.0, 2)
     orders += [order for member in (0, 1) for order in run.report_peer(0.0, member, PeerReport(1, 0, 2, "late"))]
     orders += [order for member in (0, 1) for order in run.done(0.0, member, Done(1, 1, 6))]
-    assert [word.verdict for _, word in told(orders, RoundDecision)] == ["again", "again", "land", "land"]
+    assert [decision.outcome for _, decision in told(orders, RoundDecision)] == ["retry", "retry", "land", "land"]
     assert run.workers[2].state == "left" and run.members() == (0, 1)
     assert isinstance(replies(run.beat(1.0, 2, Beat(1, 0, 0)))[0], Refusal)
     orders += promise(run, 0, 1)

@@ -19,20 +19,20 @@ from tests.membership.interleavings import start, walk
 def test_all_who_live_are_waited_for_no_longer_than_their_grace() -> None:
     ballot = Ballot(3, ((0, 1, 2, 3),), quorum=0.5).has(0, 5).has(2, 3).has(1, 5)
     assert ballot.decide({0, 1, 2, 3}) is None
-    assert ballot.decide({0, 1, 2}) == RoundDecision(3, "again", 1, (0, 1, 2), steps=(5, 5, 3))  # the fourth is dead
+    assert ballot.decide({0, 1, 2}) == RoundDecision(3, "retry", 1, (0, 1, 2), steps=(5, 5, 3))  # the fourth is dead
     closed = Ballot(3, ((0, 1, 2, 3),), quorum=0.8, is_closing=True).has(0, 5).has(1, 5).has(2, 5)
     assert closed.decide({0, 1, 2, 3}) is None  # a grace that is over does not make a quorum
-    word = closed.has(3, 1).decide({0, 1, 2, 3})
-    assert word == RoundDecision(3, "again", 1, (0, 1, 2, 3), steps=(5, 5, 5, 1))
+    decision = closed.has(3, 1).decide({0, 1, 2, 3})
+    assert decision == RoundDecision(3, "retry", 1, (0, 1, 2, 3), steps=(5, 5, 5, 1))
 
 
 def test_a_retry_keeps_the_weights_of_those_who_are_left() -> None:
     ballot = Ballot(3, ((0, 1, 2),), quorum=0.6).has(0, 5).has(1, 4).has(2, 3)
-    word = ballot.decide({0, 1, 2})
-    assert word is not None
-    ballot = ballot.decided(word).told(1, 0, 7)
+    decision = ballot.decide({0, 1, 2})
+    assert decision is not None
+    ballot = ballot.decided(decision).told(1, 0, 7)
     again = ballot.decide({0, 2})
-    assert again == RoundDecision(3, "again", 2, (0, 2), steps=(5, 3))
+    assert again == RoundDecision(3, "retry", 2, (0, 2), steps=(5, 3))
     landed = ballot.decided(again).told(2, 0, 9).told(2, 2, 9).decide({0, 2})
     assert landed == RoundDecision(3, "land", 2, (0, 2), steps=(5, 3))
     assert ballot.has(1, 4) == ballot.has(1, 9) == ballot  # it is closed
@@ -40,11 +40,11 @@ def test_a_retry_keeps_the_weights_of_those_who_are_left() -> None:
 
 def test_a_share_weighs_by_its_inner_steps() -> None:
     """30 and 10: the factors 3/2 and 1/2 make the plain mean of two shares one by steps."""
-    word = RoundDecision(7, "again", 1, (3, 5), steps=(30, 10))
+    decision = RoundDecision(7, "retry", 1, (3, 5), steps=(30, 10))
     factors = []
-    for member, steps in zip(word.members, word.steps, strict=True):
+    for member, steps in zip(decision.members, decision.steps, strict=True):
         line: Any = SimpleNamespace(
-            member=member, words=DecisionLog(), ask=lambda message: word, say=print, is_over=False
+            member=member, decisions=DecisionLog(), ask=lambda message: decision, say=print, is_over=False
         )
         delivery = Delivery(line, 7, steps, seconds=0.0, now=0.0)
         assert delivery.look(0.0) == "exchanging"
@@ -111,12 +111,12 @@ def test_who_is_late_keeps_its_seat_and_delivers_into_the_next_round() -> None:
     toy.do(toy.membership.tick(10.9))
     assert toy.told == {}
     toy.do(toy.membership.tick(11.0))  # a quarter of eight seconds
-    assert toy.told[0] == [RoundDecision(1, "again", 1, (0, 1), 0, (4, 4))] and 3 not in toy.told
+    assert toy.told[0] == [RoundDecision(1, "retry", 1, (0, 1), 0, (4, 4))] and 3 not in toy.told
     late = toy.deliver(11.5, 3, 1)
-    assert late.members == (0, 1) and late.verdict == "again"
+    assert late.members == (0, 1) and late.outcome == "retry"
     toy.done(12.0, 0, 1, 1)
     landed = toy.done(12.1, 1, 1, 1)
-    assert landed.verdict == "land" and toy.deliver(12.2, 3, 1) == landed
+    assert landed.outcome == "land" and toy.deliver(12.2, 3, 1) == landed
     assert toy.membership.workers[3].state == "in" and toy.membership.workers[3].call == 0
     assert toy.deliver(12.3, 3, 2, steps=4) is None  # at once, into the next one
     again = RoundsCoordinator(toy.rules, toy.journal, until=20.0)  # a restarted lighthouse knows what has landed
@@ -133,7 +133,7 @@ def test_one_that_is_far_ahead_does_not_make_the_others_late() -> None:
         toy.deliver(now, member, 1)
     assert toy.membership.ballots.graces.next == 10.0 and toy.told == {}
     toy.deliver(9.5, 3, 1)
-    assert toy.told[3] == [RoundDecision(1, "again", 1, (0, 1, 2, 3), 0, (4, 4, 4, 4))]
+    assert toy.told[3] == [RoundDecision(1, "retry", 1, (0, 1, 2, 3), 0, (4, 4, 4, 4))]
 
 
 def test_the_last_round_waits_for_all() -> None:
@@ -152,7 +152,7 @@ def test_who_failed_in_the_exchange_is_asked_again_and_who_died_is_left_out() ->
         toy.deliver(9.0, member, 1, steps=member + 2)
     toy.done(9.5, 0, 1, 1, NOTHING)
     toy.do(toy.membership.gone(9.6, 2))
-    assert toy.told[1][-1] == RoundDecision(1, "again", 2, (0, 1), 0, (2, 3))
+    assert toy.told[1][-1] == RoundDecision(1, "retry", 2, (0, 1), 0, (2, 3))
 
 
 def test_every_interleaving_of_a_quorum() -> None:

@@ -131,11 +131,16 @@ def test_it_believes_the_lighthouse_alone(tmp_path: Path) -> None:
     """Neither somebody with the token, nor another member; nor does the order of its own member help another one's."""
     with islands(tmp_path) as world:
         wait = world.waits(0, 2, Tag("outer", 1))
-        word, forged = encode(RoundDecision(1, "again", 1, (0, 1))), world.sessions[1]
+        decision, forged = encode(RoundDecision(1, "retry", 1, (0, 1))), world.sessions[1]
         own = world.entries[1]
         where = notify_key(0, 1)
-        for attachment in (None, b"", signature(own.member, own.key, where, word), signature(0, own.key, where, word)):
-            answer = forged.answer(where, word, attachment=attachment, seconds=5.0)
+        for attachment in (
+            None,
+            b"",
+            signature(own.member, own.key, where, decision),
+            signature(0, own.key, where, decision),
+        ):
+            answer = forged.answer(where, decision, attachment=attachment, seconds=5.0)
             assert answer == (None, b"never")
         assert not wait.done()
         assert world.sessions[0].refused[-1, "an order that is not the lighthouse's"] == 4
@@ -147,13 +152,13 @@ def test_what_is_overheard_proves_no_other_word(tmp_path: Path) -> None:
         entry, where, heard = world.entries[0], notify_key(0, 1), list[tuple[bytes, bytes]]()
         world.sessions[1].serve(where, lambda query: heard.append((query.payload, query.attachment)))
         until(lambda: world.lighthouse.tell([0], Silent(9)) or heard, 5.0)
-        word, proof = heard[0]
-        assert decode(split_sequence(word)[1]) == Silent(9) and proof == signature(0, entry.key, where, word)
+        decision, proof = heard[0]
+        assert decode(split_sequence(decision)[1]) == Silent(9) and proof == signature(0, entry.key, where, decision)
         assert entry.key.encode() not in proof
         wait = world.waits(0, 2, Tag("outer", 1))
         for said, there in ((Silent(2), where), (Silent(9), notify_key(0, 0))):
             assert world.sessions[2].answer(there, encode(said), attachment=proof, seconds=5.0) == (None, b"never")
-        assert world.sessions[2].answer(REQUESTS, word, attachment=proof, seconds=5.0) == (None, b"never")
+        assert world.sessions[2].answer(REQUESTS, decision, attachment=proof, seconds=5.0) == (None, b"never")
         assert not wait.done()
 
 
@@ -189,9 +194,9 @@ def test_an_island_is_gone_once_one_of_its_workers_is(tmp_path: Path) -> None:
         settled(ends, seconds=5.0)
         assert isinstance(ends.error, PeerLost) and not wait.done()
         world.leaders[1].ask(Done(1, 0, NOTHING))
-        until(lambda: world.leaders[0].words.of(1) is not None, 5.0)
-        word = world.leaders[0].words.of(1)
-        assert word is not None and (word.verdict, word.attempt, word.members) == ("again", 1, (0, 1))
+        until(lambda: world.leaders[0].decisions.of(1) is not None, 5.0)
+        decision = world.leaders[0].decisions.of(1)
+        assert decision is not None and (decision.outcome, decision.attempt, decision.members) == ("retry", 1, (0, 1))
         settled(wait, seconds=5.0)
         assert isinstance(wait.error, RoundPassed)
         views = [client.state.views for client in world.leaders[:2]]

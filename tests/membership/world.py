@@ -329,7 +329,7 @@ class World:
             case Load():
                 self.load(node, message)
             case RoundDecision():
-                self.word(node, message)
+                self.decision(node, message)
         self.look(node)
 
     def load(self, node: Node, load: Load) -> None:
@@ -503,7 +503,7 @@ class World:
 
         def answer(message: object | None) -> None:
             if isinstance(message, RoundDecision):
-                self.word(node, message)
+                self.decision(node, message)
 
         self.ask(node, lambda m: m.done(self.now, node.member, done), answer)
 
@@ -546,38 +546,41 @@ class World:
 
         def answer(message: object | None) -> None:
             if isinstance(message, RoundDecision):
-                self.word(node, message)
+                self.decision(node, message)
             if node.exchange is exchange and node.alive:
                 self.after(0.3, lambda: self.unless_frozen(node, lambda: self._say_done(node, exchange)))
 
         self.ask(node, lambda m: m.done(self.now, node.member, done), answer)
 
-    def word(self, node: Node, word: RoundDecision) -> None:
+    def decision(self, node: Node, decision: RoundDecision) -> None:
         exchange = node.exchange
-        if exchange is None or exchange.part is None or exchange.round != word.round:
+        if exchange is None or exchange.part is None or exchange.round != decision.round:
             return
-        before, exchange.part = exchange.part, exchange.part.heard(word)
+        before, exchange.part = exchange.part, exchange.part.heard(decision)
         if exchange.part.phase == "landed":
-            shares = node.shares[word.round, word.attempt]
+            shares = node.shares[decision.round, decision.attempt]
             union = 0
-            for member in word.members:
+            for member in decision.members:
                 union |= shares[member].work
             node.exchange = None
-            self._land(node, word, union)
+            self._land(node, decision, union)
             self.counts["landed"] += 1
-            self.begin(node, word.round + 1)
+            self.begin(node, decision.round + 1)
         elif exchange.part != before and exchange.part.phase == "exchanging":
             self.counts["again"] += 1
             self._send(node)
             self._late(node, exchange, exchange.part.attempt)
             self.exchanging(node)
 
-    def _land(self, node: Node, word: RoundDecision, union: int) -> None:
+    def _land(self, node: Node, decision: RoundDecision, union: int) -> None:
         assert node.state is not None
-        node.state.landed(word)
+        node.state.landed(decision)
         node.work |= union
-        node.landed = [*node.landed, (word.round, word.attempt, word.members)]
-        node.means = {**{r: m for r, m in node.means.items() if r > word.round - 6}, word.round: (word, union)}
+        node.landed = [*node.landed, (decision.round, decision.attempt, decision.members)]
+        node.means = {
+            **{r: m for r, m in node.means.items() if r > decision.round - 6},
+            decision.round: (decision, union),
+        }
 
     def end_after(self, rounds: int) -> None:
         """The run's last round is so many after the newest one."""

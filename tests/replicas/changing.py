@@ -13,14 +13,14 @@ from isles.membership.views import View
 
 
 class ChangingRoster:
-    """See `isles.comm.roster.Roster`. log: (seat, class of the error) of what was missed, in order."""
+    """See `isles.comm.roster.Roster`. log: (member, class of the error) of what was missed, in order."""
 
     grows = True
     answers_alike = False
 
     def __init__(self, world: Group, views: Sequence[View]) -> None:
         self.world, self.views = world, views
-        self.seat = world.transport.rank
+        self.member = world.transport.rank
         self.log: list[tuple[int, str]] = []
         self._lost: set[int] = set()
         self._answers: dict[int, Group] = {}
@@ -32,18 +32,18 @@ class ChangingRoster:
             self._answers[round] = self._members(view)
         return self._answers[round]
 
-    def lost(self, seat: int) -> bool:
-        return seat in self._lost
+    def lost(self, member: int) -> bool:
+        return member in self._lost
 
-    def lacks(self, seats: Sequence[int]) -> bool:
-        return any(self.lost(seat) for seat in seats)
+    def lacks(self, members: Sequence[int]) -> bool:
+        return any(self.lost(member) for member in members)
 
-    def miss(self, seat: int, error: CommError) -> None:
-        self.log.append((seat, type(error).__name__))
+    def miss(self, member: int, error: CommError) -> None:
+        self.log.append((member, type(error).__name__))
         if isinstance(error, PeerLost):
-            self._lost.add(seat)
+            self._lost.add(member)
 
-    def accepts(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
+    def accepts(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
         return whole
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
@@ -66,5 +66,5 @@ class ChangingRoster:
 
     def _members(self, view: View) -> Group:
         """With the ledger that `world` has now: who comes back has counted nothing."""
-        seats = view.seats if self.seat in view.seats else (self.seat,)
-        return replace(self.world, ranks=seats, channel="outer", view=view.number)
+        members = view.members if self.member in view.members else (self.member,)
+        return replace(self.world, ranks=members, channel="outer", view=view.number)

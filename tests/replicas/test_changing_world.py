@@ -1,4 +1,4 @@
-"""Workers that come and go between rounds: 1 to 3 are of seats 0 to 3, 4 to 6 without seat 2, then all are back."""
+"""Workers that come and go between rounds: 1 to 3 are of members 0 to 3, 4 to 6 without member 2, then all are back."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_noloco_goes_on_through_all_views(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"codec": "int8", "error_feedback": "local"}, {"codec": "powersgd:1"}])
 def test_diloco_goes_on_with_a_donors_state(options: dict[str, Any]) -> None:
-    """Seat 2 comes back with a fresh ledger and what seat 0 gave it: the anchors are equal to the bit from then on.
+    """Seat 2 comes back with a fresh ledger and what member 0 gave it: the anchors are equal to the bit from then on.
     Without the gift its first message tells.
     """
     gift: dict[str, Any] = {}
@@ -186,7 +186,7 @@ def test_an_answer_counts_as_had_once_all_of_it_is_there() -> None:
         optimizer, roster = made(world, "noloco", [View(0, 1, EVERYONE)], on_peer_failure="solo")
         accepted = list[int]()
 
-        def accepts(round: int, seats: Sequence[int], *, whole: bool) -> bool:
+        def accepts(round: int, members: Sequence[int], *, whole: bool) -> bool:
             accepted.extend([round] * whole)
             return whole
 
@@ -196,8 +196,8 @@ def test_an_answer_counts_as_had_once_all_of_it_is_there() -> None:
             flight = Flight(
                 fragment,
                 3,
-                Exchange(fragment.anchor.clone(), None, round=number, seats=(0, 1)),
-                Exchange(fragment.anchor.clone(), Failing() if lost else None, round=number, seats=(0, 1)),  # type: ignore[arg-type]
+                Exchange(fragment.anchor.clone(), None, round=number, members=(0, 1)),
+                Exchange(fragment.anchor.clone(), Failing() if lost else None, round=number, members=(0, 1)),  # type: ignore[arg-type]
             )
             optimizer.courier.receive(flight, optimizer._snapshot)
         return accepted
@@ -211,15 +211,15 @@ class Line:
     is_over, has_answers = False, True
     member = SimpleNamespace(view_of=lambda round: None)
 
-    def __init__(self, seat: int) -> None:
-        self.seat, self.words = seat, DecisionLog()
+    def __init__(self, member: int) -> None:
+        self.member, self.decisions = member, DecisionLog()
 
     def ask(self, said: Delivered) -> RoundDecision:
-        return RoundDecision(said.round, "again", 1, (0, 1), steps=(6, 2))
+        return RoundDecision(said.round, "retry", 1, (0, 1), steps=(6, 2))
 
     def say(self, said: Done | Delivered) -> None:
         if isinstance(said, Done):
-            self.words.hear(RoundDecision(said.round, "land", 1, (0, 1), steps=(6, 2)))
+            self.decisions.hear(RoundDecision(said.round, "land", 1, (0, 1), steps=(6, 2)))
 
 
 def test_a_quorums_mean_is_one_by_inner_steps() -> None:

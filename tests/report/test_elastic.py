@@ -83,7 +83,7 @@ def test_the_page_says_what_happened(tmp_path: Path) -> None:
     [
         ["nonsense", "{}", "[]", '{"at": "x", "event": "join"}', '{"at": 1, "event": "view"}'],
         [{"event": "view", "view": {"number": 0, "since": [], "members": 3}, "at": 1.0}],
-        [{"event": "join", "member": [1], "at": 1.0}, {"event": "word", "word": {}, "at": 2.0}],
+        [{"event": "join", "member": [1], "at": 1.0}, {"event": "decision", "decision": {}, "at": 2.0}],
         [{"event": "join", "member": 1, "at": float("nan")}],
     ],
 )

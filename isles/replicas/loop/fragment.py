@@ -53,12 +53,12 @@ class Exchange:
     """False if all skip the round, because a member had nothing to send that is of use."""
     balanced: bool = False
     """Error feedback of it is final."""
-    seats: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
     """The members, where one of them may have nothing to send that is of use."""
     spares: bool = False
     """Such a member is left out of the mean; else all skip the round."""
     broken: tuple[int, ...] = ()
-    """Those of `seats` that had nothing of use."""
+    """Those of `members` that had nothing of use."""
     is_own_broken: bool = False
     """Known before it arrives: this worker is one of them."""
     round: int = 0
@@ -73,11 +73,11 @@ class Exchange:
         if self.transfer is None:
             return
         usable = self.transfer.wait()
-        if self.seats:
+        if self.members:
             usable = frozenset(usable)
-            self.broken = tuple(seat for position, seat in enumerate(self.seats) if position not in usable)
+            self.broken = tuple(member for position, member in enumerate(self.members) if position not in usable)
             self.whole = not self.broken or (self.spares and bool(usable))
-            self.participants = len(usable) if self.whole else len(self.seats)
+            self.participants = len(usable) if self.whole else len(self.members)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, live ones, and numbers of what has arrived (`settle`)."""

@@ -171,7 +171,7 @@ class OuterSync(OuterSaved):
     @property
     def lost(self) -> set[int]:
         """Positions in `group` whose connection broke."""
-        return {position for position, seat in enumerate(self.group.ranks) if self.roster.lost(seat)}
+        return {position for position, member in enumerate(self.group.ranks) if self.roster.lost(member)}
 
     @override
     def survivors(self) -> Group:
@@ -279,10 +279,12 @@ class OuterSync(OuterSaved):
         self.healed += 1
 
     def _dropped(self, fragment: Fragment) -> set[int]:
-        """The seats whose share of the fragment's last round is dropped: all know it without a message."""
+        """The members whose share of the fragment's last round is dropped: all know it without a message."""
         share, seed = self._dropping
-        seats = enumerate(self.group.ranks) if share else ()
-        return {seat for at, seat in seats if uniform(seed, _DROPPING, fragment.rounds, fragment.index, at) < share}
+        members = enumerate(self.group.ranks) if share else ()
+        return {
+            member for at, member in members if uniform(seed, _DROPPING, fragment.rounds, fragment.index, at) < share
+        }
 
     def _resting(self, fragment: Fragment) -> tuple[int, ...]:
         """Places in the fragment of what is frozen since before its last round."""
@@ -345,7 +347,7 @@ class OuterSync(OuterSaved):
         fragment.kept = flight.payload.buffer.clone() if fragment.rounds <= fragment.keep_until else None
         dropped = self._dropped(fragment)
         live = fragment.flat.read(fragment.flat.new()) if self.group.transport.rank in dropped else None
-        broken = [seat for seat in flight.payload.broken if seat not in dropped]
+        broken = [member for member in flight.payload.broken if member not in dropped]
         if not flight.payload.whole and (broken or not flight.payload.broken):
             self._skipped(fragment, broken)
         if not flight.payload.whole:

@@ -117,8 +117,8 @@ class QuorumCourier(ToldCourier):
 
     def _exchange(self, delivery: Delivery, flight: Flight) -> None:
         """An attempt, begun."""
-        assert delivery.word is not None
-        group, self._attempt = self._deliveries.group(delivery.word, _STEPS * self._pace), delivery.attempt
+        assert delivery.decision is not None
+        group, self._attempt = self._deliveries.group(delivery.decision, _STEPS * self._pace), delivery.attempt
         self._answer = self.start_attempt(
             flight, group, round=delivery.round, step=delivery.round, attempt=self._attempt, factor=delivery.factor
         )
@@ -132,14 +132,14 @@ class QuorumCourier(ToldCourier):
 
     def _landed(self, delivery: Delivery, flight: Flight, live: Tensor) -> None:
         """It is everybody's: the anchor moves, and what was learned since the delivery is added again."""
-        fragment, answer, word = flight.fragment, self._answer, delivery.word
-        assert answer is not None and word is not None
+        fragment, answer, decision = flight.fragment, self._answer, delivery.decision
+        assert answer is not None and decision is not None
         answer.since = fragment.flat.read(fragment.flat.new()).sub_(live)
         fragment.release(flight)
         flight.payload = fragment.latest = answer
         self._work -= delivery.steps
         self._drop()
-        if self._deliveries.is_missed(word):
+        if self._deliveries.is_missed(decision):
             fragment.keep_until = max(fragment.keep_until, delivery.round)
         self._land(flight, None)
         self._deliveries.landed(delivery.round)

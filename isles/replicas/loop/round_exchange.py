@@ -75,7 +75,7 @@ class Courier:
         self.roster, self.parts = roster, parts
         self.transport = roster.founders.transport
         self._began: tuple[int, float] | None = None
-        self._late: Counter[int] = Counter()  # by seat, deadlines passed in succession
+        self._late: Counter[int] = Counter()  # by member, deadlines passed in succession
         self.leeway = 1.0
         """How much payloads may differ in size because workers count for more and less."""
 
@@ -175,10 +175,10 @@ class Courier:
         then on others count on this worker to have the work of its partners.
         """
         came = [self._came(one) for one in exchanges]  # wait for each
-        most = max(exchanges, key=lambda one: len(one.seats))
-        apart = any(one.seats not in ((), most.seats) for one in exchanges)  # one was lost between the two
+        most = max(exchanges, key=lambda one: len(one.members))
+        apart = any(one.members not in ((), most.members) for one in exchanges)  # one was lost between the two
         whole = all(came) and not (apart and self.roster.grows)
-        usable = self.roster.accepts(most.round, most.seats, whole=whole)
+        usable = self.roster.accepts(most.round, most.members, whole=whole)
         for one in exchanges:
             one.failed = one.failed or (all(came) and not usable)
         return usable
@@ -196,8 +196,8 @@ class Courier:
                 self._miss(error)
             exchange.failed = True
         else:
-            for seat in exchange.seats:
-                self._late.pop(seat, None)
+            for member in exchange.members:
+                self._late.pop(member, None)
         return not exchange.failed
 
     def together(self, collective: Callable[[Group], T]) -> T:
@@ -233,13 +233,13 @@ class Courier:
         """Who is late so many times in succession is not waited for again: every wait takes the whole deadline, and
         leaves a buffer and a thread behind that gloo does not give back.
         """
-        seat = error.rank if isinstance(error, PeerLost) else error.peer
-        if isinstance(error, DeadlinePassed) and seat >= 0:
-            self._late[seat] += 1
-            if self._late[seat] >= MISSES:
-                self.roster.miss(seat, PeerLost(seat, f"it did not answer {MISSES} times in succession"))
+        member = error.rank if isinstance(error, PeerLost) else error.peer
+        if isinstance(error, DeadlinePassed) and member >= 0:
+            self._late[member] += 1
+            if self._late[member] >= MISSES:
+                self.roster.miss(member, PeerLost(member, f"it did not answer {MISSES} times in succession"))
                 return
-        self.roster.miss(seat, error)
+        self.roster.miss(member, error)
 
     def _balance(self, fragment: Fragment, payload: Exchange) -> None:
         """Make error feedback of an exchange that has arrived final."""
@@ -263,7 +263,7 @@ class Courier:
         steps = means.mean(call, sending.buffer, sending.stamp, sending.fill, sending.residual, sending.part)
         deadline = group.deadlines.of(group.channel, nbytes) + self._meanwhile(sending.stamp.step)
         transfer = group.start(steps, deadline=deadline)
-        return Exchange(sending.buffer, transfer, own, group.size, seats=group.ranks, round=sending.round)
+        return Exchange(sending.buffer, transfer, own, group.size, members=group.ranks, round=sending.round)
 
     def _meanwhile(self, step: int) -> float:
         """Seconds that slower workers may take to what is computed between a sending after `step` and its landing."""

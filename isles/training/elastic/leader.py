@@ -363,10 +363,10 @@ class Participant:
         with shown:  # the anchors, for what was learned since is this worker's own
             self.worker.copy(round, self.client.left_out())
 
-    def _missed(self, word: RoundDecision) -> MissedMean | None:
+    def _missed(self, decision: RoundDecision) -> MissedMean | None:
         """Fetch the mean of a round for which this worker was late."""
         path, seconds = self.folder / "missed.safetensors", SLOW + 4 * self.client.state.seconds
-        return missed(self.optimizer, self.gifts, word, path, seconds, self.client.lost)
+        return missed(self.optimizer, self.gifts, decision, path, seconds, self.client.lost)
 
     def _is_put_off(self, round: int) -> bool:
         """Whether `round`, which all are to land together, did not land because the lighthouse could not be asked.

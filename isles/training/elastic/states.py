@@ -269,16 +269,16 @@ def shadow(
 def missed(
     optimizer: OuterSync,
     gifts: StateTransfer,
-    word: RoundDecision,
+    decision: RoundDecision,
     path: Path,
     seconds: float,
     is_lost: Callable[[int], bool],
 ) -> MissedMean | None:
     """The mean of a round that others have landed on that word; None where none of its keepers gives it."""
-    for member in word.members[:MEAN_HOLDERS]:
+    for member in decision.members[:MEAN_HOLDERS]:
         if not is_lost(member):
             with contextlib.suppress(StateUnavailable):
-                return _taken(optimizer, gifts, str(member), word.round, path, seconds)
+                return _taken(optimizer, gifts, str(member), decision.round, path, seconds)
     return None
 
 

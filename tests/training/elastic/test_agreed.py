@@ -87,8 +87,8 @@ def test_who_lands_a_round_has_what_the_others_have(
     assert len(shared) >= 3  # with both founders
     every_round = sorted(digests)
     assert every_round == list(range(1, len(every_round) + 1))  # none was left out
-    words = [word["word"] for word in events(world.out, "word")]
-    assert any(word["verdict"] == "land" and lost not in word["members"] for word in words)
+    decisions = [decision["decision"] for decision in events(world.out, "decision")]
+    assert any(decision["outcome"] == "land" and lost not in decision["members"] for decision in decisions)
 
 
 @pytest.mark.long
@@ -124,9 +124,9 @@ def test_the_journalled_word_holds(tmp_path: Path, digests: Digests, monkeypatch
     carry_out = Lighthouse._carry_out
 
     def struck(lighthouse, orders, query=None):
-        words = [order.message for order in orders if isinstance(getattr(order, "message", None), RoundDecision)]
-        if silent or any(word.verdict == "land" for word in words):
-            silent.extend(word.round for word in words)
+        decisions = [order.message for order in orders if isinstance(getattr(order, "message", None), RoundDecision)]
+        if silent or any(decision.outcome == "land" for decision in decisions):
+            silent.extend(decision.round for decision in decisions)
             for order in orders:
                 if hasattr(order, "entry"):
                     lighthouse._journal.append(order.entry)
@@ -144,5 +144,7 @@ def test_the_journalled_word_holds(tmp_path: Path, digests: Digests, monkeypatch
     world.until(lambda: round + 3 in digests)
     end(world)
     assert all_alike(digests) and len(digests[round]) == 3
-    word = next(word["word"] for word in events(world.out, "word") if word["word"]["round"] == round)
-    assert word["verdict"] == "land" and word["attempt"] == 0
+    decision = next(
+        decision["decision"] for decision in events(world.out, "decision") if decision["decision"]["round"] == round
+    )
+    assert decision["outcome"] == "land" and decision["attempt"] == 0
