@@ -45,7 +45,7 @@ _SPARE_OF_A_SEAT = 1 << 32
 
 
 def rows(
-    start: int, fresh: Sequence[int], place: int, step: int, *, batch_size: int, reader: tuple[int, int] = (0, 1)
+    start: int, fresh: Sequence[int], index: int, step: int, *, batch_size: int, reader: tuple[int, int] = (0, 1)
 ) -> np.ndarray:
     """(batch_size,) positions of one batch, int64.
 
@@ -53,12 +53,12 @@ def rows(
     is, and which of its steps. reader: which worker of that place's island reads it, and of how many: the batches of
     them all are one of the place. ValueError where that place takes no such step.
     """
-    if not (0 <= place < len(fresh) and 0 <= step < fresh[place]):
-        raise ValueError(f"place {place} has no step {step} in a round of {list(fresh)} steps")
+    if not (0 <= index < len(fresh) and 0 <= step < fresh[index]):
+        raise ValueError(f"place {index} has no step {step} in a round of {list(fresh)} steps")
     read, positions, taking = _step(tuple(fresh), step)
     number, readers = reader
     rows = np.arange(batch_size, dtype=np.int64)
-    return ((start + read) * batch_size + rows * taking + int(positions[place])) * readers + number
+    return ((start + read) * batch_size + rows * taking + int(positions[index])) * readers + number
 
 
 @lru_cache(maxsize=64)

@@ -76,24 +76,24 @@ def cancel_waits(waits: PendingTransfers | None, message: Any) -> None:
             waits.again(Tag("outer", round, attempt=attempt + 1))
 
 
-def failure_notifier(line: LighthouseClient, place: int, places: int) -> Callable[[int, int], None]:
-    """What tells the others of an island of `places` workers, called with (round, attempt), that the one at `place` has
+def failure_notifier(line: LighthouseClient, island_rank: int, island_size: int) -> Callable[[int, int], None]:
+    """What tells the others of an island of `island_size` workers, called with (round, attempt), that the one at `island_rank` has
     no answer of that attempt: so none of them waits for somebody who waits itself for one that was lost.
     """
 
     def tell(round: int, attempt: int) -> None:
-        for other in range(places):
-            if other != place:
+        for other in range(island_size):
+            if other != island_rank:
                 line.send(add_sequence(0, encode(Failed(round, attempt))), key=notify_key(line.entry.member, other))
 
     return tell
 
 
 class Notifications:
-    """What is ordered of the worker at `place` of the member of `entry`. Called in callbacks alone."""
+    """What is ordered of the worker at `island_rank` of the member of `entry`. Called in callbacks alone."""
 
-    def __init__(self, session: ControlSession, entry: Entry, place: int) -> None:
-        self._session, self._entry, self._where = session, entry, notify_key(entry.member, place)
+    def __init__(self, session: ControlSession, entry: Entry, island_rank: int) -> None:
+        self._session, self._entry, self._where = session, entry, notify_key(entry.member, island_rank)
         self._newest = -1
 
     def take(self, query: Query) -> Any:
@@ -123,12 +123,12 @@ class Notifications:
 
 
 class FollowerClient(LighthouseClient):
-    """Of the worker at `place` in the island of the member of `entry`, whose leader decides: it hears the same orders."""
+    """Of the worker at `island_rank` in the island of the member of `entry`, whose leader decides: it hears the same orders."""
 
-    def __init__(self, session: ControlSession, entry: Entry, place: int) -> None:
+    def __init__(self, session: ControlSession, entry: Entry, island_rank: int) -> None:
         super().__init__(session, entry)
-        self._orders = Notifications(session, entry, place)
-        session.serve(notify_key(entry.member, place), self._told)
+        self._orders = Notifications(session, entry, island_rank)
+        session.serve(notify_key(entry.member, island_rank), self._told)
 
     def _told(self, query: Query) -> None:
         message = self._orders.take(query)

@@ -13,7 +13,7 @@ of the lighthouse's answers and no further (`member`).
 
 Which data a worker reads in a round of a view. Plain arithmetic on views; the same at every worker.
 
-A cell is what one place of a view reads in one round: `steps[place]` inner steps of one batch each. The cells of a view
+A cell is what one place of a view reads in one round: `steps[index]` inner steps of one batch each. The cells of a view
 are numbered round by round, place by place; the first of them read what is owed from before, as long as there is any,
 and all others read on in the order of the data. With s = the fresh steps of a place in a round, a round's fresh batches
 lie as they always did: step by step, and within a step row by row across the places that take it. So a view without
@@ -38,14 +38,14 @@ class Batch(NamedTuple):
 
     start: int
     fresh: tuple[int, ...]
-    place: int
+    index: int
     step: int
 
 
-def batches(views: Mapping[int, View], view: View, round: int, place: int) -> list[Batch]:
-    """What `place` reads in `round`, a batch an inner step. views: by number, those that `view.backlog` names."""
-    taken = _taken(view, round, place)
-    before = _before(view, round, place)
+def batches(views: Mapping[int, View], view: View, round: int, index: int) -> list[Batch]:
+    """What `index` reads in `round`, a batch an inner step. views: by number, those that `view.backlog` names."""
+    taken = _taken(view, round, index)
+    before = _before(view, round, index)
     backlog = [
         step
         for sample_range in part(view.backlog, before, taken)
@@ -53,18 +53,18 @@ def batches(views: Mapping[int, View], view: View, round: int, place: int) -> li
     ]
     counts = fresh(view, round)
     begin = view.start + fresh_before(view, round)
-    return backlog + [Batch(begin, counts, place, step) for step in range(counts[place])]
+    return backlog + [Batch(begin, counts, index, step) for step in range(counts[index])]
 
 
 def range_batches(view: View, sample_range: SampleRange) -> list[Batch]:
     """The batches of a lot of `view`: the numbers of a lot are always those of fresh steps, never of another debt."""
     found = []
     for number in range(sample_range.first, sample_range.first + sample_range.steps):
-        rounds, step = divmod(number, view.steps[sample_range.place])
+        rounds, step = divmod(number, view.steps[sample_range.index])
         round = view.since + rounds
-        taken = _taken(view, round, sample_range.place)
+        taken = _taken(view, round, sample_range.index)
         found.append(
-            Batch(view.start + fresh_before(view, round), fresh(view, round), sample_range.place, step - taken)
+            Batch(view.start + fresh_before(view, round), fresh(view, round), sample_range.index, step - taken)
         )
     return found
 
@@ -96,18 +96,18 @@ def last_round(view: View, batches: int) -> int:
     return view.since - 1 + (-(-steps // sum(view.steps)) if batches > view.start else 0)
 
 
-def ranges_of(view: View, place: int, first: int, until: int) -> list[SampleRange]:
-    """What the cells of `place` in rounds `first` .. `until` - 1 read, for whoever reads it in their stead."""
+def ranges_of(view: View, index: int, first: int, until: int) -> list[SampleRange]:
+    """What the cells of `index` in rounds `first` .. `until` - 1 read, for whoever reads it in their stead."""
     found: list[SampleRange] = []
-    own, total = view.steps[place], count_steps(view.backlog)
+    own, total = view.steps[index], count_steps(view.backlog)
     for round in range(first, until):
-        taken = _taken(view, round, place)
-        found += part(view.backlog, _before(view, round, place), taken)
+        taken = _taken(view, round, index)
+        found += part(view.backlog, _before(view, round, index), taken)
         if _before(view, round, 0) >= total:  # nothing is owed from here on: the rest is one piece
-            found.append(SampleRange(view.number, place, (round - view.since) * own, (until - round) * own))
+            found.append(SampleRange(view.number, index, (round - view.since) * own, (until - round) * own))
             break
         if taken < own:
-            found.append(SampleRange(view.number, place, (round - view.since) * own + taken, own - taken))
+            found.append(SampleRange(view.number, index, (round - view.since) * own + taken, own - taken))
     return merged(found)
 
 
@@ -148,14 +148,14 @@ def count_steps(queue: Iterable[SampleRange]) -> int:
     return sum(sample_range.steps for sample_range in queue)
 
 
-def _before(view: View, round: int, place: int) -> int:
-    """Inner steps of all cells of the view before that of `place` in `round`."""
-    return (round - view.since) * sum(view.steps) + sum(view.steps[:place])
+def _before(view: View, round: int, index: int) -> int:
+    """Inner steps of all cells of the view before that of `index` in `round`."""
+    return (round - view.since) * sum(view.steps) + sum(view.steps[:index])
 
 
-def _taken(view: View, round: int, place: int) -> int:
+def _taken(view: View, round: int, index: int) -> int:
     """Inner steps of a cell that go to what is owed."""
-    return min(max(count_steps(view.backlog) - _before(view, round, place), 0), view.steps[place])
+    return min(max(count_steps(view.backlog) - _before(view, round, index), 0), view.steps[index])
 
 
 _WITNESSES = 8  # so many that live are enough: what they all have is not minded any longer
@@ -163,10 +163,10 @@ _WITNESSES = 8  # so many that live are enough: what they all have is not minded
 
 @dataclass(frozen=True)
 class Tenure:
-    """The rounds `first` .. `until` - 1 in which a member held `place` of a view. until None: as long as the view."""
+    """The rounds `first` .. `until` - 1 in which a member held `index` of a view. until None: as long as the view."""
 
     view: int
-    place: int
+    index: int
     first: int
     until: int | None = None
 
@@ -287,11 +287,11 @@ class DataLedger:
         if self.newest is not None:
             _, self._lives, self._lost = self._settled(view.since, living, view.members)
             self._forgone = set()
-        for place, member in enumerate(view.members):
+        for index, member in enumerate(view.members):
             life = self._lives.get(member, _Life(member))
             if member not in before:  # what it did outside is nobody's cell
                 life = replace(life, begun=0, skipped=frozenset())
-            self._lives[member] = replace(life, tenures=(*life.tenures, Tenure(view.number, place, view.since)))
+            self._lives[member] = replace(life, tenures=(*life.tenures, Tenure(view.number, index, view.since)))
         self.views[view.number] = view
         named = {tenure.view for life in [*self._lives.values(), *self._lost] for tenure in life.tenures}
         named |= {sample_range.view for sample_range in view.backlog} | {view.number}
@@ -345,11 +345,11 @@ class DataLedger:
         for tenure in life.tenures:
             view, first, until = self.views[tenure.view], tenure.first, tenure.until or tenure.first
             for round in sorted(r for r in life.skipped if first <= r < min(until, held + 1)):
-                backlog += ranges_of(view, tenure.place, round, round + 1)
+                backlog += ranges_of(view, tenure.index, round, round + 1)
                 if first < round:
                     kept.append(replace(tenure, first=first, until=round))
                 first = round + 1
             if first < min(until, held + 1):
                 kept.append(replace(tenure, first=first, until=min(until, held + 1)))
-            backlog += ranges_of(view, tenure.place, max(first, held + 1), until)
+            backlog += ranges_of(view, tenure.index, max(first, held + 1), until)
         return backlog, tuple(kept)

@@ -37,11 +37,11 @@ class IslandLiveness:
     def __init__(self) -> None:
         self._missing: dict[int, set[int]] = {}  # by member whose first worker is there: places whose connection broke
 
-    def changed(self, member: int, place: int, there: bool) -> bool | None:
-        """The connection of the worker at `place` came or broke: whether the member is there now; None where that is as
+    def changed(self, member: int, island_rank: int, there: bool) -> bool | None:
+        """The connection of the worker at `island_rank` came or broke: whether the member is there now; None where that is as
         before. Who has not come yet is on its way.
         """
-        if place == 0:
+        if island_rank == 0:
             self._missing.pop(member, None)
             if there:
                 self._missing[member] = set()
@@ -50,7 +50,7 @@ class IslandLiveness:
         if missing is None:
             return None
         was_whole = not missing
-        (missing.discard if there else missing.add)(place)
+        (missing.discard if there else missing.add)(island_rank)
         return None if was_whole == (not missing) else not missing
 
 

@@ -95,7 +95,7 @@ class Lighthouse:
     started again on that journal contradicts nothing that it said before.
 
     assembly: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
-    have. heard(member, event): called with what a worker reports, parsed from JSON but unchecked; its ValueError refuses
+    have. on_report(member, event): called with what a worker reports, parsed from JSON but unchecked; its ValueError refuses
     the report. places: workers in each member, which all hear its orders. presence: what it knows of who is there, if not
     by what they say.
 
@@ -112,8 +112,8 @@ class Lighthouse:
         *,
         config: str,
         version: str,
-        heard: Callable[[int, Any], None],
-        places: int = 1,
+        on_report: Callable[[int, Any], None],
+        island_size: int = 1,
         presence: FailureDetector | None = None,
     ) -> None:
         self.refused = session.refused
@@ -122,8 +122,8 @@ class Lighthouse:
         self._relay = RelayCount(lambda: session.relayed, journal.entries)
         self.corpus: str | None = None
         self._session, self._journal, self._keys = session, journal, keys
-        self._config, self._version, self._heard = config.encode("utf-8"), version, heard
-        self._assembly, self._places, self._whole = assembly, places, IslandLiveness()
+        self._config, self._version, self._on_report = config.encode("utf-8"), version, on_report
+        self._assembly, self._island_size, self._whole = assembly, island_size, IslandLiveness()
         if journal.entries:
             journal.append({"event": "lit", "at": round(session.wall(), 3)})
         lit = sum(entry.get("event") == "lit" for entry in journal.entries) + bool(journal.entries)
@@ -192,8 +192,8 @@ class Lighthouse:
         why = None
         if hello.version != self._version:
             why = f"this run is of isles {self._version}, not {hello.version}: install that version"
-        elif len(hello.certificates) != self._places:
-            why = f"each member of this run is of {self._places} workers, and shows the certificate of each"
+        elif len(hello.certificates) != self._island_size:
+            why = f"each member of this run is of {self._island_size} workers, and shows the certificate of each"
         elif self.corpus is not None and hello.corpus != self.corpus:
             why = (
                 f"data.path: this machine's text is another one (sha256 {hello.corpus[:8]}...) than the run's "
@@ -294,7 +294,7 @@ class Lighthouse:
             self._refuse(query, -1 if member is None else member, "a report that cannot be")
             return
         try:
-            self._heard(member, parse_json(payload))
+            self._on_report(member, parse_json(payload))
         except ValueError as error:
             self.refused.note(member, str(error))
         except OSError as error:
@@ -308,12 +308,15 @@ class Lighthouse:
         names = [
             name for name in key.split("/") if name.isdecimal() and len(name) <= 9
         ]  # a place if it is not 0, a member
-        if len(names) != key.count("/") // 2 or not 0 <= (place := int(names[0]) if names[1:] else 0) < self._places:
+        if (
+            len(names) != key.count("/") // 2
+            or not 0 <= (island_rank := int(names[0]) if names[1:] else 0) < self._island_size
+        ):
             return
         member = int(names[-1])
         if not there:
-            self._whereabouts.forget(member, place)
-        whole = self._whole.changed(member, place, there)
+            self._whereabouts.forget(member, island_rank)
+        whole = self._whole.changed(member, island_rank, there)
         if whole is not None:
             self._present.changed(member, whole)
             self._carry_out(self._call(lambda m, now: m.back(now, member) if whole else m.gone(now, member)))
@@ -375,7 +378,7 @@ class Lighthouse:
         with self._lock:  # orders leave in the order of their numbers
             order = add_sequence(next(self._orders), said)
             try:
-                for where in (notify_key(member, place) for place in range(self._places)):
+                for where in (notify_key(member, island_rank) for island_rank in range(self._island_size)):
                     word = signature(member, key, where, order)
                     self._session.ask(
                         where, order, lambda reply, refusal: None, attachment=word, seconds=_TOLD, urgent=True

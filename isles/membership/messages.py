@@ -102,7 +102,7 @@ class Rejoin(Exact):
 class SwarmBeat(Exact):
     """A peer at work, each second: after `step` the swarm is `members`, which serve `stages`. seconds: that a microbatch
     takes it; queue: microbatches that waited, on average; counted: in the newest step; since: seconds since that ended.
-    place: in a run in clusters this peer's, as `PeerStatus` has it.
+    coordinates: in a run in clusters this peer's, as `PeerStatus` has it.
     """
 
     epoch: Int
@@ -113,7 +113,7 @@ class SwarmBeat(Exact):
     queue: Float
     counted: Int
     since: Float
-    place: Ints
+    coordinates: Ints
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class StatesSaved(Exact):
 
 @dataclass(frozen=True)
 class PeerStatus(Exact):
-    """One peer as the lighthouse knows it. stage: `ANY` while it waits. heard: seconds since it was. place: in a run in
+    """One peer as the lighthouse knows it. stage: `ANY` while it waits. heard: seconds since it was. coordinates: in a run in
     clusters its cluster, its stage there, how many that has, and 1 where it is whole; () where it serves none.
     identity: fingerprint of its certificate.
     """
@@ -137,7 +137,7 @@ class PeerStatus(Exact):
     queue: Float
     counted: Int
     heard: Float
-    place: Ints
+    coordinates: Ints
     identity: Str
 
 
@@ -341,7 +341,7 @@ class Entry(Exact):
 @dataclass(frozen=True)
 class AnnounceAddress(Exact):
     """A worker can be reached directly, it thinks; or, at port 0 of "", it is there and not reached. host: "" where the
-    lighthouse sees it; session: the name of the session that asks; certificate: its own's fingerprint; place: in its
+    lighthouse sees it; session: the name of the session that asks; certificate: its own's fingerprint; island_rank: in its
     island. relays: whether it carries for others.
     """
 
@@ -349,7 +349,7 @@ class AnnounceAddress(Exact):
     port: Int
     session: Str
     certificate: Fingerprint
-    place: Int = 0
+    island_rank: Int = 0
     relays: Bool = False
 
 
@@ -367,10 +367,10 @@ class Reachability(Exact):
 
 @dataclass(frozen=True)
 class Lookup(Exact):
-    """A worker asks for the way to the worker at `place` in the island of `member`."""
+    """A worker asks for the way to the worker at `island_rank` in the island of `member`."""
 
     member: Int
-    place: Int = 0
+    island_rank: Int = 0
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class IslandGroup:
         return 1 if self._group is None else self._group.size
 
     @property
-    def place(self) -> int:
+    def island_rank(self) -> int:
         """This worker's; the leader's is 0."""
         return 0 if self._group is None else self._group.rank
 
@@ -142,7 +142,7 @@ class IslandGroup:
         """What all do next; all call it together. made: the leader's, which alone is asked. Malformed."""
         if self._group is None:
             return made()
-        text = to_bytes(made()) if self.place == 0 else b""
+        text = to_bytes(made()) if self.island_rank == 0 else b""
         length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
         self._group.broadcast(length)
         if not 0 < int(length) <= _LONGEST:
@@ -158,7 +158,7 @@ class IslandGroup:
         """The leader's answer, for all; all call it together, and the leader alone is asked."""
         if self._group is None:
             return answer()
-        agreed = torch.tensor([self.place == 0 and answer()], dtype=torch.uint8, device="cpu")
+        agreed = torch.tensor([self.island_rank == 0 and answer()], dtype=torch.uint8, device="cpu")
         self._group.broadcast(agreed)
         return bool(agreed)
 
@@ -210,7 +210,7 @@ def _together(told: Sequence[Sequence[int]], seconds: float) -> tuple[int | None
         if digest == _NONE:
             late = DeadlinePassed(blamed, "outer", seconds)
             return None, Refused(blamed, "at another place of this island", by) if refused else late
-    return sum(_MIX * (2 * place + 1) * own[0] for place, own in enumerate(told)) & _POSITIVE, None
+    return sum(_MIX * (2 * island_rank + 1) * own[0] for island_rank, own in enumerate(told)) & _POSITIVE, None
 
 
 KEPT = 8
@@ -380,15 +380,15 @@ class ElasticRoster:
 
     grows = answers_alike = True
 
-    def __init__(self, alone: Group, places: IslandGroup, leader: RoundLeader | None) -> None:
-        self.founders, self._places, self._leader = alone, places, leader
+    def __init__(self, alone: Group, island: IslandGroup, leader: RoundLeader | None) -> None:
+        self.founders, self._island, self._leader = alone, island, leader
         self.deliveries = None if leader is None else leader.deliveries
         self._answers: dict[int, Group] = {}
         self._missed: CommError | None = None  # a follower's, of the exchange that is asked about next
 
     def group(self, round: int) -> Group:
         if round not in self._answers:
-            group = self._met(self._places.next_decision(lambda: self._lead.exchange(round)))
+            group = self._met(self._island.next_decision(lambda: self._lead.exchange(round)))
             self._answers = {**{r: a for r, a in self._answers.items() if r > round - KEPT}, round: group}
         return self._answers[round]
 
@@ -396,7 +396,7 @@ class ElasticRoster:
         return self._leader is not None and self._leader.lost(member)
 
     def lacks(self, members: Sequence[int]) -> bool:
-        return len(members) > 1 and self._places.settle(lambda: any(self.lost(member) for member in members))
+        return len(members) > 1 and self._island.settle(lambda: any(self.lost(member) for member in members))
 
     def miss(self, member: int, error: CommError) -> None:
         if self._leader is not None:
@@ -406,18 +406,18 @@ class ElasticRoster:
 
     def accepts(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
         missed, self._missed = self._missed, None
-        if len(members) <= 1 or self._places.size == 1:
+        if len(members) <= 1 or self._island.size == 1:
             return whole and (self._leader is None or self._leader.accepts(round, members))
-        digest, failure = self._places.combine(round, 0, 0 if whole else None, missed, self.founders.deadlines.outer)
-        return self._places.settle(lambda: self._lead.accepts(round, members, digest, failure))
+        digest, failure = self._island.combine(round, 0, 0 if whole else None, missed, self.founders.deadlines.outer)
+        return self._island.settle(lambda: self._lead.accepts(round, members, digest, failure))
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
-        made = self._places.next_decision(lambda: self._lead.start_round(round))
+        made = self._island.next_decision(lambda: self._lead.start_round(round))
         return (self._met(made), made.attempt) if made.kind == "exchange" else None
 
     def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
-        together, failure = self._places.combine(round, attempt, digest, error, self.founders.deadlines.outer)
-        made = self._places.next_decision(lambda: self._lead.finish_round(round, attempt, together, error or failure))
+        together, failure = self._island.combine(round, attempt, digest, error, self.founders.deadlines.outer)
+        made = self._island.next_decision(lambda: self._lead.finish_round(round, attempt, together, error or failure))
         if made.kind not in ("land", "retry", "postpone"):
             raise Malformed(-1, f"of an attempt the leader of this island decides to {made.kind}")
         return made.kind

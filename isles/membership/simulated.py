@@ -525,7 +525,7 @@ class SimulatedMembership:
             self._keys,
             config="",
             version="",
-            heard=self._heard,
+            on_report=self._heard,
             presence=SimulatedFailureDetector(self.scheduler, self._paused_at),
         )
         StateServer(self._session, LIGHTHOUSE, lambda line: None, comes=lambda what: False)  # it keeps no states

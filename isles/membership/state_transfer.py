@@ -182,8 +182,8 @@ class _Fetch:
     def pieces(self, number: int, size: int, seconds: float) -> Iterator[bytes]:
         """Its bytes, in order."""
         offsets, posted = range(0, size, PIECE), 0
-        for place, offset in enumerate(offsets):
-            while posted < min(place + WINDOW, len(offsets)):
+        for index, offset in enumerate(offsets):
+            while posted < min(index + WINDOW, len(offsets)):
                 self._post(number, offsets[posted], seconds)
                 posted += 1
             piece, refusal = self._wait(offset, seconds)

@@ -173,10 +173,15 @@ class SwarmCoordinator(Coordinator):
             if peer.is_here:
                 told = peer.serving
                 work = (0, 0.0, 0.0, 0) if told is None else (told.step, told.seconds, told.queue, told.counted)
-                place = () if told is None else told.place
+                coordinates = () if told is None else told.coordinates
                 rows.append(
                     PeerStatus(
-                        member, self.members.get(member, ANY), *work, round(now - peer.heard, 1), place, peer.identity
+                        member,
+                        self.members.get(member, ANY),
+                        *work,
+                        round(now - peer.heard, 1),
+                        coordinates,
+                        peer.identity,
                     )
                 )
         since = round(now - self._ended_at, 1) if self._ended_at >= 0 else -1.0
@@ -223,8 +228,8 @@ class SwarmCoordinator(Coordinator):
         """
         stages = dict(zip(serving.members, serving.stages, strict=False))
         fits = len(stages) == len(serving.members) == len(serving.stages) and member in stages
-        fits = fits and len(serving.place) in (0, 4) and 0 <= serving.step <= self.rules.last
-        numbers = (*serving.place, serving.seconds, serving.queue, serving.counted, serving.since)
+        fits = fits and len(serving.coordinates) in (0, 4) and 0 <= serving.step <= self.rules.last
+        numbers = (*serving.coordinates, serving.seconds, serving.queue, serving.counted, serving.since)
         fits = fits and all(0 <= number <= 1 << 40 for number in numbers)
         if not fits or not all(one in self.peers and 0 <= stages[one] < len(self.rules.peers) for one in stages):
             raise ValueError("a swarm that cannot be")

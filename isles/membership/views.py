@@ -19,13 +19,13 @@ from isles.base.parsing import MANY, Exact, Int, Ints, Str
 
 
 class SampleRange(NamedTuple):
-    """Data that nobody has read for good: `steps` inner steps of the worker at `place` in the view numbered `view`.
+    """Data that nobody has read for good: `steps` inner steps of the worker at `index` in the view numbered `view`.
 
     first: the first of them, counted over all inner steps of that place since the view began.
     """
 
     view: Int
-    place: Int
+    index: Int
     first: Int
     steps: Int
 
@@ -51,7 +51,7 @@ class View(Exact):
     backlog: Annotated[tuple[SampleRange, ...], MANY] = ()
     identities: Annotated[tuple[Str, ...], MANY] = ()
 
-    def place(self, member: int) -> int | None:
+    def index(self, member: int) -> int | None:
         """Where `member` stands in this view; None where it is not in it."""
         return self.members.index(member) if member in self.members else None
 

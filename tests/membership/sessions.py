@@ -75,15 +75,22 @@ class Known:
         return ask
 
     def pairs(
-        self, session: Session, member: int, secret: str, folder: Path, *, lease: float = 3.0, place: int = 0
+        self, session: Session, member: int, secret: str, folder: Path, *, lease: float = 3.0, island_rank: int = 0
     ) -> PeerConnections:
         """Of a worker in that member."""
         entry, own = Entry(member, self.keys.of(member)), credentials.own(secret, folder)
-        island = tuple(own.token.fingerprint if at == place else "0" * 32 for at in range(place + 1))
+        island = tuple(own.token.fingerprint if at == island_rank else "0" * 32 for at in range(island_rank + 1))
         self.address_book.joined(member, island)
         told = self.notices.setdefault(member, [])
         return PeerConnections(
-            session, entry, self.asker(member), own, lease=lease, notice=told.append, place=place, certificates=island
+            session,
+            entry,
+            self.asker(member),
+            own,
+            lease=lease,
+            notice=told.append,
+            island_rank=island_rank,
+            certificates=island,
         )
 
 

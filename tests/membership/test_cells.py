@@ -21,8 +21,8 @@ from isles.membership.data_ledger import (
 from isles.membership.views import SampleRange, View
 
 
-def positions(views: dict[int, View], view: View, round: int, place: int, batch_size: int = 1) -> list[int]:
-    read = (rows(*batch, batch_size=batch_size) for batch in batches(views, view, round, place))
+def positions(views: dict[int, View], view: View, round: int, index: int, batch_size: int = 1) -> list[int]:
+    read = (rows(*batch, batch_size=batch_size) for batch in batches(views, view, round, index))
     return [int(row) for batch in read for row in batch]
 
 
@@ -39,7 +39,7 @@ def test_a_fixed_world_reads_what_the_loader_reads() -> None:
 @pytest.mark.parametrize("steps", [(3, 3, 3), (4, 1, 2), (8, 1, 1)])
 def test_every_batch_once_also_where_steps_differ(steps: tuple[int, ...]) -> None:
     view = View(0, 5, (7, 8, 9), steps, start=11)
-    read = [p for round in range(5, 9) for place in range(3) for p in positions({0: view}, view, round, place, 2)]
+    read = [p for round in range(5, 9) for index in range(3) for p in positions({0: view}, view, round, index, 2)]
     assert sorted(read) == list(range(22, 22 + 2 * 4 * sum(steps)))
 
 
@@ -50,7 +50,7 @@ def test_debts_come_first_and_the_order_goes_on_behind_them() -> None:
     new = View(1, 4, (0, 5, 6), (2, 4, 3), fresh_before(old, 4), backlog)
     views = {0: old, 1: new}
     missing = [p for round in (2, 3) for p in positions(views, old, round, 1)]
-    read = [p for round in range(4, 8) for place in range(3) for p in positions(views, new, round, place)]
+    read = [p for round in range(4, 8) for index in range(3) for p in positions(views, new, round, index)]
     assert read[: len(missing)] == missing
     assert sorted(read[len(missing) :]) == list(range(24, 24 + 4 * 9 - 8))
 
@@ -60,15 +60,15 @@ def test_lots_name_exactly_what_a_place_reads() -> None:
     old = View(0, 1, (0, 1), (3, 3))
     new = View(1, 3, (0, 2, 4), (3, 1, 2), 12, (SampleRange(0, 0, 1, 3), SampleRange(0, 1, 0, 4)))
     views = {0: old, 1: new}
-    for place, first, until in itertools.product(range(3), range(3, 7), range(3, 9)):
-        found = ranges_of(new, place, first, until)
+    for index, first, until in itertools.product(range(3), range(3, 7), range(3, 9)):
+        found = ranges_of(new, index, first, until)
         assert merged(found) == found
         named = [
             int(rows(*b, batch_size=1)[0])
             for sample_range in found
             for b in range_batches(views[sample_range.view], sample_range)
         ]
-        assert named == [p for round in range(first, until) for p in positions(views, new, round, place)]
+        assert named == [p for round in range(first, until) for p in positions(views, new, round, index)]
 
 
 def test_what_a_view_ends_too_early_to_read_is_left_over() -> None:

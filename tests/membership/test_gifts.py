@@ -171,7 +171,7 @@ def test_nobody_gives_in_another_s_place(tmp_path: Path) -> None:
             ends[1].close()
             state_server = StateServer(ends[0], "3", print, guide=Known(keys, 3))
             state_server.publish("model", good, {})
-            for get in (taker.fetch_state, partial(fetch_state, host, peer_key=keys.peer_key)):
+            for get in (taker.fetch, partial(fetch_state, host, peer_key=keys.peer_key)):
                 assert get(asked, path)["size"] == good.stat().st_size and path.read_bytes() == good.read_bytes()
                 path.unlink()
         finally:

@@ -36,7 +36,7 @@ def lit(folder: Path, life: int = 0) -> Iterator[tuple[Lighthouse, Session]]:
         journal = Journal(folder)
         rounds = RoundsCoordinator(Rules(founders=2, sync_every=5), journal.entries)
         keys = MemberKeys(folder)
-        lighthouse = Lighthouse(session, rounds, journal, keys, config="[run]\n", version="1.0", heard=heard)
+        lighthouse = Lighthouse(session, rounds, journal, keys, config="[run]\n", version="1.0", on_report=heard)
         guest = open_session(mine.token, address)
         try:
             yield lighthouse, guest

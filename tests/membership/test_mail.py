@@ -29,11 +29,11 @@ def take(inbox: Inbox, tag: Tag, data: bytes, *, number: int = 0, sender: int = 
 
 
 def piece(inbox: Inbox, head: Head, data: bytes, sender: int = 3) -> Any:
-    place = inbox.begin(sender, head, lambda: None)
-    if place is None:
+    island_rank = inbox.begin(sender, head, lambda: None)
+    if island_rank is None:
         return "later"
-    assert len(place) == head.size
-    place[:] = data[: head.size].ljust(head.size, b"x")
+    assert len(island_rank) == head.size
+    island_rank[:] = data[: head.size].ljust(head.size, b"x")
     return inbox.end(sender, head, whole=True)
 
 

@@ -256,14 +256,14 @@ def test_seats_that_nobody_works_with_are_none_of_the_swarm() -> None:
         {"counted": -1},
         {"since": -5.0},
         {"counted": 1 << 61},
-        {"place": (0, 0, 1 << 61, 1)},
-        {"place": (0, -1, 1, 1)},
+        {"coordinates": (0, 0, 1 << 61, 1)},
+        {"coordinates": (0, -1, 1, 1)},
     ],
 )
 def test_numbers_that_no_peer_has_are_refused(more: dict[str, Any]) -> None:
     world = begun(1, 1)
     good = {"epoch": 1, "step": 3, "members": (0, 1), "stages": (0, 1), "seconds": 0.1, "queue": 1.0, "counted": 4}
-    good |= {"since": 0.2, "place": ()}
+    good |= {"since": 0.2, "coordinates": ()}
     assert world.answer(world.coordinator.hear(0.0, 0, SwarmBeat(**good))) == StatesSaved(0)
     with pytest.raises(ValueError, match="cannot be"):
         world.coordinator.hear(0.0, 0, SwarmBeat(**good | more))

@@ -49,8 +49,8 @@ def freeze(client: subprocess.Popen[str], _: Machine) -> None:
     os.kill(client.pid, signal.SIGSTOP)
 
 
-def cut(_: subprocess.Popen[str], place: Machine) -> None:
-    place.detach()
+def cut(_: subprocess.Popen[str], island_rank: Machine) -> None:
+    island_rank.detach()
 
 
 @pytest.mark.long
@@ -60,7 +60,7 @@ def test_told_within_the_lease(tmp_path: Path, how: Callable[[subprocess.Popen[s
     if reason := unavailable():
         pytest.skip(reason)
     with ExitStack() as stack:
-        light, place = stack.enter_context(machines(2))
+        light, island_rank = stack.enter_context(machines(2))
         folder, address = tmp_path / "credentials", f"{light.address}:{free_port()}"
         credentials.found(folder)
 
@@ -78,10 +78,10 @@ def test_told_within_the_lease(tmp_path: Path, how: Callable[[subprocess.Popen[s
         lines = router.stdout
         listening = threading.Thread(target=lambda: said.extend(line.strip() for line in lines), daemon=True)
         listening.start()
-        client = start(place, CLIENT)
+        client = start(island_rank, CLIENT)
         until(lambda: said == ["there"], 30.0)
         time.sleep(1.0)
-        how(client, place)
+        how(client, island_rank)
         began = time.monotonic()
         until(lambda: said == ["there", "gone"], 40.0)
         took = time.monotonic() - began

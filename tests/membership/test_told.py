@@ -78,8 +78,8 @@ def islands(folder: Path) -> Iterator[Islands]:
             MemberKeys(folder),
             config="",
             version="1.0",
-            heard=lambda member, event: None,
-            places=2,
+            on_report=lambda member, event: None,
+            island_size=2,
         )
         stack.callback(lighthouse.close)
         world.lighthouse = lighthouse
@@ -91,7 +91,10 @@ def islands(folder: Path) -> Iterator[Islands]:
             assert isinstance(entry, Entry) and entry.member == member
             client, line = MembershipClient(first, entry), FollowerClient(second, entry, 1)
             stack.callback(client.close)
-            own = ElasticTransport(first, member, 3), ElasticTransport(second, member, 3, suspect=line.suspect, place=1)
+            own = (
+                ElasticTransport(first, member, 3),
+                ElasticTransport(second, member, 3, suspect=line.suspect, island_rank=1),
+            )
             for transport in own:
                 stack.callback(transport.close)
             client.waits, line.waits = own
@@ -166,8 +169,8 @@ def test_an_order_that_was_overheard_is_obeyed_once(tmp_path: Path) -> None:
     """Else whoever has the token could keep two members apart for ever with one word on one of them."""
     with islands(tmp_path) as world:
         firsts, heard = [client.session for client in world.leaders], dict[str, tuple[bytes, bytes]]()
-        for place in (0, 1):
-            where = notify_key(0, place)
+        for island_rank in (0, 1):
+            where = notify_key(0, island_rank)
             world.sessions[1].serve(
                 where, lambda query, where=where: heard.update({where: (query.payload, query.attachment)})
             )

@@ -414,9 +414,9 @@ class World:
         if view is None:
             self.counts["out of turn"] += 1
         else:
-            place = view.place(member.member)
-            assert place is not None
-            for batch in batches(member.views, view, round, place):
+            island_rank = view.index(member.member)
+            assert island_rank is not None
+            for batch in batches(member.views, view, round, island_rank):
                 (position,) = rows(*batch, batch_size=1)
                 self.reads.append((int(position), member.member))
                 node.work |= 1 << len(self.reads) - 1
@@ -452,8 +452,8 @@ class World:
     def _pair(self, round: int, members: tuple[int, ...], member: int) -> tuple[int, ...]:
         order = list(members)
         random.Random(round).shuffle(order)
-        place = order.index(member)
-        return tuple(order[place // 2 * 2 : place // 2 * 2 + 2])
+        island_rank = order.index(member)
+        return tuple(order[island_rank // 2 * 2 : island_rank // 2 * 2 + 2])
 
     def _send(self, node: Node) -> None:
         exchange = node.exchange

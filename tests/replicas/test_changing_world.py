@@ -209,7 +209,7 @@ class Line:
     """A lighthouse to which both have delivered, 6 inner steps and 2. What comes of the exchange lands."""
 
     is_over, has_answers = False, True
-    member = SimpleNamespace(view_of=lambda round: None)
+    state = SimpleNamespace(view_of=lambda round: None)
 
     def __init__(self, member: int) -> None:
         self.member, self.decisions = member, DecisionLog()

@@ -89,10 +89,10 @@ def _by_cluster(now: SwarmStatus) -> tuple[list[str], list[list[str]]]:
     from isles.report.units import format_seconds
 
     rows = []
-    for one in sorted(now.peers, key=lambda one: (not one.place, one.place, one.stage < 0, one.member)):
+    for one in sorted(now.peers, key=lambda one: (not one.coordinates, one.coordinates, one.stage < 0, one.member)):
         cluster, stage = "stands by" if one.stage >= 0 else "waits", "-"
-        if one.place:
-            number, at, stages, is_whole = one.place
+        if one.coordinates:
+            number, at, stages, is_whole = one.coordinates
             cluster, stage = f"{number}" if is_whole else f"{number}, broken", f"{at} of {stages}"
         seconds = format_seconds(one.seconds) if one.seconds else "-"
         rows.append(
@@ -111,9 +111,9 @@ def _by_cluster(now: SwarmStatus) -> tuple[list[str], list[list[str]]]:
 
 def _clusters(now: SwarmStatus) -> str:
     """How many of what there are."""
-    whole = {one.place[0] for one in now.peers if one.place and one.place[3]}
-    broken = {one.place[0] for one in now.peers if one.place} - whole
-    aside = sum(not one.place for one in now.peers)
+    whole = {one.coordinates[0] for one in now.peers if one.coordinates and one.coordinates[3]}
+    broken = {one.coordinates[0] for one in now.peers if one.coordinates} - whole
+    aside = sum(not one.coordinates for one in now.peers)
     told = f"{len(whole)} cluster{'s' * (len(whole) != 1)} at work"
     told += f", {len(broken)} broken" if broken else ""
     return told + (f"; {aside} node{'s' * (aside > 1)} without a place" if aside else "")

@@ -18,7 +18,7 @@ from isles.membership.messages import AnnounceAddress, Lookup, PeerAddress, Reac
 from isles.membership.p2p.relay import new_ticket
 
 _AT_ONCE = 8  # addresses that are tried at the same time
-_PLACES = 1024  # of an island
+_ISLAND_SIZE = 1024  # of an island
 
 WorkerId = tuple[int, int]
 """A member, and a worker's place in its island."""
@@ -45,52 +45,56 @@ class AddressBook:
 
     def find(self, asker: int, find: Lookup) -> PeerAddress:
         """The way from a worker of the member `asker` to another one."""
-        there = self._known.get((find.member, find.place))
+        there = self._known.get((find.member, find.island_rank))
         word = peer_key(self._keys.of(find.member), asker).hex()
         certificates = self._certificates.get(find.member, ()) if there else ()
         found = PeerAddress(find.member, *(there or ("", 0)), certificates, word)
         both = {asker, find.member}
-        relays = sorted(member for member, place in [*self._relays] if place == find.place and member not in both)
+        relays = sorted(
+            member for member, island_rank in [*self._relays] if island_rank == find.island_rank and member not in both
+        )
         if not relays:
             return found
         relay = relays[sum(both) % len(relays)]
         return replace(found, relay=relay, ticket=new_ticket(self._keys.of(relay).encode("ascii")).hex())
 
-    def forget(self, member: int, place: int) -> None:
+    def forget(self, member: int, island_rank: int) -> None:
         """Forget where that worker listens, for it may not any more."""
-        self._known.pop((member, place), None)
-        self._relays.discard((member, place))
-        self.addresses.pop((member, place), None)
+        self._known.pop((member, island_rank), None)
+        self._relays.discard((member, island_rank))
+        self.addresses.pop((member, island_rank), None)
 
     def listening(self, member: int, said: AnnounceAddress, answer: Callable[[Reachability], None]) -> None:
         """Try the address of `member` (-1: of somebody without one); answer(what came of it), in another thread.
         ValueError for what is no address, and where one of this member's is being tried.
         """
         is_reached = bool(said.host or said.port)
-        host, place = said.host or self._seen(said.session), (member, said.place)
-        if not 0 <= said.place < _PLACES or (is_reached and not (host and 0 < said.port < 65536)):
+        host, island_rank = said.host or self._seen(said.session), (member, said.island_rank)
+        if not 0 <= said.island_rank < _ISLAND_SIZE or (is_reached and not (host and 0 < said.port < 65536)):
             raise ValueError("an address that is none")
-        if member >= 0 and self._certificates.get(member, ())[said.place : said.place + 1] != (said.certificate,):
+        if member >= 0 and self._certificates.get(member, ())[said.island_rank : said.island_rank + 1] != (
+            said.certificate,
+        ):
             raise ValueError("another certificate than that with which it joined")
-        if place in self._busy:
+        if island_rank in self._busy:
             raise ValueError("an address while another one is being tried")
         seen = self._seen(said.session)
         if member >= 0:
-            self._known[place], self.addresses[place] = ("", 0), seen
-            self._relays.discard(place)
+            self._known[island_rank], self.addresses[island_rank] = ("", 0), seen
+            self._relays.discard(island_rank)
         if not is_reached:
             answer(Reachability(host, 0, "", seen))
             return
-        self._busy.add(place)
+        self._busy.add(island_rank)
 
         async def attempt() -> None:
             async with self._trying:
                 why = await echo_failure(host, said.port, said.certificate)
             if not why and member >= 0:
-                self._known[place] = host, said.port
+                self._known[island_rank] = host, said.port
                 if said.relays:
-                    self._relays.add(place)
-            self._busy.discard(place)
+                    self._relays.add(island_rank)
+            self._busy.discard(island_rank)
             answer(Reachability(host, said.port, why, seen))
 
         loop.start(attempt())

@@ -178,10 +178,10 @@ class PeerConnections:
         *,
         lease: float,
         notice: Callable[[str], None],
-        place: int = 0,
+        island_rank: int = 0,
         certificates: Sequence[str] = (),
     ) -> None:
-        self._session, self._entry, self._ask, self._place = session, entry, ask, place
+        self._session, self._entry, self._ask, self._island_rank = session, entry, ask, island_rank
         self._lease, self._notice = lease, notice
         self._mine, self._shows = mine, certificates or (mine.token.fingerprint,)
         self.seen = ""
@@ -332,14 +332,16 @@ class PeerConnections:
         return tuned(self._session.tied(ticket, _DIAL, (there.host, there.port)))
 
     def _shown(self, line: socket.socket, lane: int, found: PeerAddress, *, sends: bool) -> ssl.SSLSocket:
-        host = found.certificates[self._place]
-        talk = as_dialler(line, Token(host, found.peer_key), PairHello(self._entry.member, self._place, sends, lane))
+        host = found.certificates[self._island_rank]
+        talk = as_dialler(
+            line, Token(host, found.peer_key), PairHello(self._entry.member, self._island_rank, sends, lane)
+        )
         show(talk, self._mine, self._shows, host)
         return talk
 
     def _call(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> None:
         """Have `peer` dial this worker, or with a ticket who carries for both. LinkLost where it does not answer."""
-        said = _SAID.pack(self._entry.member, self._place, lane, relay, ticket)
+        said = _SAID.pack(self._entry.member, self._island_rank, lane, relay, ticket)
         proof = authenticate(bytes.fromhex(found.peer_key), _ASKS, said)
         try:
             reply, _ = self._session.answer(self._key(peer), said, attachment=proof, seconds=_CALL, urgent=True)
@@ -349,8 +351,8 @@ class PeerConnections:
             raise LinkLost("it does not answer")
 
     def _find(self, member: int) -> PeerAddress | None:
-        answer = self._ask(Lookup(member, self._place))
-        if isinstance(answer, PeerAddress) and answer.member == member and len(answer.certificates) > self._place:
+        answer = self._ask(Lookup(member, self._island_rank))
+        if isinstance(answer, PeerAddress) and answer.member == member and len(answer.certificates) > self._island_rank:
             self._found[member] = answer
         return self._found.get(member)
 
@@ -361,7 +363,7 @@ class PeerConnections:
         return True
 
     def _key(self, member: int) -> str:
-        room = "isles" if not self._place else f"isles/rank/{self._place}"
+        room = "isles" if not self._island_rank else f"isles/rank/{self._island_rank}"
         return f"{room}/dial/{member}"
 
     # What others ask
@@ -373,8 +375,8 @@ class PeerConnections:
             note(-1, "no message of this library")
             query.refuse(b"never")
             return
-        member, place, lane, relay, ticket = _SAID.unpack(query.payload)
-        if not 0 <= member < _MEMBERS or place != self._place or not _LIGHTHOUSE <= relay < _MEMBERS:
+        member, island_rank, lane, relay, ticket = _SAID.unpack(query.payload)
+        if not 0 <= member < _MEMBERS or island_rank != self._island_rank or not _LIGHTHOUSE <= relay < _MEMBERS:
             note(-1, "a message of nobody who is there")
             query.refuse(b"later")
         elif not hmac.compare_digest(query.attachment, authenticate(self.expected(member), _ASKS, query.payload)):
@@ -395,7 +397,7 @@ class PeerConnections:
                     talk, hello = self._let_in(self._meet(relay, ticket), member)
                     self._take(hello, talk, "relayed")
                 elif (found := self._find(member)) is not None and found.host:
-                    hello = PairHello(member, self._place, True, lane)
+                    hello = PairHello(member, self._island_rank, True, lane)
                     self._take(hello, self._dial(lane, found, sends=False), "direct")
         finally:
             self._dialling.release()
@@ -417,7 +419,7 @@ class PeerConnections:
         """Whoever dials, as `member` where that was agreed. LinkLost where it is not who it says."""
         talk, hello = as_host(line, self._mine, lambda hello: self._token_of(hello, member))
         try:
-            self._known.check(hello.member, shown(talk, self._mine.token.fingerprint, self._place))
+            self._known.check(hello.member, shown(talk, self._mine.token.fingerprint, self._island_rank))
         except LinkLost:
             talk.close()
             raise
@@ -425,7 +427,11 @@ class PeerConnections:
 
     def _token_of(self, hello: PairHello, member: int | None = None) -> Token:
         """What it must know who says that it is this member."""
-        if hello.place != self._place or not 0 <= hello.member < _MEMBERS or member not in (None, hello.member):
+        if (
+            hello.island_rank != self._island_rank
+            or not 0 <= hello.member < _MEMBERS
+            or member not in (None, hello.member)
+        ):
             raise LinkLost("it is not who was asked")
         return Token(self._mine.token.fingerprint, self.expected(hello.member).hex())
 
@@ -448,7 +454,7 @@ class PeerConnections:
             port,
             self._session.name(),
             self._mine.token.fingerprint,
-            self._place,
+            self._island_rank,
             self._relays,
         )
         answer = self._ask(said, _TRIED)

@@ -75,7 +75,7 @@ class PairHello(NamedTuple):
     """
 
     member: int
-    place: int
+    island_rank: int
     sends: bool
     lane: int = 0
 
@@ -246,8 +246,8 @@ def as_host(
 
     async def come() -> PairHello:
         read = _reader(talk)
-        member, place, sends, lane = _HELLO.unpack(await read(_HELLO.size))
-        hello = PairHello(member, place, bool(sends), lane)
+        member, island_rank, sends, lane = _HELLO.unpack(await read(_HELLO.size))
+        hello = PairHello(member, island_rank, bool(sends), lane)
         await prove_as_host(read, talk.sendall, token_of(hello))
         return hello
 
@@ -309,13 +309,13 @@ def show(talk: ssl.SSLSocket, mine: Credentials, certificates: Sequence[str], ho
     talk.sendall(_SIZES.pack(len(der), len(said), len(island)) + der + said + island)
 
 
-def shown(talk: ssl.SSLSocket, host: str, place: int) -> str:
-    """The identity of the member whose worker at `place` has dialled this one, of the fingerprint `host`. LinkLost."""
+def shown(talk: ssl.SSLSocket, host: str, island_rank: int) -> str:
+    """The identity of the member whose worker at `island_rank` has dialled this one, of the fingerprint `host`. LinkLost."""
     try:
         der, said, island = (exactly(talk, size) for size in _SIZES.unpack(exactly(talk, _SIZES.size)))
         key = x509.load_der_x509_certificate(der).public_key()
         certificates = [island[at : at + _DIGITS].decode("ascii") for at in range(0, len(island), _DIGITS)]
-        if not isinstance(key, ec.EllipticCurvePublicKey) or certificates[place] != credentials.fingerprint(der):
+        if not isinstance(key, ec.EllipticCurvePublicKey) or certificates[island_rank] != credentials.fingerprint(der):
             raise ValueError
         key.verify(said, _DIALS + host.encode("ascii"), _BY)
     except (OSError, EOFError, ValueError, IndexError, InvalidSignature):

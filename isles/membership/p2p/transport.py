@@ -85,14 +85,14 @@ class ElasticTransport(OnHostClock):
         back: Callable[[int], None] = lambda member: None,
         suspect: Callable[[int], None] = lambda member: None,
         guide: Connects | None = None,
-        place: int = 0,
+        island_rank: int = 0,
         beside: Transport | None = None,
         connections: int = 1,
     ) -> None:
         super().__init__(SuspicionReporter(suspect))
         if beside is not None:
             self.traffic, self._start = beside.traffic, time.perf_counter() - beside.now()
-        self._room = f"isles/rank/{place}" if place else "isles"
+        self._room = f"isles/rank/{island_rank}" if island_rank else "isles"
         self.rank, self.size, self.resent = member, size, 0
         self.carried: Counter[str] = Counter(dict.fromkeys(CARRIED, 0))
         self._sent, self._taken = Counter[int](), Counter[int]()  # bytes by peer
@@ -317,11 +317,11 @@ class ElasticTransport(OnHostClock):
         if head.kind != PIECE:
             stream.say(KEPT if head.kind == OVER else ALIVE, head.number)
             return
-        while (place := inbox.begin(member, head, stream.cut)) is None:
+        while (buffer := inbox.begin(member, head, stream.cut)) is None:
             stream.holds()
             inbox.wait()
         try:
-            stream.fill(place)
+            stream.fill(buffer)
         except LinkLost:
             inbox.end(member, head, whole=False)
             raise

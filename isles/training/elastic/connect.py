@@ -239,7 +239,7 @@ def connect(
     It listens where this machine's user has said. places: its island, of which `certificates` are. size: workers of the
     world that it begins in. ValueError where the address to listen at cannot be had.
     """
-    session, entry, here, place = entrance.session, line.entry, entrance.here, places.place
+    session, entry, here, place = entrance.session, line.entry, entrance.here, places.island_rank
     torch.set_num_threads(entrance.config.world.start_threads)
     stack.callback(line.close)
     pairs = PeerConnections(
@@ -249,7 +249,7 @@ def connect(
         entrance.own,
         lease=entrance.config.world.elastic.lease,
         notice=tell,
-        place=place,
+        island_rank=place,
         certificates=certificates,
     )
     stack.callback(pairs.close)
@@ -265,7 +265,7 @@ def connect(
         back=lambda member: line.connection(member, broken=False),
         suspect=line.suspect,
         guide=pairs,
-        place=place,
+        island_rank=place,
         beside=None if places.mesh is None else places.mesh.transport,
         connections=entrance.config.world.elastic.connections,
     )
@@ -421,7 +421,7 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         said = places.next_decision(lambda: Decision(kind="end"))  # never asked: the leader decides
         if said.kind != "member":
             raise Malformed(0, "the leader of this island has no member")
-        line = FollowerClient(session, Entry(said.member, said.key), places.place)
+        line = FollowerClient(session, Entry(said.member, said.key), places.island_rank)
         transport, gifts = connect(
             stack,
             entrance,
@@ -429,7 +429,7 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
             places,
             certificates,
             size=config.replicas_in_all,
-            tell=lambda line: _tell(f"place {places.place}: {line}"),
+            tell=lambda line: _tell(f"place {places.island_rank}: {line}"),
         )
         worker = ElasticWorker(
             config,

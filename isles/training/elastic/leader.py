@@ -287,7 +287,7 @@ class Participant:
         then more steps come.
         """
         client, view = self.client, self.client.start_round(round)
-        place = None if view is None else view.place(client.member)
+        place = None if view is None else view.index(client.member)
         steps = every if view is None or place is None or not view.steps else view.steps[place]
         cell, spare = None if round == self._tried else view, self._spare
         self._tried = round

@@ -64,7 +64,7 @@ def repeated(journal: Iterable[Mapping[str, Any]], lines: Iterable[RoundRecord |
     read, count = set[int](), 0
     for line in lines:
         view = views.get(line.view) if isinstance(line, RoundRecord) else None
-        place = None if view is None else view.place(line.member)
+        place = None if view is None else view.index(line.member)
         if isinstance(line, RoundRecord) and view is not None and place is not None:
             places = {int(rows(*one, batch_size=1)[0]) for one in batches(views, view, line.round, place)}
             count += len(places & read)

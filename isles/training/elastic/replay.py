@@ -203,7 +203,7 @@ def _decisions(
                 steps = (round - 1) * every
                 began_at = steps if worker.states.lacks_moments else None
                 yield Decision(kind="enter", round=round, steps=steps, began_at=began_at)
-            place = None if view is None else view.place(worker.member)
+            place = None if view is None else view.index(worker.member)
             read = () if view is None or place is None else tuple(batches(views, view, round, place))
             gifts.round, expected = round, round + 1
             yield Decision(
@@ -246,7 +246,7 @@ class RecordedLeader(RoundLeader):
             return line.view, line.members
         for number in sorted(self.script.views, reverse=True):
             view = self.script.views[number]
-            place = view.place(self.member)
+            place = view.index(self.member)
             if view.since <= round and place is not None:
                 members = self.mixing.members(round, len(view.members), place)
                 if sorted(view.members[one] for one in members) == sorted(line.members):

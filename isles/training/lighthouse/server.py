@@ -124,8 +124,8 @@ class RunKeeper(ABC):
                 self.keys,
                 config=self.text,
                 version=__version__,
-                heard=self._heard,
-                places=self.config.world.inner,
+                on_report=self._heard,
+                island_size=self.config.world.inner,
             )
             stack.callback(self.lighthouse.close)
             self.refused = RefusalBook(self.lighthouse.refused, self.on_notice)

@@ -99,9 +99,9 @@ class Attacker:
         """Ask the victim to dial somebody."""
         return self.ask(f"isles/dial/{self.victim}", said, word)
 
-    def called(self, member: int, place: int = 0, ticket: bytes = bytes(TICKET_SIZE)) -> tuple[bytes, bytes]:
+    def called(self, member: int, island_rank: int = 0, ticket: bytes = bytes(TICKET_SIZE)) -> tuple[bytes, bytes]:
         """What one says to be dialled, in the name of a member, and the proof that this one can make."""
-        said = struct.pack("<qHBq24s", member, place, 0, -1, ticket)
+        said = struct.pack("<qHBq24s", member, island_rank, 0, -1, ticket)
         return said, authenticate(self.peer_key, b"isles dials\0", said)
 
     @contextmanager

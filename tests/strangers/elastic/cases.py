@@ -203,7 +203,7 @@ def a_call_in_the_name_of_another(one: Attacker) -> None:
 def a_call_of_no_seat(one: Attacker) -> None:
     for member in (-1, 1 << 20, -(1 << 63), (1 << 63) - 1):
         assert one.call(*one.called(member)) == (None, b"later")
-    assert one.call(*one.called(one.entry.member, place=1)) == (None, b"later")
+    assert one.call(*one.called(one.entry.member, island_rank=1)) == (None, b"later")
 
 
 @case("victim", "no message of this library")

@@ -64,7 +64,7 @@ class World:
             MemberKeys(folder),
             config="[run]\n",
             version=VERSION,
-            heard=lambda member, event: self.reported.append((member, event)),
+            on_report=lambda member, event: self.reported.append((member, event)),
         )
         self.pair = [
             Worker(open_session(mine.token, address), mine.token.secret, folder / f"links-{number}")

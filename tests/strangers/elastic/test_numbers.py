@@ -124,7 +124,7 @@ def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> Non
             kept = Checkpoints(tmp_path, "states")
             for round in (3, 4):
 
-                def before(place: int, path: Path, round: int = round) -> int:
+                def before(island_rank: int, path: Path, round: int = round) -> int:
                     write_state(path, {"w": torch.zeros(2)})
                     return round
 

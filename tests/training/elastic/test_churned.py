@@ -65,7 +65,7 @@ def read_by(out: Path, lines: list[Any]) -> list[int]:
     found = []
     for line in lines:
         if isinstance(line, RoundRecord) and line.view >= 0:
-            place = views[line.view].place(line.member)
+            place = views[line.view].index(line.member)
             assert place is not None
             found += [int(rows(*one, batch_size=1)[0]) for one in batches(views, views[line.view], line.round, place)]
     return found

@@ -88,7 +88,7 @@ def test_no_place_lands_what_another_has_not(tmp_path: Path, method: str, monkey
     recv, land = ElasticTransport.recv, OuterSync.land
 
     def losing(transport: ElasticTransport, peer: int | None, out: Tensor, tag: Tag) -> Any:
-        if (transport.rank, transport._room, tag.round, tag.attempt) == (0, "isles/place/1", 3, 0):
+        if (transport.rank, transport._room, tag.round, tag.attempt) == (0, "isles/rank/1", 3, 0):
             work = PostedWork(peer, out, transport.now)
             lost.append(work)
             tell()
@@ -116,7 +116,7 @@ def test_no_place_lands_what_another_has_not(tmp_path: Path, method: str, monkey
         world.join_island(tmp_path / f"island-{number}")
     world.end()
     world.rest()
-    both = {"isles": 2, "isles/place/1": 2}
+    both = {"isles": 2, "isles/rank/1": 2}
     alone = dict.fromkeys(both, 1) if method == "noloco" else both
     assert landed == {
         (member, round): alone if (member, round) == (0, 3) else both for member in (0, 1) for round in range(1, 6)
