@@ -173,13 +173,13 @@ class RoundsCoordinator(Coordinator):
                 self.proposal = None  # somebody was there already: again, later
         return refusal or self._orders(now)
 
-    def gone(self, now: float, member: int) -> list[Effect]:
+    def disconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a worker broke: it is dead, frozen or cut off."""
         if member in self.workers and self.workers[member].here:
-            self._record("gone", member=member)
+            self._record("lost", member=member)
         return self._orders(now)
 
-    def back(self, now: float, member: int) -> list[Effect]:
+    def reconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a worker is there (again)."""
         self._awaited.discard(member)
         if member in self.workers and not self.workers[member].connected:
@@ -244,7 +244,7 @@ class RoundsCoordinator(Coordinator):
         everybody = [worker.member for worker in self.workers.here if worker.round]
         for one in (peer_report.member, member):
             if self.ballots.ban_scores.are_enough(one, everybody):
-                self._record("shut", member=one)
+                self._record("ban", member=one)
                 why = f"it and half of the others refuse each other's shares ({peer_report.reason[:200]})"
                 self._tell(one, Refusal(f"shut out: {why}"))
         return self._orders(now)
@@ -297,7 +297,7 @@ class RoundsCoordinator(Coordinator):
     def _hear(self, now: float, member: int, beat: Beat) -> list[Effect] | None:
         """Take in what a worker says of itself; the refusal where it is not of this run."""
         worker = self.workers.get(member)
-        if worker is None or worker.state in ("left", "shut"):
+        if worker is None or worker.state in ("left", "banned"):
             return [Reply(Refusal(f"member {member} is not of this run any more: join again"))]
         worker.seconds = beat.seconds or worker.seconds
         becomes_ready = worker.state == "outside" and beat.ready == worker.call
@@ -307,7 +307,7 @@ class RoundsCoordinator(Coordinator):
 
     def _stray(self, member: int, **why: int) -> None:
         """A member has not what the others have: it begins again with another's state, or was leaving and is gone."""
-        what = {"in": "call", "leaving": "gone"}.get(self.workers[member].state)
+        what = {"in": "call", "leaving": "lost"}.get(self.workers[member].state)
         if what is not None:
             self._record(what, member=member, **why)
 

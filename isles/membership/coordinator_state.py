@@ -207,7 +207,7 @@ class CoordinatorState:
             case {"event": "beat", "member": member, "beat": beat}:
                 self._apply_beat(self.workers[member], from_plain(beat))
                 return
-            case {"event": "gone", "member": member}:
+            case {"event": "lost", "member": member}:
                 self._apply_gone(self.workers[member])
             case {"event": "back", "member": member}:
                 self._apply_back(self.workers[member])
@@ -216,9 +216,9 @@ class CoordinatorState:
                 worker.state = "leaving" if worker.state == "in" and worker.connected else "left"
             case {"event": "call", "member": member}:
                 self._call_again(self.workers[member])
-            case {"event": "shut", "member": member}:
+            case {"event": "ban", "member": member}:
                 self._call_again(self.workers[member])
-                self.workers[member].state = "shut"
+                self.workers[member].state = "banned"
             case {"event": "issue", "number": number}:
                 self.issued = number
             case {"event": "view", "view": view}:

@@ -77,7 +77,7 @@ class FailureDetector:
             if len(self._gone) > _MOST:  # anybody with the token can be there, and go, under many names
                 del self._gone[next(iter(self._gone))]
 
-    def is_gone(self, member: int) -> bool:
+    def is_lost(self, member: int) -> bool:
         """Whether it was there, and its connection broke."""
         return member in self._gone
 

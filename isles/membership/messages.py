@@ -144,7 +144,7 @@ class PeerStatus(Exact):
 @dataclass(frozen=True)
 class SwarmStatus(Exact):
     """How a swarm stands. wanted: what nothing can begin without, "" where it has begun. since: seconds since the
-    newest step ended, -1 before the first. kept: the newest step of which the lighthouse keeps all stages' states.
+    newest step ended, -1 before the first. saved: the newest step of which the lighthouse keeps all stages' states.
     refused, paths: as in `RunStatus`. clustered: whether it is a run in clusters.
     """
 
@@ -152,7 +152,7 @@ class SwarmStatus(Exact):
     step: Int
     last: Int
     since: Float
-    kept: Int
+    saved: Int
     wanted: Str
     peers: Annotated[tuple[PeerStatus, ...], MANY]
     refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]

@@ -238,7 +238,7 @@ SwarmPart = StartSwarm | JoinSwarm | Wait | Over | Rejoin | Refusal
 
 class SwarmClient(LighthouseClient):
     """Of the peer in the member of `entry`. ended: what the lighthouse said last, where this peer has no part in the run
-    any more. kept: the newest step of which it has said that it keeps all states. is_away: whether it has not answered
+    any more. saved: the newest step of which it has said that it keeps all states. is_away: whether it has not answered
     lately. met: called with a peer that is there (again), in some thread.
     """
 
@@ -246,7 +246,7 @@ class SwarmClient(LighthouseClient):
         super().__init__(session, entry)
         self.member, self._met = entry.member, met
         self.ended: Over | Rejoin | Refusal | None = None
-        self.kept, self.is_away = 0, False
+        self.saved, self.is_away = 0, False
         self._beat: Callable[[], SwarmBeat | None] = lambda: None
         session.later(self._beat_on, BEAT)
 
@@ -264,18 +264,18 @@ class SwarmClient(LighthouseClient):
         """Wait until this peer has no further part in the run, or `seconds` have passed."""
         self.wait(lambda: self.ended is not None, seconds)
 
-    def await_kept(self, step: int, seconds: float, *, though_away: bool = False) -> bool:
+    def await_saved(self, step: int, seconds: float, *, though_away: bool = False) -> bool:
         """Wait until the lighthouse keeps the states of after `step` or of a later one; whether it does. `seconds` at
         most, and unless `though_away` no longer than it answers.
         """
         until = self.session.now() + seconds
-        while self.kept < step and self.ended is None and (though_away or not self.is_away):
+        while self.saved < step and self.ended is None and (though_away or not self.is_away):
             if self.session.now() >= until:
                 break
             self.look()
-            if self.kept < step:
+            if self.saved < step:
                 self.rest(_AGAIN)
-        return self.kept >= step
+        return self.saved >= step
 
     @override
     def connection(self, member: int, *, broken: bool) -> None:
@@ -296,7 +296,7 @@ class SwarmClient(LighthouseClient):
         with self.changed:
             self.is_away = answer is None
             if isinstance(answer, StatesSaved):
-                self.kept = max(self.kept, answer.step)
+                self.saved = max(self.saved, answer.step)
             if isinstance(answer, Over | Rejoin | Refusal):
                 self.ended = self.ended or answer
             self.changed.notify_all()

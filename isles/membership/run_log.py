@@ -91,13 +91,13 @@ def read_history(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> RunH
     last: float | None = None
     for entry in entries:
         at, event, member = float(entry.get("at", 0.0)), entry["event"], entry.get("member", -1)
-        if event == "lit" and last is not None:
+        if event == "restart" and last is not None:
             outages.append((last, at))
         last, end = at, max(end, at)
         counts[event] += 1
         if event in ("join", "back"):
             since.setdefault(member, at)
-        elif event in ("gone", "shut") and member in since:
+        elif event in ("lost", "ban") and member in since:
             present.setdefault(member, []).append((since.pop(member), at))
         elif event == "view":
             view = entry["view"]

@@ -403,7 +403,7 @@ class SimulatedMembership:
         """Seats that have come and are neither dead nor gone."""
         return [member for member, (_, end) in self.read_history.items() if end is None]
 
-    def gone(self, member: int) -> None:
+    def ended(self, member: int) -> None:
         """`member` has ended by itself."""
         if not self.is_over:
             self.read_history[member] = self.read_history[member][0], self.timeline.now

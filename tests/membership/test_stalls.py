@@ -99,7 +99,7 @@ def test_one_that_leaves_and_stands_still_is_gone() -> None:
     world.run.leave(0.0, 2)
     world.still[2] = 5
     world.until(100.0)
-    assert [(member, event) for _, member, event in world.named] == [(2, "gone")]
+    assert [(member, event) for _, member, event in world.named] == [(2, "lost")]
     assert world.run.workers[2].state == "left"
 
 

@@ -46,7 +46,7 @@ WAYS = ("direct", "relayed")
 """How what workers say to each other goes; "relayed by worker N" where that is not the lighthouse."""
 CARRIED = (*WAYS, "relayed_by_workers")
 """Of which a worker counts bytes: what it sends, and what it carries for others."""
-PIECE, OVER, ALIVE, KEPT, REFUSED, PASSED = range(6)
+PIECE, CLOSE_ROUND, ALIVE, TAKEN, REFUSED, ROUND_CLOSED = range(6)
 _HEAD = struct.Struct(f"<B{len(Tag._fields) + 3}q")
 _BACK = struct.Struct("<Bq")
 _HELLO = struct.Struct("<qHBB")

@@ -30,7 +30,7 @@ from isles.membership.failure_detector import SuspicionReporter
 from isles.membership.messages import MOST, PathRow
 from isles.membership.p2p.inbox import ANOTHER, Inbox, before
 from isles.membership.p2p.outbox import Outgoing, OutgoingMessage, PartedWork, lost_peer
-from isles.membership.p2p.stream import ALIVE, CARRIED, KEPT, OVER, PIECE, Stream
+from isles.membership.p2p.stream import ALIVE, CARRIED, CLOSE_ROUND, PIECE, TAKEN, Stream
 from isles.membership.session import Rejections
 from isles.membership.tls_session import Session
 
@@ -211,7 +211,9 @@ class ElasticTransport(OnHostClock):
                 line = None if sender in self._lost else self._line(sender)
             if line is not None:
                 nothing = np.zeros(0, np.uint8)
-                line.add(OutgoingMessage(PartedWork(PostedWork(sender, nothing, self.now), 1), nothing, tag, OVER))
+                line.add(
+                    OutgoingMessage(PartedWork(PostedWork(sender, nothing, self.now), 1), nothing, tag, CLOSE_ROUND)
+                )
 
     def again(self, tag: Tag) -> None:
         """The attempt of `tag` has begun, without some of those of before: who waits in earlier ones of its round, in a
@@ -312,10 +314,10 @@ class ElasticTransport(OnHostClock):
 
     def _take_one(self, member: int, stream: Stream) -> None:
         head, inbox = stream.head(), self._inboxes[min(stream.lane, len(self._inboxes) - 1)]
-        if head.kind == OVER:
+        if head.kind == CLOSE_ROUND:
             self.passed(member, head.tag)
         if head.kind != PIECE:
-            stream.say(KEPT if head.kind == OVER else ALIVE, head.number)
+            stream.say(TAKEN if head.kind == CLOSE_ROUND else ALIVE, head.number)
             return
         while (buffer := inbox.begin(member, head, stream.cut)) is None:
             stream.holds()
@@ -328,9 +330,9 @@ class ElasticTransport(OnHostClock):
         with self._lock:
             self._taken[member] += head.size
         with stream.busy:
-            verdict = inbox.end(member, head, whole=True)
-            if verdict is not None:
-                stream.say(verdict, head.number)
+            result = inbox.end(member, head, whole=True)
+            if result is not None:
+                stream.say(result, head.number)
 
     # Who is there
 

@@ -55,7 +55,7 @@ class SeatedNode(SeatedWork):
         *,
         told: int,
         members_now: Callable[[], Collection[int] | None],
-        await_kept: Callable[[int], object],
+        await_saved: Callable[[int], object],
     ) -> None:
         self._seat, self.config, self.epoch, self._told = seat, seat.config, part.epoch, told
         self._seats = sorted(part.members) if isinstance(part, StartSwarm) else []
@@ -64,7 +64,7 @@ class SeatedNode(SeatedWork):
         self.post = post_of(self.config, self.world, met=(*self._seats, *self._members))
         self._worker: ClusterWorker | None = None
         self._leaving, self._has_left = False, False
-        self._members_now, self._await_kept = members_now, await_kept
+        self._members_now, self._await_saved = members_now, await_saved
         self._asked_at = self._stepped_at = seat.transport.now()
         self._seen = 0  # steps, when they were last told of
         self._kept: State | None = None
@@ -124,7 +124,7 @@ class SeatedNode(SeatedWork):
         and the run waits for whoever comes.
         """
         if self._leaving:
-            self._await_kept(step)
+            self._await_saved(step)
             self._has_left = True
         return self._leaving
 
@@ -236,7 +236,7 @@ class SeatedClusterPeer(SeatedPeer):
             part,
             told=told(self._told or self._measured()) if isinstance(part, JoinSwarm) else SILENT,
             members_now=self._members_now,
-            await_kept=lambda step: self.line.await_kept(step, self.config.run.grace / 2),
+            await_saved=lambda step: self.line.await_saved(step, self.config.run.grace / 2),
         )
 
     @override

@@ -87,7 +87,7 @@ class ChurnedRun(ChurnedWorld):
                 worker.run()
                 client.close()
                 with client.changed:
-                    self.meeting.gone(client.member)
+                    self.meeting.ended(client.member)
             except Exception:
                 with client.changed:
                     self.meeting.end()  # else the others wait for this one for ever

@@ -190,7 +190,7 @@ class SeatedPeer:
         return self._left() if self.leaving.is_set() else "again"
 
     def made(self, part: StartSwarm | JoinSwarm) -> SeatedWork:
-        return SeatedTrainer(self.member(), part, wish=self.wish, await_kept=self.line.await_kept)
+        return SeatedTrainer(self.member(), part, wish=self.wish, await_saved=self.line.await_saved)
 
     def member(self) -> OwnMember:
         return OwnMember(

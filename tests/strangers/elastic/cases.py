@@ -35,7 +35,7 @@ from isles.membership.messages import (
     decode,
     encode,
 )
-from isles.membership.p2p.stream import CHUNK, KEPT, PIECE, REFUSED, TICKET_SIZE, Head
+from isles.membership.p2p.stream import CHUNK, PIECE, REFUSED, TAKEN, TICKET_SIZE, Head
 from isles.membership.tls_session import open_session
 from tests.strangers.callers import GARBAGE
 from tests.strangers.elastic.attacker import NEVER, UNASKED, Attacker, other_run
@@ -323,7 +323,7 @@ def sixty_four_megabytes_unasked(one: Attacker) -> None:
     """
     heads = [Head(PIECE, (1 << 40) + number, 0, CHUNK, Tag("outer", 1 << 50, number)) for number in range(64)]
     left, said = one.flooded(heads, seconds=6.0)  # two leases
-    assert left < 64 and 0 < [kind for kind, _ in said].count(KEPT) <= 16, (left, said)
+    assert left < 64 and 0 < [kind for kind, _ in said].count(TAKEN) <= 16, (left, said)
 
 
 @case("lighthouse")

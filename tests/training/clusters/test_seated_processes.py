@@ -126,11 +126,11 @@ def test_all_and_the_lighthouse_are_killed(commands: Make) -> None:
     run = commands("run.steps=300")
     for _ in range(4):
         run.node()
-    run.until(lambda: len(run.journal("kept")) >= 2)
+    run.until(lambda: len(run.journal("saved")) >= 2)
     for process in run.started:
         process.kill()
         process.wait()
-    kept = run.journal("kept")[-1]["step"]
+    kept = run.journal("saved")[-1]["step"]
     assert run.step() - kept <= 3 * EVERY
     light = run.start("resume", str(run.out))
     again = [run.node() for _ in range(4)]
@@ -147,7 +147,7 @@ def test_who_leaves_and_cannot_be_replaced_is_gone_within_its_grace(commands: Ma
     run.until(lambda: run.step() >= 20)
     leaves.terminate()
     assert leaves.wait(25.0 + 10.0) == 0
-    (kept,) = run.journal("kept")
+    (kept,) = run.journal("saved")
     assert kept["step"] % 4 == 0 and len(run.journal("leave")) == 1
     fresh = run.node()
     run.until(lambda: len(run.journal("begin")) == 2)
