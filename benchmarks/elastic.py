@@ -44,10 +44,10 @@ from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.group import Group
 from isles.comm.tags import Tag
 from isles.comm.transport import Deadlines, Transport
-from isles.membership.keys import ASKED, SeatKeys
-from isles.membership.messages import Entry, Find, Listening, decode, encode
-from isles.membership.p2p.address_book import Whereabouts
-from isles.membership.p2p.pairs import Pairs
+from isles.membership.keys import REQUESTS, MemberKeys
+from isles.membership.messages import AnnounceAddress, Entry, Lookup, decode, encode
+from isles.membership.p2p.address_book import AddressBook
+from isles.membership.p2p.pairs import PeerConnections
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.session import Query
 from isles.membership.tls_session import open_router, open_session
@@ -68,17 +68,17 @@ Turn = Callable[[int], None]
 def router(folder: str, address: str) -> None:
     """A lighthouse's session, which says where workers are, until its input ends."""
     session = open_router(credentials.read(Path(folder)), address)
-    known = Whereabouts(SeatKeys(Path(folder)), session.seen)
+    known = AddressBook(MemberKeys(Path(folder)), session.seen)
 
     def asked(query: Query) -> None:
-        seat, message = int(query.attachment), decode(query.payload)
-        if isinstance(message, Find):
-            query.reply(encode(known.find(seat, message)))
-        elif isinstance(message, Listening):
-            known.joined(seat, [message.certificate])
-            known.listening(seat, message, lambda answer: query.reply(encode(answer)))
+        member, message = int(query.attachment), decode(query.payload)
+        if isinstance(message, Lookup):
+            query.reply(encode(known.find(member, message)))
+        elif isinstance(message, AnnounceAddress):
+            known.joined(member, [message.certificate])
+            known.listening(member, message, lambda answer: query.reply(encode(answer)))
 
-    session.serve(ASKED, asked)
+    session.serve(REQUESTS, asked)
     before = _cpu()
     print("ready", flush=True)
     sys.stdin.read()
@@ -86,21 +86,21 @@ def router(folder: str, address: str) -> None:
     print(json.dumps({"cpu": _cpu() - before}), flush=True)
 
 
-def connected(stack: ExitStack, folder: str, address: str, seat: int, size: int, listen: str) -> ElasticTransport:
+def connected(stack: ExitStack, folder: str, address: str, member: int, size: int, listen: str) -> ElasticTransport:
     """The transport of a worker. listen: its address, "" for relayed."""
     mine = credentials.read(Path(folder))
     session = open_session(mine.token, address)
     stack.callback(session.close)
 
     def ask(message: Any, seconds: float = 10.0) -> Any:
-        reply, _ = session.answer(ASKED, encode(message), attachment=b"%d" % seat, seconds=seconds, urgent=True)
+        reply, _ = session.answer(REQUESTS, encode(message), attachment=b"%d" % member, seconds=seconds, urgent=True)
         return decode(reply or b"")
 
     own = credentials.own(mine.token.secret, Path(stack.enter_context(tempfile.TemporaryDirectory())) / "own")
-    entry = Entry(seat, SeatKeys(Path(folder)).of(seat))
-    pairs = Pairs(session, entry, ask, own, lease=3.0, notice=lambda line: None)
+    entry = Entry(member, MemberKeys(Path(folder)).of(member))
+    pairs = PeerConnections(session, entry, ask, own, lease=3.0, notice=lambda line: None)
     stack.callback(pairs.close)
-    transport = ElasticTransport(session, seat, size, guide=pairs)
+    transport = ElasticTransport(session, member, size, guide=pairs)
     stack.callback(transport.close)
     if listen:
         host, _, port = listen.rpartition(":")
@@ -109,9 +109,9 @@ def connected(stack: ExitStack, folder: str, address: str, seat: int, size: int,
     return transport
 
 
-def elastic(folder: str, address: str, seat: str, own: str, size: str, turns: str) -> None:
-    """One of a pair. own: address that seat 0 listens at, "" for relayed."""
-    me = int(seat)
+def elastic(folder: str, address: str, member: str, own: str, size: str, turns: str) -> None:
+    """One of a pair. own: address that member 0 listens at, "" for relayed."""
+    me = int(member)
     with ExitStack() as stack:
         transport = connected(stack, folder, address, me, 2, own if me == 0 else "")
         _pair(transport, me, 1)(1 << 20)
@@ -132,11 +132,11 @@ def _pair(transport: ElasticTransport, me: int, size: int) -> Turn:
     return both
 
 
-def gloo(port: str, seat: str, size: str, turns: str) -> None:
+def gloo(port: str, member: str, size: str, turns: str) -> None:
     """One of a pair over torch.distributed."""
     import torch.distributed as dist
 
-    me = int(seat)
+    me = int(member)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=me, world_size=2)
     sent, got = torch.zeros(int(size), dtype=torch.uint8), torch.zeros(int(size), dtype=torch.uint8)
 
@@ -149,9 +149,9 @@ def gloo(port: str, seat: str, size: str, turns: str) -> None:
     dist.destroy_process_group()
 
 
-def tls(folder: str, port: str, seat: str, size: str, turns: str) -> None:
+def tls(folder: str, port: str, member: str, size: str, turns: str) -> None:
     """One of a pair over a socket with TLS, a thread for each direction."""
-    mine, me, length = credentials.read(Path(folder)), int(seat), int(size)
+    mine, me, length = credentials.read(Path(folder)), int(member), int(size)
     if me == 0:
         with socket.create_server(("127.0.0.1", int(port))) as door:
             line, _ = door.accept()
@@ -180,9 +180,9 @@ def tls(folder: str, port: str, seat: str, size: str, turns: str) -> None:
     _exchange(both, int(turns))
 
 
-def noloco_elastic(folder: str, address: str, seat: str, *doors: str) -> None:
+def noloco_elastic(folder: str, address: str, member: str, *doors: str) -> None:
     """One of four, each linked directly with each other one. doors: where they listen."""
-    me = int(seat)
+    me = int(member)
     with ExitStack() as stack:
         transport = connected(stack, folder, address, me, WORLD, doors[me])
         while any(transport.way(peer) != "direct" for peer in range(WORLD) if peer != me):
@@ -191,11 +191,11 @@ def noloco_elastic(folder: str, address: str, seat: str, *doors: str) -> None:
         time.sleep(2.0)
 
 
-def noloco_gloo(port: str, seat: str) -> None:
+def noloco_gloo(port: str, member: str) -> None:
     """One of four over torch.distributed."""
     import torch.distributed as dist
 
-    me = int(seat)
+    me = int(member)
     store = dist.TCPStore("127.0.0.1", int(port), WORLD, is_master=me == 0)
     transport = DistributedTransport.join(store, me, WORLD)
     _rounds(transport)
@@ -215,11 +215,11 @@ def _rounds(transport: Transport) -> None:
     optimizer.finish()
 
 
-def diloco_elastic(folder: str, address: str, seat: str, turns: str, *doors: str) -> None:
+def diloco_elastic(folder: str, address: str, member: str, turns: str, *doors: str) -> None:
     """One of two, linked directly."""
     with ExitStack() as stack:
-        transport = connected(stack, folder, address, int(seat), 2, doors[int(seat)])
-        while transport.way(1 - int(seat)) != "direct":
+        transport = connected(stack, folder, address, int(member), 2, doors[int(member)])
+        while transport.way(1 - int(member)) != "direct":
             time.sleep(0.05)
         model, inner = _large()
         group = Group(transport, (0, 1), "outer", Deadlines(), Ledger())
@@ -229,11 +229,11 @@ def diloco_elastic(folder: str, address: str, seat: str, turns: str, *doors: str
         time.sleep(2.0)
 
 
-def diloco_torchft(lighthouse: str, _: str, seat: str, turns: str) -> None:
+def diloco_torchft(lighthouse: str, _: str, member: str, turns: str) -> None:
     """One of two under torchft's."""
     with ExitStack() as stack:
         model, inner = _large()
-        stack.enter_context(under_torchft(model, inner, lighthouse, int(seat), workers=2, every=1, bucket=True))
+        stack.enter_context(under_torchft(model, inner, lighthouse, int(member), workers=2, every=1, bucket=True))
         _exchange(lambda turn: inner.step(), int(turns))
 
 
@@ -264,19 +264,19 @@ def _cpu() -> float:
 
 def beating(folder: str, address: str) -> None:
     """A worker with nothing to do but to beat; prints its CPU seconds in a second."""
-    from isles.membership.client import Company
+    from isles.membership.client import MembershipClient
     from isles.membership.messages import Entry
 
     session = open_session(credentials.read(Path(folder)).token, address)
-    company = Company(session, Entry(0, "0" * 32))
+    client = MembershipClient(session, Entry(0, "0" * 32))
     transport = ElasticTransport(session, 0, 2)
-    company._training = True  # it beats each second
+    client._training = True  # it beats each second
     time.sleep(2.0)
     before = _cpu()
     time.sleep(BEATS)
     print(json.dumps({"share": (_cpu() - before) / BEATS}), flush=True)
     transport.close()
-    company.close()
+    client.close()
     session.close()
 
 
@@ -306,7 +306,7 @@ def _free(host: str = "127.0.0.1") -> str:
 def _lit(stack: ExitStack, folder: Path, host: str = "127.0.0.1", on: Sequence[str] = ()) -> tuple[str, str]:
     """The folder of its credentials, and where it listens."""
     credentials.found(folder / "run")
-    SeatKeys(folder / "run")
+    MemberKeys(folder / "run")
     address = _free(host)
     light = _start(on, "router", folder / "run", address)
     assert light.stdout is not None and light.stdout.readline() == "ready\n"
@@ -324,7 +324,8 @@ def line(turns: int) -> list[Row]:
                 place.limit(rate)
             own = _free(one.address) if direct else ""
             pair = [
-                _start(place.enter, "elastic", *run, seat, own, SLOW, turns) for seat, place in enumerate((one, two))
+                _start(place.enter, "elastic", *run, member, own, SLOW, turns)
+                for member, place in enumerate((one, two))
             ]
             took = median(max(both) for both in zip(*(one["seconds"] for one in _answers(*pair)), strict=True))
         share = 8 * SLOW / rate / took
@@ -344,20 +345,22 @@ def cpu(turns: int) -> list[Row]:
         run = _lit(stack, folder)
         ports = [_free() for _ in range(3)]
         parties: dict[str, Callable[[int], tuple[object, ...]]] = {
-            "elastic": lambda seat: (*run, seat, ports[0], FAST, turns),
-            "gloo": lambda seat: (ports[1].rpartition(":")[2], seat, FAST, turns),
-            "tls": lambda seat: (run[0], ports[2].rpartition(":")[2], seat, FAST, turns),
+            "elastic": lambda member: (*run, member, ports[0], FAST, turns),
+            "gloo": lambda member: (ports[1].rpartition(":")[2], member, FAST, turns),
+            "tls": lambda member: (run[0], ports[2].rpartition(":")[2], member, FAST, turns),
         }
         for name, words in parties.items():
-            note(name, _answers(*(_start((), name, *words(seat)) for seat in range(2))))
+            note(name, _answers(*(_start((), name, *words(member)) for member in range(2))))
     with tempfile.TemporaryDirectory() as other, ExitStack() as stack:
         folder = Path(other)
         credentials.found(folder / "run")
-        SeatKeys(folder / "run")
+        MemberKeys(folder / "run")
         address = _free()
         light = _start((), "router", folder / "run", address)
         assert light.stdout is not None and light.stdout.readline() == "ready\n"
-        both = _answers(*(_start((), "elastic", folder / "run", address, seat, "", FAST, turns) for seat in range(2)))
+        both = _answers(
+            *(_start((), "elastic", folder / "run", address, member, "", FAST, turns) for member in range(2))
+        )
         (carried,) = _answers(light)
         note("elastic, relayed", both, carried["cpu"] * turns / (turns + 1))
     rows = [Row(f"cpu, {name}", seconds, "CPU s/GB", note=f"{wall[name]:.3f} s") for name, seconds in used.items()]
@@ -378,7 +381,7 @@ def round(turns: int) -> list[Row]:
             words: dict[str, tuple[object, ...]] = {"elastic": run, "gloo": (doors[0].rpartition(":")[2],)}
             for name, party in parties.items():
                 more = doors if name == "elastic" else []
-                world = [_start((), party.__name__, *words[name], seat, *more) for seat in range(WORLD)]
+                world = [_start((), party.__name__, *words[name], member, *more) for member in range(WORLD)]
                 told = _answers(*world)
                 wall[name].append(median(max(each) for each in zip(*(one["seconds"] for one in told), strict=True)))
                 used[name].append(sum(one["cpu"] for one in told) / ROUNDS)
@@ -407,7 +410,7 @@ def diloco(turns: int) -> list[Row]:
             doors = [_free() for _ in range(2)]
             parties: dict[str, tuple[object, ...]] = {"elastic": (*run, doors), "torchft": (theirs, "", [])}
             for name, (one, other, more) in [*parties.items()][:: 1 if turn % 2 else -1]:
-                both = [_start((), f"diloco_{name}", one, other, seat, FEW, *more) for seat in range(2)]  # type: ignore
+                both = [_start((), f"diloco_{name}", one, other, member, FEW, *more) for member in range(2)]  # type: ignore
                 told = _answers(*both)
                 wall[name] += [max(each) for each in zip(*(one["seconds"] for one in told), strict=True)]
                 used[name] += sum(one["cpu"] for one in told)

@@ -32,7 +32,7 @@ import psutil
 from benchmarks._measure import Row, report
 from isles.base.version import __version__
 from isles.comm.credentials import parse_token
-from isles.membership.client import Company
+from isles.membership.client import MembershipClient
 from isles.membership.keys import HELLO
 from isles.membership.messages import Beat, Entry, Hello, Load, Proposal, decode, encode
 from isles.membership.tls_session import open_session
@@ -43,7 +43,7 @@ PATIENCE = 120.0
 SETTLED = 10.0  # seconds of which the beats and the lighthouse's processor time are told
 
 
-class Watched(Company):
+class Watched(MembershipClient):
     """A line that notes when views were proposed and told, and how long each beat took."""
 
     def __init__(self, session: Any, entry: Entry, noted: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def serve(address: str, token: str, count: int, round_seconds: float) -> None:
             hello = Hello(__version__, "0" * 64, session.name(), (secrets.token_hex(16),))
             reply, _ = session.answer(HELLO, encode(hello), seconds=30.0)
             entry = None if reply is None else decode(reply)
-        session.present(f"isles/seat/{entry.seat}")
+        session.present(f"isles/member/{entry.member}")
         line = Watched(session, entry, noted)
         lines.append(line)
         while line.ended is None:

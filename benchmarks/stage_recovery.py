@@ -107,11 +107,11 @@ def losses(seed: int, steps: int) -> dict[tuple[str, int], float]:
     return found
 
 
-Found = Mapping[tuple[str, int], Sequence[float]]
+PeerAddress = Mapping[tuple[str, int], Sequence[float]]
 """Losses, one a seed, by kind and steps after the loss."""
 
 
-def measured(steps: int, seeds: Sequence[int]) -> Found:
+def measured(steps: int, seeds: Sequence[int]) -> PeerAddress:
     """All of them."""
     by_kind: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for seed in seeds:
@@ -121,7 +121,7 @@ def measured(steps: int, seeds: Sequence[int]) -> Found:
     return by_kind
 
 
-def rows(by_kind: Found) -> list[Row]:
+def rows(by_kind: PeerAddress) -> list[Row]:
     """Means over seeds, with the smallest and the largest difference to the run that lost nothing."""
     made = []
     for (kind, later), found in by_kind.items():
@@ -133,7 +133,7 @@ def rows(by_kind: Found) -> list[Row]:
     return [*made, Row("checkfree above random", mean(apart), "nats", ("<=", 0.01))]
 
 
-def table(by_kind: Found) -> str:
+def table(by_kind: PeerAddress) -> str:
     """In Markdown: means over seeds, and the spread of their differences to the run that lost nothing."""
     lines = ["", f"| steps later | {' | '.join(KINDS)} |", f"|{'---|' * (1 + len(KINDS))}"]
     for later in LATER:

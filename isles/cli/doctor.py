@@ -68,7 +68,7 @@ def doctor(
 ) -> None:
     """Check this machine; with --listen on one and --peer on the other, both directions between two."""
     from isles.comm.sockets.addresses import listen as open_port
-    from isles.comm.sockets.addresses import listening_place, parse_address
+    from isles.comm.sockets.addresses import listening_address, parse_address
 
     if join is not None:
         others = (peer, write_links, nodes, disk, write)
@@ -93,7 +93,7 @@ def doctor(
         return
     listener = None
     if listen is not None:
-        host, port = listening_place(listen)
+        host, port = listening_address(listen)
         listener = open_port(port, host)
     with listener or nullcontext():
         _tell(
@@ -105,11 +105,11 @@ def doctor(
 
 
 def _walk(join: str, token: str | None, listen: str | None) -> None:
-    from isles.cli.elastic.join import given_token, place, places
+    from isles.cli.elastic.join import place, places, token_option
     from isles.cli.elastic.route import walk
     from isles.comm.sockets.addresses import parse_address
 
-    target, parsed = parse_address(join, "--join"), given_token(token)
+    target, parsed = parse_address(join, "--join"), token_option(token)
     (here,) = places(listen, 1)
     listening, announced = place(here, join)
     _tell(machine(), walk(*target, parsed, listening, announced))

@@ -88,7 +88,7 @@ def usage_in_words(lines: Sequence[dict[str, Any]]) -> str:
 
 
 class ComingAndGoing(Progress):
-    """Progress of the workers that are there: one that is lost does not hold the bar up. members: their seats now."""
+    """Progress of the workers that are there: one that is lost does not hold the bar up. members: their members now."""
 
     def __init__(self, method: str, steps: int) -> None:
         super().__init__(method, 0, steps)
@@ -98,5 +98,5 @@ class ComingAndGoing(Progress):
     def counted(self) -> list[dict[str, Any]]:
         there = self.members()
         self.workers = len(there)
-        self.latest = {seat: line for seat, line in self.latest.items() if seat in there}
+        self.latest = {member: line for member, line in self.latest.items() if member in there}
         return list(self.latest.values())

@@ -37,7 +37,7 @@ def resume(
 
     A run whose workers come and go: its lighthouse is lit again where it stood, with as many workers here as it had.
     """
-    from isles.cli.elastic.lighthouse import light_again
+    from isles.cli.elastic.lighthouse import restart_lighthouse
     from isles.launch.nodes import NodeSpec
     from isles.training.records.tokens import given_token
 
@@ -48,7 +48,7 @@ def resume(
     if (run / "members.jsonl").exists():
         if (step, stages, device, nodes) != (None, None, None, 1):
             raise ValueError(f"{run}: its workers come and go: leave --step, --stages, --device and --nodes out")
-        light_again(run, workers)
+        restart_lighthouse(run, workers)
         return
     if (workers, stages) != (None, None) and (node_spec.nodes > 1 or torchrun.size() is not None):
         option = f"--stages {stages}" if workers is None else f"--workers {workers}"

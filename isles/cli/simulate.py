@@ -85,16 +85,16 @@ def _replay(run: str | None, out: Path | None, *, as_json: bool) -> None:
         raise ValueError("--replay: name the directory of a run of isles lighthouse, or of isles simulate --churn")
     folder = Path(run)
     made = out or folder / "replayed.safetensors"
-    seats = repeat(
+    members = repeat(
         read_config(str(folder / "config.toml"), {}, []), folder, made, lambda text: print(text, file=sys.stderr)
     )
     before = folder / "model.safetensors"
     same = same_weights(before, made) if before.is_file() else None
     if as_json:
-        print(json_module.dumps({"workers": seats, "model": str(made), "same": same}))
+        print(json_module.dumps({"workers": members, "model": str(made), "same": same}))
     else:
         words = {True: "the same weights as", False: "other weights than", None: "there is no"}[same]
-        print(f"replayed: the mean of workers {', '.join(map(str, seats))} is in {made}; {words} {before}")
+        print(f"replayed: the mean of workers {', '.join(map(str, members))} is in {made}; {words} {before}")
     if same is False:
         raise typer.Exit(1)
 

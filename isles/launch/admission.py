@@ -78,7 +78,7 @@ class Admission:
         """Nodes that are not there."""
         return [node for node in range(1, self.nodes) if node not in self.links]
 
-    def missing_in_words(self) -> str:
+    def format_missing(self) -> str:
         """As in "node 1, node 2"."""
         return ", ".join(f"node {node}" for node in self.missing)
 
@@ -99,7 +99,7 @@ class Admission:
             except LinkLost as error:
                 del self.links[node]
                 link.close()
-                self.tell(f"node {node} ({link.there}) went away: {error}; waiting for {self.missing_in_words()}")
+                self.tell(f"node {node} ({link.there}) went away: {error}; waiting for {self.format_missing()}")
 
     def reached(self, node: int, seconds: float) -> dict[int, str]:
         """What that node says within `seconds` of the echoes that it asked for: by node, empty or why none came."""
@@ -126,7 +126,7 @@ class Admission:
         self.links[node] = link
         with contextlib.suppress(LinkLost):  # seen at the next look
             link.send({"welcome": len(self.missing)})
-        waiting = f"; waiting for {self.missing_in_words()}" if self.missing else ""
+        waiting = f"; waiting for {self.format_missing()}" if self.missing else ""
         return self.tell(f"node {node} ({link.there}) is here{waiting}")
 
     def _admitted(self, hello: Any, link: Link) -> int:

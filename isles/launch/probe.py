@@ -30,7 +30,7 @@ from isles.comm.sockets import loop
 from isles.comm.sockets.connection import STRANGERS, BadFrame, LinkLost, close, ends, heard, packed, reason
 from isles.comm.sockets.listener import Listener, Throttle
 from isles.comm.sockets.proof import dial
-from isles.comm.sockets.reachability import PATIENCE, EchoServer, echo_failure, line_rates, port_range
+from isles.comm.sockets.reachability import PATIENCE, EchoServer, echo_failure, measure_link, port_range
 
 _CHUNK = "x" * (1 << 15)  # 32 kB: a message of a stranger's may be twice as long
 _LARGEST = 1 << 11  # chunks of a burst
@@ -126,7 +126,7 @@ def call(host: str, at: int) -> Findings:
     try:
         with EchoServer(line.here) as echo:
             found = run(_both_ways(line, echo.port, calls=True))
-        rates = line_rates(lambda out, back: run(line.exchange(out, back)), _LARGEST * len(_CHUNK))
+        rates = measure_link(lambda out, back: run(line.exchange(out, back)), _LARGEST * len(_CHUNK))
         run(line.send(rates._asdict()))
         return found(round_trip=rates.round_trip, rate_out=8 * rates.out, rate_back=8 * rates.back)
     finally:

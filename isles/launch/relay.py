@@ -57,7 +57,7 @@ def order(command: Any) -> Any:
         raise LinkLost("what it sends is not what isles sends") from None
 
 
-def hear_how_it_ended(link: Link) -> None:
+def await_outcome(link: Link) -> None:
     """Wait for node 0's word on that, and raise the error with which the run ended, if it did."""
     while not isinstance(message := link.receive(_VERDICT), dict) or "over" not in message:
         pass
@@ -171,7 +171,7 @@ class RemoteWorkers:
                         break
             finally:
                 self._pool.end(patience)
-            hear_how_it_ended(self._link)
+            await_outcome(self._link)
         except LinkLost as error:
             raise _lost(0, self._link, error) from None
         return [results[rank] for rank in sorted(results)]

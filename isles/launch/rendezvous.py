@@ -58,12 +58,12 @@ def host(
     name, number = parse_address(node_spec.rendezvous, "--rendezvous")
     own = own_address(name, f"--rendezvous {node_spec.rendezvous}")
     with Admission(node_spec.nodes, listen(number, own), mine, agree, tell) as admission, EchoServer(own) as echo:
-        tell(f"waiting at {node_spec.rendezvous} for {admission.missing_in_words()}")
+        tell(f"waiting at {node_spec.rendezvous} for {admission.format_missing()}")
         ends_at = time.monotonic() + seconds
         while admission.missing:
             if time.monotonic() > ends_at:
                 raise RendezvousFailed(
-                    f"{admission.missing_in_words()} did not come to {node_spec.rendezvous} within {seconds:g} s: "
+                    f"{admission.format_missing()} did not come to {node_spec.rendezvous} within {seconds:g} s: "
                     "start the same command there, or raise world.join_deadline"
                 )
             admission.admit()
@@ -104,8 +104,8 @@ def come(
     """
     where = f"node 0 ({node_spec.rendezvous})"
     link, echo, missing = _reach_host(node_spec, token, description, seconds, tell)
-    with contextlib.ExitStack() as unless_kept, echo:
-        unless_kept.callback(link.close)
+    with contextlib.ExitStack() as on_failure, echo:
+        on_failure.callback(link.close)
         if missing:
             tell(f"met {where}; it waits for {missing} more")
         try:
@@ -117,7 +117,7 @@ def come(
             raise RendezvousFailed(f"{where}: {error}") from None
         except KeyError:
             raise RendezvousFailed(f"{where}: {_NO_ISLES}") from None
-        unless_kept.pop_all()
+        on_failure.pop_all()
     return NodeGroup(spec=node_spec, here=link.here, host=link.there, links={0: link}, facts=facts)
 
 
@@ -152,15 +152,15 @@ def _introduce(
     """One attempt. LinkLost where it may be tried again."""
     name, number = parse_address(node_spec.rendezvous, "--rendezvous")
     link = connect(name, number, token, min(PATIENCE, seconds))
-    with contextlib.ExitStack() as unless_kept:
-        unless_kept.callback(link.close)
-        echo = unless_kept.enter_context(EchoServer(link.here))
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(link.close)
+        echo = on_failure.enter_context(EchoServer(link.here))
         link.send(
             {"isles": __version__, "node": node_spec.node, "nodes": node_spec.nodes, "echo_port": echo.port,
              "ports": port_range(), "description": description}
         )  # fmt: skip
         missing = _said(link, "welcome", Int, seconds, "node 0")
-        unless_kept.pop_all()
+        on_failure.pop_all()
     return link, echo, missing
 
 

@@ -9,11 +9,11 @@
     next_decision   between rounds: begin with somebody's state, judge the run's model, end
 
 These are called by the training thread, which never waits for the lighthouse longer than it says. One condition
-guards the `Member`, the state machine that both share. No thread is begun here, and no clock read but the session's.
+guards the `MemberState`, the state machine that both share. No thread is begun here, and no clock read but the session's.
 
-What the lighthouse tells a seat, as each worker of it hears it: whom nobody is to wait for any more.
+What the lighthouse tells a member, as each worker of it hears it: whom nobody is to wait for any more.
 
-`company.Company` is the whole line of a seat, and its first worker's; `PlaceLine` that of another worker of an island.
+`client.MembershipClient` is the whole line of a member, and its first worker's; `FollowerClient` that of another worker of an island.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from typing_extensions import override
 
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, PeerSilent, Refused
 from isles.comm.tags import Tag
-from isles.membership.keys import number_of, numbered, signature, told_at
-from isles.membership.member import Member, Standing
+from isles.membership.keys import add_sequence, notify_key, signature, split_sequence
+from isles.membership.member import MemberState, RoundMembers
 from isles.membership.messages import (
-    Accusation,
     Ack,
     Beat,
     BeatReply,
@@ -43,6 +42,7 @@ from isles.membership.messages import (
     Leave,
     Load,
     Over,
+    PeerReport,
     Proposal,
     Refusal,
     Reload,
@@ -50,50 +50,50 @@ from isles.membership.messages import (
     decode,
     encode,
 )
-from isles.membership.requests import BEAT, LONGEST, PATIENCE, PeerWaits, SeatLine, Words
-from isles.membership.round_commit import NOTHING, Word
+from isles.membership.requests import BEAT, LONGEST, PATIENCE, DecisionLog, LighthouseClient, PendingTransfers
+from isles.membership.round_commit import NOTHING, RoundDecision
 from isles.membership.session import ControlSession, Query, Timer
 from isles.membership.views import View
 
 _LOG = logging.getLogger(__name__)
-LEFT_BEHIND = "a view without it is on its way"
+EXCLUDED = "a view without it is on its way"
 """Why one is not waited for any more that did not ask to leave."""
 
 
-def end_waits(waits: PeerWaits | None, message: Any) -> None:
+def cancel_waits(waits: PendingTransfers | None, message: Any) -> None:
     """Have what `message` says is waited for in vain be waited for no longer."""
     if waits is None:
         return
     match message:
         case Proposal(lost=lost):
-            for seat in lost:
-                waits.give_up(seat, LEFT_BEHIND)
-        case Silent(seat=seat):
-            waits.give_up(seat, PeerSilent(seat))
-        case Word(round=round, attempt=attempt):
+            for member in lost:
+                waits.give_up(member, EXCLUDED)
+        case Silent(member=member):
+            waits.give_up(member, PeerSilent(member))
+        case RoundDecision(round=round, attempt=attempt):
             waits.again(Tag("outer", round, attempt=attempt))
         case Failed(round=round, attempt=attempt):
             waits.again(Tag("outer", round, attempt=attempt + 1))
 
 
-def tells_failures(line: SeatLine, place: int, places: int) -> Callable[[int, int], None]:
-    """What tells the others of an island of `places` workers, called with (round, attempt), that the one at `place` has
+def failure_notifier(line: LighthouseClient, island_rank: int, island_size: int) -> Callable[[int, int], None]:
+    """What tells the others of an island of `island_size` workers, called with (round, attempt), that the one at `island_rank` has
     no answer of that attempt: so none of them waits for somebody who waits itself for one that was lost.
     """
 
     def tell(round: int, attempt: int) -> None:
-        for other in range(places):
-            if other != place:
-                line.send(numbered(0, encode(Failed(round, attempt))), key=told_at(line.entry.seat, other))
+        for other in range(island_size):
+            if other != island_rank:
+                line.send(add_sequence(0, encode(Failed(round, attempt))), key=notify_key(line.entry.member, other))
 
     return tell
 
 
-class Orders:
-    """What is ordered of the worker at `place` of the seat of `entry`. Called in callbacks alone."""
+class Notifications:
+    """What is ordered of the worker at `island_rank` of the member of `entry`. Called in callbacks alone."""
 
-    def __init__(self, session: ControlSession, entry: Entry, place: int) -> None:
-        self._session, self._entry, self._where = session, entry, told_at(entry.seat, place)
+    def __init__(self, session: ControlSession, entry: Entry, island_rank: int) -> None:
+        self._session, self._entry, self._where = session, entry, notify_key(entry.member, island_rank)
         self._newest = -1
 
     def take(self, query: Query) -> Any:
@@ -101,11 +101,11 @@ class Orders:
         says it, or says again what was overheard, or where it is none.
         """
         said, entry = query.payload, self._entry
-        if not hmac.compare_digest(query.attachment, signature(entry.seat, entry.key, self._where, said)):
+        if not hmac.compare_digest(query.attachment, signature(entry.member, entry.key, self._where, said)):
             return self._refuse(query, "an order that is not the lighthouse's")
         try:
-            number, word = number_of(said)
-            message = decode(word, limit=LONGEST)
+            number, text = split_sequence(said)
+            message = decode(text, limit=LONGEST)
         except ValueError as error:
             query.reply()
             _LOG.warning("the lighthouse: %s", error)
@@ -122,19 +122,19 @@ class Orders:
         query.refuse(b"never")
 
 
-class PlaceLine(SeatLine):
-    """Of the worker at `place` in the island of the seat of `entry`, whose leader decides: it hears the same orders."""
+class FollowerClient(LighthouseClient):
+    """Of the worker at `island_rank` in the island of the member of `entry`, whose leader decides: it hears the same orders."""
 
-    def __init__(self, session: ControlSession, entry: Entry, place: int) -> None:
+    def __init__(self, session: ControlSession, entry: Entry, island_rank: int) -> None:
         super().__init__(session, entry)
-        self._orders = Orders(session, entry, place)
-        session.serve(told_at(entry.seat, place), self._told)
+        self._orders = Notifications(session, entry, island_rank)
+        session.serve(notify_key(entry.member, island_rank), self._told)
 
     def _told(self, query: Query) -> None:
         message = self._orders.take(query)
         if isinstance(message, View) and self.meets is not None:
             self.meets(message)
-        end_waits(self.waits, message)
+        cancel_waits(self.waits, message)
 
 
 _SOON = 0.2  # seconds until the next beat while it waits for its first round; for an answer before it begins one
@@ -146,8 +146,8 @@ _QUIET = 3.0  # seconds for which nobody waits for one that is said to be silent
 _AGAIN = 0.01  # seconds, at least, from an answer to the next beat
 
 
-class Company(SeatLine):
-    """The line of the worker in the seat of `entry`.
+class MembershipClient(LighthouseClient):
+    """The line of the worker in the member of `entry`.
 
     ended: set once this worker has no further part in the run: `Over`, or `Examine` where it is to judge the model.
     words: the newest word on each round.
@@ -155,7 +155,7 @@ class Company(SeatLine):
 
     def __init__(self, session: ControlSession, entry: Entry) -> None:
         super().__init__(session, entry)
-        self.seat, self.member, self.words = entry.seat, Member(entry.seat), Words()
+        self.member, self.state, self.decisions = entry.member, MemberState(entry.member), DecisionLog()
         self.ended: Over | Examine | None = None
         self._load: Load | None = None
         self._training, self._answers = False, True
@@ -165,8 +165,8 @@ class Company(SeatLine):
         self._given_up: frozenset[int] = frozenset()
         self._met = -1  # the newest view whose members this worker knows
         self._silent: dict[int, float] = {}  # until when
-        self._orders = Orders(session, entry, 0)
-        session.serve(told_at(entry.seat, 0), self._told)
+        self._orders = Notifications(session, entry, 0)
+        session.serve(notify_key(entry.member, 0), self._told)
         with self.changed:
             self.poke()
 
@@ -175,103 +175,103 @@ class Company(SeatLine):
     def pace(self, seconds: float) -> None:
         """Tell how many seconds an inner step takes here."""
         with self.changed:
-            is_new, self.member.seconds = not self.member.seconds, seconds
+            is_new, self.state.seconds = not self.state.seconds, seconds
             if is_new:
                 self.poke()
 
     def start_round(self, round: int) -> View | None:
-        """This worker is in `round` now; the view whose cell it reads, see `Member.start_round`.
+        """This worker is in `round` now; the view whose cell it reads, see `MemberState.start_round`.
 
         Where rounds are shorter than a question to the lighthouse this waits for its answer, as long as it answers.
         """
-        if self._answers and not self.wait(lambda: self.member.is_known(round) or self.is_over, _SOON):
+        if self._answers and not self.wait(lambda: self.state.is_known(round) or self.is_over, _SOON):
             self._answers = False
         with self.changed:
-            view = self.member.start_round(round)
+            view = self.state.start_round(round)
             self._training = True
             self.poke()
         return view
 
     def skip(self, round: int) -> None:
-        """This worker does no step of `round`, see `Member.skip`."""
+        """This worker does no step of `round`, see `MemberState.skip`."""
         with self.changed:
-            self.member.skip(round)
+            self.state.skip(round)
             self.poke()
 
-    def standing(self, round: int) -> Standing:
+    def round_members(self, round: int) -> RoundMembers:
         """Who takes part in the exchange of `round`."""
         with self.changed:
-            return self.member.group(round)
+            return self.state.group(round)
 
     @override
-    def lost(self, seat: int) -> bool:
+    def lost(self, member: int) -> bool:
         with self.changed:
-            return self.member.lost(seat)
+            return self.state.lost(member)
 
-    def accepts(self, round: int, seats: Sequence[int]) -> bool:
+    def accepts(self, round: int, members: Sequence[int]) -> bool:
         """Whether the answer of a whole exchange may be used; those it came from count as seen."""
         with self.changed:
-            return self.member.accept(round, seats)
+            return self.state.accept(round, members)
 
-    def landed(self, word: Word) -> None:
+    def landed(self, decision: RoundDecision) -> None:
         """This worker has landed that round."""
         with self.changed:
-            self.member.landed(word)
-            self.words.forget_before(word.round)
+            self.state.landed(decision)
+            self.decisions.forget_before(decision.round)
 
     @property
     def is_over(self) -> bool:
         """Whether this worker has no part in the run now: it has ended, or another's state is to be loaded first."""
-        return self.ended is not None or self.member.call != self.member.ready
+        return self.ended is not None or self.state.call != self.state.ready
 
     @property
     def is_called(self) -> bool:
         """Whether this worker is to begin with another's state, and has not got it yet."""
         with self.changed:
-            return self.member.call != self.member.ready
+            return self.state.call != self.state.ready
 
-    def decided(self, round: int) -> Standing | None:
+    def decided(self, round: int) -> RoundMembers | None:
         """Who takes part in a `round` that all land together, or none, once no view is on its way that would change
         that. None where nobody can say now, or this worker has no part in it.
         """
         if self.has_answers:
-            self.wait(lambda: self.member.group(round).decided or self.is_over, _UNDECIDED)
-        standing = self.standing(round)
+            self.wait(lambda: self.state.group(round).decided or self.is_over, _UNDECIDED)
+        round_members = self.round_members(round)
         has_part = self.has_answers and not self.is_over
-        return standing if has_part and standing.decided and standing.view >= 0 else None
+        return round_members if has_part and round_members.decided and round_members.view >= 0 else None
 
-    def finish_round(self, round: int, attempt: int, digest: int | None) -> Word | None:
+    def finish_round(self, round: int, attempt: int, digest: int | None) -> RoundDecision | None:
         """What becomes of an attempt whose answer here has `digest`, or failed here: told again and again until the
         lighthouse has a word on it (`ballot`). None where nobody can say now, this worker has no part in the run now,
         or the others landed what it has not got.
         """
         done = Done(round, attempt, NOTHING if digest is None else digest)
-        word = self.words.newer(round, attempt)
-        while word is None and not self.is_over:
+        decision = self.decisions.newer(round, attempt)
+        while decision is None and not self.is_over:
             heard = self.ask(done)
-            if isinstance(heard, Word):
-                self.words.hear(heard)
+            if isinstance(heard, RoundDecision):
+                self.decisions.hear(heard)
             elif heard is None:
                 break
-            self.wait(lambda: self.words.newer(round, attempt) is not None or self.is_over, _TOLD_AGAIN)
-            word = self.words.newer(round, attempt)
-        if word is not None and word.verdict == "land" and digest is None:
+            self.wait(lambda: self.decisions.newer(round, attempt) is not None or self.is_over, _TOLD_AGAIN)
+            decision = self.decisions.newer(round, attempt)
+        if decision is not None and decision.outcome == "land" and digest is None:
             self.ask(done)  # whoever was told of it begins with another's state
             return None
-        return word
+        return decision
 
-    def accuse(self, round: int, attempt: int, error: CommError) -> None:
+    def report_peer(self, round: int, attempt: int, error: CommError) -> None:
         """Tell of whom a failure speaks. Who is gone the lighthouse sees itself."""
         peer, by = getattr(error, "peer", -1), getattr(error, "by", -1)
-        if peer == self.seat:  # another one says so: that it accuses this worker is all that is known here
+        if peer == self.member:  # another one says so: that it accuses this worker is all that is known here
             peer, by = by, -1
         if isinstance(error, PeerSilent):
-            self.ask(Accusation(round, attempt, error.rank, "late"))
+            self.ask(PeerReport(round, attempt, error.rank, "late"))
         elif peer >= 0 and isinstance(error, DeadlinePassed):
-            self.ask(Accusation(round, attempt, peer, "late"))
+            self.ask(PeerReport(round, attempt, peer, "late"))
         elif peer >= 0 and isinstance(error, (Refused, Malformed, Diverged)):
             reason = "".join(one for one in str(error) if one.isprintable())
-            self.ask(Accusation(round, attempt, peer, "refused", reason[:_LONGEST_REASON], by))
+            self.ask(PeerReport(round, attempt, peer, "refused", reason[:_LONGEST_REASON], by))
 
     def next_decision(self, seconds: float) -> Load | Over | Examine | None:
         """What this worker, which is in no round now, is to do: begin with somebody's state, judge the run's model, or
@@ -285,12 +285,12 @@ class Company(SeatLine):
             return self._load if self._is_asked() else self.ended
 
     def _is_asked(self) -> bool:
-        return self._load is not None and self._load.call > self.member.ready
+        return self._load is not None and self._load.call > self.state.ready
 
     def loaded(self, load: Load, round: int, left_out: Mapping[int, int]) -> None:
         """The state that `load` named, of after `round`, is here."""
         with self.changed:
-            self.member.loaded(load, round, left_out)
+            self.state.loaded(load, round, left_out)
             self._load = None
             self.poke()
 
@@ -304,32 +304,32 @@ class Company(SeatLine):
         """The first round of this worker, once it is known; None where that takes more than `seconds`, or another state
         is to be loaded first. ahead: so many rounds before others are in it.
         """
-        self.wait(lambda: self.member.first(ahead) is not None or self.is_over, seconds)
+        self.wait(lambda: self.state.first(ahead) is not None or self.is_over, seconds)
         with self.changed:
-            return None if self.member.call != self.member.ready else self.member.first(ahead)
+            return None if self.state.call != self.state.ready else self.state.first(ahead)
 
     def until(self) -> int | None:
         """The first round that goes on without this worker."""
         with self.changed:
-            return self.member.until()
+            return self.state.until()
 
     def left_out(self) -> dict[int, int]:
-        """Whom this worker knows to be left out, see `Member.left_out`; goes with its state to whoever takes that."""
+        """Whom this worker knows to be left out, see `MemberState.left_out`; goes with its state to whoever takes that."""
         with self.changed:
-            return dict(self.member.left_out)
+            return dict(self.state.left_out)
 
     def leaves_out(self, others: Mapping[int, int]) -> None:
-        """Add whom the donor of this worker's state knows to be left out: by seat, the newest view at that time."""
+        """Add whom the donor of this worker's state knows to be left out: by member, the newest view at that time."""
         with self.changed:
-            self.member.left_out |= others
+            self.state.left_out |= others
 
     def leave(self) -> bool:
         """Ask to leave with the next view; False where nobody is there to make one."""
         return self.ask(Leave()) is not None
 
-    def is_silent(self, seat: int) -> bool:
-        """Whether `seat` gave no sign of life a moment ago: nobody waits for it now."""
-        return self.session.now() < self._silent.get(seat, -math.inf)
+    def is_silent(self, member: int) -> bool:
+        """Whether `member` gave no sign of life a moment ago: nobody waits for it now."""
+        return self.session.now() < self._silent.get(member, -math.inf)
 
     @property
     def is_waiting(self) -> bool:
@@ -342,18 +342,18 @@ class Company(SeatLine):
         return self.session.now() - self._answered_at < PATIENCE if self.session.beats else self._answers
 
     @override
-    def connection(self, seat: int, *, broken: bool) -> None:
+    def connection(self, member: int, *, broken: bool) -> None:
         with self.changed:
-            self.member.connection(seat, broken=broken)
+            self.state.connection(member, broken=broken)
             self.changed.notify_all()
 
     def say(self, message: Any) -> None:
         """Send `message` to the lighthouse without waiting; a word on a round that it answers with is heard."""
 
         def answered(answer: Any) -> None:
-            if isinstance(answer, Word):
+            if isinstance(answer, RoundDecision):
                 with self.changed:
-                    self.words.hear(answer)
+                    self.decisions.hear(answer)
                     self.changed.notify_all()
 
         self.send(message, answered)
@@ -375,7 +375,7 @@ class Company(SeatLine):
         if self._next is not None:
             self._next.cancel()
         self._is_asking, self._again = True, False
-        beat = self.member.beat()
+        beat = self.state.beat()
         self.send(beat, partial(self._answered, beat, self.session.now()))
 
     def _answered(self, beat: Beat, began: float, answer: Any) -> None:
@@ -384,7 +384,7 @@ class Company(SeatLine):
             self._is_asking = False
             if isinstance(answer, BeatReply):
                 self._answers, self._answered_at = True, self.session.now()
-                ack = self.member.answered(beat, answer)
+                ack = self.state.answered(beat, answer)
             elif isinstance(answer, Refusal):
                 self.ended = self.ended or Over(answer.reason)
             self.changed.notify_all()
@@ -410,16 +410,16 @@ class Company(SeatLine):
         name.
         """
         with self.changed:
-            before, self._given_up = self._given_up, self.member.given_up()
-            new, views = self._given_up - before, [*self.member.views.values()]
-            round = self.member.round if self._training and self.is_called else None
+            before, self._given_up = self._given_up, self.state.given_up()
+            new, views = self._given_up - before, [*self.state.views.values()]
+            round = self.state.round if self._training and self.is_called else None
         for view in views:
             if self.meets is not None and view.number > self._met:
                 self._met = view.number
                 self.meets(view)
         if self.waits is not None:
-            for seat in new:
-                self.waits.give_up(seat, LEFT_BEHIND)
+            for member in new:
+                self.waits.give_up(member, EXCLUDED)
             if round is not None:
                 self.waits.again(Tag("outer", round, attempt=_NEVER))
 
@@ -428,8 +428,8 @@ class Company(SeatLine):
         message = self._orders.take(query)
         if isinstance(message, Silent):
             now = self.session.now()
-            self._silent = {seat: end for seat, end in self._silent.items() if end > now}
-            self._silent[message.seat] = now + _QUIET
+            self._silent = {member: end for member, end in self._silent.items() if end > now}
+            self._silent[message.member] = now + _QUIET
         elif message is not None and not isinstance(message, Failed):
             with self.changed:
                 if message == self._load:  # said again: another beat would only have it said once more
@@ -441,20 +441,20 @@ class Company(SeatLine):
                 self.changed.notify_all()
             self._follow()
         if not isinstance(message, Proposal):
-            end_waits(self.waits, message)
+            cancel_waits(self.waits, message)
 
     def _take_in(self, message: Any) -> Ack | None:
         """Note an order of the lighthouse; the answer where it is a proposal. `changed` is held."""
         match message:
             case Proposal():
-                return self.member.proposed(message)
+                return self.state.proposed(message)
             case View():
-                self.member.told(message)
+                self.state.told(message)
             case Load():
                 self._load = message
-                self.member.call = max(self.member.call, message.call)
-            case Word():
-                self.words.hear(message)
+                self.state.call = max(self.state.call, message.call)
+            case RoundDecision():
+                self.decisions.hear(message)
             case Over() | Examine():
                 self.ended = message
             case Refusal(reason=reason):

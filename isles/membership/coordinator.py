@@ -1,13 +1,13 @@
 """Who is in which round: a pure state machine. The lighthouse drives it with messages, the virtual clock with events.
 
 Every method is a call in and returns the orders that go out, in their order; nothing is done here, there is no clock
-and no socket. A `Record` must be on disk before any later order leaves. What is recorded is all that must survive the
-lighthouse (`lasting.register`): `Membership(rules, entries)` goes on from there and waits for its workers to come back.
+and no socket. A `Append` must be on disk before any later order leaves. What is recorded is all that must survive the
+lighthouse (`lasting.register`): `RoundsCoordinator(rules, entries)` goes on from there and waits for its workers to come back.
 
 A change (somebody ready, gone, leaving) becomes a proposal for the newest round + `MARGIN`. Every connected member of
 the present view promises, or says that it is there already; then the view is recorded and told. Training never waits.
 
-Which method of `Membership` handles a worker's message, and which messages are refused.
+Which method of `RoundsCoordinator` handles a worker's message, and which messages are refused.
 
 Members that beat while their training stands still: the end of the run would wait for them for ever.
 
@@ -25,12 +25,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from isles.membership.coordinator_state import Register
-from isles.membership.data_ledger import debt, fresh_before, last_round
-from isles.membership.effects import Journalled, Order, Reply, Rules, Tell, Worker
+from isles.membership.coordinator_state import CoordinatorState
+from isles.membership.data_ledger import count_steps, fresh_before, last_round
+from isles.membership.effects import Coordinator, Effect, Notify, Reply, Rules, Worker
 from isles.membership.messages import (
     MARGIN,
-    Accusation,
     Ack,
     Admitted,
     Beat,
@@ -39,17 +38,18 @@ from isles.membership.messages import (
     Done,
     Leave,
     Load,
-    MemberNow,
+    MemberStatus,
     Message,
     Over,
+    PeerReport,
     Proposal,
     Refusal,
     Reload,
-    RunNow,
+    RunStatus,
     plain,
 )
 from isles.membership.round_commit import NOTHING
-from isles.membership.views import Lot, View
+from isles.membership.views import SampleRange, View
 
 _TIMES, _LEAST = 10, 60.0  # of the usual time of a round; seconds
 _MOST = 10  # of all members' usual time, that one's own word is taken for
@@ -61,35 +61,38 @@ class Stalls:
 
     def __init__(self) -> None:
         self._looked_at, self._now = -math.inf, 0.0
-        self._behind: dict[int, tuple[int, float]] = {}  # by seat: its round, and since when others are further
+        self._behind: dict[int, tuple[int, float]] = {}  # by member: its round, and since when others are further
 
     def look(
         self, at: float, rules: Rules, members: Sequence[Worker], first: int, last: int | None, over: Collection[int]
     ) -> dict[int, float]:
-        """Look, at a moment of any clock. first: the seat of the view that validates. over: who has done the last
+        """Look, at a moment of any clock. first: the member of the view that validates. over: who has done the last
         round. Seconds that each has stood still for that stands still.
         """
         self._now += min(at - self._looked_at, _LOOK)
         self._looked_at, now = at, self._now
-        rounds = {one.seat: max(one.round, one.entered - 1) + (one.seat in over) for one in members}
+        rounds = {one.member: max(one.round, one.entered - 1) + (one.member in over) for one in members}
         newest = max(rounds.values(), default=0)
-        since = {seat: self._behind.get(seat, (-1, now)) for seat, round in rounds.items() if round < newest}
-        self._behind = {seat: was if was[0] == rounds[seat] else (rounds[seat], now) for seat, was in since.items()}
+        since = {member: self._behind.get(member, (-1, now)) for member, round in rounds.items() if round < newest}
+        self._behind = {
+            member: was if was[0] == rounds[member] else (rounds[member], now) for member, was in since.items()
+        }
         usual = median([one.seconds for one in members if one.seconds] or [math.inf])
         found = {}
-        for one in (one for one in members if one.seat in self._behind):
-            still = now - self._behind[one.seat][1]
+        for one in (one for one in members if one.member in self._behind):
+            still = now - self._behind[one.member][1]
             own = rules.sync_every * min(one.seconds or usual, _MOST * usual)
-            is_busy = one.seat == first or rounds[one.seat] == last or one.round <= one.entered
+            is_busy = one.member == first or rounds[one.member] == last or one.round <= one.entered
             if still > max(_TIMES * own, _LEAST) + (rules.judges if is_busy else rules.waits):
-                found[one.seat] = still
+                found[one.member] = still
         return found
 
 
+_FAR, _LONGEST = 1 << 40, 1e6  # the last round of a run without an end; seconds of a step, or of a round
 _ALIKE = 0.8  # of the usual pace, from which on a worker takes as many inner steps as all
 
 
-class Membership(Journalled):
+class RoundsCoordinator(Coordinator):
     """rules: of the run. entries: its journal so far. until: if there is one, `tick` counts who has not come back by
     then as gone.
     """
@@ -99,8 +102,8 @@ class Membership(Journalled):
         self.proposal: Proposal | None = None
         self._acks: set[int] = set()
         self._stalls = Stalls()
-        self._register = Register()
-        self.workers, self.account = self._register.workers, self._register.account
+        self._register = CoordinatorState()
+        self.workers, self.ledger = self._register.workers, self._register.ledger
         self.ballots = self._register.ballots
         super().__init__(entries, until)
 
@@ -108,7 +111,7 @@ class Membership(Journalled):
         self._register.apply(entry)
 
     def _connected(self) -> Iterable[int]:
-        return (worker.seat for worker in self.workers.here)
+        return (worker.member for worker in self.workers.here)
 
     @property
     def view(self) -> View | None:
@@ -130,152 +133,185 @@ class Membership(Journalled):
         """Seats whose weights count."""
         return self._register.members()
 
-    def owed(self) -> list[Lot]:
+    def backlog(self) -> list[SampleRange]:
         """What nobody would have read for good if the run ended with the newest round that anybody has begun."""
-        return self.account.outstanding(self.newest_round + 1, self.members())
+        return self.ledger.outstanding(self.newest_round + 1, self.members())
 
     def read(self, until: int) -> int:
         """Inner steps of the rounds before `until` that were read for good; the debts of now are not."""
-        view = self.account.view_of(until)
+        view = self.ledger.view_of(until)
         if view is None:
             return 0
-        return view.start + fresh_before(view, until) - debt(self.account.outstanding(until, self.members()))
+        return view.start + fresh_before(view, until) - count_steps(self.ledger.outstanding(until, self.members()))
 
     # Calls
 
-    def join(self, now: float, description: str, certificates: Sequence[str] = ()) -> list[Order]:
-        """A worker asks for a seat. certificates: as in `Hello`."""
+    def join(self, now: float, description: str, certificates: Sequence[str] = ()) -> list[Effect]:
+        """A worker asks for a member. certificates: as in `Hello`."""
         if len(self.workers.here) >= self.rules.most:
             return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
-        seat = len(self.workers)
-        self._record("join", seat=seat, description=description, certificates=[*certificates])
-        self._reply(Admitted(seat))
+        member = len(self.workers)
+        self._record("join", member=member, description=description, certificates=[*certificates])
+        self._reply(Admitted(member))
         return self._orders(now)
 
-    def beat(self, now: float, seat: int, beat: Beat) -> list[Order]:
+    def beat(self, now: float, member: int, beat: Beat) -> list[Effect]:
         """A worker's sign of life."""
-        refusal = self._hear(now, seat, beat)
+        refusal = self._hear(now, member, beat)
         if refusal is None:
             self._step(now)  # what follows from it is in the answer already
-            self._reply(self._answer(seat, beat))
+            self._reply(self._answer(member, beat))
         return refusal or self._orders(now)
 
-    def ack(self, now: float, seat: int, ack: Ack) -> list[Order]:
+    def ack(self, now: float, member: int, ack: Ack) -> list[Effect]:
         """A worker's answer to a proposal."""
-        refusal = self._hear(now, seat, ack.beat)
+        refusal = self._hear(now, member, ack.beat)
         if refusal is None and self.proposal is not None and ack.number == self.proposal.number:
             if ack.promised:
-                self._acks.add(seat)
+                self._acks.add(member)
             else:
                 self.proposal = None  # somebody was there already: again, later
         return refusal or self._orders(now)
 
-    def gone(self, now: float, seat: int) -> list[Order]:
+    def disconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a worker broke: it is dead, frozen or cut off."""
-        if seat in self.workers and self.workers[seat].here:
-            self._record("gone", seat=seat)
+        if member in self.workers and self.workers[member].here:
+            self._record("lost", member=member)
         return self._orders(now)
 
-    def back(self, now: float, seat: int) -> list[Order]:
+    def reconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a worker is there (again)."""
-        self._awaited.discard(seat)
-        if seat in self.workers and not self.workers[seat].connected:
-            self._record("back", seat=seat)
-            if self.proposal is not None and seat not in self.proposal.seats and self.workers[seat].state == "in":
-                self._record("call", seat=seat)  # those who promised that view take no work of it any more
+        self._awaited.discard(member)
+        if member in self.workers and not self.workers[member].connected:
+            self._record("back", member=member)
+            if self.proposal is not None and member not in self.proposal.members and self.workers[member].state == "in":
+                self._record("call", member=member)  # those who promised that view take no work of it any more
         return self._orders(now)
 
-    def leave(self, now: float, seat: int) -> list[Order]:
+    def leave(self, now: float, member: int) -> list[Effect]:
         """A worker leaves at the next view; it goes on until then, and then its connection ends. Where all leave they
         may go at once, and so may one whose connection is taken for broken.
         """
-        if seat in self.workers and self.workers[seat].state in ("outside", "ready", "in"):
-            self._record("leave", seat=seat)
-            leaving = self.workers.seats("leaving")
+        if member in self.workers and self.workers[member].state in ("outside", "ready", "in"):
+            self._record("leave", member=member)
+            leaving = self.workers.members("leaving")
             if leaving == self.members():  # nobody is left for whom another view would be
                 for each in leaving:
                     self._tell(each, Over())
         return self._orders(now)
 
-    def reload(self, now: float, seat: int) -> list[Order]:
+    def reload(self, now: float, member: int) -> list[Effect]:
         """The state that a worker was to load did not come, or is not the others': another one."""
-        worker = self.workers.get(seat)
+        worker = self.workers.get(member)
         if worker is not None and worker.load is not None:
             worker.tried.add(worker.load.donor)
             worker.load = None
         elif worker is not None:
-            self._stray(seat)
+            self._stray(member)
         return self._orders(now)
 
-    def done(self, now: float, seat: int, done: Done) -> list[Order]:
+    def done(self, now: float, member: int, done: Done) -> list[Effect]:
         """A member has the answer of an attempt of a round of an all-reduce method."""
-        if self.rules.agrees and self._here(seat):
-            self.ballots.done(seat, done, self._register.voters(done.round))
+        if self.rules.agrees and self._here(member):
+            self.ballots.done(member, done, self._register.voters(done.round))
             if done.digest == NOTHING and self.ballots.has_landed(done.round):
-                self._stray(seat)  # the others took it for lost, and landed what it has not got
+                self._stray(member)  # the others took it for lost, and landed what it has not got
         orders = self._orders(now)
-        word = self.ballots.word(done.round, seat)
-        return orders if word is None else [*orders, Reply(word)]
+        decision = self.ballots.decision(done.round, member)
+        return orders if decision is None else [*orders, Reply(decision)]
 
-    def deliver(self, now: float, seat: int, delivered: Delivered) -> list[Order]:
+    def deliver(self, now: float, member: int, delivered: Delivered) -> list[Effect]:
         """A member has its share of a round for which a quorum is enough, and trains on."""
-        if self.rules.quorum and self._here(seat):
+        if self.rules.quorum and self._here(member):
             quorum = 1.0 if delivered.round == self.last else self.rules.quorum  # nothing comes after it
-            self.ballots.delivered(now, seat, delivered, self._register.voters(delivered.round), quorum)
+            self.ballots.delivered(now, member, delivered, self._register.voters(delivered.round), quorum)
         orders = self._orders(now)
-        word = self.ballots.word(delivered.round)
-        return orders if word is None else [*orders, Reply(word)]
+        decision = self.ballots.decision(delivered.round)
+        return orders if decision is None else [*orders, Reply(decision)]
 
-    def accuse(self, now: float, seat: int, accusation: Accusation) -> list[Order]:
+    def report_peer(self, now: float, member: int, peer_report: PeerReport) -> list[Effect]:
         """A member says that another's share of an attempt was late or refused; both are of that round's view, and who
         has begun no round since it has its state says nothing of others.
         """
-        round, members, worker = accusation.round, self.members(), self.workers.get(seat)
-        voters, both = self._register.voters(round), {seat, accusation.seat}
+        round, members, worker = peer_report.round, self.members(), self.workers.get(member)
+        voters, both = self._register.voters(round), {member, peer_report.member}
         if worker is None or len(both) < 2 or not both <= {*voters} & {*members} or not worker.knows(round):
             return self._orders(now)
-        if accusation.charge == "refused" and accusation.by < 0:
-            self.ballots.strikes.refused(seat, accusation.seat, round)
+        if peer_report.charge == "refused" and peer_report.by < 0:
+            self.ballots.ban_scores.refused(member, peer_report.member, round)
         if self.rules.agrees:
-            self.ballots.accused(seat, accusation, voters, members)
-        everybody = [worker.seat for worker in self.workers.here if worker.round]
-        for one in (accusation.seat, seat):
-            if self.ballots.strikes.are_enough(one, everybody):
-                self._record("shut", seat=one)
-                why = f"it and half of the others refuse each other's shares ({accusation.reason[:200]})"
+            self.ballots.reported(member, peer_report, voters, members)
+        everybody = [worker.member for worker in self.workers.here if worker.round]
+        for one in (peer_report.member, member):
+            if self.ballots.ban_scores.are_enough(one, everybody):
+                self._record("ban", member=one)
+                why = f"it and half of the others refuse each other's shares ({peer_report.reason[:200]})"
                 self._tell(one, Refusal(f"shut out: {why}"))
         return self._orders(now)
 
-    def tick(self, now: float) -> list[Order]:
+    def tick(self, now: float) -> list[Effect]:
         """Time passes: after a restart, who has not come back by `until` is gone. Whose training stands still is left
         out; where it goes on it begins again with another's state.
         """
         self._count_absent(now)
-        members, first = [self.workers[seat] for seat in self.members()], self.view.seats[0] if self.view else -1
-        for seat, seconds in self._stalls.look(now, self.rules, members, first, self.last, self.finished).items():
-            self._stray(seat, still=round(seconds))
+        members, first = [self.workers[member] for member in self.members()], self.view.members[0] if self.view else -1
+        for member, seconds in self._stalls.look(now, self.rules, members, first, self.last, self.finished).items():
+            self._stray(member, still=round(seconds))
         return self._orders(now)
+
+    def hear(self, now: float, member: int, message: Any) -> list[Effect] | None:
+        """What a worker says; None where no worker says that. ValueError for what cannot be."""
+        unfit(self, message)
+        match message:
+            case Beat():
+                return self.beat(now, member, message)
+            case Ack():
+                return self.ack(now, member, message)
+            case Done():
+                return self.done(now, member, message)
+            case Delivered():
+                return self.deliver(now, member, message)
+            case PeerReport():
+                return self.report_peer(now, member, message)
+            case Leave():
+                return self.leave(now, member)
+            case Reload():
+                return self.reload(now, member)
+        return None
+
+    def about(self) -> tuple[int, int, int]:
+        """(members, the newest round that anybody has begun, the last one or 0)."""
+        return len(self.members()), self.newest_round, self.rules.last or 0
+
+    def now(self, seen: Callable[[int], str], refused: Sequence[tuple[int, int, str, int]]) -> RunStatus:
+        """How the run stands, for a person. seen: the address of a member. refused: see `RunStatus`."""
+        rows = tuple(
+            MemberStatus(one.member, one.state, one.round, one.seconds, one.identity, seen(one.member))
+            for one in self.workers.here
+        )
+        view = -1 if self.view is None else self.view.number
+        return RunStatus(view, self.newest_round, self.last or 0, rows, tuple(refused))
 
     # What follows
 
-    def _hear(self, now: float, seat: int, beat: Beat) -> list[Order] | None:
+    def _hear(self, now: float, member: int, beat: Beat) -> list[Effect] | None:
         """Take in what a worker says of itself; the refusal where it is not of this run."""
-        worker = self.workers.get(seat)
-        if worker is None or worker.state in ("left", "shut"):
-            return [Reply(Refusal(f"seat {seat} is not of this run any more: join again"))]
+        worker = self.workers.get(member)
+        if worker is None or worker.state in ("left", "banned"):
+            return [Reply(Refusal(f"member {member} is not of this run any more: join again"))]
         worker.seconds = beat.seconds or worker.seconds
         becomes_ready = worker.state == "outside" and beat.ready == worker.call
         if becomes_ready or beat.round > worker.round or beat.skipped or beat.seen:
-            self._record("beat", seat=seat, beat=plain(beat))
+            self._record("beat", member=member, beat=plain(beat))
         return None  # a beat is no sign of a connection: it may have been on its way when the connection broke
 
-    def _stray(self, seat: int, **why: int) -> None:
+    def _stray(self, member: int, **why: int) -> None:
         """A member has not what the others have: it begins again with another's state, or was leaving and is gone."""
-        what = {"in": "call", "leaving": "gone"}.get(self.workers[seat].state)
+        what = {"in": "call", "leaving": "lost"}.get(self.workers[member].state)
         if what is not None:
-            self._record(what, seat=seat, **why)
+            self._record(what, member=member, **why)
 
-    def _orders(self, now: float) -> list[Order]:
+    def _orders(self, now: float) -> list[Effect]:
         self._step(now)
         return self._taken()
 
@@ -285,35 +321,35 @@ class Membership(Journalled):
             return
         self._propose()
         if self.ballots.are_open and self.view is not None:
-            for word in self.ballots.due(now, {seat: self._awaited_from(seat) for seat in self.members()}):
-                self._record("word", word=plain(word))
-                for seat in word.seats:
-                    self._tell(seat, word)
+            for decision in self.ballots.due(now, {member: self._awaited_from(member) for member in self.members()}):
+                self._record("decision", decision=plain(decision))
+                for member in decision.members:
+                    self._tell(member, decision)
             left_out = self.ballots.left_out(self.view)
-            for seat in self.workers.seats("leaving"):
-                if seat in left_out:
-                    self._stray(seat)
+            for member in self.workers.members("leaving"):
+                if member in left_out:
+                    self._stray(member)
         self._assign()
 
     def _propose(self) -> None:
-        wanted = self.workers.seats("in", "ready")
+        wanted = self.workers.members("in", "ready")
         view = self.view
         if view is None:
             if len(wanted) >= self.rules.founders:
                 self._record("issue", number=0)
                 self._commit(Proposal(0, -1, 1, wanted))
             return
-        if self.proposal is not None and not set(self.proposal.seats) <= set(wanted):
+        if self.proposal is not None and not set(self.proposal.members) <= set(wanted):
             self.proposal = None  # one of those who were to be in it is not any more
-        newcomers = bool(self.workers.seats("ready"))
+        newcomers = bool(self.workers.members("ready"))
         since = self._since()
-        if self.proposal is None and since is not None and wanted and (newcomers or wanted != view.seats):
-            lost = tuple(s for s in view.seats if s not in wanted and self.workers[s].state != "leaving")
+        if self.proposal is None and since is not None and wanted and (newcomers or wanted != view.members):
+            lost = tuple(s for s in view.members if s not in wanted and self.workers[s].state != "leaving")
             self._record("issue", number=self._register.issued + 1)
             self.proposal = Proposal(self._register.issued, view.number, since, wanted, lost)
             self._acks = set()
-            for seat in self._voters_of_view():
-                self._tell(seat, self.proposal)
+            for member in self._voters_of_view():
+                self._tell(member, self.proposal)
         if self.proposal is not None and set(self._voters_of_view()) <= self._acks:
             self._commit(self.proposal)
             self._propose()  # whoever became ready meanwhile
@@ -329,55 +365,55 @@ class Membership(Journalled):
 
     def _commit(self, proposal: Proposal) -> None:
         going_on = self.members()
-        start, owed = self.account.next(proposal.since, going_on)
-        steps = steps_by_pace([self.workers[seat].seconds for seat in proposal.seats], self.rules.sync_every)
-        known_by = tuple(self.workers[seat].identity for seat in proposal.seats)
+        start, backlog = self.ledger.next(proposal.since, going_on)
+        steps = steps_by_pace([self.workers[member].seconds for member in proposal.members], self.rules.sync_every)
+        known_by = tuple(self.workers[member].identity for member in proposal.members)
         identities = known_by if any(known_by) else ()
-        view = View(proposal.number, proposal.since, proposal.seats, steps, start, owed, identities)
+        view = View(proposal.number, proposal.since, proposal.members, steps, start, backlog, identities)
         self.proposal = None
-        told = {*self._voters_of_view(), *proposal.seats}
+        told = {*self._voters_of_view(), *proposal.members}
         self._record("view", view=plain(view))
-        for seat in sorted(told):
-            self._tell(seat, view)
+        for member in sorted(told):
+            self._tell(member, view)
 
     def _assign(self) -> None:
         """A donor for everybody who is to begin with another's state."""
-        donors = self.workers.seats("in")
-        waiting = [self.workers[seat] for seat in self.workers.seats("outside")]
+        donors = self.workers.members("in")
+        waiting = [self.workers[member] for member in self.workers.members("outside")]
         for worker in waiting:
             load = worker.load
             if load is not None and (load.donor in donors or (load.donor < 0 and not donors)):
                 continue
             loads = [w.load.donor for w in waiting if w.load is not None]
-            donor = min(donors, key=lambda seat: (seat in worker.tried, loads.count(seat), seat), default=-1)
+            donor = min(donors, key=lambda member: (member in worker.tried, loads.count(member), member), default=-1)
             pace = self.workers[donor].seconds if donor >= 0 else 0.0
             worker.load = Load(worker.call, donor, round(pace * self.rules.sync_every, 3))
-            self._tell(worker.seat, worker.load)
+            self._tell(worker.member, worker.load)
 
-    def _answer(self, seat: int, beat: Beat) -> BeatReply:
-        worker = self.workers[seat]
-        views = tuple(view for number, view in sorted(self.account.views.items()) if number > beat.known)
+    def _answer(self, member: int, beat: Beat) -> BeatReply:
+        worker = self.workers[member]
+        views = tuple(view for number, view in sorted(self.ledger.views.items()) if number > beat.known)
         newest = -1 if self.view is None else self.view.number
         proposal = self.proposal if worker.state in ("in", "leaving") else None
         if worker.state == "outside" and worker.load is not None:
-            self._tell(seat, worker.load)
+            self._tell(member, worker.load)
         return BeatReply(beat.round, self._register.issued, newest, self.newest_round, views, proposal, worker.call)
 
-    def _awaited_from(self, seat: int) -> float:
-        """The first round that waits for `seat`. Where a quorum is enough none does before it is in one."""
-        worker = self.workers[seat]
+    def _awaited_from(self, member: int) -> float:
+        """The first round that waits for `member`. Where a quorum is enough none does before it is in one."""
+        worker = self.workers[member]
         return worker.entered if not self.rules.quorum or worker.round >= worker.entered else float("inf")
 
     def _voters_of_view(self) -> list[int]:
         view = self.view
         here = set(self.members())
-        return [] if view is None else [seat for seat in view.seats if seat in here]
+        return [] if view is None else [member for member in view.members if member in here]
 
-    def _here(self, seat: int) -> bool:
-        return seat in self.workers and self.workers[seat].here
+    def _here(self, member: int) -> bool:
+        return member in self.workers and self.workers[member].here
 
-    def _tell(self, seat: int, message: Message) -> None:
-        self._out.append(Tell(seat, message))
+    def _tell(self, member: int, message: Message) -> None:
+        self._out.append(Notify(member, message))
 
 
 def steps_by_pace(seconds: Sequence[float], most: int) -> tuple[int, ...]:
@@ -391,48 +427,8 @@ def steps_by_pace(seconds: Sequence[float], most: int) -> tuple[int, ...]:
     return tuple(most if pace > _ALIKE else max(int(most * pace), -(-most // 8)) for pace in paces)
 
 
-_FAR, _LONGEST = 1 << 40, 1e6  # the last round of a run without an end; seconds of a step, or of a round
-
-
-class RoundsAssembly(Membership):
-    """`Membership` behind the `Assembly` interface that a lighthouse drives."""
-
-    def hear(self, now: float, seat: int, message: Any) -> list[Order] | None:
-        """What a worker says; None where no worker says that. ValueError for what cannot be."""
-        unfit(self, message)
-        match message:
-            case Beat():
-                return self.beat(now, seat, message)
-            case Ack():
-                return self.ack(now, seat, message)
-            case Done():
-                return self.done(now, seat, message)
-            case Delivered():
-                return self.deliver(now, seat, message)
-            case Accusation():
-                return self.accuse(now, seat, message)
-            case Leave():
-                return self.leave(now, seat)
-            case Reload():
-                return self.reload(now, seat)
-        return None
-
-    def about(self) -> tuple[int, int, int]:
-        """(members, the newest round that anybody has begun, the last one or 0)."""
-        return len(self.members()), self.newest_round, self.rules.last or 0
-
-    def now(self, seen: Callable[[int], str], refused: Sequence[tuple[int, int, str, int]]) -> RunNow:
-        """How the run stands, for a person. seen: the address of a seat. refused: see `RunNow`."""
-        rows = tuple(
-            MemberNow(one.seat, one.state, one.round, one.seconds, one.identity, seen(one.seat))
-            for one in self.workers.here
-        )
-        view = -1 if self.view is None else self.view.number
-        return RunNow(view, self.newest_round, self.last or 0, rows, tuple(refused))
-
-
-def unfit(membership: Membership, message: Any) -> None:
-    """ValueError for a word about rounds, seats, steps or seconds that cannot be: it would be kept, or others would
+def unfit(membership: RoundsCoordinator, message: Any) -> None:
+    """ValueError for a word about rounds, members, steps or seconds that cannot be: it would be kept, or others would
     follow it.
     """
     last, said = membership.rules.last or _FAR, getattr(message, "beat", message)
@@ -444,11 +440,11 @@ def unfit(membership: Membership, message: Any) -> None:
         case Beat(round=round, skipped=skipped, seen=seen):
             if not all(0 <= one <= last for one in (round, *skipped, *(newest for _, newest in seen))):
                 raise ValueError("a round that this run has not")
-            if not all(seat in membership.workers for seat, _ in seen):
-                raise ValueError("the work of a seat that this run has not")
-        case Done() | Accusation() | Delivered():
-            attempt, whose = getattr(said, "attempt", 0), getattr(said, "seat", None)
+            if not all(member in membership.workers for member, _ in seen):
+                raise ValueError("the work of a member that this run has not")
+        case Done() | PeerReport() | Delivered():
+            attempt, whose = getattr(said, "attempt", 0), getattr(said, "member", None)
             if not 0 < said.round <= membership.newest_round + MARGIN or not 0 <= attempt < 1 << 20:
                 raise ValueError("an answer of a round that nobody is in")
             if whose is not None and whose not in membership.workers:
-                raise ValueError("the share of a seat that this run has not")
+                raise ValueError("the share of a member that this run has not")

@@ -16,17 +16,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from isles.membership.data_ledger import Account
-from isles.membership.effects import SeatTable, Worker, of_another_version
-from isles.membership.messages import Accusation, Beat, Delivered, Done, from_plain
-from isles.membership.round_commit import Ballot, Graces, Word
+from isles.membership.data_ledger import DataLedger
+from isles.membership.effects import Worker, WorkerTable, of_another_version
+from isles.membership.messages import Beat, Delivered, Done, PeerReport, from_plain
+from isles.membership.round_commit import Ballot, Graces, RoundDecision
 from isles.membership.views import View, identity_of
 
 _ROUNDS, _OTHERS = 3, 2
 Pair = frozenset[int]
 
 
-class Strikes:
+class BanScores:
     """Rounds of refusals by the two whom they are about; a lighthouse that is started again begins to count anew."""
 
     def __init__(self) -> None:
@@ -36,16 +36,16 @@ class Strikes:
         """One of the two has refused the other's share of `round`."""
         self._rounds.setdefault(frozenset((one, another)), set()).add(round)
 
-    def are_enough(self, seat: int, members: Collection[int]) -> bool:
-        """Whether `seat` is to be shut out. members: all who have trained and are there."""
-        pairs = (frozenset((seat, other)) for other in members if other != seat)
+    def are_enough(self, member: int, members: Collection[int]) -> bool:
+        """Whether `member` is to be shut out. members: all who have trained and are there."""
+        pairs = (frozenset((member, other)) for other in members if other != member)
         told = [self._rounds[pair] for pair in pairs if pair in self._rounds]
         return len(told) >= max(_OTHERS, len(members) / 2) and len(set().union(*told)) >= _ROUNDS
 
-    def worst(self, seats: Iterable[int], more: Collection[Pair] = ()) -> int:
-        """Who of `seats` disagrees with most, of equals the first. more: pairs beside those of refusals."""
+    def worst(self, members: Iterable[int], more: Collection[Pair] = ()) -> int:
+        """Who of `members` disagrees with most, of equals the first. more: pairs beside those of refusals."""
         pairs = self._rounds.keys() | more
-        return max(seats, key=lambda seat: sum(seat in pair for pair in pairs))
+        return max(members, key=lambda member: sum(member in pair for pair in pairs))
 
 
 _KEPT = 64  # rounds for which a member that slept still hears what became of them
@@ -61,96 +61,96 @@ class Ballots:
     def __init__(self) -> None:
         self._open: dict[int, Ballot] = {}
         self._landed: dict[int, Ballot] = {}
-        self._accused: dict[tuple[int, int, int], dict[int, Accusation]] = {}  # by round, attempt and accused: by sayer
-        self._out: dict[int, int] = {}  # by seat: the newest view when others landed without it
+        self._accused: dict[tuple[int, int, int], dict[int, PeerReport]] = {}  # by round, attempt and accused: by sayer
+        self._out: dict[int, int] = {}  # by member: the newest view when others landed without it
         self._view = -1
-        self.graces, self.strikes = Graces(), Strikes()
+        self.graces, self.ban_scores = Graces(), BanScores()
 
     @property
     def are_open(self) -> bool:
         """Whether there is a round on which something was said, and which has not landed."""
         return bool(self._open)
 
-    def done(self, seat: int, done: Done, members: tuple[int, ...]) -> None:
+    def done(self, member: int, done: Done, members: tuple[int, ...]) -> None:
         """A member has an answer. members: of the first attempt of its round."""
         ballot = self._of(done.round, members)
         if ballot is not None:
-            self._open[done.round] = ballot.told(done.attempt, seat, done.digest)
+            self._open[done.round] = ballot.told(done.attempt, member, done.digest)
 
-    def delivered(self, now: float, seat: int, delivered: Delivered, members: tuple[int, ...], quorum: float) -> None:
+    def delivered(self, now: float, member: int, delivered: Delivered, members: tuple[int, ...], quorum: float) -> None:
         """A member has a share of a round for which `quorum` is enough."""
         ballot = self._of(delivered.round, members)
         if ballot is not None:
-            self._open[delivered.round] = replace(ballot, quorum=quorum).has(seat, delivered.steps)
+            self._open[delivered.round] = replace(ballot, quorum=quorum).has(member, delivered.steps)
             self.graces.delivered(now, delivered.round, delivered.seconds)
 
-    def accused(self, seat: int, accusation: Accusation, members: tuple[int, ...], living: Collection[int]) -> None:
-        """`seat` accuses another member. The next attempt leaves out who was refused by more than half of the others;
+    def reported(self, member: int, peer_report: PeerReport, members: tuple[int, ...], living: Collection[int]) -> None:
+        """`member` accuses another member. The next attempt leaves out who was refused by more than half of the others;
         or was late for so many, though in the first attempt, whose deadline is short, nobody is late who is done. But
         who has had others refuse more members than one, in this round or before, is left out in their place.
         """
-        ballot = self._of(accusation.round, members)
-        accused = accusation.seat
-        if ballot is None or accusation.attempt != len(ballot.attempts) - 1 or accused not in ballot.attempts[-1]:
+        ballot = self._of(peer_report.round, members)
+        reported = peer_report.member
+        if ballot is None or peer_report.attempt != len(ballot.attempts) - 1 or reported not in ballot.attempts[-1]:
             return
-        said = self._accused.setdefault((accusation.round, accusation.attempt, accused), {})
-        said[seat] = accusation
-        others = [s for s in ballot.attempts[-1] if s in living and s != accused and s not in ballot.out]
+        said = self._accused.setdefault((peer_report.round, peer_report.attempt, reported), {})
+        said[member] = peer_report
+        others = [s for s in ballot.attempts[-1] if s in living and s != reported and s not in ballot.out]
         sayers = [s for s in others if s in said]
         counted = [said[s] for s in sayers]
-        if not accusation.attempt and any((0, accused) == told[:2] for told in ballot.done):
+        if not peer_report.attempt and any((0, reported) == told[:2] for told in ballot.done):
             counted = [one for one in counted if one.charge == "refused"]
-        if 2 * len(counted) > len(others) and seat in others:
+        if 2 * len(counted) > len(others) and member in others:
             judges = [one.by for one in counted if one.by in others]
-            ballot = ballot.without(self.strikes.worst((accused, *judges, *sayers)))
-        self._open[accusation.round] = ballot
+            ballot = ballot.without(self.ban_scores.worst((reported, *judges, *sayers)))
+        self._open[peer_report.round] = ballot
 
     def _worst(self, round: int) -> Callable[[Sequence[int]], int] | None:
-        """Who has most accusations of `round`, or refusals of any, of some seats; None where nobody has accused."""
+        """Who has most accusations of `round`, or refusals of any, of some members; None where nobody has accused."""
         said = {key[2]: who for key, who in self._accused.items() if key[0] == round}
-        pairs = {frozenset((accused, seat)) for accused, who in said.items() for seat in who}
-        return partial(self.strikes.worst, more=pairs) if pairs else None
+        pairs = {frozenset((reported, member)) for reported, who in said.items() for member in who}
+        return partial(self.ban_scores.worst, more=pairs) if pairs else None
 
-    def due(self, now: float, living: Mapping[int, float]) -> Iterator[Word]:
+    def due(self, now: float, living: Mapping[int, float]) -> Iterator[RoundDecision]:
         """Words that are decided now. Each must be recorded, which gives it to `apply`, before the next is taken.
 
-        living: by seat, the first round that waits for it.
+        living: by member, the first round that waits for it.
         """
-        here = {round: {seat for seat, entered in living.items() if entered <= round} for round in self._open}
+        here = {round: {member for member, entered in living.items() if entered <= round} for round in self._open}
         for round, ballot in self._open.items():
             if ballot.has_quorum(here[round]):
                 self.graces.enough(now, round)
         for round in self.graces.over(now) & self._open.keys():
             self._open[round] = replace(self._open[round], is_closing=True)
         for round in sorted(self._open):
-            word = self._open[round].decide(here[round], self._worst(round))
-            if word is not None:
-                (self.graces.landed if word.verdict == "land" else self.graces.exchanging)(now, round)
-                yield replace(word, view=self._view)
+            decision = self._open[round].decide(here[round], self._worst(round))
+            if decision is not None:
+                (self.graces.landed if decision.outcome == "land" else self.graces.exchanging)(now, round)
+                yield replace(decision, view=self._view)
 
-    def apply(self, word: Word, members: tuple[int, ...]) -> list[int]:
+    def apply(self, decision: RoundDecision, members: tuple[int, ...]) -> list[int]:
         """A recorded word; members: of the first attempt. Those of its round without whom the others land."""
-        ballot = self._open.get(word.round) or Ballot(word.round, (members,))
-        ballot = ballot.decided(word)
-        if word.verdict == "again":
-            self._open[word.round] = ballot
+        ballot = self._open.get(decision.round) or Ballot(decision.round, (members,))
+        ballot = ballot.decided(decision)
+        if decision.outcome == "retry":
+            self._open[decision.round] = ballot
             return []
-        self._open.pop(word.round, None)
-        self._landed = {**{r: b for r, b in self._landed.items() if r > word.round - _KEPT}, word.round: ballot}
-        self._accused = {key: who for key, who in self._accused.items() if key[0] != word.round}
+        self._open.pop(decision.round, None)
+        self._landed = {**{r: b for r, b in self._landed.items() if r > decision.round - _KEPT}, decision.round: ballot}
+        self._accused = {key: who for key, who in self._accused.items() if key[0] != decision.round}
         tried = ballot.attempts[1:] if ballot.taken else ballot.attempts  # who was only late fetches the mean
-        left = sorted({seat for seats in tried for seat in seats} - set(word.seats))
-        self._out |= dict.fromkeys(left, word.view)
+        left = sorted({member for members in tried for member in members} - set(decision.members))
+        self._out |= dict.fromkeys(left, decision.view)
         return left
 
     def has_landed(self, round: int) -> bool:
         """Whether that was decided, and is still known."""
         return round in self._landed
 
-    def word(self, round: int, seat: int | None = None) -> Word | None:
-        """What `seat` is to know of `round`; None: whoever asks."""
+    def decision(self, round: int, member: int | None = None) -> RoundDecision | None:
+        """What `member` is to know of `round`; None: whoever asks."""
         ballot = self._landed.get(round) or self._open.get(round)
-        return None if ballot is None else ballot.word(seat)
+        return None if ballot is None else ballot.decision(member)
 
     def opened(self, view: View) -> None:
         """A new view: who is in it from here on has the others' state."""
@@ -158,7 +158,7 @@ class Ballots:
 
     def left_out(self, view: View) -> Collection[int]:
         """Members of `view` that take no part in its rounds any more, for they missed a landing."""
-        return {seat for seat, number in self._out.items() if number >= view.number}
+        return {member for member, number in self._out.items() if number >= view.number}
 
     def _of(self, round: int, members: tuple[int, ...]) -> Ballot | None:
         """The open ballot of a round, a new one where it is the first word of it; None where it has landed."""
@@ -170,14 +170,14 @@ class Ballots:
 _BEHIND = 4  # rounds behind half of the members from which one is better off with another's state
 
 
-class Register:
-    """workers: by seat. account: of what was read. ballots: on rounds that all land together. newest_round: that a
+class CoordinatorState:
+    """workers: by member. account: of what was read. ballots: on rounds that all land together. newest_round: that a
     member has begun. issued: the number of the newest view or proposal.
     """
 
     def __init__(self) -> None:
-        self.workers = SeatTable()
-        self.account = Account()
+        self.workers = WorkerTable()
+        self.ledger = DataLedger()
         self.ballots = Ballots()
         self.newest_round = 0
         self.issued = -1
@@ -185,46 +185,46 @@ class Register:
     @property
     def view(self) -> View | None:
         """The newest."""
-        return self.account.newest
+        return self.ledger.newest
 
     def members(self) -> tuple[int, ...]:
         """Seats whose weights count: in a view, connected, and not to begin with another's state."""
-        return self.workers.seats("in", "leaving")
+        return self.workers.members("in", "leaving")
 
     def voters(self, round: int) -> tuple[int, ...]:
         """Who exchanges in the first attempt of `round`."""
-        view = self.account.view_of(round)
+        view = self.ledger.view_of(round)
         if view is None:
             return ()
         left_out = self.ballots.left_out(view)
-        return tuple(seat for seat in view.seats if seat not in left_out)
+        return tuple(member for member in view.members if member not in left_out)
 
     def apply(self, entry: dict[str, Any]) -> None:
         """ValueError for an event that this version does not know."""
         match entry:
-            case {"event": "join", "seat": seat, "description": description, "certificates": certificates}:
-                self.workers[seat] = Worker(seat, description, identity_of(certificates))
-            case {"event": "beat", "seat": seat, "beat": beat}:
-                self._apply_beat(self.workers[seat], from_plain(beat))
+            case {"event": "join", "member": member, "description": description, "certificates": certificates}:
+                self.workers[member] = Worker(member, description, identity_of(certificates))
+            case {"event": "beat", "member": member, "beat": beat}:
+                self._apply_beat(self.workers[member], from_plain(beat))
                 return
-            case {"event": "gone", "seat": seat}:
-                self._apply_gone(self.workers[seat])
-            case {"event": "back", "seat": seat}:
-                self._apply_back(self.workers[seat])
-            case {"event": "leave", "seat": seat}:
-                worker = self.workers[seat]
+            case {"event": "lost", "member": member}:
+                self._apply_gone(self.workers[member])
+            case {"event": "back", "member": member}:
+                self._apply_back(self.workers[member])
+            case {"event": "leave", "member": member}:
+                worker = self.workers[member]
                 worker.state = "leaving" if worker.state == "in" and worker.connected else "left"
-            case {"event": "call", "seat": seat}:
-                self._call_again(self.workers[seat])
-            case {"event": "shut", "seat": seat}:
-                self._call_again(self.workers[seat])
-                self.workers[seat].state = "shut"
+            case {"event": "call", "member": member}:
+                self._call_again(self.workers[member])
+            case {"event": "ban", "member": member}:
+                self._call_again(self.workers[member])
+                self.workers[member].state = "banned"
             case {"event": "issue", "number": number}:
                 self.issued = number
             case {"event": "view", "view": view}:
                 self._apply_view(from_plain(view))
-            case {"event": "word", "word": word}:
-                self._apply_word(from_plain(word))
+            case {"event": "decision", "decision": decision}:
+                self._apply_decision(from_plain(decision))
             case _:
                 of_another_version(entry)
         self.workers.changed()
@@ -233,7 +233,7 @@ class Register:
         worker.round = max(worker.round, beat.round)
         # what it got before it was to take another's state it will not have any more
         seen = dict(beat.seen) if beat.ready == worker.call else {}
-        self.account.begun(worker.seat, beat.round, beat.skipped, seen)
+        self.ledger.begun(worker.member, beat.round, beat.skipped, seen)
         if worker.state == "outside" and beat.ready == worker.call:
             worker.state = "ready"
             self.workers.changed()
@@ -241,14 +241,14 @@ class Register:
             self.newest_round = max(self.newest_round, beat.round)
         at = max(worker.round, worker.entered - 1)  # a newcomer is not behind before its first round
         if worker.state == "in" and self.newest_round - at > _BEHIND:
-            ahead = [seat for seat in self.members() if self.workers[seat].round - at > _BEHIND]
+            ahead = [member for member in self.members() if self.workers[member].round - at > _BEHIND]
             if 2 * len(ahead) >= len(self.members()):  # one of several may say what is not so
                 self._call_again(worker)
 
     def _apply_gone(self, worker: Worker) -> None:
         worker.connected = False
         if worker.state in ("in", "leaving"):
-            self.account.forgo(worker.seat)
+            self.ledger.forgo(worker.member)
         if worker.state == "leaving":
             worker.state = "left"
         elif worker.state == "ready":
@@ -257,41 +257,41 @@ class Register:
     def _apply_back(self, worker: Worker) -> None:
         if worker.state == "in":
             if not self.members():
-                self._call_all_but((worker.seat,))
-            self.account.reclaim(worker.seat)
+                self._call_all_but((worker.member,))
+            self.ledger.reclaim(worker.member)
         worker.connected = True
 
     def _apply_view(self, view: View) -> None:
-        before = () if self.view is None else self.view.seats
-        known = [self.workers[seat] for seat in view.seats if seat in before]
+        before = () if self.view is None else self.view.members
+        known = [self.workers[member] for member in view.members if member in before]
         begins = any(worker.state == "in" and worker.entered <= self.newest_round for worker in known)
         if not self.members():
-            self._call_all_but(view.seats)
-        self.account.open(view, self.members())
-        for seat in before:
-            if seat not in view.seats and self.workers[seat].state == "in":
-                self._call_again(self.workers[seat])
-        for seat in view.seats:
-            self.workers[seat].enter(view.since)
+            self._call_all_but(view.members)
+        self.ledger.open(view, self.members())
+        for member in before:
+            if member not in view.members and self.workers[member].state == "in":
+                self._call_again(self.workers[member])
+        for member in view.members:
+            self.workers[member].enter(view.since)
         self.ballots.opened(view)
         if not begins:  # nobody would be in that round before those who wait for their first one are
             self.newest_round = max(self.newest_round, view.since)
 
-    def _apply_word(self, word: Word) -> None:
-        for seat in self.ballots.apply(word, self.voters(word.round)):
-            if self.workers[seat].state == "in":
-                self._call_again(self.workers[seat])
-        if word.verdict == "land":
-            self.account.landed(word.round, word.seats)
+    def _apply_decision(self, decision: RoundDecision) -> None:
+        for member in self.ballots.apply(decision, self.voters(decision.round)):
+            if self.workers[member].state == "in":
+                self._call_again(self.workers[member])
+        if decision.outcome == "land":
+            self.ledger.landed(decision.round, decision.members)
 
-    def _call_all_but(self, seats: Collection[int]) -> None:
-        """`seats` are the first to have the run's state again: what others were to begin with is another one."""
-        for worker in self.workers.waiting(seats):
+    def _call_all_but(self, members: Collection[int]) -> None:
+        """`members` are the first to have the run's state again: what others were to begin with is another one."""
+        for worker in self.workers.waiting(members):
             self._call_again(worker)
 
     def _call_again(self, worker: Worker) -> None:
         """Its state is not that of the others any more, or no view waits for it."""
-        self.account.forgo(worker.seat)
+        self.ledger.forgo(worker.member)
         worker.state, worker.call = "outside", worker.call + 1
         worker.load, worker.tried = None, set()
         self.workers.changed()

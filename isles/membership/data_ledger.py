@@ -13,7 +13,7 @@ of the lighthouse's answers and no further (`member`).
 
 Which data a worker reads in a round of a view. Plain arithmetic on views; the same at every worker.
 
-A cell is what one place of a view reads in one round: `steps[place]` inner steps of one batch each. The cells of a view
+A cell is what one place of a view reads in one round: `steps[index]` inner steps of one batch each. The cells of a view
 are numbered round by round, place by place; the first of them read what is owed from before, as long as there is any,
 and all others read on in the order of the data. With s = the fresh steps of a place in a round, a round's fresh batches
 lie as they always did: step by step, and within a step row by row across the places that take it. So a view without
@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from isles.membership.views import Lot, View
+from isles.membership.views import SampleRange, View
 
 
 class Batch(NamedTuple):
@@ -38,34 +38,40 @@ class Batch(NamedTuple):
 
     start: int
     fresh: tuple[int, ...]
-    place: int
+    index: int
     step: int
 
 
-def batches(views: Mapping[int, View], view: View, round: int, place: int) -> list[Batch]:
-    """What `place` reads in `round`, a batch an inner step. views: by number, those that `view.owed` names."""
-    taken = _taken(view, round, place)
-    before = _before(view, round, place)
-    owed = [step for lot in part(view.owed, before, taken) for step in lot_batches(views[lot.view], lot)]
+def batches(views: Mapping[int, View], view: View, round: int, index: int) -> list[Batch]:
+    """What `index` reads in `round`, a batch an inner step. views: by number, those that `view.backlog` names."""
+    taken = _taken(view, round, index)
+    before = _before(view, round, index)
+    backlog = [
+        step
+        for sample_range in part(view.backlog, before, taken)
+        for step in range_batches(views[sample_range.view], sample_range)
+    ]
     counts = fresh(view, round)
     begin = view.start + fresh_before(view, round)
-    return owed + [Batch(begin, counts, place, step) for step in range(counts[place])]
+    return backlog + [Batch(begin, counts, index, step) for step in range(counts[index])]
 
 
-def lot_batches(view: View, lot: Lot) -> list[Batch]:
+def range_batches(view: View, sample_range: SampleRange) -> list[Batch]:
     """The batches of a lot of `view`: the numbers of a lot are always those of fresh steps, never of another debt."""
     found = []
-    for number in range(lot.first, lot.first + lot.steps):
-        rounds, step = divmod(number, view.steps[lot.place])
+    for number in range(sample_range.first, sample_range.first + sample_range.steps):
+        rounds, step = divmod(number, view.steps[sample_range.index])
         round = view.since + rounds
-        taken = _taken(view, round, lot.place)
-        found.append(Batch(view.start + fresh_before(view, round), fresh(view, round), lot.place, step - taken))
+        taken = _taken(view, round, sample_range.index)
+        found.append(
+            Batch(view.start + fresh_before(view, round), fresh(view, round), sample_range.index, step - taken)
+        )
     return found
 
 
 def fresh(view: View, round: int) -> tuple[int, ...]:
     """Inner steps of each place in `round` that read on in the order of the data, debts taken off."""
-    total, before = debt(view.owed), _before(view, round, 0)
+    total, before = count_steps(view.backlog), _before(view, round, 0)
     if before >= total:
         return view.steps
     counts = []
@@ -78,7 +84,7 @@ def fresh(view: View, round: int) -> tuple[int, ...]:
 def fresh_before(view: View, round: int) -> int:
     """Fresh batches of all places in the rounds of the view before `round`."""
     steps = _before(view, round, 0)
-    return max(steps - debt(view.owed), 0)
+    return max(steps - count_steps(view.backlog), 0)
 
 
 def last_round(view: View, batches: int) -> int:
@@ -86,70 +92,70 @@ def last_round(view: View, batches: int) -> int:
 
     Debts are not counted: they come before.
     """
-    steps = batches - view.start + debt(view.owed)
+    steps = batches - view.start + count_steps(view.backlog)
     return view.since - 1 + (-(-steps // sum(view.steps)) if batches > view.start else 0)
 
 
-def lots(view: View, place: int, first: int, until: int) -> list[Lot]:
-    """What the cells of `place` in rounds `first` .. `until` - 1 read, for whoever reads it in their stead."""
-    found: list[Lot] = []
-    own, total = view.steps[place], debt(view.owed)
+def ranges_of(view: View, index: int, first: int, until: int) -> list[SampleRange]:
+    """What the cells of `index` in rounds `first` .. `until` - 1 read, for whoever reads it in their stead."""
+    found: list[SampleRange] = []
+    own, total = view.steps[index], count_steps(view.backlog)
     for round in range(first, until):
-        taken = _taken(view, round, place)
-        found += part(view.owed, _before(view, round, place), taken)
+        taken = _taken(view, round, index)
+        found += part(view.backlog, _before(view, round, index), taken)
         if _before(view, round, 0) >= total:  # nothing is owed from here on: the rest is one piece
-            found.append(Lot(view.number, place, (round - view.since) * own, (until - round) * own))
+            found.append(SampleRange(view.number, index, (round - view.since) * own, (until - round) * own))
             break
         if taken < own:
-            found.append(Lot(view.number, place, (round - view.since) * own + taken, own - taken))
+            found.append(SampleRange(view.number, index, (round - view.since) * own + taken, own - taken))
     return merged(found)
 
 
-def left_over(view: View, until: int) -> list[Lot]:
+def left_over(view: View, until: int) -> list[SampleRange]:
     """The debts that no cell of the view before round `until` was to read."""
-    steps, total = max(_before(view, until, 0), 0), debt(view.owed)
-    return part(view.owed, steps, total - steps) if steps < total else []
+    steps, total = max(_before(view, until, 0), 0), count_steps(view.backlog)
+    return part(view.backlog, steps, total - steps) if steps < total else []
 
 
-def part(queue: Sequence[Lot], first: int, steps: int) -> list[Lot]:
+def part(queue: Sequence[SampleRange], first: int, steps: int) -> list[SampleRange]:
     """Steps `first` .. `first` + `steps` - 1 of a queue of lots; fewer where the queue ends."""
     found = []
-    for lot in queue:
+    for sample_range in queue:
         if steps <= 0:
             break
-        if first < lot.steps:
-            count = min(lot.steps - first, steps)
-            found.append(lot._replace(first=lot.first + first, steps=count))
+        if first < sample_range.steps:
+            count = min(sample_range.steps - first, steps)
+            found.append(sample_range._replace(first=sample_range.first + first, steps=count))
             steps -= count
-        first = max(first - lot.steps, 0)
+        first = max(first - sample_range.steps, 0)
     return found
 
 
-def merged(queue: Iterable[Lot]) -> list[Lot]:
+def merged(queue: Iterable[SampleRange]) -> list[SampleRange]:
     """The same steps in the same order, in as few lots as possible."""
-    found: list[Lot] = []
-    for lot in queue:
+    found: list[SampleRange] = []
+    for sample_range in queue:
         last = found[-1] if found else None
-        if last is not None and last[:2] == lot[:2] and last.first + last.steps == lot.first:
-            found[-1] = last._replace(steps=last.steps + lot.steps)
+        if last is not None and last[:2] == sample_range[:2] and last.first + last.steps == sample_range.first:
+            found[-1] = last._replace(steps=last.steps + sample_range.steps)
         else:
-            found.append(lot)
+            found.append(sample_range)
     return found
 
 
-def debt(queue: Iterable[Lot]) -> int:
+def count_steps(queue: Iterable[SampleRange]) -> int:
     """Inner steps in a queue of lots."""
-    return sum(lot.steps for lot in queue)
+    return sum(sample_range.steps for sample_range in queue)
 
 
-def _before(view: View, round: int, place: int) -> int:
-    """Inner steps of all cells of the view before that of `place` in `round`."""
-    return (round - view.since) * sum(view.steps) + sum(view.steps[:place])
+def _before(view: View, round: int, index: int) -> int:
+    """Inner steps of all cells of the view before that of `index` in `round`."""
+    return (round - view.since) * sum(view.steps) + sum(view.steps[:index])
 
 
-def _taken(view: View, round: int, place: int) -> int:
+def _taken(view: View, round: int, index: int) -> int:
     """Inner steps of a cell that go to what is owed."""
-    return min(max(debt(view.owed) - _before(view, round, place), 0), view.steps[place])
+    return min(max(count_steps(view.backlog) - _before(view, round, index), 0), view.steps[index])
 
 
 _WITNESSES = 8  # so many that live are enough: what they all have is not minded any longer
@@ -157,24 +163,24 @@ _WITNESSES = 8  # so many that live are enough: what they all have is not minded
 
 @dataclass(frozen=True)
 class Tenure:
-    """The rounds `first` .. `until` - 1 in which a seat held `place` of a view. until None: as long as the view."""
+    """The rounds `first` .. `until` - 1 in which a member held `index` of a view. until None: as long as the view."""
 
     view: int
-    place: int
+    index: int
     first: int
     until: int | None = None
 
 
 @dataclass(frozen=True)
 class _Life:
-    """What is known of a seat, from the state that it began with to its loss.
+    """What is known of a member, from the state that it began with to its loss.
 
     begun: the newest round that it told of. skipped: rounds read out of turn that are in no debt yet. witnesses: by
-    seat, the newest round of this one whose work it has, and the round of its own in which it got that. landed: the
+    member, the newest round of this one whose work it has, and the round of its own in which it got that. landed: the
     newest round of an all-reduce method with its work.
     """
 
-    seat: int
+    member: int
     begun: int = 0
     tenures: tuple[Tenure, ...] = ()
     skipped: frozenset[int] = frozenset()
@@ -187,7 +193,7 @@ class _Life:
             return self
         witnesses = {**self.witnesses, witness: (round, at)}
         if len(witnesses) > 2 * _WITNESSES:
-            del witnesses[min(witnesses, key=lambda seat: witnesses[seat])]
+            del witnesses[min(witnesses, key=lambda member: witnesses[member])]
         return replace(self, witnesses=witnesses)
 
     def without(self, witnesses: Collection[int]) -> _Life:
@@ -196,8 +202,8 @@ class _Life:
 
     def held(self, living: Collection[int]) -> int:
         """The newest of its rounds whose work somebody else of `living` has; 0 where there is none."""
-        rounds = [seen for witness, (seen, _) in self.witnesses.items() if witness in living and witness != self.seat]
-        if any(seat != self.seat for seat in living):  # what has landed, all have
+        rounds = [seen for witness, (seen, _) in self.witnesses.items() if witness in living and witness != self.member]
+        if any(member != self.member for member in living):  # what has landed, all have
             rounds.append(self.landed)
         return min(max(rounds, default=0), self.begun)
 
@@ -209,12 +215,12 @@ class _Life:
         return min(max(seen, self.landed if others else 0), self.begun)
 
 
-class Account:
+class DataLedger:
     """Told of every view, round and exchange; says where the next view begins and what it owes."""
 
     def __init__(self) -> None:
         self.views: dict[int, View] = {}  # those that a tenure or a debt still names, and the newest
-        self._lives: dict[int, _Life] = {}  # by seat
+        self._lives: dict[int, _Life] = {}  # by member
         self._lost: list[_Life] = []  # whose work is in few others yet
         self._forgone: set[int] = set()  # lives that end with the next view
 
@@ -227,48 +233,48 @@ class Account:
         """The newest of those that are kept and had begun by `round`."""
         return max((v for v in self.views.values() if v.since <= round), key=lambda v: v.number, default=None)
 
-    def begun(self, seat: int, round: int, skipped: Iterable[int], seen: Mapping[int, int]) -> None:
-        """`seat` is in `round`; of its rounds it did `skipped` out of turn; it has taken part in exchanges with others,
-        `seen` = the newest of their rounds, by seat.
+    def begun(self, member: int, round: int, skipped: Iterable[int], seen: Mapping[int, int]) -> None:
+        """`member` is in `round`; of its rounds it did `skipped` out of turn; it has taken part in exchanges with others,
+        `seen` = the newest of their rounds, by member.
         """
-        life = self._lives.get(seat, _Life(seat))
+        life = self._lives.get(member, _Life(member))
         newest = max(life.begun, round)
-        self._lives[seat] = replace(life, begun=newest, skipped=life.skipped | set(skipped))
+        self._lives[member] = replace(life, begun=newest, skipped=life.skipped | set(skipped))
         if seen:
             for other, life in self._lives.items():
                 if other in seen or not life.witnesses.keys().isdisjoint(seen):  # few of a large world
-                    self._lives[other] = self._passed_on(life, seat, seen, alive=True)
-            self._lost = [self._passed_on(life, seat, seen, alive=False) for life in self._lost]
+                    self._lives[other] = self._passed_on(life, member, seen, alive=True)
+            self._lost = [self._passed_on(life, member, seen, alive=False) for life in self._lost]
 
-    def _passed_on(self, life: _Life, seat: int, seen: Mapping[int, int], *, alive: bool) -> _Life:
-        """`seat` has the work of those it has seen, and what they had got of `life` in the rounds before."""
-        if alive and life.seat == seat:
+    def _passed_on(self, life: _Life, member: int, seen: Mapping[int, int], *, alive: bool) -> _Life:
+        """`member` has the work of those it has seen, and what they had got of `life` in the rounds before."""
+        if alive and life.member == member:
             return life
-        if alive and life.seat in seen:
-            life = life.seen(seat, seen[life.seat], seen[life.seat])
+        if alive and life.member in seen:
+            life = life.seen(member, seen[life.member], seen[life.member])
         for by, (round, at) in list(life.witnesses.items()):
             if at < seen.get(by, 0):
-                life = life.seen(seat, round, seen[by])
+                life = life.seen(member, round, seen[by])
         return life
 
-    def landed(self, round: int, seats: Collection[int]) -> None:
-        """The answer of `round` holds the work of `seats`, and everybody has it whose weights go on."""
-        for seat in seats:
-            if seat in self._lives:
-                self._lives[seat] = replace(self._lives[seat], landed=round)
+    def landed(self, round: int, members: Collection[int]) -> None:
+        """The answer of `round` holds the work of `members`, and everybody has it whose weights go on."""
+        for member in members:
+            if member in self._lives:
+                self._lives[member] = replace(self._lives[member], landed=round)
 
-    def forgo(self, seat: int) -> None:
-        """What `seat` has not shared by now is not waited for: it is dead, or begins again with another's state."""
-        self._forgone.add(seat)
+    def forgo(self, member: int) -> None:
+        """What `member` has not shared by now is not waited for: it is dead, or begins again with another's state."""
+        self._forgone.add(member)
 
-    def reclaim(self, seat: int) -> None:
-        """`seat` is back with everything it had, before any view went on without it."""
-        self._forgone.discard(seat)
+    def reclaim(self, member: int) -> None:
+        """`member` is back with everything it had, before any view went on without it."""
+        self._forgone.discard(member)
 
-    def next(self, since: int, living: Collection[int]) -> tuple[int, tuple[Lot, ...]]:
-        """(`View.start`, `View.owed`) of a view that takes over at round `since`; changes nothing.
+    def next(self, since: int, living: Collection[int]) -> tuple[int, tuple[SampleRange, ...]]:
+        """(`View.start`, `View.backlog`) of a view that takes over at round `since`; changes nothing.
 
-        living: seats whose weights go on; not those that are forgone.
+        living: members whose weights go on; not those that are forgone.
         """
         view = self.newest
         if view is None:
@@ -277,69 +283,73 @@ class Account:
 
     def open(self, view: View, living: Collection[int]) -> None:
         """`view` takes over at its round, with the `start` and the debts that `next` gave for the same `living`."""
-        before = () if self.newest is None else self.newest.seats
+        before = () if self.newest is None else self.newest.members
         if self.newest is not None:
-            _, self._lives, self._lost = self._settled(view.since, living, view.seats)
+            _, self._lives, self._lost = self._settled(view.since, living, view.members)
             self._forgone = set()
-        for place, seat in enumerate(view.seats):
-            life = self._lives.get(seat, _Life(seat))
-            if seat not in before:  # what it did outside is nobody's cell
+        for index, member in enumerate(view.members):
+            life = self._lives.get(member, _Life(member))
+            if member not in before:  # what it did outside is nobody's cell
                 life = replace(life, begun=0, skipped=frozenset())
-            self._lives[seat] = replace(life, tenures=(*life.tenures, Tenure(view.number, place, view.since)))
+            self._lives[member] = replace(life, tenures=(*life.tenures, Tenure(view.number, index, view.since)))
         self.views[view.number] = view
         named = {tenure.view for life in [*self._lives.values(), *self._lost] for tenure in life.tenures}
-        named |= {lot.view for lot in view.owed} | {view.number}
-        named |= {lot.view for number in named & self.views.keys() for lot in self.views[number].owed}
+        named |= {sample_range.view for sample_range in view.backlog} | {view.number}
+        named |= {
+            sample_range.view for number in named & self.views.keys() for sample_range in self.views[number].backlog
+        }
         self.views = {number: view for number, view in self.views.items() if number in named}
 
-    def outstanding(self, until: int, living: Collection[int]) -> list[Lot]:
+    def outstanding(self, until: int, living: Collection[int]) -> list[SampleRange]:
         """What would be owed if the run ended before round `until`."""
         return self._settled(until, living)[0] if self.newest is not None else []
 
     def _settled(
         self, until: int, living: Collection[int], coming: Collection[int] = ()
-    ) -> tuple[list[Lot], dict[int, _Life], list[_Life]]:
+    ) -> tuple[list[SampleRange], dict[int, _Life], list[_Life]]:
         """(what is owed if the newest view ends before round `until`, the lives that go on, those that are lost).
 
-        coming: seats that go on from then, too. They have what their donors had when they copied it: were they the only
+        coming: members that go on from then, too. They have what their donors had when they copied it: were they the only
         ones left, it would be all there is.
         """
         view, living = self.newest, frozenset(living)
         going_on = living.union(coming)
         assert view is not None
-        owed = left_over(view, until)
+        backlog = left_over(view, until)
         lost: list[_Life] = []
-        lives: dict[int, _Life] = {}
+        read_history: dict[int, _Life] = {}
         all_lives = [(life, True) for life in self._lost]
-        all_lives += [(self._lives[seat], seat in self._forgone) for seat in sorted(self._lives)]
+        all_lives += [(self._lives[member], member in self._forgone) for member in sorted(self._lives)]
         for life, gone in all_lives:
             tenures = tuple(replace(t, until=min(t.until or until, until)) for t in life.tenures)
             held = life.held(living) if gone else until
             missed, tenures = self._unread(replace(life, tenures=tenures), held)
-            owed += missed
+            backlog += missed
             life = life.without(self._forgone)  # some of them go on from then, with what they have from a donor
-            spread = life.spread(going_on if gone else going_on - {life.seat})  # where that seat began again: it, too
+            spread = life.spread(
+                going_on if gone else going_on - {life.member}
+            )  # where that member began again: it, too
             minded = tuple(t for t in tenures if (t.until or until) > spread + 1)
             skipped = frozenset(round for round in life.skipped if round >= until)
             life = replace(life, tenures=minded, skipped=skipped)
             if not gone:
-                lives[life.seat] = life
+                read_history[life.member] = life
             elif minded:
                 lost.append(life)
-        return merged(owed), lives, lost
+        return merged(backlog), read_history, lost
 
-    def _unread(self, life: _Life, held: int) -> tuple[list[Lot], tuple[Tenure, ...]]:
+    def _unread(self, life: _Life, held: int) -> tuple[list[SampleRange], tuple[Tenure, ...]]:
         """(the cells whose work nobody has: out of turn, or in rounds after `held`; its tenures without them)."""
-        owed: list[Lot] = []
+        backlog: list[SampleRange] = []
         kept: list[Tenure] = []
         for tenure in life.tenures:
             view, first, until = self.views[tenure.view], tenure.first, tenure.until or tenure.first
             for round in sorted(r for r in life.skipped if first <= r < min(until, held + 1)):
-                owed += lots(view, tenure.place, round, round + 1)
+                backlog += ranges_of(view, tenure.index, round, round + 1)
                 if first < round:
                     kept.append(replace(tenure, first=first, until=round))
                 first = round + 1
             if first < min(until, held + 1):
                 kept.append(replace(tenure, first=first, until=min(until, held + 1)))
-            owed += lots(view, tenure.place, max(first, held + 1), until)
-        return owed, tuple(kept)
+            backlog += ranges_of(view, tenure.index, max(first, held + 1), until)
+        return backlog, tuple(kept)

@@ -1,9 +1,9 @@
 """What `membership` takes and returns: the rules of a run, its orders, and what it knows of each worker.
 
-A state machine that outlives its lighthouse: `membership` and `swarm.muster` are two.
+A state machine that outlives its lighthouse: `membership` and `swarm.coordinator` are two.
 
 Every call returns the orders that go out, in their order. Whatever a lighthouse must know that is started again is
-changed by entries of its journal alone, in `_apply`: an entry goes out as a `Record`, and is applied as it will be
+changed by entries of its journal alone, in `_apply`: an entry goes out as a `Append`, and is applied as it will be
 when the journal is read.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from isles.membership.messages import Load, Message
 
@@ -42,7 +42,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Record:
+class Append:
     """Write this entry to the journal before any later order leaves."""
 
     entry: dict[str, Any]
@@ -56,52 +56,26 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Tell:
-    """Send to `seat`; it may be lost, for the next answers say it again."""
+class Notify:
+    """Send to `member`; it may be lost, for the next answers say it again."""
 
-    seat: int
+    member: int
     message: Message
 
 
-Order = Record | Reply | Tell
+Effect = Append | Reply | Notify
 
 
-class Assembly(Protocol):
-    """The state machine of a world whose workers come and go; each call returns the orders that go out. now: seconds of
-    one clock. finished: seats that have done the last round.
-    """
-
-    finished: set[int]
-
-    def join(self, now: float, description: str, certificates: Sequence[str]) -> list[Order]:
-        """A worker asks for a seat. certificates: as in `Hello`."""
-
-    def gone(self, now: float, seat: int) -> list[Order]:
-        """The connection of a worker broke."""
-
-    def back(self, now: float, seat: int) -> list[Order]:
-        """The connection of a worker is there (again)."""
-
-    def tick(self, now: float) -> list[Order]:
-        """Time passes."""
-
-    def hear(self, now: float, seat: int, message: Any) -> list[Order] | None:
-        """What a worker says; None where no worker says that. ValueError for what cannot be."""
-
-    def about(self) -> tuple[int, int, int]:
-        """(workers that train, the newest round or step, the last one or 0)."""
-
-
-WorkerState = Literal["outside", "ready", "in", "leaving", "left", "shut"]
+WorkerState = Literal["outside", "ready", "in", "leaving", "left", "banned"]
 
 
 @dataclass
 class Worker:
-    """What the lighthouse knows of one seat. call: how often it was asked to begin with another's state; entered: the
+    """What the lighthouse knows of one member. call: how often it was asked to begin with another's state; entered: the
     first round with the one that it has.
     """
 
-    seat: int
+    member: int
     description: str
     identity: str = ""
     state: WorkerState = "outside"
@@ -126,16 +100,16 @@ class Worker:
     @property
     def here(self) -> bool:
         """Whether it has a part in the run now."""
-        return self.connected and self.state not in ("left", "shut")
+        return self.connected and self.state not in ("left", "banned")
 
 
-class SeatTable(dict[int, Worker]):
-    """All workers that there ever were, by seat: after a day many more than are in the run. What it says of those who
+class WorkerTable(dict[int, Worker]):
+    """All workers that there ever were, by member: after a day many more than are in the run. What it says of those who
     have a part in the run is as of the last `changed`, for it is asked at every word of everybody.
     """
 
     _here: list[Worker] | None = None
-    _seats: dict[tuple[WorkerState, ...], tuple[int, ...]] | None = None
+    _members: dict[tuple[WorkerState, ...], tuple[int, ...]] | None = None
 
     @property
     def here(self) -> list[Worker]:
@@ -144,39 +118,71 @@ class SeatTable(dict[int, Worker]):
             self._here = [worker for worker in self.values() if worker.here]
         return self._here
 
-    def seats(self, *states: WorkerState) -> tuple[int, ...]:
+    def members(self, *states: WorkerState) -> tuple[int, ...]:
         """Those of `here` in one of `states`."""
-        if self._seats is None:
-            self._seats = {}
-        if states not in self._seats:
-            self._seats[states] = tuple(worker.seat for worker in self.here if worker.state in states)
-        return self._seats[states]
+        if self._members is None:
+            self._members = {}
+        if states not in self._members:
+            self._members[states] = tuple(worker.member for worker in self.here if worker.state in states)
+        return self._members[states]
 
-    def waiting(self, seats: Collection[int]) -> list[Worker]:
-        """Workers outside `seats` that have still to begin with a state, connected or not."""
-        return [one for one in self.values() if one.state in ("outside", "ready") and one.seat not in seats]
+    def waiting(self, members: Collection[int]) -> list[Worker]:
+        """Workers outside `members` that have still to begin with a state, connected or not."""
+        return [one for one in self.values() if one.state in ("outside", "ready") and one.member not in members]
 
     def changed(self) -> None:
         """Somebody came, or the connection or the state of somebody is another one."""
-        self._here = self._seats = None
+        self._here = self._members = None
 
 
 RELAYED = "relayed"
 """The journal's entry of how many bytes were carried for others so far."""
 
 
-class Journalled(ABC):
-    """entries: of the journal so far. until: if there is one, `_count_absent` counts who has not come back by then as
-    gone.
+class Coordinator(ABC):
+    """The state machine of a world whose workers come and go. Each call returns the effects to carry out, in order.
+
+    Whatever a restarted lighthouse must know changes in `_apply` alone, by an entry of the journal: the entry goes out
+    as an `Append`, and is applied again when the journal is read.
+
+    Args (of the calls): now, seconds of one clock.
+    finished: members that have done the last round.
     """
 
     def __init__(self, entries: Iterable[dict[str, Any]], until: float) -> None:
-        self._out: list[Order] = []
+        """entries: of the journal so far. until: when `_count_absent` takes members that have not reconnected for lost,
+        if there are any.
+        """
+        self._out: list[Effect] = []
         self.finished: set[int] = set()
         for entry in entries:
             self._apply(entry)
         self._awaited = set(self._connected())
         self._until = until if self._awaited else 0.0
+
+    @abstractmethod
+    def join(self, now: float, description: str, certificates: Sequence[str] = ()) -> list[Effect]:
+        """A worker asks for a member id. certificates: as in `Hello`."""
+
+    @abstractmethod
+    def disconnected(self, now: float, member: int) -> list[Effect]:
+        """The connection of a member broke: it is dead, frozen or cut off."""
+
+    @abstractmethod
+    def reconnected(self, now: float, member: int) -> list[Effect]:
+        """The connection of a member is there (again)."""
+
+    @abstractmethod
+    def tick(self, now: float) -> list[Effect]:
+        """Time passes. After a restart, members that have not reconnected by `until` are lost."""
+
+    @abstractmethod
+    def hear(self, now: float, member: int, message: Any) -> list[Effect] | None:
+        """Handle a worker's message; None for a kind that no worker sends. ValueError for impossible values."""
+
+    @abstractmethod
+    def about(self) -> tuple[int, int, int]:
+        """(workers that train, the newest round or step, the last one or 0)."""
 
     @abstractmethod
     def _apply(self, entry: dict[str, Any]) -> None:
@@ -188,13 +194,13 @@ class Journalled(ABC):
 
     def _record(self, event: str, **values: Any) -> None:
         entry = {"event": event, **values}
-        self._out.append(Record(entry))
+        self._out.append(Append(entry))
         self._apply(entry)
 
     def _reply(self, message: Message) -> None:
         self._out.append(Reply(message))
 
-    def _taken(self) -> list[Order]:
+    def _taken(self) -> list[Effect]:
         """The orders since the last time."""
         orders, self._out = self._out, []
         return orders
@@ -202,8 +208,8 @@ class Journalled(ABC):
     def _count_absent(self, now: float) -> None:
         """After a restart, who has not come back in time is gone."""
         if self._awaited and now >= self._until:
-            for seat in sorted(self._awaited):
-                self._record("gone", seat=seat)
+            for member in sorted(self._awaited):
+                self._record("lost", member=member)
             self._awaited = set()
 
 
@@ -211,5 +217,5 @@ def of_another_version(entry: dict[str, Any]) -> None:
     """ValueError for an entry that nobody here knows. Some are for readers: that the lighthouse was started again, and
     how much it had carried.
     """
-    if entry.get("event") not in ("lit", RELAYED):
+    if entry.get("event") not in ("restart", RELAYED):
         raise ValueError(f"the journal holds an event that this version does not know: {str(entry)[:80]}")

@@ -1,8 +1,8 @@
 """Whose connection is there, and speaks.
 
-The engine tells who is connected; but anybody in the session can be there under a seat's name, a process may stand
+The engine tells who is connected; but anybody in the session can be there under a member's name, a process may stand
 while its connection answers, and an engine may take its time to give up a line. So who is there, and says nothing that
-bears the seat's key for `SILENT` seconds, is gone until it speaks again: a worker beats each second.
+bears the member's key for `SILENT` seconds, is gone until it speaks again: a worker beats each second.
 
 Sooner than that, whoever is waited for in vain and has not spoken for longer than a beat takes is quiet: nobody is to
 wait for it, but it is not gone.
@@ -27,34 +27,34 @@ from isles.comm.transport import SUSPECT_AFTER, SUSPECT_EVERY
 
 SILENT = 10.0  # seconds; the engine tells sooner, and a worker whose machine is busy beats late
 _QUIET = 1.5  # seconds without a beat, which comes each second
-_MOST = 4096  # seats that are gone and remembered
+_MOST = 4096  # members that are gone and remembered
 _LOOK = 0.5  # seconds from one look to the next that count, at most
 
 
-class WholeSeats:
-    """Which seats are there as a whole: an island is several workers, and is gone once one of them is."""
+class IslandLiveness:
+    """Which members are there as a whole: an island is several workers, and is gone once one of them is."""
 
     def __init__(self) -> None:
-        self._missing: dict[int, set[int]] = {}  # by seat whose first worker is there: places whose connection broke
+        self._missing: dict[int, set[int]] = {}  # by member whose first worker is there: places whose connection broke
 
-    def changed(self, seat: int, place: int, there: bool) -> bool | None:
-        """The connection of the worker at `place` came or broke: whether the seat is there now; None where that is as
+    def changed(self, member: int, island_rank: int, there: bool) -> bool | None:
+        """The connection of the worker at `island_rank` came or broke: whether the member is there now; None where that is as
         before. Who has not come yet is on its way.
         """
-        if place == 0:
-            self._missing.pop(seat, None)
+        if island_rank == 0:
+            self._missing.pop(member, None)
             if there:
-                self._missing[seat] = set()
+                self._missing[member] = set()
             return there
-        missing = self._missing.get(seat)
+        missing = self._missing.get(member)
         if missing is None:
             return None
         was_whole = not missing
-        (missing.discard if there else missing.add)(place)
+        (missing.discard if there else missing.add)(island_rank)
         return None if was_whole == (not missing) else not missing
 
 
-class Presence:
+class FailureDetector:
     """Who is there and speaks, for a lighthouse that looks several times a second."""
 
     def __init__(self) -> None:
@@ -65,43 +65,43 @@ class Presence:
         self._quiet: dict[int, float] = {}  # when others were told last
         self._gone: dict[int, None] = {}  # the newest _MOST
 
-    def changed(self, seat: int, there: bool) -> None:
+    def changed(self, member: int, there: bool) -> None:
         """A connection came or broke."""
-        self._mute.discard(seat)
+        self._mute.discard(member)
         if there:
-            self._heard[seat] = self._now
-            self._gone.pop(seat, None)
-        elif seat in self._heard:
-            del self._heard[seat]
-            self._gone[seat] = None
+            self._heard[member] = self._now
+            self._gone.pop(member, None)
+        elif member in self._heard:
+            del self._heard[member]
+            self._gone[member] = None
             if len(self._gone) > _MOST:  # anybody with the token can be there, and go, under many names
                 del self._gone[next(iter(self._gone))]
 
-    def is_gone(self, seat: int) -> bool:
+    def is_lost(self, member: int) -> bool:
         """Whether it was there, and its connection broke."""
-        return seat in self._gone
+        return member in self._gone
 
-    def joined(self, seat: int) -> None:
-        """A seat was given to somebody, who is to come."""
-        self._heard[seat] = self._now
+    def joined(self, member: int) -> None:
+        """A member was given to somebody, who is to come."""
+        self._heard[member] = self._now
 
-    def spoke(self, seat: int) -> bool:
-        """A word of the seat's own; whether it was taken for gone, and is back."""
-        if seat in self._heard:
-            self._heard[seat] = self._now
-        was_mute = seat in self._mute
-        self._mute.discard(seat)
+    def spoke(self, member: int) -> bool:
+        """A word of the member's own; whether it was taken for gone, and is back."""
+        if member in self._heard:
+            self._heard[member] = self._now
+        was_mute = member in self._mute
+        self._mute.discard(member)
         return was_mute
 
-    def others_of(self, seat: int) -> list[int]:
-        """Somebody waits in vain for `seat`: who is to be told that it is quiet; nobody where it has just spoken, or
+    def others_of(self, member: int) -> list[int]:
+        """Somebody waits in vain for `member`: who is to be told that it is quiet; nobody where it has just spoken, or
         they were told a moment ago.
         """
-        heard, told = self._heard.get(seat), self._quiet.get(seat, -_QUIET)
+        heard, told = self._heard.get(member), self._quiet.get(member, -_QUIET)
         if heard is None or self._now - heard < _QUIET or self._now - told < _QUIET:
             return []
-        self._quiet = {s: at for s, at in self._quiet.items() if self._now - at < _QUIET} | {seat: self._now}
-        return [other for other in self._heard if other != seat]
+        self._quiet = {s: at for s, at in self._quiet.items() if self._now - at < _QUIET} | {member: self._now}
+        return [other for other in self._heard if other != member]
 
     def _pass(self, at: float) -> None:
         if self._looked_at is not None:
@@ -116,8 +116,8 @@ class Presence:
         return found
 
 
-class Doubts(Liveness):
-    """ask: called with a seat that is waited for in vain, in the thread that waits."""
+class SuspicionReporter(Liveness):
+    """ask: called with a member that is waited for in vain, in the thread that waits."""
 
     def __init__(self, ask: Callable[[int], None]) -> None:
         super().__init__()
@@ -129,8 +129,8 @@ class Doubts(Liveness):
         if seconds < SUSPECT_AFTER:
             return
         now = time.monotonic()
-        self._asked = {seat: at for seat, at in self._asked.items() if now - at < SUSPECT_EVERY}
-        for seat in peers:
-            if seat is not None and seat not in self._asked:
-                self._asked[seat] = now
-                self._ask(seat)
+        self._asked = {member: at for member, at in self._asked.items() if now - at < SUSPECT_EVERY}
+        for member in peers:
+            if member is not None and member not in self._asked:
+                self._asked[member] = now
+                self._ask(member)

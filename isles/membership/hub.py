@@ -3,7 +3,7 @@ is there.
 
 The hub waits for nobody: for each client some megabytes wait to be sent, and a question that finds no room is answered
 with "later" at once. So one client on a slow line, or one that has stopped, holds up no other. Whoever is let in may
-ask everybody, and watch who is there; it serves `SERVED_BY_SEATS` and is seen as `PRESENT_AS_SEATS` alone, so nobody
+ask everybody, and watch who is there; it serves `SERVED_BY_MEMBERS` and is seen as `PRESENT_AS_MEMBERS` alone, so nobody
 answers in the place of the hub's own session.
 
 All of it runs in the loop's thread.
@@ -28,9 +28,9 @@ from typing import NamedTuple
 from isles.comm.credentials import Credentials
 from isles.comm.sockets.connection import SILENCE, BadFrame, Connection
 from isles.comm.sockets.listener import Listener
-from isles.membership.keys import PRESENT_AS_SEATS, SERVED_BY_SEATS
-from isles.membership.p2p.relay import Ties, new_ticket
-from isles.membership.session import Refusals
+from isles.membership.keys import PRESENT_AS_MEMBERS, SERVED_BY_MEMBERS
+from isles.membership.p2p.relay import TicketExchange, new_ticket
+from isles.membership.session import Rejections
 
 MAX_MESSAGE = 4 << 20
 """Bytes of a word's payload."""
@@ -124,7 +124,7 @@ class Hub:
     relayed: bytes that clients have said to each other. refused: where what is not taken is counted.
     """
 
-    def __init__(self, mine: Credentials, listening: socket.socket, lease: float, refused: Refusals) -> None:
+    def __init__(self, mine: Credentials, listening: socket.socket, lease: float, refused: Rejections) -> None:
         self.relayed = 0
         self._lease, self._refused = lease, refused
         self._peers: dict[str, Peer] = {}
@@ -134,7 +134,7 @@ class Hub:
         self._numbers = count(1)
         self._lines: dict[asyncio.Task[None], Connection] = {}
         self._key = secrets.token_bytes(32)
-        self._ties = Ties(self._key, self._carry)
+        self._ties = TicketExchange(self._key, self._carry)
         self._listener = Listener(
             listening, self._admit, seconds=SILENCE, mine=mine, refused=self._turned_away, raw=self._ties.take
         )
@@ -174,10 +174,10 @@ class Hub:
             peer.watches[frame.number] = key
             found = [one for one in self._present if matches(key, one)]
             self._tell(peer, Frame(FrameKind.SEEN, frame.number, payload="\n".join(found).encode("ascii")))
-        elif kind == FrameKind.SERVE and self._may(peer, key, SERVED_BY_SEATS):
+        elif kind == FrameKind.SERVE and self._may(peer, key, SERVED_BY_MEMBERS):
             peer.serves.add(key)
             self._serving.setdefault(key, {})[peer] = None
-        elif kind == FrameKind.PRESENT and self._may(peer, key, PRESENT_AS_SEATS):
+        elif kind == FrameKind.PRESENT and self._may(peer, key, PRESENT_AS_MEMBERS):
             peer.is_at.add(key)
             there = self._present.setdefault(key, set())
             there.add(peer)

@@ -1,21 +1,20 @@
-"""Where the lighthouse and the workers find each other in a session, and how a seat's word is known to be its own.
+"""The addresses of a session, and how a message is known to be from the member that it names.
 
-    CONFIG, HELLO            anybody with the token: the run's configuration; a seat
-    ABOUT, ECHO, REACH       anybody with the token: how it stands; how fast the line is; whether an address is reached
-    STATUS                   anybody with the token: who serves what, of a swarm
-    ASKED, REPORTED          from a seat: questions to `Membership`, lines of metrics
-    TOLD / seat              to a seat: orders; TOLD / seat / place: the same, to the others of its island
-    GIFT / seat / giver      of a worker: files; of the lighthouse: GIFT / `LIGHTHOUSE`
-    TIES                     anybody with the token: a ticket, with which two connections become one
-    LIT                      there while the lighthouse is
+    CONFIG, HELLO            anybody with the token: the run's configuration; a member id
+    ABOUT, ECHO, REACH       anybody with the token: the run's progress; the link's rates; whether an address is reached
+    STATUS                   anybody with the token: the members
+    REQUESTS, REPORTS        from a member: questions to the coordinator, lines of metrics
+    NOTIFY / member          to a member: notifications; NOTIFY / member / rank: the same, to the others of its island
+    STATE / member / name    of a member: files; of the lighthouse: STATE / `LIGHTHOUSE`
+    RELAY_TICKETS            anybody with the token: a ticket, with which two connections become one
+    UP                       present while the lighthouse is
 
-Everybody in the session knows the token, and may listen in where another seat is addressed. So no key is ever said but
-to whom it is given: what is said in a seat's name, or to it, bears a proof (HMAC-SHA256) over the address and the word,
-by a key that only the lighthouse and that worker know. What one worker sends to another bears a seal over all of it, by
-an introduction, which the lighthouse gives to the sender, and which the receiver can make from its own key. What was
-overheard can be said again, and nothing else: so the lighthouse's orders are numbered, and an old one is none. At the
-lighthouse's own addresses nobody else can listen, nor answer in its place: its router lets others serve
-`SERVED_BY_SEATS` alone.
+Everybody in the session knows the token, and may listen where another member is addressed. So no key is ever sent but
+to its owner. What is sent in a member's name, or to it, bears a MAC (HMAC-SHA256) over address and message, by a key
+that only the lighthouse and that worker know (`signature`). What one worker sends to another bears a MAC by the pair's
+key (`peer_key`): the lighthouse gives it to the sender, and the receiver derives it from its own key. An overheard
+message can be replayed, and nothing else: so notifications are numbered, and an old number is refused. At the
+lighthouse's own addresses nobody else can listen or answer: its hub lets clients serve `SERVED_BY_MEMBERS` alone.
 """
 
 from __future__ import annotations
@@ -28,24 +27,36 @@ from pathlib import Path
 
 from isles.comm.credentials import write_private
 
-CONFIG, HELLO, ABOUT, ECHO, REACH, STATUS, ASKED, REPORTED, TOLD, GIFT, TIES = (
+CONFIG, HELLO, ABOUT, ECHO, REACH, STATUS, REQUESTS, REPORTS, NOTIFY, STATE, RELAY_TICKETS = (
     f"isles/{name}"
-    for name in ("config", "hello", "about", "echo", "reach", "status", "asked", "reported", "told", "gift", "ties")
+    for name in (
+        "config",
+        "hello",
+        "about",
+        "echo",
+        "reach",
+        "status",
+        "requests",
+        "reports",
+        "notify",
+        "state",
+        "tickets",
+    )
 )
-SERVED_BY_SEATS = (f"{TOLD}/**", f"{GIFT}/seat/**", "isles/mail/*", "isles/place/*/mail/*")
-PRESENT_AS_SEATS = ("isles/seat/*", "isles/place/*/seat/*")
+SERVED_BY_MEMBERS = (f"{NOTIFY}/**", f"{STATE}/member/**", "isles/dial/*", "isles/rank/*/dial/*")
+PRESENT_AS_MEMBERS = ("isles/member/*", "isles/rank/*/member/*")
 PIECE = 1 << 20  # bytes that ECHO sends at most
 LIGHTHOUSE = "lighthouse"
-LIT = "isles/lit"
-_FILE = "seats"
+UP = "isles/up"
+_FILE = "member-keys"
 PROOF = 16
-"""Bytes of a proof, and of a seal."""
+"""Bytes of a MAC."""
 _MOST = 64  # bytes of a signature that are looked at
 _NUMBER = struct.Struct("<q")
 
 
-class SeatKeys:
-    """The keys of all seats of a run: made from one secret in `folder`, so that they outlive the lighthouse."""
+class MemberKeys:
+    """The keys of all members of a run: made from one secret in `folder`, so that they outlive the lighthouse."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / _FILE
@@ -53,58 +64,58 @@ class SeatKeys:
             write_private(path, secrets.token_bytes(32))
         self._secret = path.read_bytes()
 
-    def of(self, seat: int) -> str:
+    def of(self, member: int) -> str:
         """32 hex digits."""
-        return hmac.new(self._secret, b"isles seat %d" % seat, hashlib.sha256).hexdigest()[:32]
+        return hmac.new(self._secret, b"isles member %d" % member, hashlib.sha256).hexdigest()[:32]
 
-    def introduction(self, seat: int) -> bytes:
-        """Of the lighthouse to a seat, which gives it a file."""
-        return introduction(self.of(seat), -1)
+    def peer_key(self, member: int) -> bytes:
+        """The key of messages from the lighthouse to a member."""
+        return peer_key(self.of(member), -1)
 
-    def seat(self, word: bytes, where: str, said: bytes) -> int | None:
-        """Whose `signature` of `said` at `where` it is; None for a forged one."""
-        number = word[:_MOST].partition(b":")[0]
+    def member(self, signed: bytes, where: str, said: bytes) -> int | None:
+        """The member whose `signature` of `said` at `where` it is; None for a forged one."""
+        number = signed[:_MOST].partition(b":")[0]
         if not (number.isdigit() and len(number) <= 9):
             return None
-        seat = int(number)
-        return seat if hmac.compare_digest(word, signature(seat, self.of(seat), where, said)) else None
+        member = int(number)
+        return member if hmac.compare_digest(signed, signature(member, self.of(member), where, said)) else None
 
 
-def told_at(seat: int, place: int) -> str:
-    """Where the worker at `place` in the island of a seat hears orders."""
-    return f"{TOLD}/{seat}/{place}" if place else f"{TOLD}/{seat}"
+def notify_key(member: int, rank: int) -> str:
+    """Where the worker of rank `rank` in a member's island gets notifications."""
+    return f"{NOTIFY}/{member}/{rank}" if rank else f"{NOTIFY}/{member}"
 
 
-def numbered(number: int, said: bytes) -> bytes:
-    """An order as it is said; each of the lighthouse's has a higher number than those before."""
-    return _NUMBER.pack(number) + said
+def add_sequence(number: int, message: bytes) -> bytes:
+    """A notification as it is sent; each of the lighthouse's has a higher number than those before."""
+    return _NUMBER.pack(number) + message
 
 
-def number_of(order: bytes) -> tuple[int, bytes]:
-    """What `numbered` was given. ValueError where it is too short."""
-    if len(order) < _NUMBER.size:
+def split_sequence(numbered: bytes) -> tuple[int, bytes]:
+    """The arguments of `add_sequence`. ValueError where it is too short."""
+    if len(numbered) < _NUMBER.size:
         raise ValueError("an order without a number")
-    return _NUMBER.unpack_from(order)[0], order[_NUMBER.size :]
+    return _NUMBER.unpack_from(numbered)[0], numbered[_NUMBER.size :]
 
 
-def gift_at(giver: str) -> str:
-    """Where the worker of that name, or the `LIGHTHOUSE`, gives files."""
-    return f"{GIFT}/{giver}" if giver == LIGHTHOUSE else f"{GIFT}/seat/{giver}"
+def state_key(name: str) -> str:
+    """Where the worker of that name, or the `LIGHTHOUSE`, publishes files."""
+    return f"{STATE}/{name}" if name == LIGHTHOUSE else f"{STATE}/member/{name}"
 
 
-def introduction(key: str, sender: int) -> bytes:
-    """16 bytes: by which `sender` seals what it sends to the seat of `key`."""
-    return hmac.new(key.encode("ascii"), b"isles mail from %d" % sender, hashlib.sha256).digest()[:16]
+def peer_key(key: str, sender: int) -> bytes:
+    """16 bytes: the key of messages from `sender` to the member whose own key is `key`."""
+    return hmac.new(key.encode("ascii"), b"isles message from %d" % sender, hashlib.sha256).digest()[:16]
 
 
-def signature(seat: int, key: str, where: str, said: bytes) -> bytes:
-    """What goes beside what `seat` says at the address `where`, and beside what is said to it."""
+def signature(member: int, key: str, where: str, said: bytes) -> bytes:
+    """The MAC of what `member` says at the address `where`, or of what is said to it there."""
     proof = hmac.digest(key.encode("ascii"), where.encode("ascii") + b"\0" + said, "sha256")
-    return b"%d:" % seat + proof[:PROOF]
+    return b"%d:" % member + proof[:PROOF]
 
 
-def sealed(word: bytes, head: bytes, chunk: bytes) -> bytes:
-    """The seal of a piece of a message and of what goes beside it, by the introduction `word`: `PROOF` bytes."""
-    seal = hmac.new(word, head, "sha256")
-    seal.update(chunk)
-    return seal.digest()[:PROOF]
+def authenticate(key: bytes, head: bytes, body: bytes) -> bytes:
+    """The MAC of a message and of what goes before it, by a `peer_key`: `PROOF` bytes."""
+    mac = hmac.new(key, head, "sha256")
+    mac.update(body)
+    return mac.digest()[:PROOF]

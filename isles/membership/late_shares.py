@@ -19,20 +19,20 @@ from torch import Tensor
 from isles.comm.errors import CommError
 from isles.comm.group import Group
 from isles.membership.messages import Delivered, Done
-from isles.membership.round_commit import NOTHING, Part, Word
+from isles.membership.round_commit import NOTHING, RoundDecision, RoundState
 
 if TYPE_CHECKING:
-    from isles.membership.client import Company
+    from isles.membership.client import MembershipClient
 
-KEEPERS = 2  # of those who landed a mean so many, the first, keep it for who was late
+MEAN_HOLDERS = 2  # of those who landed a mean so many, the first, keep it for who was late
 _SOON = 0.3  # seconds until something is told again
 Phase = Literal["told", "exchanging", "done", "landed", "late", "over"]
 
 
 @dataclass(frozen=True, slots=True)
-class Missed:
+class MissedMean:
     """What others landed in a round without this worker: the mean (n,), of so many, `whole` where it was not skipped;
-    the hash of the anchor after it. left_out: who takes no part any more since then, as `Member.left_out`.
+    the hash of the anchor after it. left_out: who takes no part any more since then, as `MemberState.left_out`.
     """
 
     mean: Tensor
@@ -47,16 +47,16 @@ class Delivery:
     unknown. word: the newest on it. It is told first by asking, so that who is late knows at once.
     """
 
-    def __init__(self, line: Company, round: int, steps: int, seconds: float, now: float) -> None:
+    def __init__(self, line: MembershipClient, round: int, steps: int, seconds: float, now: float) -> None:
         self.round, self.steps = round, steps
-        self.word: Word | None = None
+        self.decision: RoundDecision | None = None
         self._line, self._told = line, now
-        self._part = Part(line.seat, round, 0, (line.seat,))
+        self._part = RoundState(line.member, round, 0, (line.member,))
         self._said: Delivered | Done = Delivered(round, steps, seconds)
         self._failed = -1  # the newest attempt that did
         answer = line.ask(self._said)
-        if isinstance(answer, Word):
-            line.words.hear(answer)
+        if isinstance(answer, RoundDecision):
+            line.decisions.hear(answer)
 
     @property
     def attempt(self) -> int:
@@ -66,19 +66,19 @@ class Delivery:
     @property
     def factor(self) -> float:
         """What this worker's share is scaled by, so that the mean of all is one by inner steps."""
-        assert self.word is not None and self.word.steps
-        return len(self.word.steps) * self.steps / sum(self.word.steps)
+        assert self.decision is not None and self.decision.steps
+        return len(self.decision.steps) * self.steps / sum(self.decision.steps)
 
     def look(self, now: float) -> Phase:
         """The phase that it is in now. What was told is told again now and then, for words may be lost."""
-        self.word = self._line.words.of(self.round) or self.word
-        if self.word is not None:
-            self._part = self._part.heard(self.word)
+        self.decision = self._line.decisions.of(self.round) or self.decision
+        if self.decision is not None:
+            self._part = self._part.heard(self.decision)
         if self._line.is_over:
             return "over"
         if self._part.phase == "landed":
             return "landed"
-        is_without = self.word is not None and self._line.seat not in self.word.seats
+        is_without = self.decision is not None and self._line.member not in self.decision.members
         if is_without and (self._part.phase == "left out" or self._part.attempt == 0):
             return "late"
         waits = self._part.attempt == 0 or self._part.phase == "done" or self._part.attempt == self._failed
@@ -102,8 +102,8 @@ class Delivery:
 
     def wait(self) -> None:
         """Wait until there is something new to look at, a moment at most."""
-        known = self.word
-        self._line.wait(lambda: self._line.is_over or self._line.words.of(self.round) != known, _SOON)
+        known = self.decision
+        self._line.wait(lambda: self._line.is_over or self._line.decisions.of(self.round) != known, _SOON)
 
 
 class Deliveries:
@@ -111,9 +111,9 @@ class Deliveries:
     landed: called after each landing with its round.
     """
 
-    def __init__(self, line: Company, alone: Group) -> None:
+    def __init__(self, line: MembershipClient, alone: Group) -> None:
         self.line, self._alone = line, alone
-        self.fetch: Callable[[Word], Missed | None] = lambda word: None
+        self.fetch: Callable[[RoundDecision], MissedMean | None] = lambda decision: None
         self.landed: Callable[[int], None] = lambda round: None
         self.late = 0
         """Rounds whose mean was taken without this worker."""
@@ -122,24 +122,27 @@ class Deliveries:
         """Deliver."""
         return Delivery(self.line, round, steps, seconds, self._alone.transport.now())
 
-    def group(self, word: Word, seconds: float) -> Group:
+    def group(self, decision: RoundDecision, seconds: float) -> Group:
         """The group of an attempt, whose members may be late by so many seconds."""
         waits = self._alone.deadlines
         return replace(
-            self._alone, ranks=word.seats, view=max(word.view, 0), deadlines=replace(waits, outer=waits.outer + seconds)
+            self._alone,
+            ranks=decision.members,
+            view=max(decision.view, 0),
+            deadlines=replace(waits, outer=waits.outer + seconds),
         )
 
     def fail(self, delivery: Delivery, error: CommError) -> None:
         """Tell that the exchange of `delivery` has failed here, and whom that speaks of."""
-        self.line.accuse(delivery.round, delivery.attempt, error)
+        self.line.report_peer(delivery.round, delivery.attempt, error)
         delivery.answered(None, self._alone.transport.now())
 
-    def missed(self, delivery: Delivery) -> Missed | None:
+    def missed(self, delivery: Delivery) -> MissedMean | None:
         """The mean that was taken without it, once it has landed there. None where it cannot be had now."""
         while not self.line.is_over and self.line.has_answers:
-            word = self.line.words.of(delivery.round)
-            if word is not None and word.verdict == "land":
-                found = self.fetch(word)
+            decision = self.line.decisions.of(delivery.round)
+            if decision is not None and decision.outcome == "land":
+                found = self.fetch(decision)
                 if found is None:
                     self.line.reload()
                 return found
@@ -148,8 +151,8 @@ class Deliveries:
             delivery.say()
         return None
 
-    def is_missed(self, word: Word) -> bool:
+    def is_missed(self, decision: RoundDecision) -> bool:
         """Whether somebody of the round's view was late, and this worker is one of those who keep the mean for it."""
-        view = self.line.member.view_of(word.round)
-        keeps = self.line.seat in word.seats[:KEEPERS]
-        return keeps and view is not None and not set(view.seats) <= set(word.seats)
+        view = self.line.state.view_of(decision.round)
+        keeps = self.line.member in decision.members[:MEAN_HOLDERS]
+        return keeps and view is not None and not set(view.members) <= set(decision.members)

@@ -1,7 +1,7 @@
-"""The meeting point of an elastic run: an `Assembly` on a router's session, with its journal. No torch.
+"""The meeting point of an elastic run: an `Coordinator` on a router's session, with its journal. No torch.
 
-question of a seat -> Assembly -> orders: an entry for the journal, on the disk before anything later leaves; an
-answer; words to other seats, which may be lost, for the next beats say them again
+question of a member -> Assembly -> orders: an entry for the journal, on the disk before anything later leaves; an
+answer; words to other members, which may be lost, for the next beats say them again
 
 All of it happens in callbacks of the session, one after the other.
 
@@ -18,42 +18,42 @@ from itertools import count
 from typing import Any, TypeVar
 
 from isles.base.parsing import parse_json
-from isles.membership.effects import Assembly, Order, Record, Reply
-from isles.membership.failure_detector import Presence, WholeSeats
+from isles.membership.effects import Append, Coordinator, Effect, Reply
+from isles.membership.failure_detector import FailureDetector, IslandLiveness
 from isles.membership.journal import Journal
 from isles.membership.keys import (
     ABOUT,
-    ASKED,
     CONFIG,
     ECHO,
     HELLO,
-    LIT,
     PIECE,
-    PRESENT_AS_SEATS,
+    PRESENT_AS_MEMBERS,
     REACH,
-    REPORTED,
-    SeatKeys,
-    numbered,
+    REPORTS,
+    REQUESTS,
+    UP,
+    MemberKeys,
+    add_sequence,
+    notify_key,
     signature,
-    told_at,
 )
 from isles.membership.messages import (
     About,
-    Accusation,
     Admitted,
+    AnnounceAddress,
     Entry,
-    Find,
     Finished,
     Hello,
     Later,
-    Listening,
-    Reached,
+    Lookup,
+    PeerReport,
+    Reachability,
     Refusal,
     Silent,
     decode,
     encode,
 )
-from isles.membership.p2p.address_book import Whereabouts
+from isles.membership.p2p.address_book import AddressBook
 from isles.membership.p2p.relay import RelayCount
 from isles.membership.session import ControlSession, Query, Timer
 
@@ -80,9 +80,9 @@ class Admissions:
 
 _LOG = logging.getLogger(__name__)
 GRACE = 8.0  # seconds for workers to come back to a lighthouse that was started again
-JOINS = 30  # seats that one address takes at once, and as many again each minute
+JOINS = 30  # members that one address takes at once, and as many again each minute
 _TICK = 0.25
-_TOLD = 5.0  # seconds that a word to a seat is tried for
+_TOLD = 5.0  # seconds that a word to a member is tried for
 _LONGEST_REPORT = 1 << 20
 _ORDERS = 1 << 40  # more than a lighthouse gives before it is lit again
 T = TypeVar("T")
@@ -95,26 +95,26 @@ class Lighthouse:
     started again on that journal contradicts nothing that it said before.
 
     assembly: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
-    have. heard(seat, event): called with what a worker reports, parsed from JSON but unchecked; its ValueError refuses
-    the report. places: workers in each seat, which all hear its orders. presence: what it knows of who is there, if not
+    have. on_report(member, event): called with what a worker reports, parsed from JSON but unchecked; its ValueError refuses
+    the report. places: workers in each member, which all hear its orders. presence: what it knows of who is there, if not
     by what they say.
 
-    finished: seats that have done the last round. refused: what was not taken, by (seat or -1, reason). corpus:
+    finished: members that have done the last round. refused: what was not taken, by (member or -1, reason). corpus:
     SHA-256 of the text of the first worker; None until it came.
     """
 
     def __init__(
         self,
         session: ControlSession,
-        assembly: Assembly,
+        assembly: Coordinator,
         journal: Journal,
-        keys: SeatKeys,
+        keys: MemberKeys,
         *,
         config: str,
         version: str,
-        heard: Callable[[int, Any], None],
-        places: int = 1,
-        presence: Presence | None = None,
+        on_report: Callable[[int, Any], None],
+        island_size: int = 1,
+        presence: FailureDetector | None = None,
     ) -> None:
         self.refused = session.refused
         self.finished = assembly.finished
@@ -122,30 +122,30 @@ class Lighthouse:
         self._relay = RelayCount(lambda: session.relayed, journal.entries)
         self.corpus: str | None = None
         self._session, self._journal, self._keys = session, journal, keys
-        self._config, self._version, self._heard = config.encode("utf-8"), version, heard
-        self._assembly, self._places, self._whole = assembly, places, WholeSeats()
+        self._config, self._version, self._on_report = config.encode("utf-8"), version, on_report
+        self._assembly, self._island_size, self._whole = assembly, island_size, IslandLiveness()
         if journal.entries:
-            journal.append({"event": "lit", "at": round(session.wall(), 3)})
-        lit = sum(entry.get("event") == "lit" for entry in journal.entries) + bool(journal.entries)
+            journal.append({"event": "restart", "at": round(session.wall(), 3)})
+        lit = sum(entry.get("event") == "restart" for entry in journal.entries) + bool(journal.entries)
         self._orders = count(lit * _ORDERS)
-        self._whereabouts = Whereabouts(keys, session.seen)
+        self._whereabouts = AddressBook(keys, session.seen)
         for entry in journal.entries:
             self._joined(entry)
-        self._admissions, self._present = Admissions(JOINS, 60.0), presence or Presence()
+        self._admissions, self._present = Admissions(JOINS, 60.0), presence or FailureDetector()
         self._lock = session.condition()
         session.serve(CONFIG, lambda query: query.reply(self._config))
         session.serve(HELLO, self._hello)
         session.serve(ABOUT, lambda query: query.reply(encode(self._about())))
         session.serve(ECHO, lambda query: query.reply(partial(bytes, _echoed(query))))
         session.serve(REACH, self._reach)
-        session.serve(ASKED, self._asked)
-        session.serve(REPORTED, self._reported)
-        for there in PRESENT_AS_SEATS:
+        session.serve(REQUESTS, self._asked)
+        session.serve(REPORTS, self._reported)
+        for there in PRESENT_AS_MEMBERS:
             session.watch(there, self._presence)
-        session.present(LIT)
+        session.present(UP)
         self._ticks: Timer | None = session.later(self._tick_on, _TICK) if session.beats else None
 
-    def act(self, call: Callable[[float], list[Order]]) -> None:
+    def act(self, call: Callable[[float], list[Effect]]) -> None:
         """Call something of the assembly, in a callback, and carry out its orders. Returns at once."""
         self._session.later(lambda: self._carry_out(self._call(lambda _, now: call(now))))
 
@@ -164,19 +164,19 @@ class Lighthouse:
                 raise self._failed
             return said
 
-    def tell(self, seats: Sequence[int], message: Any) -> None:
-        """Send `message` to each of `seats`; nobody says whether it came."""
-        for seat in seats:
-            self._tell(seat, encode(message))
+    def tell(self, members: Sequence[int], message: Any) -> None:
+        """Send `message` to each of `members`; nobody says whether it came."""
+        for member in members:
+            self._tell(member, encode(message))
 
     @property
     def relayed(self) -> int:
         """Bytes that workers have sent to each other over this lighthouse."""
         return self._relay.relayed()
 
-    def seen(self, seat: int) -> str:
-        """The address from which the first worker of a seat comes; "" while it does not."""
-        return self._whereabouts.addresses.get((seat, 0), "")
+    def seen(self, member: int) -> str:
+        """The address from which the first worker of a member comes; "" while it does not."""
+        return self._whereabouts.addresses.get((member, 0), "")
 
     def close(self) -> None:
         """Do no more by itself. The session is whoever's who opened it."""
@@ -192,8 +192,8 @@ class Lighthouse:
         why = None
         if hello.version != self._version:
             why = f"this run is of isles {self._version}, not {hello.version}: install that version"
-        elif len(hello.certificates) != self._places:
-            why = f"each member of this run is of {self._places} workers, and shows the certificate of each"
+        elif len(hello.certificates) != self._island_size:
+            why = f"each member of this run is of {self._island_size} workers, and shows the certificate of each"
         elif self.corpus is not None and hello.corpus != self.corpus:
             why = (
                 f"data.path: this machine's text is another one (sha256 {hello.corpus[:8]}...) than the run's "
@@ -215,18 +215,18 @@ class Lighthouse:
         """Note of an entry of the journal who has joined, if that is what it says."""
         if entry.get("event") == "join":
             self.corpus = str(entry.get("description"))
-            self._whereabouts.joined(entry["seat"], entry["certificates"])
+            self._whereabouts.joined(entry["member"], entry["certificates"])
 
     def _about(self) -> About:
         members, newest, last = self._assembly.about()
         return About(self._version, self._session.wall(), members, newest, last)
 
     def _reach(self, query: Query) -> None:
-        if (said := self._greeting(query, Listening)) is not None:
+        if (said := self._greeting(query, AnnounceAddress)) is not None:
             self._listening(-1, said, query)
 
     def _greeting(self, query: Query, kind: type[T]) -> T | None:
-        """What somebody without a seat says; None, and refused, where that is no `kind`."""
+        """What somebody without a member says; None, and refused, where that is no `kind`."""
         try:
             return decode(query.payload, {kind.__name__.lower(): kind})
         except ValueError as error:
@@ -235,68 +235,68 @@ class Lighthouse:
 
     def _asked(self, query: Query) -> None:
         said = query.payload
-        seat = self._keys.seat(query.attachment, ASKED, said)
-        if seat is None:
-            self._refuse(query, -1, "a word without the key of its seat")
+        member = self._keys.member(query.attachment, REQUESTS, said)
+        if member is None:
+            self._refuse(query, -1, "a word without the key of its member")
             return
         try:
             message = decode(said)
         except ValueError as error:
-            self._refuse(query, seat, str(error))
+            self._refuse(query, member, str(error))
             return
-        is_seats_own = not isinstance(message, (Find, Listening, Silent))  # which others of an island say too
-        if is_seats_own and self._present.spoke(seat):
-            self._carry_out(self._call(lambda m, now: m.back(now, seat)))
+        is_members_own = not isinstance(message, (Lookup, AnnounceAddress, Silent))  # which others of an island say too
+        if is_members_own and self._present.spoke(member):
+            self._carry_out(self._call(lambda m, now: m.reconnected(now, member)))
         match message:
-            case Find():
-                query.reply(encode(self._whereabouts.find(seat, message)))
+            case Lookup():
+                query.reply(encode(self._whereabouts.find(member, message)))
             case Silent():
                 query.reply()
-                gone = self._present.is_gone(message.seat)  # whoever waits for it has begun to when that was told
-                self.tell([seat] if gone else self._present.others_of(message.seat), message)
-            case Listening():
-                self._listening(seat, message, query)
+                gone = self._present.is_lost(message.member)  # whoever waits for it has begun to when that was told
+                self.tell([member] if gone else self._present.others_of(message.member), message)
+            case AnnounceAddress():
+                self._listening(member, message, query)
             case Finished():
                 with self._lock:
-                    self.finished.add(seat)
+                    self.finished.add(member)
                     self._lock.notify_all()
                 query.reply()
             case _:
-                self._consult(seat, message, query)
+                self._consult(member, message, query)
 
-    def _consult(self, seat: int, message: Any, query: Query) -> None:
+    def _consult(self, member: int, message: Any, query: Query) -> None:
         """Answer as the assembly decides."""
         try:
-            orders = self._call(lambda m, now: m.hear(now, seat, message))
+            orders = self._call(lambda m, now: m.hear(now, member, message))
         except ValueError as error:
-            self._refuse(query, seat, str(error))
+            self._refuse(query, member, str(error))
             return
         if orders is None:
-            self._refuse(query, seat, "a word that no worker says")
+            self._refuse(query, member, "a word that no worker says")
             return
-        if isinstance(message, Accusation) and message.charge == "refused":
-            self.refused.note(message.seat, "a share that another worker refuses")
+        if isinstance(message, PeerReport) and message.charge == "refused":
+            self.refused.note(message.member, "a share that another worker refuses")
         self._carry_out(orders, query)
 
-    def _listening(self, seat: int, message: Listening, query: Query) -> None:
-        def answer(reached: Reached) -> None:
+    def _listening(self, member: int, message: AnnounceAddress, query: Query) -> None:
+        def answer(reached: Reachability) -> None:
             self._session.later(lambda: query.reply(encode(reached)))
 
         try:
-            self._whereabouts.listening(seat, message, answer)
+            self._whereabouts.listening(member, message, answer)
         except ValueError as error:
-            self._refuse(query, seat, str(error))
+            self._refuse(query, member, str(error))
 
     def _reported(self, query: Query) -> None:
         payload = query.payload
-        seat = self._keys.seat(query.attachment, REPORTED, payload)
-        if seat is None or len(payload) > _LONGEST_REPORT:
-            self._refuse(query, -1 if seat is None else seat, "a report that cannot be")
+        member = self._keys.member(query.attachment, REPORTS, payload)
+        if member is None or len(payload) > _LONGEST_REPORT:
+            self._refuse(query, -1 if member is None else member, "a report that cannot be")
             return
         try:
-            self._heard(seat, parse_json(payload))
+            self._on_report(member, parse_json(payload))
         except ValueError as error:
-            self.refused.note(seat, str(error))
+            self.refused.note(member, str(error))
         except OSError as error:
             self._fail(error)
         query.reply()
@@ -304,35 +304,40 @@ class Lighthouse:
             self._lock.notify_all()
 
     def _presence(self, key: str, there: bool) -> None:
-        """The connection of a worker came or broke: with it that of its seat, perhaps."""
+        """The connection of a worker came or broke: with it that of its member, perhaps."""
         names = [
             name for name in key.split("/") if name.isdecimal() and len(name) <= 9
-        ]  # a place if it is not 0, a seat
-        if len(names) != key.count("/") // 2 or not 0 <= (place := int(names[0]) if names[1:] else 0) < self._places:
+        ]  # a place if it is not 0, a member
+        if (
+            len(names) != key.count("/") // 2
+            or not 0 <= (island_rank := int(names[0]) if names[1:] else 0) < self._island_size
+        ):
             return
-        seat = int(names[-1])
+        member = int(names[-1])
         if not there:
-            self._whereabouts.forget(seat, place)
-        whole = self._whole.changed(seat, place, there)
+            self._whereabouts.forget(member, island_rank)
+        whole = self._whole.changed(member, island_rank, there)
         if whole is not None:
-            self._present.changed(seat, whole)
-            self._carry_out(self._call(lambda m, now: m.back(now, seat) if whole else m.gone(now, seat)))
+            self._present.changed(member, whole)
+            self._carry_out(
+                self._call(lambda m, now: m.reconnected(now, member) if whole else m.disconnected(now, member))
+            )
 
     def tick(self) -> None:
         """Time has passed."""
         self._carry_out(self._call(lambda m, now: m.tick(now)))
-        for seat in self._present.silent(self._session.now()):
-            self._carry_out(self._call(lambda m, now, seat=seat: m.gone(now, seat)))
+        for member in self._present.silent(self._session.now()):
+            self._carry_out(self._call(lambda m, now, member=member: m.disconnected(now, member)))
         if (note := self._relay.note(self.relayed)) is not None:
-            self._carry_out([Record(note)])
+            self._carry_out([Append(note)])
 
-    def _call(self, asked: Callable[[Assembly, float], T]) -> T:
+    def _call(self, asked: Callable[[Coordinator, float], T]) -> T:
         with self._lock:
             orders = asked(self._assembly, self._session.now())
             self._lock.notify_all()
         return orders
 
-    def _carry_out(self, orders: Sequence[Order], query: Query | None = None) -> None:
+    def _carry_out(self, orders: Sequence[Effect], query: Query | None = None) -> None:
         if self._failed is not None:
             return
         try:
@@ -346,45 +351,45 @@ class Lighthouse:
             self._failed = self._failed or error
             self._lock.notify_all()
 
-    def _carry(self, orders: Sequence[Order], query: Query | None) -> None:
+    def _carry(self, orders: Sequence[Effect], query: Query | None) -> None:
         answer, encoded = b"", (None, b"")
         for order in orders:
-            if isinstance(order, Record):
+            if isinstance(order, Append):
                 self._journal.append({**order.entry, "at": round(self._session.wall(), 3)})
                 self._joined(order.entry)
                 if "still" in order.entry:
-                    self.refused.note(order.entry["seat"], f"no new round for {order.entry['still']} s: left out")
+                    self.refused.note(order.entry["member"], f"no new round for {order.entry['still']} s: left out")
                 continue
             self._journal.commit()
             if isinstance(order, Reply):
                 message: Any = order.message
                 if isinstance(message, Admitted):
-                    self._present.joined(message.seat)
-                    message = Entry(message.seat, self._keys.of(message.seat))
+                    self._present.joined(message.member)
+                    message = Entry(message.member, self._keys.of(message.member))
                 answer = encode(message)
             else:
                 if order.message is not encoded[0]:  # a view goes to everybody
                     encoded = order.message, encode(order.message)
-                self._tell(order.seat, encoded[1])
+                self._tell(order.member, encoded[1])
         self._journal.commit()
         if query is not None:
             query.reply(answer)
 
-    def _tell(self, seat: int, said: bytes) -> None:
-        key = self._keys.of(seat)
+    def _tell(self, member: int, said: bytes) -> None:
+        key = self._keys.of(member)
         with self._lock:  # orders leave in the order of their numbers
-            order = numbered(next(self._orders), said)
+            order = add_sequence(next(self._orders), said)
             try:
-                for where in (told_at(seat, place) for place in range(self._places)):
-                    word = signature(seat, key, where, order)
+                for where in (notify_key(member, island_rank) for island_rank in range(self._island_size)):
+                    word = signature(member, key, where, order)
                     self._session.ask(
                         where, order, lambda reply, refusal: None, attachment=word, seconds=_TOLD, urgent=True
                     )
             except OSError:
                 _LOG.debug("the session is closed")
 
-    def _refuse(self, query: Query, seat: int, why: str) -> None:
-        self.refused.note(seat, why)
+    def _refuse(self, query: Query, member: int, why: str) -> None:
+        self.refused.note(member, why)
         query.refuse(b"never")
 
     def _tick_on(self) -> None:

@@ -17,29 +17,29 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from isles.membership.messages import MARGIN, Ack, Beat, BeatReply, Load, Proposal
-from isles.membership.round_commit import Word
+from isles.membership.round_commit import RoundDecision
 from isles.membership.views import View
 
 _KEPT = 8  # rounds whose answers stay final; an exchange is begun at most a few rounds after its round
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Who takes part in a round. seats: its group, the worker's own included; view: the number of theirs, -1 for none.
+class RoundMembers:
+    """Who takes part in a round. members: its group, the worker's own included; view: the number of theirs, -1 for none.
 
     decided: False where this worker has promised not to begin the round before it knows more than it does.
     """
 
     view: int
-    seats: tuple[int, ...]
+    members: tuple[int, ...]
     decided: bool = True
 
 
-class Member:
-    """One worker. seat: its number. views: what it was told when it joined."""
+class MemberState:
+    """One worker. member: its number. views: what it was told when it joined."""
 
-    def __init__(self, seat: int, views: Iterable[View] = ()) -> None:
-        self.seat = seat
+    def __init__(self, member: int, views: Iterable[View] = ()) -> None:
+        self.member = member
         self.views: dict[int, View] = {view.number: view for view in views}
         self.round = 0
         self.seconds = 0.0  # of an inner step, 0 where unknown
@@ -51,10 +51,10 @@ class Member:
         self._newest_round = 0  # anybody's, as of the last answer
         self._asked = 0  # the newest round whose group is final
         self._promises: dict[int, Proposal] = {}
-        self._parted: dict[int, int] = {}  # by seat that did not ask to leave: the first round of the view without it
-        self.left_out: dict[int, int] = {}  # by seat: the newest view when the others landed a round without it
+        self._parted: dict[int, int] = {}  # by member that did not ask to leave: the first round of the view without it
+        self.left_out: dict[int, int] = {}  # by member: the newest view when the others landed a round without it
         self._broken: frozenset[int] = frozenset()
-        self._groups: dict[int, Standing] = {}
+        self._groups: dict[int, RoundMembers] = {}
         self._cells: dict[int, View | None] = {}
         self._skipped: set[int] = set()
         self._seen: dict[int, int] = {}
@@ -83,56 +83,56 @@ class Member:
         self._skipped.add(round)
         self.round = max(self.round, round)
 
-    def group(self, round: int) -> Standing:
+    def group(self, round: int) -> RoundMembers:
         """Who takes part in the exchange of `round`; final once it is decided."""
         if round in self._groups:
             return self._groups[round]
         if not self._decided(round):
-            return Standing(-1, (self.seat,), decided=False)
+            return RoundMembers(-1, (self.member,), decided=False)
         view = self._own(round)
-        standing = Standing(-1, (self.seat,))
+        round_members = RoundMembers(-1, (self.member,))
         if view is not None:
-            standing = Standing(view.number, self._taking_part(view))
-        self._groups = {**{r: s for r, s in self._groups.items() if r > round - _KEPT}, round: standing}
+            round_members = RoundMembers(view.number, self._taking_part(view))
+        self._groups = {**{r: s for r, s in self._groups.items() if r > round - _KEPT}, round: round_members}
         self._asked = max(self._asked, round)  # from here on a view that begins with this round comes too late
-        return standing
+        return round_members
 
-    def accept(self, round: int, seats: Collection[int]) -> bool:
-        """Whether the answer of an exchange among `seats`, whole by now, may be used. If so they count as seen."""
-        if any(self.lost(seat) for seat in seats):
+    def accept(self, round: int, members: Collection[int]) -> bool:
+        """Whether the answer of an exchange among `members`, whole by now, may be used. If so they count as seen."""
+        if any(self.lost(member) for member in members):
             return False
-        for seat in seats:
-            if seat != self.seat:
-                self._seen[seat] = max(self._seen.get(seat, 0), round)
+        for member in members:
+            if member != self.member:
+                self._seen[member] = max(self._seen.get(member, 0), round)
         return True
 
-    def landed(self, word: Word) -> None:
+    def landed(self, decision: RoundDecision) -> None:
         """A round of an all-reduce method that this worker has landed, or whose mean it has caught up with."""
-        view = self.view_of(word.round)
+        view = self.view_of(decision.round)
         if view is not None:
-            self.left_out |= dict.fromkeys(set(self._taking_part(view)) - set(word.seats), word.view)
+            self.left_out |= dict.fromkeys(set(self._taking_part(view)) - set(decision.members), decision.view)
 
     def until(self) -> int | None:
         """The first round that goes on without this worker, where a newer view than its own says so."""
-        own = max((view.number for view in self.views.values() if self.seat in view.seats), default=-1)
+        own = max((view.number for view in self.views.values() if self.member in view.members), default=-1)
         return min((view.since for view in self.views.values() if view.number > own), default=None)
 
     def earliest(self) -> int:
         """The first round that a view can begin with that nobody has proposed yet."""
         return max(self.round, self._newest_round) + MARGIN
 
-    def lost(self, seat: int) -> bool:
-        """Whether no work of `seat` is taken any more: its connection broke, or a view without it is on its way."""
-        return seat in self._broken or seat in self.given_up()
+    def lost(self, member: int) -> bool:
+        """Whether no work of `member` is taken any more: its connection broke, or a view without it is on its way."""
+        return member in self._broken or member in self.given_up()
 
     def given_up(self) -> frozenset[int]:
         """Who is left out, though not by its own wish, of a view that is on its way or begins later than this round."""
-        promised = {seat for promise in self._promises.values() for seat in promise.lost}
-        return frozenset(promised | {seat for seat, since in self._parted.items() if since > self.round})
+        promised = {member for promise in self._promises.values() for member in promise.lost}
+        return frozenset(promised | {member for member, since in self._parted.items() if since > self.round})
 
-    def connection(self, seat: int, *, broken: bool) -> None:
-        """What the network says about `seat`."""
-        self._broken = self._broken | {seat} if broken else self._broken - {seat}
+    def connection(self, member: int, *, broken: bool) -> None:
+        """What the network says about `member`."""
+        self._broken = self._broken | {member} if broken else self._broken - {member}
 
     def loaded(self, load: Load, round: int, left_out: Mapping[int, int] | None = None) -> None:
         """This worker has the state that its donor had after `round`, and nothing of its own any more.
@@ -178,7 +178,7 @@ class Member:
         pending = -1 if answer.proposal is None else answer.proposal.number
         self._drop(lambda number: number <= answer.issued and number != pending)
         self._skipped -= set(beat.skipped)
-        self._seen = {seat: round for seat, round in self._seen.items() if (seat, round) not in beat.seen}
+        self._seen = {member: round for member, round in self._seen.items() if (member, round) not in beat.seen}
         self._answered = max(self._answered, beat.round)
         self._newest_round = max(self._newest_round, answer.newest_round)
         return None if answer.proposal is None else self._promise(answer.proposal)
@@ -209,19 +209,19 @@ class Member:
     def _take(self, view: View) -> None:
         self.views[view.number] = view
         if (promise := self._promises.get(view.number)) is not None:
-            later = {seat: since for seat, since in self._parted.items() if since > self.round}
+            later = {member: since for member, since in self._parted.items() if since > self.round}
             self._parted = later | dict.fromkeys(promise.lost, view.since)
 
     def _decided(self, round: int) -> bool:
         return not any(promise.since <= round for promise in self._promises.values())
 
     def _taking_part(self, view: View) -> tuple[int, ...]:
-        """The seats of `view` whose state is still that of the others."""
-        return tuple(seat for seat in view.seats if self.left_out.get(seat, -1) < view.number)
+        """The members of `view` whose state is still that of the others."""
+        return tuple(member for member in view.members if self.left_out.get(member, -1) < view.number)
 
     def _since(self) -> int | None:
         """The first round of the first view that this worker is in with the state it has."""
-        own = (view for view in self.views.values() if view.number > self._entered and self.seat in view.seats)
+        own = (view for view in self.views.values() if view.number > self._entered and self.member in view.members)
         return min((view.since for view in own if self._own(view.since) is not None), default=None)
 
     def _may_read(self, round: int) -> bool:
@@ -232,7 +232,7 @@ class Member:
     def _own(self, round: int) -> View | None:
         """The view of `round`; None where this worker is not in it."""
         view = self.view_of(round)
-        return view if view is not None and view.number > self._entered and self.seat in view.seats else None
+        return view if view is not None and view.number > self._entered and self.member in view.members else None
 
     def _drop(self, over: Callable[[int], bool]) -> None:
         self._promises = {number: promise for number, promise in self._promises.items() if not over(number)}

@@ -19,17 +19,17 @@ from pydantic import Field
 from pydantic_core import from_json, to_json
 
 from isles.base.parsing import MANY, Bool, Exact, Float, Int, Ints, Str, read
-from isles.membership.round_commit import Word
+from isles.membership.round_commit import RoundDecision
 from isles.membership.views import Fingerprint, View
 
 MOST = 256
 """SeatPaths that one worker tells of: those with the most bytes."""
 PathRow = tuple[int, str, float, int, int]
-"""A peer's seat; how this worker sends to it now ("" while it does not); the shortest round trip of that connection in
+"""A peer's member; how this worker sends to it now ("" while it does not); the shortest round trip of that connection in
 seconds, 0 where unknown; bytes sent to that peer and taken from it so far, of messages.
 """
-SeatPaths = Annotated[tuple[tuple[Int, Int, Str, Float, Int, Int], ...], MANY]
-"""Each with the seat before it whose worker tells of it."""
+MemberPaths = Annotated[tuple[tuple[Int, Int, Str, Float, Int, Int], ...], MANY]
+"""Each with the member before it whose worker tells of it."""
 _Bytes = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]
 _Rows = Annotated[
     list[
@@ -45,7 +45,7 @@ _Rows = Annotated[
 ]
 
 
-def told_paths(told: object) -> list[PathRow]:
+def read_paths(told: object) -> list[PathRow]:
     """Rows as another machine tells them. ValueError where they are none."""
     return read(_Rows, told, "a list of paths that is none")
 
@@ -55,7 +55,7 @@ ANY = -1
 
 
 @dataclass(frozen=True)
-class Seek(Exact):
+class RequestWork(Exact):
     """A peer has nothing to do yet. stage: that it wishes to serve, or `ANY`. run: a number that all of one
     configuration and of the same cut points share.
     """
@@ -65,19 +65,19 @@ class Seek(Exact):
 
 
 @dataclass(frozen=True)
-class Begin(Exact):
-    """Begin a swarm of `seats`, which serve `stages`, with what the lighthouse keeps of after `step`; 0: as drawn.
+class StartSwarm(Exact):
+    """Begin a swarm of `members`, which serve `stages`, with what the lighthouse keeps of after `step`; 0: as drawn.
     epoch: of all swarms of this run, which one.
     """
 
     epoch: Int
     step: Int
-    seats: Ints
+    members: Ints
     stages: Ints
 
 
 @dataclass(frozen=True)
-class Enter(Exact):
+class JoinSwarm(Exact):
     """A swarm is at work: ask its `members` to be let in."""
 
     epoch: Int
@@ -92,7 +92,7 @@ class Wait(Exact):
 
 
 @dataclass(frozen=True)
-class Apart(Exact):
+class Rejoin(Exact):
     """The run does not go on with what this peer is part of: it is to come again as somebody else."""
 
     reason: Str
@@ -100,64 +100,64 @@ class Apart(Exact):
 
 @dataclass(frozen=True)
 class SwarmBeat(Exact):
-    """A peer at work, each second: after `step` the swarm is `seats`, which serve `stages`. seconds: that a microbatch
+    """A peer at work, each second: after `step` the swarm is `members`, which serve `stages`. seconds: that a microbatch
     takes it; queue: microbatches that waited, on average; counted: in the newest step; since: seconds since that ended.
-    place: in a run in clusters this peer's, as `PeerNow` has it.
+    coordinates: in a run in clusters this peer's, as `PeerStatus` has it.
     """
 
     epoch: Int
     step: Int
-    seats: Ints
+    members: Ints
     stages: Ints
     seconds: Float
     queue: Float
     counted: Int
     since: Float
-    place: Ints
+    coordinates: Ints
 
 
 @dataclass(frozen=True)
-class StatesKept(Exact):
+class StatesSaved(Exact):
     """To a peer at work: the lighthouse keeps all stages' states of after `step`; 0: as drawn."""
 
     step: Int
 
 
 @dataclass(frozen=True)
-class PeerNow(Exact):
-    """One peer as the lighthouse knows it. stage: `ANY` while it waits. heard: seconds since it was. place: in a run in
+class PeerStatus(Exact):
+    """One peer as the lighthouse knows it. stage: `ANY` while it waits. heard: seconds since it was. coordinates: in a run in
     clusters its cluster, its stage there, how many that has, and 1 where it is whole; () where it serves none.
     identity: fingerprint of its certificate.
     """
 
-    seat: Int
+    member: Int
     stage: Int
     step: Int
     seconds: Float
     queue: Float
     counted: Int
     heard: Float
-    place: Ints
+    coordinates: Ints
     identity: Str
 
 
 @dataclass(frozen=True)
-class SwarmNow(Exact):
+class SwarmStatus(Exact):
     """How a swarm stands. wanted: what nothing can begin without, "" where it has begun. since: seconds since the
-    newest step ended, -1 before the first. kept: the newest step of which the lighthouse keeps all stages' states.
-    refused, paths: as in `RunNow`. clustered: whether it is a run in clusters.
+    newest step ended, -1 before the first. saved: the newest step of which the lighthouse keeps all stages' states.
+    refused, paths: as in `RunStatus`. clustered: whether it is a run in clusters.
     """
 
     epoch: Int
     step: Int
     last: Int
     since: Float
-    kept: Int
+    saved: Int
     wanted: Str
-    peers: Annotated[tuple[PeerNow, ...], MANY]
+    peers: Annotated[tuple[PeerStatus, ...], MANY]
     refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
     clustered: Bool
-    paths: SeatPaths = ()
+    paths: MemberPaths = ()
 
 
 MARGIN = 3  # rounds from the newest that anybody has begun to the first of a new view
@@ -167,7 +167,7 @@ Fingerprints = Annotated[tuple[Fingerprint, ...], Field(max_length=1024, fail_fa
 
 @dataclass(frozen=True)
 class Proposal(Exact):
-    """A view that is to be: from round `since` on, `seats`. Whoever has not begun that round promises not to begin it
+    """A view that is to be: from round `since` on, `members`. Whoever has not begun that round promises not to begin it
     before it knows what became of this, and takes no work of `lost` from now on.
 
     number: that of the view, if it comes to be; never used twice. base: the newest view before it.
@@ -176,7 +176,7 @@ class Proposal(Exact):
     number: Int
     base: Int
     since: Int
-    seats: Ints
+    members: Ints
     lost: Ints = ()
 
 
@@ -186,7 +186,7 @@ class Beat(Exact):
 
     round: the one that it is in, 0 before the first with the state that it has. ready: the call (`BeatReply.call`) for
     which it has everything that it needs to take part, -1 while it has not. skipped: rounds that it did out of turn;
-    seen: newest rounds of others whose work it has, by seat; both since the last answer. known: its newest view.
+    seen: newest rounds of others whose work it has, by member; both since the last answer. known: its newest view.
     seconds: of an inner step, 0 where unknown.
     """
 
@@ -228,9 +228,9 @@ class BeatReply(Exact):
 
 @dataclass(frozen=True)
 class Admitted(Exact):
-    """The seat of a worker that asked to join."""
+    """The member of a worker that asked to join."""
 
-    seat: Int
+    member: Int
 
 
 @dataclass(frozen=True)
@@ -266,14 +266,14 @@ class Delivered(Exact):
 
 
 @dataclass(frozen=True)
-class Accusation(Exact):
-    """In this attempt the share of `seat` was late, or was refused: `reason` says why. by: who found it so and told the
+class PeerReport(Exact):
+    """In this attempt the share of `member` was late, or was refused: `reason` says why. by: who found it so and told the
     sayer; -1: the sayer itself.
     """
 
     round: Int
     attempt: Int
-    seat: Int
+    member: Int
     charge: Literal["late", "refused"]
     reason: Str = ""
     by: Int = -1
@@ -281,11 +281,11 @@ class Accusation(Exact):
 
 @dataclass(frozen=True)
 class Silent(Exact):
-    """To the lighthouse: nothing comes from `seat`, which is waited for. To members: the lighthouse has not heard it
+    """To the lighthouse: nothing comes from `member`, which is waited for. To members: the lighthouse has not heard it
     either, so nobody waits for it now.
     """
 
-    seat: Int
+    member: Int
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class Failed(Exact):
 
 @dataclass(frozen=True)
 class Hello(Exact):
-    """A worker asks for a seat. version: of isles. corpus: SHA-256 of its text, which all must share. session: the
+    """A worker asks for a member. version: of isles. corpus: SHA-256 of its text, which all must share. session: the
     engine's name of the session that asks. certificates: fingerprints of its own, or of those of all workers of its
     island: what others are to know it by.
     """
@@ -332,16 +332,16 @@ class About(Exact):
 
 @dataclass(frozen=True)
 class Entry(Exact):
-    """The answer to `Hello`: a seat, and the key that everything said for that seat must bear."""
+    """The answer to `Hello`: a member, and the key that everything said for that member must bear."""
 
-    seat: Int
+    member: Int
     key: Str
 
 
 @dataclass(frozen=True)
-class Listening(Exact):
+class AnnounceAddress(Exact):
     """A worker can be reached directly, it thinks; or, at port 0 of "", it is there and not reached. host: "" where the
-    lighthouse sees it; session: the name of the session that asks; certificate: its own's fingerprint; place: in its
+    lighthouse sees it; session: the name of the session that asks; certificate: its own's fingerprint; island_rank: in its
     island. relays: whether it carries for others.
     """
 
@@ -349,13 +349,13 @@ class Listening(Exact):
     port: Int
     session: Str
     certificate: Fingerprint
-    place: Int = 0
+    island_rank: Int = 0
     relays: Bool = False
 
 
 @dataclass(frozen=True)
-class Reached(Exact):
-    """The answer to `Listening`: where the lighthouse tried; refusal: why that failed, "" where it did not. seen: the
+class Reachability(Exact):
+    """The answer to `AnnounceAddress`: where the lighthouse tried; refusal: why that failed, "" where it did not. seen: the
     address from which it sees the session that asked.
     """
 
@@ -366,25 +366,25 @@ class Reached(Exact):
 
 
 @dataclass(frozen=True)
-class Find(Exact):
-    """A worker asks for the way to the worker at `place` in the island of `seat`."""
+class Lookup(Exact):
+    """A worker asks for the way to the worker at `island_rank` in the island of `member`."""
 
-    seat: Int
-    place: Int = 0
+    member: Int
+    island_rank: Int = 0
 
 
 @dataclass(frozen=True)
-class Found(Exact):
-    """The answer to `Find`. host, port: as in `Listening`, "" and 0 where it is not reached directly. certificates: as
-    in `Hello`; none where it is not there. introduction: what the worker that asked shows to `seat` (hex). relay: the
-    seat, -1 for none, of who carries for the two where neither reaches the other; ticket: to be shown there (hex).
+class PeerAddress(Exact):
+    """The answer to `Lookup`. host, port: as in `AnnounceAddress`, "" and 0 where it is not reached directly. certificates: as
+    in `Hello`; none where it is not there. introduction: what the worker that asked shows to `member` (hex). relay: the
+    member, -1 for none, of who carries for the two where neither reaches the other; ticket: to be shown there (hex).
     """
 
-    seat: Int
+    member: Int
     host: Str
     port: Int
     certificates: Fingerprints
-    introduction: Str
+    peer_key: Str
     relay: Int = -1
     ticket: Str = ""
 
@@ -417,12 +417,12 @@ class Over(Exact):
 
 
 @dataclass(frozen=True)
-class MemberNow(Exact):
+class MemberStatus(Exact):
     """One worker as the lighthouse knows it. state: a `WorkerState`. round: the newest that it has begun. seconds: of
     an inner step, 0 where unknown. identity: as in `View`. seen: the address from which it comes, "" while it does not.
     """
 
-    seat: Int
+    member: Int
     state: Str
     round: Int
     seconds: Float
@@ -431,7 +431,7 @@ class MemberNow(Exact):
 
 
 @dataclass(frozen=True)
-class RunNow(Exact):
+class RunStatus(Exact):
     """How a run of whole replicas stands. view: the newest, -1 before the first. round, last: as in `About`. refused:
     by whom (-1: the lighthouse), of whom (-1: somebody), why, and how often. paths: by whom, and a `PathRow`.
     """
@@ -439,9 +439,9 @@ class RunNow(Exact):
     view: Int
     round: Int
     last: Int
-    members: Annotated[tuple[MemberNow, ...], MANY]
+    members: Annotated[tuple[MemberStatus, ...], MANY]
     refused: Annotated[tuple[tuple[Int, Int, Str, Int], ...], MANY]
-    paths: SeatPaths = ()
+    paths: MemberPaths = ()
 
 
 @dataclass(frozen=True)
@@ -452,9 +452,9 @@ class Refusal(Exact):
 
 
 Message = (
-    View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | Accusation | Silent | Refusal | Word
-    | Failed | Hello | Later | About | Entry | Listening | Reached | Find | Found | Leave | Reload | Finished | Examine
-    | Over | RunNow | Seek | Begin | Enter | Wait | Apart | SwarmBeat | StatesKept | SwarmNow
+    View | Proposal | Beat | Ack | BeatReply | Admitted | Load | Done | Delivered | PeerReport | Silent | Refusal | RoundDecision
+    | Failed | Hello | Later | About | Entry | AnnounceAddress | Reachability | Lookup | PeerAddress | Leave | Reload | Finished | Examine
+    | Over | RunStatus | RequestWork | StartSwarm | JoinSwarm | Wait | Rejoin | SwarmBeat | StatesSaved | SwarmStatus
 )  # fmt: skip
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Message)}
 

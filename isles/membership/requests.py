@@ -1,4 +1,4 @@
-"""What a worker says to the lighthouse in the name of its seat, and what it has heard on rounds.
+"""What a worker says to the lighthouse in the name of its member, and what it has heard on rounds.
 
 The line of a swarm's peer to its lighthouse: it asks what to do, says each second what it does, and tells of it.
 
@@ -22,26 +22,26 @@ from typing_extensions import override
 
 from isles.comm.errors import PeerLost
 from isles.comm.sockets.connection import LinkLost
-from isles.comm.sockets.reachability import LineRates, line_rates
+from isles.comm.sockets.reachability import LinkRates, measure_link
 from isles.comm.tags import Tag
-from isles.membership.keys import ASKED, ECHO, PIECE, REPORTED, signature
+from isles.membership.keys import ECHO, PIECE, REPORTS, REQUESTS, signature
 from isles.membership.messages import (
-    Apart,
-    Begin,
-    Enter,
     Entry,
-    Find,
+    JoinSwarm,
+    Lookup,
     Over,
     Refusal,
-    Seek,
+    Rejoin,
+    RequestWork,
     Silent,
-    StatesKept,
+    StartSwarm,
+    StatesSaved,
     SwarmBeat,
     Wait,
     decode,
     encode,
 )
-from isles.membership.round_commit import Word
+from isles.membership.round_commit import RoundDecision
 from isles.membership.session import ControlSession
 from isles.membership.tls_session import Session
 from isles.membership.views import View
@@ -103,49 +103,49 @@ LONGEST = 4 << 20
 _LATE = 1.0  # seconds behind its time until whoever waits for an answer counts it as none
 
 
-class Words:
-    """The newest `Word` on each round. Fed by whoever hears the lighthouse, under the lock of that line."""
+class DecisionLog:
+    """The newest `RoundDecision` on each round. Fed by whoever hears the lighthouse, under the lock of that line."""
 
     def __init__(self) -> None:
-        self._words: dict[int, Word] = {}
+        self._decisions: dict[int, RoundDecision] = {}
 
-    def hear(self, word: Word) -> None:
+    def hear(self, decision: RoundDecision) -> None:
         """Note a word; one that comes late, or twice, changes nothing."""
-        old = self._words.get(word.round)
-        if old is None or (old.verdict != "land" and (word.verdict == "land" or word.attempt > old.attempt)):
-            self._words[word.round] = word
+        old = self._decisions.get(decision.round)
+        if old is None or (old.outcome != "land" and (decision.outcome == "land" or decision.attempt > old.attempt)):
+            self._decisions[decision.round] = decision
 
-    def newer(self, round: int, attempt: int) -> Word | None:
+    def newer(self, round: int, attempt: int) -> RoundDecision | None:
         """The word on `round` where it is one to land, or of a later attempt than `attempt`; else None."""
-        word = self._words.get(round)
-        return word if word is not None and (word.verdict == "land" or word.attempt > attempt) else None
+        decision = self._decisions.get(round)
+        return decision if decision is not None and (decision.outcome == "land" or decision.attempt > attempt) else None
 
-    def of(self, round: int) -> Word | None:
+    def of(self, round: int) -> RoundDecision | None:
         """The newest word on `round`."""
-        return self._words.get(round)
+        return self._decisions.get(round)
 
     def forget_before(self, round: int) -> None:
         """Drop the words on rounds before `round`."""
-        self._words = {key: word for key, word in self._words.items() if key >= round}
+        self._decisions = {key: decision for key, decision in self._decisions.items() if key >= round}
 
 
-class PeerWaits(Protocol):
+class PendingTransfers(Protocol):
     """What a worker waits for, of others: its transport."""
 
     def give_up(self, member: int, why: str | PeerLost) -> None:
-        """End all that is under way with `seat`; later messages are tried again."""
+        """End all that is under way with `member`; later messages are tried again."""
 
     def again(self, tag: Tag) -> None:
         """The attempt of `tag` has begun: nobody waits any more in those of its round before it."""
 
 
-class SeatLine:
-    """What a worker in the seat of `entry` says. changed: held while what callbacks and its own thread share changes.
+class LighthouseClient:
+    """What a worker in the member of `entry` says. changed: held while what callbacks and its own thread share changes.
     waited: seconds for which that thread has waited here; other threads have lines of their own. waits: its transport,
     once there is one. meets: called with each view that it knows of, once it is set.
     """
 
-    waits: PeerWaits | None = None
+    waits: PendingTransfers | None = None
 
     def __init__(self, session: ControlSession, entry: Entry) -> None:
         self.meets: Callable[[View], None] | None = None
@@ -169,7 +169,7 @@ class SeatLine:
             self.waited += self.session.now() - began
         return is_over
 
-    def ask(self, message: Any, seconds: float = PATIENCE, key: str = ASKED) -> Any:
+    def ask(self, message: Any, seconds: float = PATIENCE, key: str = REQUESTS) -> Any:
         """The lighthouse's answer; None where none comes in time, or it has none. Not for callbacks."""
         answers: list[Any] = []
 
@@ -187,29 +187,29 @@ class SeatLine:
         message: Any,
         answered: Callable[[Any], None] = lambda answer: None,
         seconds: float = PATIENCE,
-        key: str = ASKED,
+        key: str = REQUESTS,
     ) -> None:
         """`ask` whoever serves `key` without waiting: `answered` is called with the answer. message: or its bytes."""
         said = message if isinstance(message, bytes) else encode(message)
-        word = signature(self.entry.seat, self.entry.key, key, said)
+        proof = signature(self.entry.member, self.entry.key, key, said)
         try:
             self.session.ask(
-                key, said, lambda reply, _: answered(_read(reply)), attachment=word, seconds=seconds, urgent=True
+                key, said, lambda reply, _: answered(_read(reply)), attachment=proof, seconds=seconds, urgent=True
             )
         except OSError:
             _LOG.debug("the session is closed")
             answered(None)
 
-    def connection(self, seat: int, *, broken: bool) -> None:
-        """What the network says of `seat`."""
+    def connection(self, member: int, *, broken: bool) -> None:
+        """What the network says of `member`."""
 
-    def lost(self, seat: int) -> bool:
-        """Whether nothing of `seat` is taken any more."""
+    def lost(self, member: int) -> bool:
+        """Whether nothing of `member` is taken any more."""
         return False
 
-    def doubt(self, seat: int) -> None:
-        """Nothing comes from `seat`, which is waited for: does the lighthouse hear it?"""
-        self.send(Silent(seat))
+    def suspect(self, member: int) -> None:
+        """Nothing comes from `member`, which is waited for: does the lighthouse hear it?"""
+        self.send(Silent(member))
 
     def close(self) -> None:
         """Say nothing more by itself. Safe to call twice."""
@@ -218,7 +218,7 @@ class SeatLine:
         self._reports.close()
 
     def _hand_in(self, line: bytes, taken: Callable[[bool], None]) -> None:
-        self.send(line, lambda answer: taken(answer is not None), key=REPORTED)
+        self.send(line, lambda answer: taken(answer is not None), key=REPORTS)
 
 
 def _read(reply: bytes | None) -> Any:
@@ -233,26 +233,26 @@ def _read(reply: bytes | None) -> Any:
 
 
 _AGAIN = 0.1  # seconds between looks while something is waited for
-SwarmPart = Begin | Enter | Wait | Over | Apart | Refusal
+SwarmPart = StartSwarm | JoinSwarm | Wait | Over | Rejoin | Refusal
 
 
-class SwarmLine(SeatLine):
-    """Of the peer in the seat of `entry`. ended: what the lighthouse said last, where this peer has no part in the run
-    any more. kept: the newest step of which it has said that it keeps all states. is_away: whether it has not answered
+class SwarmClient(LighthouseClient):
+    """Of the peer in the member of `entry`. ended: what the lighthouse said last, where this peer has no part in the run
+    any more. saved: the newest step of which it has said that it keeps all states. is_away: whether it has not answered
     lately. met: called with a peer that is there (again), in some thread.
     """
 
-    def __init__(self, session: ControlSession, entry: Entry, met: Callable[[int], None] = lambda seat: None) -> None:
+    def __init__(self, session: ControlSession, entry: Entry, met: Callable[[int], None] = lambda member: None) -> None:
         super().__init__(session, entry)
-        self.seat, self._met = entry.seat, met
-        self.ended: Over | Apart | Refusal | None = None
-        self.kept, self.is_away = 0, False
+        self.member, self._met = entry.member, met
+        self.ended: Over | Rejoin | Refusal | None = None
+        self.saved, self.is_away = 0, False
         self._beat: Callable[[], SwarmBeat | None] = lambda: None
         session.later(self._beat_on, BEAT)
 
     def part(self, stage: int, run: int) -> SwarmPart | None:
         """What this peer is to do, which wishes to serve `stage`; None where the lighthouse does not answer."""
-        answer = self.ask(Seek(stage, run))
+        answer = self.ask(RequestWork(stage, run))
         self._hear(answer)
         return answer if isinstance(answer, SwarmPart) else None
 
@@ -264,26 +264,26 @@ class SwarmLine(SeatLine):
         """Wait until this peer has no further part in the run, or `seconds` have passed."""
         self.wait(lambda: self.ended is not None, seconds)
 
-    def await_kept(self, step: int, seconds: float, *, though_away: bool = False) -> bool:
+    def await_saved(self, step: int, seconds: float, *, though_away: bool = False) -> bool:
         """Wait until the lighthouse keeps the states of after `step` or of a later one; whether it does. `seconds` at
         most, and unless `though_away` no longer than it answers.
         """
         until = self.session.now() + seconds
-        while self.kept < step and self.ended is None and (though_away or not self.is_away):
+        while self.saved < step and self.ended is None and (though_away or not self.is_away):
             if self.session.now() >= until:
                 break
             self.look()
-            if self.kept < step:
+            if self.saved < step:
                 self.rest(_AGAIN)
-        return self.kept >= step
+        return self.saved >= step
 
     @override
-    def connection(self, seat: int, *, broken: bool) -> None:
+    def connection(self, member: int, *, broken: bool) -> None:
         if not broken:
-            self._met(seat)
+            self._met(member)
 
     @override
-    def doubt(self, seat: int) -> None:
+    def suspect(self, member: int) -> None:
         """Peers of a swarm ask each other."""
 
     def look(self) -> None:
@@ -295,9 +295,9 @@ class SwarmLine(SeatLine):
     def _hear(self, answer: Any) -> None:
         with self.changed:
             self.is_away = answer is None
-            if isinstance(answer, StatesKept):
-                self.kept = max(self.kept, answer.step)
-            if isinstance(answer, Over | Apart | Refusal):
+            if isinstance(answer, StatesSaved):
+                self.saved = max(self.saved, answer.step)
+            if isinstance(answer, Over | Rejoin | Refusal):
                 self.ended = self.ended or answer
             self.changed.notify_all()
 
@@ -310,7 +310,7 @@ class SwarmLine(SeatLine):
             self.session.later(self._beat_on, BEAT)
 
         if not self._closed:  # a model that is being made, or a state that is on its way, takes its time
-            self.send(Find(self.seat) if beat is None else beat, answered)
+            self.send(Lookup(self.member) if beat is None else beat, answered)
 
 
 _PATIENCE = 5.0  # seconds in which a lighthouse that is being lit serves nothing yet
@@ -318,7 +318,7 @@ _ANSWER = 10.0  # seconds
 _ASK_AGAIN = 0.05  # seconds between tries
 
 
-def echo_line(session: Session) -> LineRates | None:
+def measure_lighthouse_link(session: Session) -> LinkRates | None:
     """Measured now, within some seconds; None where the lighthouse stops answering meanwhile."""
 
     def echo(out: int, back: int) -> None:
@@ -327,7 +327,7 @@ def echo_line(session: Session) -> LineRates | None:
             raise LinkLost("the lighthouse does not answer")
 
     try:
-        return line_rates(echo, PIECE)
+        return measure_link(echo, PIECE)
     except LinkLost:
         return None
 

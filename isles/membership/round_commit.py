@@ -44,18 +44,18 @@ _WORDS = 2  # of a member on one attempt: an answer, and that it failed there
 
 
 @dataclass(frozen=True)
-class Word(Exact):
+class RoundDecision(Exact):
     """The lighthouse's word on a round, or that of a member which has landed.
 
-    verdict: "land" the answer of `attempt`, which holds the work of `seats`; "again": exchange as `attempt` among them.
+    outcome: "land" the answer of `attempt`, which holds the work of `members`; "retry": exchange as `attempt` among them.
     view: the newest one when it was decided; a member that is left out takes part again from a newer view on.
-    steps: where those are taken who have delivered, the inner steps in the work of each of `seats`.
+    steps: where those are taken who have delivered, the inner steps in the work of each of `members`.
     """
 
     round: Int
-    verdict: Literal["land", "again"]
+    outcome: Literal["land", "retry"]
     attempt: Int
-    seats: Ints
+    members: Ints
     view: Int = -1
     steps: Ints = ()
 
@@ -66,10 +66,10 @@ class Ballot:
 
     attempts: the members of each, the newest last. landed: the attempt whose answer all land, once decided; view: the
     newest one then.
-    done: (attempt, seat, digest) of answers, as told since the lighthouse's start.
-    out: seats that the next attempt leaves out although they live: late, or refused.
-    quorum: share of the living members that is enough; 0: all exchange at once. delivered: (seat, inner steps) of those
-    who have. is_closing: the grace for the others is over. taken: (seat, inner steps) of the first attempt of them.
+    done: (attempt, member, digest) of answers, as told since the lighthouse's start.
+    out: members that the next attempt leaves out although they live: late, or refused.
+    quorum: share of the living members that is enough; 0: all exchange at once. delivered: (member, inner steps) of those
+    who have. is_closing: the grace for the others is over. taken: (member, inner steps) of the first attempt of them.
     """
 
     round: int
@@ -83,35 +83,37 @@ class Ballot:
     is_closing: bool = False
     taken: tuple[tuple[int, int], ...] = ()
 
-    def has(self, seat: int, steps: int) -> Ballot:
-        """`seat` has delivered the work of so many inner steps. Where the ballot is closed that comes too late."""
-        known = any(seat == other for other, _ in self.delivered)
-        return self if known or len(self.attempts) > 1 else replace(self, delivered=self.delivered | {(seat, steps)})
+    def has(self, member: int, steps: int) -> Ballot:
+        """`member` has delivered the work of so many inner steps. Where the ballot is closed that comes too late."""
+        known = any(member == other for other, _ in self.delivered)
+        return self if known or len(self.attempts) > 1 else replace(self, delivered=self.delivered | {(member, steps)})
 
-    def told(self, attempt: int, seat: int, digest: int) -> Ballot:
-        """`seat` has an answer of `attempt`, and `digest` is its hash; or it failed there, and has `NOTHING`."""
-        told = [one for one in self.done if one[:2] == (attempt, seat)]
+    def told(self, attempt: int, member: int, digest: int) -> Ballot:
+        """`member` has an answer of `attempt`, and `digest` is its hash; or it failed there, and has `NOTHING`."""
+        told = [one for one in self.done if one[:2] == (attempt, member)]
         if attempt >= len(self.attempts) or len(told) >= _WORDS:
             return self
-        return replace(self, done=self.done | {(attempt, seat, digest)})
+        return replace(self, done=self.done | {(attempt, member, digest)})
 
-    def without(self, seat: int) -> Ballot:
-        """The next attempt goes on without `seat`."""
-        return replace(self, out=self.out | {seat})
+    def without(self, member: int) -> Ballot:
+        """The next attempt goes on without `member`."""
+        return replace(self, out=self.out | {member})
 
-    def word(self, seat: int | None = None) -> Word | None:
-        """What is decided: to land, or the newest attempt that is not the first. For `seat`: None where it has no part
+    def decision(self, member: int | None = None) -> RoundDecision | None:
+        """What is decided: to land, or the newest attempt that is not the first. For `member`: None where it has no part
         in it.
         """
         attempt = len(self.attempts) - 1 if self.landed is None else self.landed
         if self.landed is None and attempt == 0:
             return None
-        seats = self.attempts[attempt]
-        if seat is not None and seat not in seats and self.landed is None:
+        members = self.attempts[attempt]
+        if member is not None and member not in members and self.landed is None:
             return None
-        return self._word("again" if self.landed is None else "land", attempt, seats, self.view)
+        return self._decision_of("retry" if self.landed is None else "land", attempt, members, self.view)
 
-    def decide(self, living: Collection[int], worst: Callable[[Sequence[int]], int] | None = None) -> Word | None:
+    def decide(
+        self, living: Collection[int], worst: Callable[[Sequence[int]], int] | None = None
+    ) -> RoundDecision | None:
         """The word that is due now, to be journalled and then given to `decided`. None: wait. worst: whom of those who
         are left to go on without, where most never have an answer; None: nobody is accused.
         """
@@ -119,94 +121,100 @@ class Ballot:
             return None
         attempt = len(self.attempts) - 1
         members = self.attempts[attempt]
-        left = tuple(seat for seat in members if seat in living and seat not in self.out)
+        left = tuple(member for member in members if member in living and member not in self.out)
         if not left:
             return None
         if self.quorum and attempt == 0:
             return self._gathered(left)
-        answers = {seat: digest for a, seat, digest in self.done if a == attempt}
-        if all(seat in answers for seat in left):
-            alike = Counter(answers[seat] for seat in left if answers[seat] != NOTHING).most_common(1)
+        answers = {member: digest for a, member, digest in self.done if a == attempt}
+        if all(member in answers for member in left):
+            alike = Counter(answers[member] for member in left if answers[member] != NOTHING).most_common(1)
             if alike and alike[0][1] == len(left):
-                return self._word("land", attempt, members)
+                return self._decision_of("land", attempt, members)
             if self.attempts[-_TRIES:] == (left,) * _TRIES:
                 if alike and (2 * alike[0][1] > len(left) or worst is None):  # one computes wrongly: on with the most
-                    left = tuple(seat for seat in left if answers[seat] == alike[0][0])
+                    left = tuple(member for member in left if answers[member] == alike[0][0])
                 elif worst is not None and len(left) > 1:  # most never have an answer, for somebody lies
                     without = worst(left[::-1])
-                    left = tuple(seat for seat in left if seat != without)
-            return self._word("again", attempt + 1, left)  # answers that differ are nobody's answer
-        return self._word("again", attempt + 1, left) if left != members else None
+                    left = tuple(member for member in left if member != without)
+            return self._decision_of("retry", attempt + 1, left)  # answers that differ are nobody's answer
+        return self._decision_of("retry", attempt + 1, left) if left != members else None
 
     def has_quorum(self, living: Collection[int]) -> bool:
         """Whether enough of the living members have delivered, and nobody exchanges yet."""
         if not self.quorum or len(self.attempts) > 1 or self.landed is not None:
             return False
         steps = dict(self.delivered)
-        left = [seat for seat in self.attempts[0] if seat in living and seat not in self.out]
-        return sum(seat in steps for seat in left) >= self._quorum_of(len(left))
+        left = [member for member in self.attempts[0] if member in living and member not in self.out]
+        return sum(member in steps for member in left) >= self._quorum_of(len(left))
 
     def _quorum_of(self, members: int) -> int:
         return max(math.ceil(self.quorum * members), 1)
 
-    def _gathered(self, here: tuple[int, ...]) -> Word | None:
+    def _gathered(self, here: tuple[int, ...]) -> RoundDecision | None:
         """The first exchange among those of `here` who have delivered, once they are enough."""
         steps = dict(self.delivered)
-        there = tuple(seat for seat in here if seat in steps)
+        there = tuple(member for member in here if member in steps)
         enough = self.is_closing and len(there) >= self._quorum_of(len(here))
         if there != here and not enough:
             return None
-        return Word(self.round, "again", 1, there, steps=tuple(steps[seat] for seat in there))
+        return RoundDecision(self.round, "retry", 1, there, steps=tuple(steps[member] for member in there))
 
-    def _word(self, verdict: Literal["land", "again"], attempt: int, seats: tuple[int, ...], view: int = -1) -> Word:
+    def _decision_of(
+        self, outcome: Literal["land", "retry"], attempt: int, members: tuple[int, ...], view: int = -1
+    ) -> RoundDecision:
         steps = dict(self.taken)
-        return Word(self.round, verdict, attempt, seats, view, tuple(steps[seat] for seat in seats if seat in steps))
+        return RoundDecision(
+            self.round, outcome, attempt, members, view, tuple(steps[member] for member in members if member in steps)
+        )
 
-    def decided(self, word: Word) -> Ballot:
+    def decided(self, decision: RoundDecision) -> Ballot:
         """The ballot after a journalled word."""
-        if word.verdict == "land":
-            return replace(self, landed=word.attempt, view=word.view)
-        taken = self.taken or tuple(zip(word.seats, word.steps, strict=False))
-        return replace(self, attempts=(*self.attempts, word.seats), out=frozenset(), view=word.view, taken=taken)
+        if decision.outcome == "land":
+            return replace(self, landed=decision.attempt, view=decision.view)
+        taken = self.taken or tuple(zip(decision.members, decision.steps, strict=False))
+        return replace(
+            self, attempts=(*self.attempts, decision.members), out=frozenset(), view=decision.view, taken=taken
+        )
 
 
 @dataclass(frozen=True)
-class Part:
+class RoundState:
     """One round at a member: where it is in it.
 
     phase: "exchanging" the attempt; "done", with an answer that waits for the word; "landed"; "left out": the others
     went on without it, so its state is no longer theirs.
     """
 
-    seat: int
+    member: int
     round: int
     attempt: int
-    seats: tuple[int, ...]
+    members: tuple[int, ...]
     phase: Literal["exchanging", "done", "landed", "left out"] = "exchanging"
 
-    def answered(self, attempt: int) -> Part:
+    def answered(self, attempt: int) -> RoundState:
         """The exchange of `attempt` is whole here. That of an earlier one changes nothing."""
         if self.phase != "exchanging" or attempt != self.attempt:
             return self
         return replace(self, phase="done")
 
-    def heard(self, word: Word) -> Part:
+    def heard(self, decision: RoundDecision) -> RoundState:
         """After a word on this round; an old one, or one that comes twice, changes nothing."""
-        if word.round != self.round or self.phase in ("landed", "left out"):
+        if decision.round != self.round or self.phase in ("landed", "left out"):
             return self
-        if self.seat not in word.seats:
-            return replace(self, phase="left out") if word.verdict == "land" else self
-        if word.verdict == "again":
-            if word.attempt <= self.attempt:
+        if self.member not in decision.members:
+            return replace(self, phase="left out") if decision.outcome == "land" else self
+        if decision.outcome == "retry":
+            if decision.attempt <= self.attempt:
                 return self
-            return replace(self, attempt=word.attempt, seats=word.seats, phase="exchanging")
-        if word.attempt == self.attempt and self.phase == "done":
+            return replace(self, attempt=decision.attempt, members=decision.members, phase="exchanging")
+        if decision.attempt == self.attempt and self.phase == "done":
             return replace(self, phase="landed")
         return self  # it lands once it has that answer
 
-    def vouched(self) -> Word | None:
+    def vouched(self) -> RoundDecision | None:
         """What a member that has landed tells another one that asks."""
-        return Word(self.round, "land", self.attempt, self.seats) if self.phase == "landed" else None
+        return RoundDecision(self.round, "land", self.attempt, self.members) if self.phase == "landed" else None
 
 
 _SHARE, _SPARE = 0.25, 1.25  # of a round, once a quorum is there; of the time of an exchange

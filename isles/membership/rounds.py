@@ -7,7 +7,7 @@ A member is a worker by itself, or an island of several. Where its decisions com
 
 The workers of an island that is one member of a world that changes: who leads it, and who follows.
 
-    leader      has the seat: it talks with the lighthouse, and says what all of them do
+    leader      has the member: it talks with the lighthouse, and says what all of them do
     follower    does what it is told, and exchanges its share with the workers at its place in other islands
 
 Who takes part in a round, and who of them is lost, the leader says; whether an exchange was whole is asked of all
@@ -35,15 +35,15 @@ from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, Pe
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.roster import RoundOutcome
-from isles.membership.client import Company
+from isles.membership.client import MembershipClient
 from isles.membership.data_ledger import Batch
 from isles.membership.late_shares import Deliveries
-from isles.membership.round_commit import Part
+from isles.membership.round_commit import RoundState
 from isles.membership.run_log import ALONE, WHOLE
 
 DecisionKind = Literal[
     # between rounds
-    "seat",  # be of this member: seat, key
+    "member",  # be of this member: member, key
     "idle",  # nothing yet
     "load",  # take the state of `donor`, of after `round` or a later one
     "draw",  # begin with the weights as drawn
@@ -69,11 +69,11 @@ DecisionKind = Literal[
 class Decision:
     """kind: what is done; each of the others is of some kinds alone.
 
-    round: of the run. attempt: of an exchange, from 0. members: seats, in the order of the view. view: its number.
+    round: of the run. attempt: of an exchange, from 0. members: members, in the order of the view. view: its number.
     seconds: for which a state, or a member of an exchange, is waited for. wait: for which a state of after `round` is;
-    None: whatever there is now. donor: the seat whose state is taken; -1: the lighthouse. steps: inner steps done
+    None: whatever there is now. donor: the member whose state is taken; -1: the lighthouse. steps: inner steps done
     before. began_at: inner steps after which the member began without moments; None: with them. slices: what to read,
-    a batch an inner step; none: a round's out of turn, of which `spare` batches were read before. left_out: by seat,
+    a batch an inner step; none: a round's out of turn, of which `spare` batches were read before. left_out: by member,
     the newest view at the time that it was left out.
     """
 
@@ -93,7 +93,7 @@ class Decision:
     slices: tuple[Batch, ...] = ()
     spare: int = 0
     left_out: Mapping[int, int] = field(default_factory=dict)
-    seat: int = -1
+    member: int = -1
     key: str = ""
 
 
@@ -134,7 +134,7 @@ class IslandGroup:
         return 1 if self._group is None else self._group.size
 
     @property
-    def place(self) -> int:
+    def island_rank(self) -> int:
         """This worker's; the leader's is 0."""
         return 0 if self._group is None else self._group.rank
 
@@ -142,7 +142,7 @@ class IslandGroup:
         """What all do next; all call it together. made: the leader's, which alone is asked. Malformed."""
         if self._group is None:
             return made()
-        text = to_bytes(made()) if self.place == 0 else b""
+        text = to_bytes(made()) if self.island_rank == 0 else b""
         length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
         self._group.broadcast(length)
         if not 0 < int(length) <= _LONGEST:
@@ -158,9 +158,9 @@ class IslandGroup:
         """The leader's answer, for all; all call it together, and the leader alone is asked."""
         if self._group is None:
             return answer()
-        word = torch.tensor([self.place == 0 and answer()], dtype=torch.uint8, device="cpu")
-        self._group.broadcast(word)
-        return bool(word)
+        agreed = torch.tensor([self.island_rank == 0 and answer()], dtype=torch.uint8, device="cpu")
+        self._group.broadcast(agreed)
+        return bool(agreed)
 
     def gather(self, *numbers: int) -> list[list[int]]:
         """Everybody's numbers, by place; all call it together."""
@@ -210,7 +210,7 @@ def _together(told: Sequence[Sequence[int]], seconds: float) -> tuple[int | None
         if digest == _NONE:
             late = DeadlinePassed(blamed, "outer", seconds)
             return None, Refused(blamed, "at another place of this island", by) if refused else late
-    return sum(_MIX * (2 * place + 1) * own[0] for place, own in enumerate(told)) & _POSITIVE, None
+    return sum(_MIX * (2 * island_rank + 1) * own[0] for island_rank, own in enumerate(told)) & _POSITIVE, None
 
 
 KEPT = 8
@@ -227,81 +227,81 @@ class RoundLeader:
     at most `world.outer_deadline`: a partner that has not heard of the new view does its round alone, without a word.
     """
 
-    def __init__(self, company: Company, alone: Group) -> None:
-        self.company, self.alone, self.seat = company, alone, alone.ranks[0]
-        self.deliveries = Deliveries(company, alone)
+    def __init__(self, client: MembershipClient, alone: Group) -> None:
+        self.client, self.alone, self.member = client, alone, alone.ranks[0]
+        self.deliveries = Deliveries(client, alone)
         self._begun: dict[int, float] = {}  # when the exchange of a round was decided
         self._took: deque[float] = deque(maxlen=_SAMPLES)
-        self._part: Part | None = None  # the newest round that lands on the lighthouse's word
+        self._part: RoundState | None = None  # the newest round that lands on the lighthouse's word
         self._view = -1  # its view
         self._opened = 0.0
         self._outcomes: dict[int, tuple[tuple[int, ...], str]] = {}
 
     def exchange(self, round: int) -> Decision:
         """Among whom `round` is exchanged."""
-        standing = self.company.standing(round)
+        round_members = self.client.round_members(round)
         self.note_begun(round)
         return Decision(
             kind="exchange",
             round=round,
-            members=standing.seats,
-            view=max(standing.view, 0),
+            members=round_members.members,
+            view=max(round_members.view, 0),
             seconds=self._patience(),
         )
 
-    def lost(self, seat: int) -> bool:
+    def lost(self, member: int) -> bool:
         """See `isles.comm.roster.Roster`."""
-        return self.company.lost(seat) or self.company.is_silent(seat)
+        return self.client.lost(member) or self.client.is_silent(member)
 
-    def report_failure(self, seat: int, error: CommError) -> None:
+    def report_failure(self, member: int, error: CommError) -> None:
         """Note a failed exchange. Who is gone the network tells, and who is late is met again; only a share that cannot
         be one is reported to the lighthouse.
         """
         newest = max(self._begun, default=0)
         if isinstance(error, (Malformed, Refused)):
-            self.accuse(newest, error)
-        self.note(newest, tuple(sorted({self.seat, seat} - {-1})), type(error).__name__)
+            self.report_peer(newest, error)
+        self.note(newest, tuple(sorted({self.member, member} - {-1})), type(error).__name__)
 
     def may_apply(
-        self, round: int, seats: Sequence[int], digest: int | None = 0, failure: CommError | None = None
+        self, round: int, members: Sequence[int], digest: int | None = 0, failure: CommError | None = None
     ) -> bool:
-        """Whether what was exchanged among `seats` may be used. digest: None where it is not whole at all places of
+        """Whether what was exchanged among `members` may be used. digest: None where it is not whole at all places of
         this member, for `failure`.
         """
         if failure is not None:
             self.report_failure(getattr(failure, "peer", -1), failure)
         if digest is None:
-            self.note(round, tuple(seats), PeerLost.__name__)  # unless it is known better
+            self.note(round, tuple(members), PeerLost.__name__)  # unless it is known better
             return False
-        if len(seats) > 1 and round in self._begun:
+        if len(members) > 1 and round in self._begun:
             self._took.append(self._now() - self._begun[round])
-        accepted = self.is_answer_used(round, seats)
-        if len(seats) > 1:
-            self.note(round, tuple(seats), WHOLE if accepted else PeerLost.__name__)
+        accepted = self.is_answer_used(round, members)
+        if len(members) > 1:
+            self.note(round, tuple(members), WHOLE if accepted else PeerLost.__name__)
         return accepted
 
-    def is_answer_used(self, round: int, seats: Sequence[int]) -> bool:
-        """See `Member.accept`."""
-        return self.company.accepts(round, seats)
+    def is_answer_used(self, round: int, members: Sequence[int]) -> bool:
+        """See `MemberState.accept`."""
+        return self.client.accepts(round, members)
 
-    def accuse(self, round: int, error: CommError) -> None:
+    def report_peer(self, round: int, error: CommError) -> None:
         """Tell the lighthouse who sent what cannot be, where it is heard."""
-        if self.company.has_answers:
-            self.company.accuse(round, 0, error)
+        if self.client.has_answers:
+            self.client.report_peer(round, 0, error)
 
     def outcome(self, round: int) -> tuple[tuple[int, ...], str]:
         """(who took part in this member's exchange of `round`, `WHOLE` or `ALONE` or the error that ended it)."""
-        return self._outcomes.get(round, ((self.seat,), ALONE))
+        return self._outcomes.get(round, ((self.member,), ALONE))
 
     def note_begun(self, round: int) -> None:
         """The exchange of `round` is decided."""
         self._begun = {**{r: at for r, at in self._begun.items() if r > round - KEPT}, round: self._now()}
 
-    def note(self, round: int, seats: tuple[int, ...], outcome: str) -> None:
+    def note(self, round: int, members: tuple[int, ...], outcome: str) -> None:
         """Of the messages of a round the first that failed counts."""
-        if self._outcomes.get(round, (seats, WHOLE))[1] == WHOLE:
+        if self._outcomes.get(round, (members, WHOLE))[1] == WHOLE:
             kept = {r: o for r, o in self._outcomes.items() if r > round - KEPT}
-            self._outcomes = {**kept, round: (seats, outcome)}
+            self._outcomes = {**kept, round: (members, outcome)}
 
     def start_round(self, round: int) -> Decision:
         """Among whom a round that all land together, or none, is exchanged now; to postpone it where that cannot be
@@ -309,18 +309,21 @@ class RoundLeader:
         """
         postponed = Decision(kind="postpone", round=round)
         if self._part is None or self._part.round != round:
-            standing = self.company.decided(round)
-            if standing is None:
+            round_members = self.client.decided(round)
+            if round_members is None:
                 return postponed
-            self._part, self._view = Part(self.seat, round, 0, standing.seats), standing.view
-        if self._lacks(self._part) and (word := self.company.finish_round(round, self._part.attempt, None)) is not None:
-            self._part = self._part.heard(word)  # nobody waits for who cannot come
+            self._part, self._view = RoundState(self.member, round, 0, round_members.members), round_members.view
+        if (
+            self._lacks(self._part)
+            and (decision := self.client.finish_round(round, self._part.attempt, None)) is not None
+        ):
+            self._part = self._part.heard(decision)  # nobody waits for who cannot come
         part, self._opened = self._part, self._now()
         if part.phase != "exchanging":
             return postponed
         waits = self.alone.deadlines.outer if part.attempt else self._patience()  # others may still be at their steps
         return Decision(
-            kind="exchange", round=round, attempt=part.attempt, members=part.seats, view=self._view, seconds=waits
+            kind="exchange", round=round, attempt=part.attempt, members=part.members, view=self._view, seconds=waits
         )
 
     def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None) -> Decision:
@@ -332,19 +335,23 @@ class RoundLeader:
             if attempt == 0:
                 self._took.append(self._now() - self._opened)
         elif error is not None:
-            self.company.accuse(round, attempt, error)
-        word = self.company.finish_round(round, attempt, digest)
-        if word is not None:
-            part = part.heard(word)
+            self.client.report_peer(round, attempt, error)
+        decision = self.client.finish_round(round, attempt, digest)
+        if decision is not None:
+            part = part.heard(decision)
         self._part = part
-        if word is not None and part.phase == "landed":
-            self.company.landed(word)
-            self.note(round, word.seats, WHOLE)
+        if decision is not None and part.phase == "landed":
+            self.client.landed(decision)
+            self.note(round, decision.members, WHOLE)
             return Decision(kind="land", round=round)
-        return Decision(kind="retry" if word is not None and part.phase == "exchanging" else "postpone", round=round)
+        return Decision(
+            kind="retry" if decision is not None and part.phase == "exchanging" else "postpone", round=round
+        )
 
-    def _lacks(self, part: Part) -> bool:
-        return part.phase == "exchanging" and any(self.company.lost(seat) for seat in part.seats if seat != self.seat)
+    def _lacks(self, part: RoundState) -> bool:
+        return part.phase == "exchanging" and any(
+            self.client.lost(member) for member in part.members if member != self.member
+        )
 
     def begin_anew(self) -> None:
         """This member has another state: what is known of its rounds before is not valid any more."""
@@ -373,46 +380,46 @@ class ElasticRoster:
 
     grows = answers_alike = True
 
-    def __init__(self, alone: Group, places: IslandGroup, leader: RoundLeader | None) -> None:
-        self.founders, self._places, self._leader = alone, places, leader
+    def __init__(self, alone: Group, island: IslandGroup, leader: RoundLeader | None) -> None:
+        self.founders, self._island, self._leader = alone, island, leader
         self.deliveries = None if leader is None else leader.deliveries
         self._answers: dict[int, Group] = {}
         self._missed: CommError | None = None  # a follower's, of the exchange that is asked about next
 
     def group(self, round: int) -> Group:
         if round not in self._answers:
-            group = self._met(self._places.next_decision(lambda: self._lead.exchange(round)))
+            group = self._met(self._island.next_decision(lambda: self._lead.exchange(round)))
             self._answers = {**{r: a for r, a in self._answers.items() if r > round - KEPT}, round: group}
         return self._answers[round]
 
-    def lost(self, seat: int) -> bool:
-        return self._leader is not None and self._leader.lost(seat)
+    def lost(self, member: int) -> bool:
+        return self._leader is not None and self._leader.lost(member)
 
-    def has_lost(self, seats: Sequence[int]) -> bool:
-        return len(seats) > 1 and self._places.settle(lambda: any(self.lost(seat) for seat in seats))
+    def has_lost(self, members: Sequence[int]) -> bool:
+        return len(members) > 1 and self._island.settle(lambda: any(self.lost(member) for member in members))
 
-    def report_failure(self, seat: int, error: CommError) -> None:
+    def report_failure(self, member: int, error: CommError) -> None:
         if self._leader is not None:
-            self._leader.report_failure(seat, error)
+            self._leader.report_failure(member, error)
         else:
             self._missed = self._missed or error
 
-    def may_apply(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
+    def may_apply(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
         missed, self._missed = self._missed, None
-        if len(seats) <= 1 or self._places.size == 1:
-            return whole and (self._leader is None or self._leader.may_apply(round, seats))
-        digest, failure = self._places.combine(round, 0, 0 if whole else None, missed, self.founders.deadlines.outer)
-        return self._places.settle(lambda: self._lead.may_apply(round, seats, digest, failure))
+        if len(members) <= 1 or self._island.size == 1:
+            return whole and (self._leader is None or self._leader.may_apply(round, members))
+        digest, failure = self._island.combine(round, 0, 0 if whole else None, missed, self.founders.deadlines.outer)
+        return self._island.settle(lambda: self._lead.may_apply(round, members, digest, failure))
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
-        made = self._places.next_decision(lambda: self._lead.start_round(round))
+        made = self._island.next_decision(lambda: self._lead.start_round(round))
         return (self._met(made), made.attempt) if made.kind == "exchange" else None
 
     def finish_round(
         self, round: int, attempt: int, digest: int | None, error: CommError | None = None
     ) -> RoundOutcome:
-        together, failure = self._places.combine(round, attempt, digest, error, self.founders.deadlines.outer)
-        made = self._places.next_decision(lambda: self._lead.finish_round(round, attempt, together, error or failure))
+        together, failure = self._island.combine(round, attempt, digest, error, self.founders.deadlines.outer)
+        made = self._island.next_decision(lambda: self._lead.finish_round(round, attempt, together, error or failure))
         if made.kind not in ("land", "retry", "postpone"):
             raise Malformed(-1, f"of an attempt the leader of this island decides to {made.kind}")
         return made.kind

@@ -1,7 +1,7 @@
 """What an elastic run leaves on record beside its views, for its report, its Goodput and its repetition. Pure.
 
-RUN/members.jsonl      `Membership`'s entries, each with its moment `at`
-RUN/exchanges.jsonl    a `RoundLine` for each round of each worker, and a `StartLine` for each state that one began with
+RUN/members.jsonl      `RoundsCoordinator`'s entries, each with its moment `at`
+RUN/exchanges.jsonl    a `RoundRecord` for each round of each worker, and a `StartRecord` for each state that one began with
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ _Seconds = Annotated[float, Field(strict=True, ge=0, le=1 << 40)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundLine(Exact):
-    """A round of worker `seat` that is over.
+class RoundRecord(Exact):
+    """A round of worker `member` that is over.
 
     view: whose cell it read, -1 out of turn; spare: batches that it had read out of turn before. steps: inner steps,
-    which took `seconds` of computing. seats: who took part in its exchange; outcome: `WHOLE`, `ALONE`, or the error
+    which took `seconds` of computing. members: who took part in its exchange; outcome: `WHOLE`, `ALONE`, or the error
     that ended it; where a quorum is enough `LATE`: its work is in the mean of the next one. at: its end, in seconds of
     that worker's clock.
     """
 
-    seat: _Number
+    member: _Number
     round: _Number
     view: _Number
     spare: _Number
     steps: _Number
     seconds: _Seconds
-    seats: Annotated[tuple[_Number, ...], MANY]
+    members: Annotated[tuple[_Number, ...], MANY]
     outcome: Annotated[str, Field(strict=True, max_length=40, pattern=r"^[A-Za-z_]\w*$")]
     at: _Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartLine(Exact):
-    """Worker `seat` began before round `first` with the state that `donor` (-1: nobody) had after round `copied`, and
+class StartRecord(Exact):
+    """Worker `member` began before round `first` with the state that `donor` (-1: nobody) had after round `copied`, and
     the means that landed there up to round `has`; the state came in `size` bytes.
     """
 
-    seat: _Number
+    member: _Number
     first: _Number
     donor: _Number
     copied: _Number
@@ -57,20 +57,20 @@ class StartLine(Exact):
     at: _Seconds
 
 
-def as_line(line: RoundLine | StartLine) -> dict[str, Any]:
+def as_line(line: RoundRecord | StartRecord) -> dict[str, Any]:
     """JSON-able."""
     return asdict(line)
 
 
-def from_line(value: Any) -> RoundLine | StartLine:
+def read_record(value: Any) -> RoundRecord | StartRecord:
     """The line that `as_line` was given. ValueError where it is none."""
-    return read(RoundLine if isinstance(value, dict) and "outcome" in value else StartLine, value)
+    return read(RoundRecord if isinstance(value, dict) and "outcome" in value else StartRecord, value)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lives:
-    """What `members.jsonl` says: by seat the stretches (from, until) in seconds in which it was connected; the views as
-    (moment, number, first round, seats); counts of entries, and of words: "again" those for which a round was tried
+class RunHistory:
+    """What `members.jsonl` says: by member the stretches (from, until) in seconds in which it was connected; the views as
+    (moment, number, first round, members); counts of entries, and of words: "again" those for which a round was tried
     again. outages: of the lighthouse, (from its last entry, until it was lit again).
     """
 
@@ -81,7 +81,7 @@ class Lives:
     outages: list[tuple[float, float]] = field(default_factory=list)
 
 
-def lives(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> Lives:
+def read_history(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> RunHistory:
     """end: of the run, in seconds of the entries' `at`; at least that of the last entry."""
     present: dict[int, list[tuple[float, float]]] = {}
     since: dict[int, float] = {}
@@ -90,28 +90,28 @@ def lives(entries: Iterable[Mapping[str, Any]], end: float = 0.0) -> Lives:
     outages: list[tuple[float, float]] = []
     last: float | None = None
     for entry in entries:
-        at, event, seat = float(entry.get("at", 0.0)), entry["event"], entry.get("seat", -1)
-        if event == "lit" and last is not None:
+        at, event, member = float(entry.get("at", 0.0)), entry["event"], entry.get("member", -1)
+        if event == "restart" and last is not None:
             outages.append((last, at))
         last, end = at, max(end, at)
         counts[event] += 1
         if event in ("join", "back"):
-            since.setdefault(seat, at)
-        elif event in ("gone", "shut") and seat in since:
-            present.setdefault(seat, []).append((since.pop(seat), at))
+            since.setdefault(member, at)
+        elif event in ("lost", "ban") and member in since:
+            present.setdefault(member, []).append((since.pop(member), at))
         elif event == "view":
             view = entry["view"]
-            views.append((at, view["number"], view["since"], tuple(view["seats"])))
-        elif event == "word":
-            word = entry["word"]
-            counts["again"] += word["verdict"] == "again" and (word["attempt"] > 1 or not word["steps"])
-    for seat, at in since.items():
-        present.setdefault(seat, []).append((at, end))
-    return Lives(present=present, views=views, counts=counts, end=end, outages=outages)
+            views.append((at, view["number"], view["since"], tuple(view["members"])))
+        elif event == "decision":
+            decision = entry["decision"]
+            counts["retry"] += decision["outcome"] == "retry" and (decision["attempt"] > 1 or not decision["steps"])
+    for member, at in since.items():
+        present.setdefault(member, []).append((at, end))
+    return RunHistory(present=present, views=views, counts=counts, end=end, outages=outages)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundAccount:
+class RoundCounts:
     """The rounds of a run: how many were whole, alone (nobody to exchange with), or ended by an error, by its name;
     `steps` that were done and how long that took; `size` bytes of `gifts`. out_of_turn: rounds without a cell.
     """
@@ -130,11 +130,11 @@ class RoundAccount:
         return 1.0 - (self.outcomes[WHOLE] + self.outcomes[LATE]) / self.rounds if self.rounds else 0.0
 
 
-def account(lines: Sequence[RoundLine | StartLine]) -> RoundAccount:
+def ledger(lines: Sequence[RoundRecord | StartRecord]) -> RoundCounts:
     """Count the rounds and gifts in all lines of a run."""
-    rounds = [line for line in lines if isinstance(line, RoundLine)]
-    gifts = [line for line in lines if isinstance(line, StartLine) and line.donor >= 0]
-    return RoundAccount(
+    rounds = [line for line in lines if isinstance(line, RoundRecord)]
+    gifts = [line for line in lines if isinstance(line, StartRecord) and line.donor >= 0]
+    return RoundCounts(
         rounds=len(rounds),
         outcomes=Counter(line.outcome for line in rounds),
         out_of_turn=sum(line.view < 0 for line in rounds),
@@ -145,7 +145,7 @@ def account(lines: Sequence[RoundLine | StartLine]) -> RoundAccount:
     )
 
 
-def goodput(counted: int, done: RoundAccount, there: Lives) -> float:
+def goodput(counted: int, done: RoundCounts, there: RunHistory) -> float:
     """Share of the time for which workers were there that they spent in steps that count.
 
     counted: inner steps whose work is in the weights at the end. Steps are taken to be alike; what a step of a dead

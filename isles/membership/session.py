@@ -1,12 +1,12 @@
 """What the control plane of a run needs of whatever carries it: all of its messages, all of its time, all of its waits.
 
-`session.Session` is one between processes, `membership.simulated.VirtualSession` one on the virtual clock.
+`session.Session` is one between processes, `membership.simulated.SimulatedSession` one on the virtual clock.
 
     callbacks   one at a time, in the order of what came; no callback waits
     condition   guards what callbacks and a worker's own thread share; its `wait_for` is the only place where one waits
     later       in the place of threads of one's own
 
-What was not taken from others, counted: by the seat that said it, and by the reason.
+What was not taken from others, counted: by the member that said it, and by the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from isles.base.parsing import Str, read
 _MOST = 256  # reasons that are told apart: what a stranger writes must not fill the memory
 _LONGEST = 100  # characters
 OTHERS = "other reasons"
-RefusalRow = tuple[int, str, int]
+RejectionRow = tuple[int, str, int]
 _Rows = Annotated[
     list[
         tuple[
@@ -37,37 +37,37 @@ _Rows = Annotated[
 ]
 
 
-class Refusals(Counter[tuple[int, str]]):
-    """By (seat, reason); seat -1: somebody without a seat, or in another's name. Safe to call from several threads."""
+class Rejections(Counter[tuple[int, str]]):
+    """By (member, reason); member -1: somebody without a member, or in another's name. Safe to call from several threads."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
 
-    def note(self, seat: int, why: str) -> None:
+    def note(self, member: int, why: str) -> None:
         """Once more."""
-        key = (seat, why[:_LONGEST])
+        key = (member, why[:_LONGEST])
         with self._lock:
             if key not in self and len(self) >= _MOST:
                 key = (-1, OTHERS)
             self[key] += 1
 
-    def rows(self) -> list[RefusalRow]:
-        """(seat, reason, how often), JSON-able."""
+    def rows(self) -> list[RejectionRow]:
+        """(member, reason, how often), JSON-able."""
         with self._lock:
-            return [(seat, why, times) for (seat, why), times in sorted(self.items())]
+            return [(member, why, times) for (member, why), times in sorted(self.items())]
 
 
-def together(told: Iterable[Sequence[RefusalRow]]) -> list[RefusalRow]:
+def together(told: Iterable[Sequence[RejectionRow]]) -> list[RejectionRow]:
     """The rows of several workers put together, as if one had refused all of it."""
-    every = Refusals()
-    for seat, why, times in chain.from_iterable(told):
-        key = (seat, why) if (seat, why) in every or len(every) < _MOST else (-1, OTHERS)
+    every = Rejections()
+    for member, why, times in chain.from_iterable(told):
+        key = (member, why) if (member, why) in every or len(every) < _MOST else (-1, OTHERS)
         every[key] += times
     return every.rows()
 
 
-def told_rows(told: object) -> list[RefusalRow]:
+def read_rejections(told: object) -> list[RejectionRow]:
     """`rows` as another machine tells them. ValueError where they are none."""
     return read(_Rows, told, "a list of refusals that is none")
 
@@ -127,7 +127,7 @@ class ControlSession(Protocol):
     lighthouse acts when it is told to.
     """
 
-    refused: Refusals
+    refused: Rejections
     taken: int
     beats: bool
 

@@ -1,12 +1,12 @@
 """What becomes of a run on the virtual clock through a trace's joins, deaths, pauses and outages.
 
-    join          a seat, at the start of the worker's thread
+    join          a member, at the start of the worker's thread
     kill          its thread ends and what is on its line is lost; `_TOLD` later the others' connections break
     pause         a lease later the connection counts as broken, until it is back
     leave         the worker is told to
     lighthouse    away: no questions are answered; then another one goes on from its journal
 
-The lighthouse, and the lines to it, are those between processes (`Lighthouse`, `Company`), over sessions of the virtual
+The lighthouse, and the lines to it, are those between processes (`Lighthouse`, `MembershipClient`), over sessions of the virtual
 clock (`session`); between workers messages take what the links say. Who waits is asked again when something has
 changed, as if it had asked all the time.
 
@@ -40,17 +40,17 @@ from isles.comm.tags import Tag
 from isles.comm.virtual.scheduler import Scheduler, VirtualWorker
 from isles.comm.virtual.transport import VirtualTransport
 from isles.comm.virtual.wire import VirtualWire, VirtualWork
-from isles.membership.client import Company
-from isles.membership.coordinator import RoundsAssembly
+from isles.membership.client import MembershipClient
+from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
-from isles.membership.failure_detector import SILENT, Presence
+from isles.membership.failure_detector import SILENT, FailureDetector
 from isles.membership.journal import Journal
-from isles.membership.keys import LIGHTHOUSE, SeatKeys
+from isles.membership.keys import LIGHTHOUSE, MemberKeys
 from isles.membership.lighthouse import GRACE, Lighthouse
 from isles.membership.messages import Entry, Over
 from isles.membership.requests import BEAT
-from isles.membership.session import Answered, Query, Refusals
-from isles.membership.state_transfer import Giver
+from isles.membership.session import Answered, Query, Rejections
+from isles.membership.state_transfer import StateServer
 from isles.network.churn import ChurnEvent
 from isles.network.engine import ARRIVED, LAST, Event, EventQueue
 
@@ -62,8 +62,8 @@ _LONG = 1024  # bytes from which on an answer of one worker to another takes wha
 _NUMBERS = 1 << 30  # of such messages, apart from those of control
 
 
-class VirtualNetwork:
-    """Where all sessions of a run meet; long answers of one worker to another go over `wire`. cut: seats that reach
+class SimulatedNetwork:
+    """Where all sessions of a run meet; long answers of one worker to another go over `wire`. cut: members that reach
     nobody now. asked: called when a question has been dealt with.
     """
 
@@ -72,10 +72,10 @@ class VirtualNetwork:
         self._carried = count(_NUMBERS)
         self.cut: set[int] = set()
         self.asked: Callable[[], None] = lambda: None
-        self.serving: dict[str, tuple[VirtualSession, Callable[[Query], None]]] = {}
-        self.watching: list[tuple[VirtualSession, str, Callable[[str, bool], None]]] = []
+        self.serving: dict[str, tuple[SimulatedSession, Callable[[Query], None]]] = {}
+        self.watching: list[tuple[SimulatedSession, str, Callable[[str, bool], None]]] = []
 
-    def served(self, key: str) -> tuple[VirtualSession, Callable[[Query], None]] | None:
+    def served(self, key: str) -> tuple[SimulatedSession, Callable[[Query], None]] | None:
         """By whom `key` is served now, and how."""
         found = self.serving.get(key)
         return found if found is not None and found[0].is_open else None
@@ -118,7 +118,7 @@ class _Aside:
         """It is done."""
 
 
-class VirtualQuery:
+class SimulatedQuery:
     """See `isles.membership.session.Query`."""
 
     def __init__(self, payload: bytes, attachment: bytes, answer: Answered) -> None:
@@ -131,7 +131,7 @@ class VirtualQuery:
         self._answer(None, why)
 
 
-class VirtualTimer:
+class SimulatedTimer:
     """See `isles.membership.session.Timer`."""
 
     def __init__(self, timeline: EventQueue, event: Event) -> None:
@@ -154,7 +154,7 @@ class _Sleep:
         self.error = error
 
 
-class VirtualCondition:
+class SimulatedCondition:
     """See `isles.membership.session.Condition`. worker: who may wait on it; None: nobody."""
 
     def __init__(self, scheduler: Scheduler, worker: VirtualWorker | None) -> None:
@@ -202,7 +202,7 @@ class VirtualCondition:
         self._scheduler.wake(worker)
 
 
-class VirtualSession:
+class SimulatedSession:
     """See `isles.membership.session.ControlSession`. worker: whose it is; None: the lighthouse's, which is never
     paused and waits for nothing.
     """
@@ -211,8 +211,8 @@ class VirtualSession:
 
     relayed = 0
 
-    def __init__(self, network: VirtualNetwork, worker: VirtualWorker | None = None) -> None:
-        self.refused, self.taken, self.is_open = Refusals(), 0, True
+    def __init__(self, network: SimulatedNetwork, worker: VirtualWorker | None = None) -> None:
+        self.refused, self.taken, self.is_open = Rejections(), 0, True
         self._network, self._worker, self._timeline = network, worker, network.timeline
         self._rank = -1 if worker is None else worker.rank
 
@@ -222,12 +222,12 @@ class VirtualSession:
 
     wall = now
 
-    def condition(self) -> VirtualCondition:
-        return VirtualCondition(self._network.scheduler, self._worker)
+    def condition(self) -> SimulatedCondition:
+        return SimulatedCondition(self._network.scheduler, self._worker)
 
-    def later(self, call: Callable[[], None], seconds: float = 0.0) -> VirtualTimer:
+    def later(self, call: Callable[[], None], seconds: float = 0.0) -> SimulatedTimer:
         with self.condition():
-            return VirtualTimer(self._timeline, self._at(self._timeline.now + seconds, self._rank, call))
+            return SimulatedTimer(self._timeline, self._at(self._timeline.now + seconds, self._rank, call))
 
     def aside(self, work: Callable[[], None]) -> _Aside:
         return _Aside(work)
@@ -266,7 +266,7 @@ class VirtualSession:
                 answers.append(reply)
 
             answers: list[bytes | None] = []
-            answer(VirtualQuery(payload, attachment or b"", answer_with))
+            answer(SimulatedQuery(payload, attachment or b"", answer_with))
             if not answers or len(answers[0] or b"") > _LONG:
                 self._at(timeline.now + seconds, self._rank, partial(settle, None, None))
             network.asked()
@@ -277,7 +277,7 @@ class VirtualSession:
             timeline.at(to.back(timeline.now + WAY), ARRIVED, max(self._rank, to._rank), arrive)
 
     def present(self, key: str) -> None:
-        """Whoever has events happen says who is there, see `VirtualNetwork.seen`."""
+        """Whoever has events happen says who is there, see `SimulatedNetwork.seen`."""
 
     def watch(self, keys: str, changed: Callable[[str, bool], None]) -> None:
         self._network.watching.append((self, keys, changed))
@@ -301,7 +301,7 @@ class VirtualSession:
         return self._timeline.at(self.back(time), ARRIVED, rank, act)
 
 
-class KnownPresence(Presence):
+class SimulatedFailureDetector(FailureDetector):
     """Whoever is not paused has just spoken; whoever is, half a beat before that. paused_at: when each was last."""
 
     def __init__(self, scheduler: Scheduler, paused_at: Mapping[int, float]) -> None:
@@ -309,16 +309,16 @@ class KnownPresence(Presence):
         self._scheduler, self._paused_at = scheduler, paused_at
 
     @override
-    def others_of(self, seat: int) -> list[int]:
+    def others_of(self, member: int) -> list[int]:
         self._pass(self._scheduler.timeline.now)
-        return super().others_of(seat)
+        return super().others_of(member)
 
     @override
     def _pass(self, at: float) -> None:
         self._now, workers = at, self._scheduler.workers
-        for seat in self._heard:
-            is_away = workers[seat].back(at) > at
-            self._heard[seat] = self._paused_at.get(seat, at) - BEAT / 2 if is_away else at
+        for member in self._heard:
+            is_away = workers[member].back(at) > at
+            self._heard[member] = self._paused_at.get(member, at) - BEAT / 2 if is_away else at
 
 
 _TOLD = 0.2  # seconds until a death is noticed
@@ -338,19 +338,19 @@ class _Memory(Journal):
     def commit(self) -> None: ...
 
 
-class _Keys(SeatKeys):
+class _Keys(MemberKeys):
     """Which nobody is to know, as nobody else is here."""
 
     def __init__(self) -> None:
         self._secret = bytes(32)
 
 
-class VirtualMeeting:
+class SimulatedMembership:
     """A run of `rules` through the changes of `trace`; `journal` gets what its lighthouses must not forget. lease:
     seconds of silence after which a connection counts as broken. heard: called with what workers report.
 
-    counts: what happened. lives: by seat (its start, its end) in seconds; an end of None: until the end of the run.
-    finished: seats that have done the last round. is_over: whether all members have.
+    counts: what happened. lives: by member (its start, its end) in seconds; an end of None: until the end of the run.
+    finished: members that have done the last round. is_over: whether all members have.
     """
 
     def __init__(
@@ -359,8 +359,8 @@ class VirtualMeeting:
         self.rules, self.trace, self.lease, self._heard = rules, trace, lease, heard
         self.journal: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter()
-        self.lives: dict[int, tuple[float, float | None]] = {}
-        self.companies: dict[int, Company] = {}
+        self.read_history: dict[int, tuple[float, float | None]] = {}
+        self.clients: dict[int, MembershipClient] = {}
         self.finished: set[int] = set()
         self.is_over = False
         self._paused_at: dict[int, float] = {}
@@ -370,13 +370,13 @@ class VirtualMeeting:
     def open(self, scheduler: Scheduler, wire: VirtualWire, transports: Sequence[VirtualTransport]) -> None:
         """Before the workers' threads begin: have everything happen at its time."""
         self.scheduler, self.wire, self.transports = scheduler, wire, transports
-        self.timeline, self.network = scheduler.timeline, VirtualNetwork(scheduler, wire)
+        self.timeline, self.network = scheduler.timeline, SimulatedNetwork(scheduler, wire)
         self.network.asked = self._asked
         self._cut, self._keys = self.network.cut, _Keys()
-        self.sessions = [VirtualSession(self.network, worker) for worker in scheduler.workers]
+        self.sessions = [SimulatedSession(self.network, worker) for worker in scheduler.workers]
         self.leaving = [threading.Event() for _ in scheduler.workers]
         self._seated = [session.condition() for session in self.sessions]
-        self._light(RoundsAssembly(self.rules))
+        self._light(RoundsCoordinator(self.rules))
         for worker in scheduler.workers:
             self._at(worker.clock, partial(self._join, worker.rank))
         for event in self.trace:
@@ -389,26 +389,26 @@ class VirtualMeeting:
                 self._at(event.at, partial(self._once_there, int(event.number), act))
 
     @property
-    def membership(self) -> RoundsAssembly | None:
+    def membership(self) -> RoundsCoordinator | None:
         """The lighthouse's; None while it is away."""
         return None if self._lighthouse is None else self._assembly
 
-    def seated(self, seat: int) -> Company | None:
-        """The line of the worker in `seat`, for its thread, once it has that seat; None: the run is over before."""
-        with self._seated[seat]:
-            self._seated[seat].wait_for(lambda: seat in self.companies or self.is_over)
-        return None if self.is_over else self.companies[seat]
+    def seated(self, member: int) -> MembershipClient | None:
+        """The line of the worker in `member`, for its thread, once it has that member; None: the run is over before."""
+        with self._seated[member]:
+            self._seated[member].wait_for(lambda: member in self.clients or self.is_over)
+        return None if self.is_over else self.clients[member]
 
     def alive(self) -> list[int]:
         """Seats that have come and are neither dead nor gone."""
-        return [seat for seat, (_, end) in self.lives.items() if end is None]
+        return [member for member, (_, end) in self.read_history.items() if end is None]
 
-    def gone(self, seat: int) -> None:
-        """`seat` has ended by itself."""
+    def ended(self, member: int) -> None:
+        """`member` has ended by itself."""
         if not self.is_over:
-            self.lives[seat] = self.lives[seat][0], self.timeline.now
-            self.sessions[seat].close()
-            self._break(seat)
+            self.read_history[member] = self.read_history[member][0], self.timeline.now
+            self.sessions[member].close()
+            self._break(member)
 
     def end(self) -> None:
         """The run is over for all."""
@@ -422,82 +422,84 @@ class VirtualMeeting:
     def _at(self, seconds: float, act: Callable[[], None]) -> None:
         self.timeline.at(seconds, ARRIVED, -1, act)
 
-    def _once_there(self, seat: int, act: Callable[[int], None]) -> None:
-        """Where the lighthouse is away a worker gets its seat late, and what happens to it happens after that."""
+    def _once_there(self, member: int, act: Callable[[int], None]) -> None:
+        """Where the lighthouse is away a worker gets its member late, and what happens to it happens after that."""
         if self.is_over:
             return
-        if seat not in self.lives:
-            self._at(self.timeline.now + BACK, partial(self._once_there, seat, act))
-        elif self.lives[seat][1] is None:
-            act(seat)
+        if member not in self.read_history:
+            self._at(self.timeline.now + BACK, partial(self._once_there, member, act))
+        elif self.read_history[member][1] is None:
+            act(member)
 
-    def _join(self, seat: int) -> None:
+    def _join(self, member: int) -> None:
         if self.is_over:
             return
-        if self._lighthouse is None or seat > len(self.lives):  # seats are given in the order of those who come
-            self._at(self.timeline.now + BACK, partial(self._join, seat))
+        if self._lighthouse is None or member > len(
+            self.read_history
+        ):  # members are given in the order of those who come
+            self._at(self.timeline.now + BACK, partial(self._join, member))
             return
-        self.lives[seat] = self.timeline.now, None
+        self.read_history[member] = self.timeline.now, None
         self._lighthouse.act(lambda now: self._assembly.join(now, "virtual"))
-        entry = Entry(seat, self._keys.of(seat))
-        company = self.companies[seat] = Company(self.sessions[seat], entry)
-        company.waits = self.transports[seat]
-        self.transports[seat].doubt = partial(self._doubt, company)
-        for other in self.lives:
-            if self.lives[other][1] is not None or other in self._cut:
-                company.connection(other, broken=True)
-        self._seated[seat].notify_all()
+        entry = Entry(member, self._keys.of(member))
+        client = self.clients[member] = MembershipClient(self.sessions[member], entry)
+        client.waits = self.transports[member]
+        self.transports[member].suspect = partial(self._doubt, client)
+        for other in self.read_history:
+            if self.read_history[other][1] is not None or other in self._cut:
+                client.connection(other, broken=True)
+        self._seated[member].notify_all()
 
-    def _kill(self, seat: int) -> None:
+    def _kill(self, member: int) -> None:
         self.counts["deaths"] += 1
-        self.lives[seat] = self.lives[seat][0], self.timeline.now
-        self.sessions[seat].close()
-        self.wire.dead(seat)
-        self.transports[seat].died(self.timeline.now, PeerLost(seat, "it died"))
-        self.scheduler.kill(self.scheduler.workers[seat])
-        self._at(self.timeline.now + _TOLD, partial(self._break, seat))
+        self.read_history[member] = self.read_history[member][0], self.timeline.now
+        self.sessions[member].close()
+        self.wire.dead(member)
+        self.transports[member].died(self.timeline.now, PeerLost(member, "it died"))
+        self.scheduler.kill(self.scheduler.workers[member])
+        self._at(self.timeline.now + _TOLD, partial(self._break, member))
 
-    def _break(self, seat: int) -> None:
-        self._cut.add(seat)
-        self.wire.cut(seat, "its connection broke")
+    def _break(self, member: int) -> None:
+        self._cut.add(member)
+        self.wire.cut(member, "its connection broke")
         for other in self.alive():
-            if other != seat:
-                self.companies[other].connection(seat, broken=True)
-        self._seen(seat, there=False)
+            if other != member:
+                self.clients[other].connection(member, broken=True)
+        self._seen(member, there=False)
         self._look()
 
-    def _seen(self, seat: int, *, there: bool) -> None:
+    def _seen(self, member: int, *, there: bool) -> None:
         """The lighthouse, where it is there, is told of a connection."""
-        self.network.seen(f"isles/seat/{seat}", there)
+        self.network.seen(f"isles/member/{member}", there)
         self._mind_graces()
 
-    def _leave(self, seat: int) -> None:
+    def _leave(self, member: int) -> None:
         self.counts["leaves"] += 1
-        self.leaving[seat].set()
+        self.leaving[member].set()
 
-    def _pause(self, seat: int) -> None:
+    def _pause(self, member: int) -> None:
         self.counts["pauses"] += 1
-        now = self._paused_at[seat] = self.timeline.now
-        back = self.scheduler.workers[seat].back(now)
+        now = self._paused_at[member] = self.timeline.now
+        back = self.scheduler.workers[member].back(now)
         if back > now + self.lease:
-            self._at(now + self.lease, partial(self._once_there, seat, self._break))
+            self._at(now + self.lease, partial(self._once_there, member, self._break))
         if back > now + SILENT:
-            self._at(now + SILENT, partial(self._once_there, seat, lambda _: self._tick()))
+            self._at(now + SILENT, partial(self._once_there, member, lambda _: self._tick()))
 
-    def _resume(self, seat: int) -> None:
-        if seat in self._cut:
-            self._cut.discard(seat)
-            self.wire.mend(seat)
+    def _resume(self, member: int) -> None:
+        if member in self._cut:
+            self._cut.discard(member)
+            self.wire.mend(member)
             for other in self.alive():
                 if other not in self._cut:
-                    self.companies[other].connection(seat, broken=False)
-            self._seen(seat, there=True)
-        self._poke(seat)
+                    self.clients[other].connection(member, broken=False)
+            self._seen(member, there=True)
+        self._poke(member)
 
-    def _doubt(self, company: Company, seat: int) -> None:
-        """`company` waits for `seat`: that one has just spoken, if it is there, so nobody need be asked."""
-        if self.scheduler.workers[seat].back(self.timeline.now) > self.timeline.now:
-            company.doubt(seat)
+    def _doubt(self, client: MembershipClient, member: int) -> None:
+        """`client` waits for `member`: that one has just spoken, if it is there, so nobody need be asked."""
+        if self.scheduler.workers[member].back(self.timeline.now) > self.timeline.now:
+            client.suspect(member)
 
     def _tick(self) -> None:
         if self._lighthouse is not None:
@@ -513,9 +515,9 @@ class VirtualMeeting:
         self._lighthouse = None
         self._at(self.timeline.now + seconds, self._restart)
 
-    def _light(self, assembly: RoundsAssembly) -> Lighthouse:
+    def _light(self, assembly: RoundsCoordinator) -> Lighthouse:
         self._assembly, self._newest = assembly, assembly.newest_round
-        self._session = VirtualSession(self.network)
+        self._session = SimulatedSession(self.network)
         self._lighthouse = Lighthouse(
             self._session,
             assembly,
@@ -523,28 +525,28 @@ class VirtualMeeting:
             self._keys,
             config="",
             version="",
-            heard=self._heard,
-            presence=KnownPresence(self.scheduler, self._paused_at),
+            on_report=self._heard,
+            presence=SimulatedFailureDetector(self.scheduler, self._paused_at),
         )
-        Giver(self._session, LIGHTHOUSE, lambda line: None, comes=lambda what: False)  # it keeps no states
+        StateServer(self._session, LIGHTHOUSE, lambda line: None, comes=lambda what: False)  # it keeps no states
         return self._lighthouse
 
     def _restart(self) -> None:
         now = self.timeline.now
-        self._light(RoundsAssembly(self.rules, self.journal, until=now + GRACE))
-        for seat in self.alive():
-            if seat not in self._cut:
-                self._at(now + BACK, partial(self._return, seat))
+        self._light(RoundsCoordinator(self.rules, self.journal, until=now + GRACE))
+        for member in self.alive():
+            if member not in self._cut:
+                self._at(now + BACK, partial(self._return, member))
         self._session.later(self._tick, GRACE)
 
-    def _return(self, seat: int) -> None:
-        if self._lighthouse is not None and self.lives[seat][1] is None and seat not in self._cut:
-            self._seen(seat, there=True)
-            self._poke(seat)
+    def _return(self, member: int) -> None:
+        if self._lighthouse is not None and self.read_history[member][1] is None and member not in self._cut:
+            self._seen(member, there=True)
+            self._poke(member)
 
-    def _poke(self, seat: int) -> None:
-        with self.companies[seat].changed:
-            self.companies[seat].poke()
+    def _poke(self, member: int) -> None:
+        with self.clients[member].changed:
+            self.clients[member].poke()
 
     # Words
 
@@ -558,9 +560,9 @@ class VirtualMeeting:
             self._look()
         if self._assembly.newest_round > self._newest:
             self._newest = self._assembly.newest_round
-            for seat in self.alive():
-                if self.companies[seat].is_waiting:
-                    self._poke(seat)
+            for member in self.alive():
+                if self.clients[member].is_waiting:
+                    self._poke(member)
 
     def _mind_graces(self) -> None:
         """Tick when the next one ends."""

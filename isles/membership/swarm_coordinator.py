@@ -1,15 +1,15 @@
 """Who is of a swarm: a pure state machine beside `membership`, for worlds whose peers agree among themselves.
 
-    waiting     a peer that has its seat; it asks again and again what to do
-    begin       once every stage has its peers: these, at these stages, from what is kept on the disk
+    waiting     a peer that has its member; it asks again and again what to do
+    begin       once every stage has its peers: these, at these stages, from what is saved on the disk
     enter       where a swarm is at work: ask its members, who let it in at a step's border
     serving     its members say who they are; the lighthouse votes on nothing
 
-A swarm that has nobody left is over; the next one is of those who wait by then, and goes on from what is kept. A swarm
+A swarm that has nobody left is over; the next one is of those who wait by then, and goes on from what is saved. A swarm
 that was torn in two goes on twice for as long as neither half is heard of: the half that is heard first goes on, and
 the peers of the other come again. So `epoch` and membership, as the lighthouse has it, are the run's one history.
 
-Calls in, orders out, as `membership`: no clock, no sockets; `Muster(rules, entries)` goes on from its journal.
+Calls in, orders out, as `membership`: no clock, no sockets; `SwarmCoordinator(rules, entries)` goes on from its journal.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isles.membership.effects import Journalled, Order, Reply, of_another_version
+from isles.membership.effects import Coordinator, Effect, Reply, of_another_version
 from isles.membership.messages import (
     ANY,
     Admitted,
-    Apart,
-    Begin,
-    Enter,
+    JoinSwarm,
     Leave,
     Message,
     Over,
-    PeerNow,
+    PeerStatus,
     Refusal,
-    Seek,
-    StatesKept,
+    Rejoin,
+    RequestWork,
+    StartSwarm,
+    StatesSaved,
     SwarmBeat,
-    SwarmNow,
+    SwarmStatus,
     Wait,
 )
 from isles.membership.views import identity_of
 
-MOST_SEATS = 1 << 14
+MAX_MEMBERS = 1 << 14
 """Of a run, whoever had them: positions in the letters of a swarm. Some 1,000 are taken in a run of days."""
 AGAIN = 5.0
 """Seconds for which a run that has lost its swarm waits for further peers, once every stage has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MusterRules:
+class SwarmRules:
     """peers: of each stage, that the first swarm waits for; least: that later ones begin with. most: at once. last: the
     run's last step. clustered: they are nodes of clusters, of one kind for the lighthouse.
     """
@@ -55,13 +55,13 @@ class MusterRules:
     least: int = 1
     most: int = 1024
     last: int = 0
-    seats: int = MOST_SEATS
+    members: int = MAX_MEMBERS
     clustered: bool = False
 
 
 @dataclass
 class _Peer:
-    """What is known of one seat. identity: by its certificate. wish: None while it has not asked what to do. heard:
+    """What is known of one member. identity: by its certificate. wish: None while it has not asked what to do. heard:
     when, and what it said of its work, `beside` whom. is_out: the others have gone on without it.
     """
 
@@ -80,17 +80,17 @@ class _Peer:
         return self.connected and not self.left
 
 
-class Muster(Journalled):
+class SwarmCoordinator(Coordinator):
     """rules: of the run. entries: its journal so far. until: if there is one, `tick` counts who has not come back by
     then as gone.
     """
 
-    def __init__(self, rules: MusterRules, entries: Iterable[dict[str, Any]] = (), until: float = 0.0) -> None:
+    def __init__(self, rules: SwarmRules, entries: Iterable[dict[str, Any]] = (), until: float = 0.0) -> None:
         self.rules = rules
         self.peers: dict[int, _Peer] = {}
         self.members: dict[int, int] = {}
         """The stage of each of the swarm's, as it was told last."""
-        self.epoch = self.step = self.kept = 0
+        self.epoch = self.step = self.saved = 0
         self.ended: str | None = None
         """Set where the run is over: its reason, "" where all went well."""
         self._run: int | None = None
@@ -99,59 +99,59 @@ class Muster(Journalled):
 
     # Calls
 
-    def join(self, now: float, description: str, certificates: Sequence[str] = ()) -> list[Order]:
-        """A worker asks for a seat. certificates: as in `Hello`."""
+    def join(self, now: float, description: str, certificates: Sequence[str] = ()) -> list[Effect]:
+        """A worker asks for a member. certificates: as in `Hello`."""
         if len(self._connected()) >= self.rules.most:
             return [Reply(Refusal(f"the run has its most workers, {self.rules.most} (isles lighthouse --max-members)"))]
-        if len(self.peers) >= self.rules.seats:
-            return [Reply(Refusal(f"the run has given its {self.rules.seats} seats, and none is used twice"))]
-        seat = len(self.peers)
-        self._record("join", seat=seat, description=description, certificates=[*certificates])
-        self._reply(Admitted(seat))
+        if len(self.peers) >= self.rules.members:
+            return [Reply(Refusal(f"the run has given its {self.rules.members} members, and none is used twice"))]
+        member = len(self.peers)
+        self._record("join", member=member, description=description, certificates=[*certificates])
+        self._reply(Admitted(member))
         return self._taken()
 
-    def gone(self, now: float, seat: int) -> list[Order]:
+    def disconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a worker broke."""
-        if seat in self.peers and self.peers[seat].connected:
-            self._record("gone", seat=seat)
+        if member in self.peers and self.peers[member].connected:
+            self._record("lost", member=member)
         return self._taken()
 
-    def back(self, now: float, seat: int) -> list[Order]:
+    def reconnected(self, now: float, member: int) -> list[Effect]:
         """The connection of a worker is there (again)."""
-        self._awaited.discard(seat)
-        if seat in self.peers and not self.peers[seat].connected:
-            self._record("back", seat=seat)
+        self._awaited.discard(member)
+        if member in self.peers and not self.peers[member].connected:
+            self._record("back", member=member)
         return self._taken()
 
-    def tick(self, now: float) -> list[Order]:
+    def tick(self, now: float) -> list[Effect]:
         """Time passes."""
         self._count_absent(now)
         self._form(now)
         return self._taken()
 
-    def hear(self, now: float, seat: int, message: Any) -> list[Order] | None:
+    def hear(self, now: float, member: int, message: Any) -> list[Effect] | None:
         """What a worker says; None where no peer of a swarm says that. ValueError for what cannot be."""
-        peer = self.peers.get(seat)
+        peer = self.peers.get(member)
         if peer is None or peer.left:
-            return [Reply(Apart(f"seat {seat} is not of this run any more"))]
+            return [Reply(Rejoin(f"member {member} is not of this run any more"))]
         match message:
-            case Seek():
-                self._wait(now, seat, message)
+            case RequestWork():
+                self._wait(now, member, message)
             case SwarmBeat():
-                self._serve(now, seat, message)
+                self._serve(now, member, message)
             case Leave():
-                self._record("leave", seat=seat)
+                self._record("leave", member=member)
             case _:
                 return None
         return self._taken()
 
-    def keep(self, step: int) -> list[Order]:
+    def keep(self, step: int) -> list[Effect]:
         """The states of all stages after `step` are on the disk."""
-        if step > self.kept:
-            self._record("kept", step=step)
+        if step > self.saved:
+            self._record("saved", step=step)
         return self._taken()
 
-    def end(self, now: float, reason: str = "") -> list[Order]:
+    def end(self, now: float, reason: str = "") -> list[Effect]:
         """The run is over; whoever asks is told."""
         self.ended = reason
         return self._taken()
@@ -160,32 +160,39 @@ class Muster(Journalled):
 
     def alive(self) -> list[int]:
         """Members that are there, or may be: after a restart they are given a while."""
-        return [seat for seat in self.members if self.peers[seat].is_here]
+        return [member for member in self.members if self.peers[member].is_here]
 
     def about(self) -> tuple[int, int, int]:
         """(peers at work, newest step, last step)."""
         return len(self.alive()), self.step, self.rules.last
 
-    def now(self, now: float, refused: Sequence[tuple[int, int, str, int]]) -> SwarmNow:
-        """How the swarm stands, for a person. refused: see `SwarmNow`."""
+    def now(self, now: float, refused: Sequence[tuple[int, int, str, int]]) -> SwarmStatus:
+        """How the swarm stands, for a person. refused: see `SwarmStatus`."""
         rows = []
-        for seat, peer in self.peers.items():
+        for member, peer in self.peers.items():
             if peer.is_here:
                 told = peer.serving
                 work = (0, 0.0, 0.0, 0) if told is None else (told.step, told.seconds, told.queue, told.counted)
-                place = () if told is None else told.place
+                coordinates = () if told is None else told.coordinates
                 rows.append(
-                    PeerNow(seat, self.members.get(seat, ANY), *work, round(now - peer.heard, 1), place, peer.identity)
+                    PeerStatus(
+                        member,
+                        self.members.get(member, ANY),
+                        *work,
+                        round(now - peer.heard, 1),
+                        coordinates,
+                        peer.identity,
+                    )
                 )
         since = round(now - self._ended_at, 1) if self._ended_at >= 0 else -1.0
         wanted = "" if self.alive() else self._wanted()
         step, last = self.step, self.rules.last
         more = tuple(rows), tuple(refused), self.rules.clustered
-        return SwarmNow(self.epoch, step, last, since, self.kept, wanted, *more)
+        return SwarmStatus(self.epoch, step, last, since, self.saved, wanted, *more)
 
     # What follows
 
-    def _wait(self, now: float, seat: int, seek: Seek) -> None:
+    def _wait(self, now: float, member: int, seek: RequestWork) -> None:
         if not ANY <= seek.stage < len(self.rules.peers):
             count = len(self.rules.peers)
             why = f"--stage {seek.stage}: the run has {count} stages, 0 to {count - 1}"
@@ -196,57 +203,57 @@ class Muster(Journalled):
             why = "its configuration or its cut points are not the run's: install the same isles, torch and settings"
             self._reply(Refusal(why))
             return
-        peer = self.peers[seat]
+        peer = self.peers[member]
         peer.heard, peer.serving = now, None
         if peer.wish is None:
             peer.wish, self._came = seek.stage, now
         self._form(now)
-        self._reply(self._part(seat))
+        self._reply(self._part(member))
 
-    def _part(self, seat: int) -> Message:
+    def _part(self, member: int) -> Message:
         if self.ended is not None:
             return Over(self.ended)
         alive = self.alive()
-        if seat in alive:
-            seats = tuple(sorted(self.members))
-            return Begin(self.epoch, self.kept, seats, tuple(self.members[one] for one in seats))
+        if member in alive:
+            members = tuple(sorted(self.members))
+            return StartSwarm(self.epoch, self.saved, members, tuple(self.members[one] for one in members))
         heard = [one for one in alive if one not in self._awaited]  # who was not heard since a restart may be gone
         if heard:
-            return Enter(self.epoch, tuple(heard))
+            return JoinSwarm(self.epoch, tuple(heard))
         return Wait(self._wanted())
 
-    def _serve(self, now: float, seat: int, serving: SwarmBeat) -> None:
+    def _serve(self, now: float, member: int, serving: SwarmBeat) -> None:
         """What a peer says of others is that it works with them, or does not: it is of the swarm once more than half of
         the others work with it, and counted out once so many do not, at a later step than its own.
         """
-        stages = dict(zip(serving.seats, serving.stages, strict=False))
-        fits = len(stages) == len(serving.seats) == len(serving.stages) and seat in stages
-        fits = fits and len(serving.place) in (0, 4) and 0 <= serving.step <= self.rules.last
-        numbers = (*serving.place, serving.seconds, serving.queue, serving.counted, serving.since)
+        stages = dict(zip(serving.members, serving.stages, strict=False))
+        fits = len(stages) == len(serving.members) == len(serving.stages) and member in stages
+        fits = fits and len(serving.coordinates) in (0, 4) and 0 <= serving.step <= self.rules.last
+        numbers = (*serving.coordinates, serving.seconds, serving.queue, serving.counted, serving.since)
         fits = fits and all(0 <= number <= 1 << 40 for number in numbers)
         if not fits or not all(one in self.peers and 0 <= stages[one] < len(self.rules.peers) for one in stages):
             raise ValueError("a swarm that cannot be")
-        peer, others = self.peers[seat], {*self.alive()} - {seat}
-        is_new = seat not in self.members
+        peer, others = self.peers[member], {*self.alive()} - {member}
+        is_new = member not in self.members
         if serving.epoch != self.epoch or peer.is_out or (is_new and others and not others & stages.keys()):
-            self._reply(Apart("the run goes on without this part of its swarm"))
+            self._reply(Rejoin("the run goes on without this part of its swarm"))
             return
         peer.heard, peer.serving, peer.beside, peer.wish = now, serving, stages.keys(), None
         beats = [self.peers[one].serving for one in self.alive()]
         told = sorted(self.step if beat is None else beat.step for beat in beats)
         if told and told[(len(told) - 1) // 2] > self.step:  # half of them, at the least, are there
             self.step, self._ended_at = told[(len(told) - 1) // 2], now - serving.since
-        members = self.members | ({seat: stages[seat]} if self._is_of(seat) else {})
+        members = self.members | ({member: stages[member]} if self._is_of(member) else {})
         members = {one: at for one, at in members.items() if one in stages or self._is_of(one)}
         if members != self.members:
-            self._record("serve", step=self.step, seats=list(members), stages=list(members.values()))
-        self._reply(StatesKept(self.kept) if self.ended is None else Over(self.ended))
+            self._record("serve", step=self.step, members=list(members), stages=list(members.values()))
+        self._reply(StatesSaved(self.saved) if self.ended is None else Over(self.ended))
 
-    def _is_of(self, seat: int) -> bool:
+    def _is_of(self, member: int) -> bool:
         """Whether it is one of the swarm, by what the others there have said last."""
-        own, others = self.peers[seat].serving, [self.peers[one] for one in self.alive() if one != seat]
-        said = [(seat in other.beside, other.serving.step) for other in others if other.serving is not None]
-        if seat not in self.members:
+        own, others = self.peers[member].serving, [self.peers[one] for one in self.alive() if one != member]
+        said = [(member in other.beside, other.serving.step) for other in others if other.serving is not None]
+        if member not in self.members:
             return 2 * sum(is_beside for is_beside, _ in said) > len(others) or not others
         step = -1 if own is None else own.step
         return 2 * sum(not is_beside and at > step for is_beside, at in said) <= len(others)
@@ -260,17 +267,19 @@ class Muster(Journalled):
         whole = all(counts[stage] >= wanted for stage, wanted in enumerate(self.rules.peers))
         some = self.epoch > 0 and all(counts[stage] >= self.rules.least for stage in range(len(self.rules.peers)))
         if whole or (some and now - self._came >= AGAIN):
-            seats = sorted(found)
-            self._record("begin", epoch=self.epoch + 1, step=self.kept, seats=seats, stages=[found[s] for s in seats])
+            members = sorted(found)
+            self._record(
+                "begin", epoch=self.epoch + 1, step=self.saved, members=members, stages=[found[s] for s in members]
+            )
 
     def _assigned(self) -> dict[int, int]:
-        """By seat, the stage of each that waits: its wish, or the one that lacks most."""
-        waiting = {seat: peer.wish for seat, peer in self.peers.items() if peer.wish is not None and peer.is_here}
-        found = {seat: wish for seat, wish in waiting.items() if wish != ANY}
+        """By member, the stage of each that waits: its wish, or the one that lacks most."""
+        waiting = {member: peer.wish for member, peer in self.peers.items() if peer.wish is not None and peer.is_here}
+        found = {member: wish for member, wish in waiting.items() if wish != ANY}
         counts = Counter(found.values())
-        for seat in sorted(waiting.keys() - found.keys()):
-            found[seat] = min(range(len(self.rules.peers)), key=lambda at: (counts[at] / self.rules.peers[at], at))
-            counts[found[seat]] += 1
+        for member in sorted(waiting.keys() - found.keys()):
+            found[member] = min(range(len(self.rules.peers)), key=lambda at: (counts[at] / self.rules.peers[at], at))
+            counts[found[member]] += 1
         return found
 
     def _wanted(self) -> str:
@@ -285,27 +294,27 @@ class Muster(Journalled):
     # What must survive
 
     def _connected(self) -> list[int]:
-        return [seat for seat, peer in self.peers.items() if peer.is_here]
+        return [member for member, peer in self.peers.items() if peer.is_here]
 
     def _apply(self, entry: dict[str, Any]) -> None:
         match entry:
-            case {"event": "join", "seat": seat, "certificates": certificates}:
-                self.peers[seat] = _Peer(identity_of(certificates))
-            case {"event": "gone", "seat": seat}:
-                self.peers[seat].connected, self.peers[seat].wish = False, None
-            case {"event": "back", "seat": seat}:
-                self.peers[seat].connected = True
-            case {"event": "leave", "seat": seat}:
-                self.peers[seat].left = True
-            case {"event": "begin", "epoch": epoch, "step": step, "seats": seats, "stages": stages}:
-                self.epoch, self.step, self.members = epoch, step, dict(zip(seats, stages, strict=True))
-                for seat in seats:
-                    self.peers[seat].wish = None
-            case {"event": "serve", "step": step, "seats": seats, "stages": stages}:
-                for seat in self.members.keys() - {*seats}:
-                    self.peers[seat].is_out = True
-                self.step, self.members = step, dict(zip(seats, stages, strict=True))
-            case {"event": "kept", "step": step}:
-                self.kept = step
+            case {"event": "join", "member": member, "certificates": certificates}:
+                self.peers[member] = _Peer(identity_of(certificates))
+            case {"event": "lost", "member": member}:
+                self.peers[member].connected, self.peers[member].wish = False, None
+            case {"event": "back", "member": member}:
+                self.peers[member].connected = True
+            case {"event": "leave", "member": member}:
+                self.peers[member].left = True
+            case {"event": "begin", "epoch": epoch, "step": step, "members": members, "stages": stages}:
+                self.epoch, self.step, self.members = epoch, step, dict(zip(members, stages, strict=True))
+                for member in members:
+                    self.peers[member].wish = None
+            case {"event": "serve", "step": step, "members": members, "stages": stages}:
+                for member in self.members.keys() - {*members}:
+                    self.peers[member].is_out = True
+                self.step, self.members = step, dict(zip(members, stages, strict=True))
+            case {"event": "saved", "step": step}:
+                self.saved = step
             case _:
                 of_another_version(entry)

@@ -34,9 +34,9 @@ from isles.comm.sockets.addresses import listen, parse_address
 from isles.comm.sockets.connection import PIECE, SILENCE, Connection, LinkLost, reason
 from isles.comm.sockets.proof import SecretRefused, TokenRefused, dial
 from isles.membership.hub import LONGEST, MAX_MESSAGE, Frame, FrameKind, Hub, Peer, frame_of, packed
-from isles.membership.keys import TIES
+from isles.membership.keys import RELAY_TICKETS
 from isles.membership.p2p.stream import TICKET
-from isles.membership.session import Refusals
+from isles.membership.session import Rejections
 
 _WAITING = 64 << 20  # bytes of its own words that wait to be sent
 _AGAIN, _SELDOM = 0.1, 1.0  # seconds until the next try: twice as many each time
@@ -195,7 +195,7 @@ class Session:
     beats = True
 
     def __init__(self) -> None:
-        self.refused, self.port, self.taken = Refusals(), 0, 0
+        self.refused, self.port, self.taken = Rejections(), 0, 0
         self._hub: Hub | None = None
         self._uplink: Uplink | None = None
         self._own = Peer("", "", self._came)
@@ -333,7 +333,7 @@ class Session:
         self.port = listening.getsockname()[1]
         self._hub = Hub(mine, listening, lease, self.refused)
         loop.call(self._hub.join, self._own)
-        self.serve(TIES, self._ticket)
+        self.serve(RELAY_TICKETS, self._ticket)
         self._thread.start()
 
     def connect(self, token: Token, host: str, port: int, seconds: float) -> None:

@@ -18,14 +18,14 @@ from pydantic import Field
 from isles.base.parsing import MANY, Exact, Int, Ints, Str
 
 
-class Lot(NamedTuple):
-    """Data that nobody has read for good: `steps` inner steps of the worker at `place` in the view numbered `view`.
+class SampleRange(NamedTuple):
+    """Data that nobody has read for good: `steps` inner steps of the worker at `index` in the view numbered `view`.
 
     first: the first of them, counted over all inner steps of that place since the view began.
     """
 
     view: Int
-    place: Int
+    index: Int
     first: Int
     steps: Int
 
@@ -36,24 +36,24 @@ class View(Exact):
 
     Round r belongs to the newest committed view with `since` <= r. A fixed world has one view, number 0.
 
-    seats: numbers of the workers, in the order of their places; a number is never used twice in a run.
+    members: numbers of the workers, in the order of their places; a number is never used twice in a run.
     steps: inner steps a round of each place; empty: as many as the method is set to, for everybody.
     start: batches (of one worker and inner step) of the data that come before the first one of this view.
     owed: what the first rounds of this view read before they go on in the order of the data.
-    identities: of the workers, in the order of `seats`, what others know them by; empty where they have none.
+    identities: of the workers, in the order of `members`, what others know them by; empty where they have none.
     """
 
     number: Int
     since: Int
-    seats: Ints
+    members: Ints
     steps: Ints = ()
     start: Int = 0
-    owed: Annotated[tuple[Lot, ...], MANY] = ()
+    backlog: Annotated[tuple[SampleRange, ...], MANY] = ()
     identities: Annotated[tuple[Str, ...], MANY] = ()
 
-    def place(self, seat: int) -> int | None:
-        """Where `seat` stands in this view; None where it is not in it."""
-        return self.seats.index(seat) if seat in self.seats else None
+    def index(self, member: int) -> int | None:
+        """Where `member` stands in this view; None where it is not in it."""
+        return self.members.index(member) if member in self.members else None
 
 
 Fingerprint = Annotated[str, Field(strict=True, pattern="^[0-9a-f]{32}$")]

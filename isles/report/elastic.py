@@ -1,4 +1,4 @@
-"""The panels of a run whose workers come and go: members over time, and the life of each seat in a lane.
+"""The panels of a run whose workers come and go: members over time, and the life of each member in a lane.
 
 They are made of RUN/members.jsonl and RUN/exchanges.jsonl (`isles.membership.run_log`); a line that is none is left
 out. Seconds are counted from the first entry, of the lighthouse's clock.
@@ -12,7 +12,16 @@ from typing import Any, TypeVar
 
 from isles.base.parsing import parse_json
 from isles.membership.journal import NAME
-from isles.membership.run_log import EXCHANGES, LATE, WHOLE, Lives, RoundLine, StartLine, from_line, lives
+from isles.membership.run_log import (
+    EXCHANGES,
+    LATE,
+    WHOLE,
+    RoundRecord,
+    RunHistory,
+    StartRecord,
+    read_history,
+    read_record,
+)
 from isles.report.panels import Chart, Lane, Lanes, Panel, Point, Polyline, Stretch, chart_panel
 from isles.report.rundir import Run, finite
 
@@ -34,14 +43,14 @@ def elastic_panels(run: Run) -> list[Panel]:
     if not entries:
         return []
     start = min(entry["at"] for entry in entries)
-    lines = list(_usable(run.path / EXCHANGES, from_line))
-    there = lives(entries, max((line.at for line in lines), default=0.0))
+    lines = list(_usable(run.path / EXCHANGES, read_record))
+    there = read_history(entries, max((line.at for line in lines), default=0.0))
     if there.end <= start:
         return []
-    return [_members(there, start), _seats(there, lines, start)]
+    return [_members(there, start), _member_lanes(there, lines, start)]
 
 
-def _members(there: Lives, start: float) -> Panel:
+def _members(there: RunHistory, start: float) -> Panel:
     """How many are connected, and how many are in the newest view."""
     changes = sorted(
         change
@@ -56,8 +65,8 @@ def _members(there: Lives, start: float) -> Panel:
         count += change
     connected.append((there.end - start, connected[-1][1]))
     in_view: list[Point] = [(0.0, 0.0)]
-    for at, _, _, seats in there.views:
-        in_view += [(at - start, in_view[-1][1]), (at - start, float(len(seats)))]
+    for at, _, _, members in there.views:
+        in_view += [(at - start, in_view[-1][1]), (at - start, float(len(members)))]
     in_view.append((there.end - start, in_view[-1][1]))
     picture = Chart(
         title="Members over time",
@@ -72,28 +81,28 @@ def _members(there: Lives, start: float) -> Panel:
     return chart_panel(picture, keys=keys)
 
 
-def _seats(there: Lives, lines: list[RoundLine | StartLine], start: float) -> Panel:
-    """A lane for each of the first seats, with its rounds, and one for the lighthouse where it was away."""
-    by_seat: dict[int, list[RoundLine]] = {}
+def _member_lanes(there: RunHistory, lines: list[RoundRecord | StartRecord], start: float) -> Panel:
+    """A lane for each of the first members, with its rounds, and one for the lighthouse where it was away."""
+    by_member: dict[int, list[RoundRecord]] = {}
     for line in lines:
-        if isinstance(line, RoundLine):
-            by_seat.setdefault(line.seat, []).append(line)
-    begun = {(line.seat, line.first): line for line in lines if isinstance(line, StartLine)}
+        if isinstance(line, RoundRecord):
+            by_member.setdefault(line.member, []).append(line)
+    begun = {(line.member, line.first): line for line in lines if isinstance(line, StartRecord)}
     lanes = []
-    for seat, stretches in sorted(there.present.items())[:SEATS]:
+    for member, stretches in sorted(there.present.items())[:SEATS]:
         pieces = []
-        own = sorted(by_seat.get(seat, []), key=lambda line: line.at)
+        own = sorted(by_member.get(member, []), key=lambda line: line.at)
         done = [(line.at - line.seconds, line.at) for line in own]
         for since, until in (gap for stretch in stretches for gap in _without(stretch, done)):
             pieces.append(Stretch(start=since - start, end=until - start, css="away", row=0, hint="waits,"))
         for line in own:
-            first = begun.get((seat, line.round))
+            first = begun.get((member, line.round))
             donor = f", with the state of {first.donor}" if first is not None and first.donor >= 0 else ""
             hint = f"round {line.round}{donor}: {line.outcome},"
             css = _LOOKS.get(line.outcome, "blocked")
             at = line.at - start
             pieces.append(Stretch(start=max(at - line.seconds, 0.0), end=at, css=css, row=0, hint=hint))
-        lanes.append(Lane(label=f"seat {seat}", stretches=pieces))
+        lanes.append(Lane(label=f"member {member}", stretches=pieces))
     if there.outages:
         away = [
             Stretch(start=since - start, end=until - start, css="other", row=0, hint="the lighthouse is away,")
@@ -105,7 +114,7 @@ def _seats(there: Lives, lines: list[RoundLine | StartLine], start: float) -> Pa
     picture = Lanes(title=title, x_label="seconds since the first one came", start=0.0, end=end, lanes=lanes)
     notes = ["A lane ends where its worker died, left, or was cut off."]
     if len(there.present) > SEATS:
-        notes.append(f"The first {SEATS} of {len(there.present)} seats.")
+        notes.append(f"The first {SEATS} of {len(there.present)} members.")
     drawn = {piece.css for lane in lanes for piece in lane.stretches}
     return Panel(heading=title, picture=picture, keys=[key for key in _KEYS if key[0] in drawn], notes=notes)
 
@@ -126,7 +135,7 @@ def _entry(value: Any) -> dict[str, Any]:
     at, event = value["at"], value["event"]
     if finite(at) is None or not isinstance(event, str):
         raise ValueError("no entry")
-    lives([value])
+    read_history([value])
     return value
 
 

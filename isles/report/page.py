@@ -66,7 +66,7 @@ def refusals_in_words(rows: Any) -> str:
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
         return json.dumps(rows)
     told = sorted(rows, key=lambda row: -(finite(row.get("times")) or 0))
-    words = [f"seat {row.get('seat')}, {row.get('times')} times: {row.get('reason')}" for row in told[:_REASONS]]
+    words = [f"member {row.get('member')}, {row.get('times')} times: {row.get('reason')}" for row in told[:_REASONS]]
     more = [f"and {len(told) - _REASONS} more"] if len(told) > _REASONS else []
     return "; ".join(words + more) or "nothing"
 

@@ -31,7 +31,7 @@ from isles.comm.tcp import interface_of, loopback
 from isles.launch.link import Link
 from isles.launch.nodes import NodeGroup, NodeSpec
 from isles.launch.processes import PipeHandle
-from isles.launch.relay import hear_how_it_ended, order
+from isles.launch.relay import await_outcome, order
 from isles.launch.worker import WorkerSpec, attend
 from isles.launch.workers import Workers, node_handles
 from isles.running.agree import met
@@ -149,7 +149,7 @@ def _follow(
         with host_heard():
             step = begun(node_group.facts, config)
         _attend(launcher, config, out, step, node_group, store)
-        hear_how_it_ended(launcher.link)
+        await_outcome(launcher.link)
 
 
 def _attend(

@@ -368,12 +368,12 @@ def test_whoever_stands_still_for_somebody_doubts_and_may_give_up():
             transport.compute(100.0)
             return None
 
-        def doubt(peer):
+        def suspect(peer):
             doubts.append((peer, transport.now()))
             if len(doubts) == 3:
                 transport._wire.end(0, lambda peer, _: peer == 1, PeerSilent)
 
-        transport.doubt = doubt
+        transport.suspect = suspect
         send(transport, 2)
         transport.compute(0.5)
         return ended_at(recv(transport, 1), PeerSilent, transport)

@@ -314,7 +314,7 @@ def _machines(_: Path) -> dict[str, Any]:
     one, both = (read_config(None, {}, [f"model.device={device}", "world.workers=2"]) for device in ("cuda:1", "cuda"))
     peer = object.__new__(peering.SeatedClusterPeer)
     peer.config, peer.tell, peer._session = one, lambda line: None, None
-    peering.echo_line = lambda session: None
+    peering.measure_lighthouse_link = lambda session: None
     kernels = fake_cuda.counts(1)["kernels"]
     node = peer._measured()
     return {
@@ -378,19 +378,19 @@ def _peer() -> dict[str, float]:
 
 def _elastic_seconds(folder: Path) -> dict[str, list[float]]:
     """Milliseconds of a step that the worker of an elastic run on cuda:1 tells the lighthouse, and of its rounds."""
-    from isles.membership.client import Company
+    from isles.membership.client import MembershipClient
     from isles.training.config.reading import gather
     from isles.training.elastic.support import elastic
     from tests.training.elastic.runs import Run
 
     on = [*TINY[:-2], "model.device=cuda:1", "run.steps=6", "world.workers=1", "replicas.sync_every=3"]
-    config, told, pace = elastic(gather(None, {"replicas.method": "diloco"}, on)), list[float](), Company.pace
+    config, told, pace = elastic(gather(None, {"replicas.method": "diloco"}, on)), list[float](), MembershipClient.pace
 
-    def heard(line: Company, seconds: float) -> None:
+    def heard(line: MembershipClient, seconds: float) -> None:
         told.append(1000 * seconds)
         pace(line, seconds)
 
-    with mock.patch.object(Company, "pace", heard):
+    with mock.patch.object(MembershipClient, "pace", heard):
         world = Run(config, folder / "run")
         world.own = {}
         world.join()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from isles.membership.round_commit import NOTHING, Ballot, Part
+from isles.membership.round_commit import NOTHING, Ballot, RoundState
 
 Message = tuple[str, int, int, int]  # ("scatter" or "gather", attempt, from, to)
 
@@ -19,15 +19,15 @@ Message = tuple[str, int, int, int]  # ("scatter" or "gather", attempt, from, to
 @dataclass(frozen=True)
 class State:
     ballot: Ballot
-    parts: tuple[Part, ...]
+    parts: tuple[RoundState, ...]
     living: frozenset[int]
-    gathering: frozenset[tuple[int, int]]  # (attempt, seat): it has all shards of others and sent its own on
+    gathering: frozenset[tuple[int, int]]  # (attempt, member): it has all shards of others and sent its own on
     flying: frozenset[Message]
     arrived: frozenset[Message]
     deaths: int
     crashes: int
     failures: int = 0
-    failed: frozenset[tuple[int, int]] = frozenset()  # (attempt, seat): whose exchange has
+    failed: frozenset[tuple[int, int]] = frozenset()  # (attempt, member): whose exchange has
     quorum: float = 0.0
     up: bool = True
 
@@ -44,25 +44,25 @@ class Walk:
     late: int = 0
 
 
-def start(members: int, deaths: int, crashes: int, failures: int = 0, quorum: float = 0.0) -> State:
-    seats = tuple(range(members))
+def start(count: int, deaths: int, crashes: int, failures: int = 0, quorum: float = 0.0) -> State:
+    members = tuple(range(count))
     if quorum:
-        waiting = tuple(Part(seat, 1, 0, (seat,)) for seat in seats)
-        ballot = Ballot(1, (seats,), quorum=quorum)
+        waiting = tuple(RoundState(member, 1, 0, (member,)) for member in members)
+        ballot = Ballot(1, (members,), quorum=quorum)
         none = frozenset[Message]()
         return State(
-            ballot, waiting, frozenset(seats), frozenset(), none, none, deaths, crashes, failures, quorum=quorum
+            ballot, waiting, frozenset(members), frozenset(), none, none, deaths, crashes, failures, quorum=quorum
         )
-    parts = tuple(Part(seat, 1, 0, seats) for seat in seats)
-    flying = frozenset(message for seat in seats for message in _sends("scatter", parts[seat]))
+    parts = tuple(RoundState(member, 1, 0, members) for member in members)
+    flying = frozenset(message for member in members for message in _sends("scatter", parts[member]))
     none = frozenset[Message]()
-    return State(Ballot(1, (seats,)), parts, frozenset(seats), frozenset(), flying, none, deaths, crashes, failures)
+    return State(Ballot(1, (members,)), parts, frozenset(members), frozenset(), flying, none, deaths, crashes, failures)
 
 
 def walk(
     first: State,
     *,
-    answered: Callable[[Part, int], Part] = Part.answered,
+    answered: Callable[[RoundState, int], RoundState] = RoundState.answered,
     stop_at_first: bool = False,
     most: int = 1 << 60,
 ) -> Walk:
@@ -78,11 +78,11 @@ def walk(
         if state in seen:
             continue
         seen.add(state)
-        landed = {(part.attempt, part.seats) for part in state.parts if part.phase == "landed"}
+        landed = {(part.attempt, part.members) for part in state.parts if part.phase == "landed"}
         following = list(_following(state, answered))
         over = not any(faults_left(state) == faults_left(after) for after in following)
         ends += over
-        phases = {state.parts[seat].phase for seat in state.living}
+        phases = {state.parts[member].phase for member in state.living}
         late += "left out" in phases
         settled = {"landed", "left out"} if state.quorum else {"landed"}
         if len(landed) > 1 or (over and not phases <= settled):
@@ -114,8 +114,8 @@ def wander(state: State, random: Random) -> State:
 
 
 def _members(state: State) -> Iterator[State]:
-    for seat in state.living:
-        yield from _member(state, seat, Part.answered)
+    for member in state.living:
+        yield from _member(state, member, RoundState.answered)
 
 
 def _restart(state: State) -> Iterator[State]:
@@ -126,10 +126,10 @@ def faults_left(state: State) -> tuple[int, int, int]:
     return state.deaths, state.crashes, state.failures
 
 
-def _following(state: State, answered: Callable[[Part, int], Part]) -> Iterator[State]:
+def _following(state: State, answered: Callable[[RoundState, int], RoundState]) -> Iterator[State]:
     yield from _network(state)
-    for seat in state.living:
-        yield from _member(state, seat, answered)
+    for member in state.living:
+        yield from _member(state, member, answered)
     yield from _lighthouse(state)
     yield from _faults(state)
 
@@ -140,36 +140,36 @@ def _network(state: State) -> Iterator[State]:
         yield replace(state, flying=state.flying - {message}, arrived=arrived)
 
 
-def _member(state: State, seat: int, answered: Callable[[Part, int], Part]) -> Iterator[State]:
-    part = state.parts[seat]
+def _member(state: State, member: int, answered: Callable[[RoundState, int], RoundState]) -> Iterator[State]:
+    part = state.parts[member]
     if part.phase == "exchanging" and state.quorum and part.attempt == 0:
-        if state.up and state.ballot.has(seat, 1) != state.ballot:
-            yield replace(state, ballot=state.ballot.has(seat, 1))
-    elif (part.attempt, seat) in state.failed:
-        told = state.ballot.told(part.attempt, seat, NOTHING)
+        if state.up and state.ballot.has(member, 1) != state.ballot:
+            yield replace(state, ballot=state.ballot.has(member, 1))
+    elif (part.attempt, member) in state.failed:
+        told = state.ballot.told(part.attempt, member, NOTHING)
         if state.up and told != state.ballot and state.ballot.landed is None:
             yield replace(state, ballot=told)
     elif part.phase == "exchanging":
-        if any((part.attempt, other) in state.failed for other in part.seats):  # it waits in vain, up to its deadline
-            yield replace(state, failed=state.failed | {(part.attempt, seat)})
-        gathering = (part.attempt, seat) in state.gathering
+        if any((part.attempt, other) in state.failed for other in part.members):  # it waits in vain, up to its deadline
+            yield replace(state, failed=state.failed | {(part.attempt, member)})
+        gathering = (part.attempt, member) in state.gathering
         kind = "gather" if gathering else "scatter"
-        if all((kind, part.attempt, other, seat) in state.arrived for other in part.seats if other != seat):
+        if all((kind, part.attempt, other, member) in state.arrived for other in part.members if other != member):
             if gathering:
                 yield _with_part(state, answered(part, part.attempt))
             else:
                 flying = state.flying | set(_sends("gather", part))
-                yield replace(state, gathering=state.gathering | {(part.attempt, seat)}, flying=flying)
+                yield replace(state, gathering=state.gathering | {(part.attempt, member)}, flying=flying)
     if state.up:
-        words = [state.ballot.word(seat)]
+        decisions = [state.ballot.decision(member)]
         if part.phase == "done" and state.ballot.landed is None:
-            told = state.ballot.told(part.attempt, seat, 0)
+            told = state.ballot.told(part.attempt, member, 0)
             if told != state.ballot:
                 yield replace(state, ballot=told)
     else:
-        words = [state.parts[other].vouched() for other in state.living if other != seat]
-    for word in words:
-        after = part if word is None else part.heard(word)
+        decisions = [state.parts[other].vouched() for other in state.living if other != member]
+    for decision in decisions:
+        after = part if decision is None else part.heard(decision)
         if after != part:
             moved = _with_part(state, after)
             again = after.phase == "exchanging"
@@ -177,23 +177,23 @@ def _member(state: State, seat: int, answered: Callable[[Part, int], Part]) -> I
 
 
 def _lighthouse(state: State) -> Iterator[State]:
-    if state.up and (word := state.ballot.decide(state.living)) is not None:
-        yield replace(state, ballot=state.ballot.decided(word))
+    if state.up and (decision := state.ballot.decide(state.living)) is not None:
+        yield replace(state, ballot=state.ballot.decided(decision))
     if state.up and state.quorum and not state.ballot.is_closing and len(state.ballot.attempts) == 1:
         yield replace(state, ballot=replace(state.ballot, is_closing=True))
 
 
 def _faults(state: State) -> Iterator[State]:
     if state.deaths:
-        for seat in state.living:  # what it had sent arrives, or is lost with it
-            dead = replace(state, living=state.living - {seat}, deaths=state.deaths - 1)
+        for member in state.living:  # what it had sent arrives, or is lost with it
+            dead = replace(state, living=state.living - {member}, deaths=state.deaths - 1)
             yield dead
-            yield replace(dead, flying=frozenset(message for message in state.flying if message[2] != seat))
+            yield replace(dead, flying=frozenset(message for message in state.flying if message[2] != member))
     if state.failures:
         for part in state.parts:
-            mark = (part.attempt, part.seat)
+            mark = (part.attempt, part.member)
             tries = part.phase == "exchanging" and not (state.quorum and part.attempt == 0)
-            if part.seat in state.living and tries and mark not in state.failed:
+            if part.member in state.living and tries and mark not in state.failed:
                 yield replace(state, failed=state.failed | {mark}, failures=state.failures - 1)
     if not state.up:
         yield replace(state, up=True)
@@ -202,9 +202,9 @@ def _faults(state: State) -> Iterator[State]:
         yield replace(state, ballot=forgetful, crashes=state.crashes - 1, up=False)
 
 
-def _with_part(state: State, part: Part) -> State:
-    return replace(state, parts=tuple(part if old.seat == part.seat else old for old in state.parts))
+def _with_part(state: State, part: RoundState) -> State:
+    return replace(state, parts=tuple(part if old.member == part.member else old for old in state.parts))
 
 
-def _sends(kind: str, part: Part) -> Iterator[Message]:
-    return ((kind, part.attempt, part.seat, other) for other in part.seats if other != part.seat)
+def _sends(kind: str, part: RoundState) -> Iterator[Message]:
+    return ((kind, part.attempt, part.member, other) for other in part.members if other != part.member)

@@ -14,10 +14,10 @@ import torch
 
 from isles.comm import credentials, mesh
 from isles.comm.credentials import Credentials
-from isles.membership.keys import SeatKeys
-from isles.membership.messages import Entry, Find
-from isles.membership.p2p.address_book import Whereabouts
-from isles.membership.p2p.pairs import Pairs
+from isles.membership.keys import MemberKeys
+from isles.membership.messages import Entry, Lookup
+from isles.membership.p2p.address_book import AddressBook
+from isles.membership.p2p.pairs import PeerConnections
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.tls_session import Session, open_router, open_session
 
@@ -44,46 +44,53 @@ def router(folder: Path) -> Iterator[tuple[Credentials, str, Session]]:
 
 
 class Workers(list[ElasticTransport]):
-    """By seat, and the router that they meet at; what connects them, likewise by seat."""
+    """By member, and the router that they meet at; what connects them, likewise by member."""
 
     router: Session
     sessions: list[Session]
-    pairs: list[Pairs]
+    pairs: list[PeerConnections]
     known: Known
     guest: Callable[[], AbstractContextManager[Session]]
     """Opens the session of another one that has the token."""
 
 
 class Known:
-    """What a lighthouse says of workers whom it knows. notices: what they tell a person, by seat."""
+    """What a lighthouse says of workers whom it knows. notices: what they tell a person, by member."""
 
     def __init__(self, folder: Path, router: Session) -> None:
-        self.keys = SeatKeys(folder)
+        self.keys = MemberKeys(folder)
         self.notices: dict[int, list[str]] = {}
-        self.whereabouts = Whereabouts(self.keys, router.seen)
+        self.address_book = AddressBook(self.keys, router.seen)
 
-    def asker(self, seat: int) -> Callable[..., Any]:
-        """What that seat asks it with."""
+    def asker(self, member: int) -> Callable[..., Any]:
+        """What that member asks it with."""
 
         def ask(message: Any, seconds: float = 5.0) -> Any:
-            if isinstance(message, Find):
-                return self.whereabouts.find(seat, message)
+            if isinstance(message, Lookup):
+                return self.address_book.find(member, message)
             answers = SimpleQueue[Any]()
-            self.whereabouts.listening(seat, message, answers.put)
+            self.address_book.listening(member, message, answers.put)
             return answers.get(timeout=10.0)
 
         return ask
 
     def pairs(
-        self, session: Session, seat: int, secret: str, folder: Path, *, lease: float = 3.0, place: int = 0
-    ) -> Pairs:
-        """Of a worker in that seat."""
-        entry, own = Entry(seat, self.keys.of(seat)), credentials.own(secret, folder)
-        island = tuple(own.token.fingerprint if at == place else "0" * 32 for at in range(place + 1))
-        self.whereabouts.joined(seat, island)
-        told = self.notices.setdefault(seat, [])
-        return Pairs(
-            session, entry, self.asker(seat), own, lease=lease, notice=told.append, place=place, certificates=island
+        self, session: Session, member: int, secret: str, folder: Path, *, lease: float = 3.0, island_rank: int = 0
+    ) -> PeerConnections:
+        """Of a worker in that member."""
+        entry, own = Entry(member, self.keys.of(member)), credentials.own(secret, folder)
+        island = tuple(own.token.fingerprint if at == island_rank else "0" * 32 for at in range(island_rank + 1))
+        self.address_book.joined(member, island)
+        told = self.notices.setdefault(member, [])
+        return PeerConnections(
+            session,
+            entry,
+            self.asker(member),
+            own,
+            lease=lease,
+            notice=told.append,
+            island_rank=island_rank,
+            certificates=island,
         )
 
 
@@ -91,26 +98,26 @@ class Known:
 def workers(
     folder: Path, count: int, *, direct: bool = False, lease: float = 3.0, connections: int = 1
 ) -> Iterator[Workers]:
-    """Transports of seats 0 .. count - 1 that see each other. direct: all but the last listen."""
+    """Transports of members 0 .. count - 1 that see each other. direct: all but the last listen."""
     with router(folder) as (mine, address, session), ExitStack() as stack:
         known = Known(folder, session)
         ends = [open_session(mine.token, address) for _ in range(count)]
         for end in ends:
             stack.callback(end.close)
         pairs = [
-            known.pairs(end, seat, mine.token.secret, folder / f"pairs-{seat}", lease=lease)
-            for seat, end in enumerate(ends)
+            known.pairs(end, member, mine.token.secret, folder / f"pairs-{member}", lease=lease)
+            for member, end in enumerate(ends)
         ]
         transports = Workers(
-            ElasticTransport(end, seat, count, guide=pairs[seat], connections=connections)
-            for seat, end in enumerate(ends)
+            ElasticTransport(end, member, count, guide=pairs[member], connections=connections)
+            for member, end in enumerate(ends)
         )
         transports.router, transports.sessions, transports.pairs, transports.known = session, ends, pairs, known
         transports.guest = lambda: closing(open_session(mine.token, address))
-        for seat, (one, transport) in enumerate(zip(pairs, transports, strict=True)):
+        for member, (one, transport) in enumerate(zip(pairs, transports, strict=True)):
             stack.callback(one.close)
             stack.callback(transport.close)
-            if direct and seat < count - 1:
+            if direct and member < count - 1:
                 one.listen("127.0.0.1", 0)
             one.start(transport)
         yield transports
@@ -119,7 +126,7 @@ def workers(
 def vanish(transport: ElasticTransport) -> None:
     """Break all connections of a worker, as when its process is killed."""
     guide = transport._guide
-    assert isinstance(guide, Pairs)
+    assert isinstance(guide, PeerConnections)
     guide.close()
     transport._session.close()
     for streams in [*transport._alive.values()]:
@@ -128,7 +135,7 @@ def vanish(transport: ElasticTransport) -> None:
 
 
 def run_elastic(folder: Path, worker: Callable[..., Any], count: int, *args: Any, direct: bool = False) -> list[Any]:
-    """`worker(world, *args)` in a thread for each seat; results in their order."""
+    """`worker(world, *args)` in a thread for each member; results in their order."""
     results: list[Any] = [None] * count
     with workers(folder, count, direct=direct) as transports:
 

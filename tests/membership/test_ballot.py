@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from isles.membership.round_commit import Ballot, Part, Word
+from isles.membership.round_commit import Ballot, RoundDecision, RoundState
 from tests.membership.interleavings import start, walk, wander
 
 
@@ -45,9 +45,9 @@ def schedules(seeds: range) -> set[int]:
     attempts = set()
     for seed in seeds:
         end = wander(start(5, deaths=3, crashes=2, failures=2), Random(seed))
-        landed = {(end.parts[seat].attempt, end.parts[seat].seats) for seat in end.living}
+        landed = {(end.parts[member].attempt, end.parts[member].members) for member in end.living}
         assert len(landed) <= 1, f"seed {seed}"
-        assert all(end.parts[seat].phase == "landed" for seat in end.living), f"seed {seed}"
+        assert all(end.parts[member].phase == "landed" for member in end.living), f"seed {seed}"
         attempts.add(len(end.ballot.attempts))
     return attempts
 
@@ -61,11 +61,11 @@ def test_ten_thousand_schedules_of_five_members() -> None:
     assert schedules(range(10_000)) >= {1, 2, 3, 4}
 
 
-def lands_alone(part: Part, attempt: int) -> Part:
+def lands_alone(part: RoundState, attempt: int) -> RoundState:
     return replace(part.answered(attempt), phase="landed")
 
 
-def forgets_the_word(part: Part, attempt: int) -> Part:
+def forgets_the_word(part: RoundState, attempt: int) -> RoundState:
     """Lands at once where it is an attempt that the lighthouse ordered, as if only the first were in danger."""
     return replace(part.answered(attempt), phase="landed") if attempt else part.answered(attempt)
 
@@ -78,34 +78,38 @@ def test_a_member_that_lands_without_the_word_is_found_out(mutant) -> None:
 def test_land_names_the_dead_one_whose_work_all_others_have() -> None:
     ballot = Ballot(4, ((1, 2, 5),)).told(0, 1, 77).told(0, 2, 77)
     assert ballot.decide({1, 2, 5}) is None
-    assert ballot.decide({1, 2}) == Word(4, "land", 0, (1, 2, 5))
-    assert ballot.decide({2}) == Word(4, "land", 0, (1, 2, 5))
+    assert ballot.decide({1, 2}) == RoundDecision(4, "land", 0, (1, 2, 5))
+    assert ballot.decide({2}) == RoundDecision(4, "land", 0, (1, 2, 5))
 
 
 def test_a_loss_with_somebody_not_done_is_another_attempt_among_the_living() -> None:
     ballot = Ballot(4, ((1, 2, 5),)).told(0, 1, 77)
-    word = ballot.decide({1, 2})
-    assert word == Word(4, "again", 1, (1, 2))
-    after = ballot.decided(word)
+    decision = ballot.decide({1, 2})
+    assert decision == RoundDecision(4, "retry", 1, (1, 2))
+    after = ballot.decided(decision)
     assert after.decide({1, 2}) is None  # what was done in the attempt before does not count
-    assert after.told(1, 1, 8).told(1, 2, 8).decide({1, 2}) == Word(4, "land", 1, (1, 2))
+    assert after.told(1, 1, 8).told(1, 2, 8).decide({1, 2}) == RoundDecision(4, "land", 1, (1, 2))
 
 
 def test_answers_that_differ_do_not_land() -> None:
     ballot = Ballot(1, ((0, 1),)).told(0, 0, 7).told(0, 1, 8)
-    assert ballot.decide({0, 1}) == Word(1, "again", 1, (0, 1))
+    assert ballot.decide({0, 1}) == RoundDecision(1, "retry", 1, (0, 1))
 
 
 def test_who_is_left_out_learns_it_when_the_others_land() -> None:
-    part = Part(5, 4, 0, (1, 2, 5)).answered(0)
-    assert part.heard(Word(4, "again", 1, (1, 2))) == part
-    assert part.heard(Word(4, "land", 1, (1, 2))).phase == "left out"
+    part = RoundState(5, 4, 0, (1, 2, 5)).answered(0)
+    assert part.heard(RoundDecision(4, "retry", 1, (1, 2))) == part
+    assert part.heard(RoundDecision(4, "land", 1, (1, 2))).phase == "left out"
 
 
 def test_words_may_come_late_twice_and_from_another_round() -> None:
-    part = Part(1, 4, 1, (1, 2)).answered(1)
-    for old in (Word(4, "again", 1, (1, 2)), Word(3, "land", 1, (1, 2)), Word(4, "land", 0, (1, 2, 5))):
+    part = RoundState(1, 4, 1, (1, 2)).answered(1)
+    for old in (
+        RoundDecision(4, "retry", 1, (1, 2)),
+        RoundDecision(3, "land", 1, (1, 2)),
+        RoundDecision(4, "land", 0, (1, 2, 5)),
+    ):
         assert part.heard(old) == part
-    landed = part.heard(Word(4, "land", 1, (1, 2)))
-    assert landed.phase == "landed" and landed.vouched() == Word(4, "land", 1, (1, 2))
-    assert landed.heard(Word(4, "again", 2, (1,))) == landed
+    landed = part.heard(RoundDecision(4, "land", 1, (1, 2)))
+    assert landed.phase == "landed" and landed.vouched() == RoundDecision(4, "land", 1, (1, 2))
+    assert landed.heard(RoundDecision(4, "retry", 2, (1,))) == landed

@@ -8,12 +8,21 @@ import numpy as np
 import pytest
 
 from isles.data.order import rows, spare_rows
-from isles.membership.data_ledger import batches, debt, fresh_before, left_over, lot_batches, lots, merged, part
-from isles.membership.views import Lot, View
+from isles.membership.data_ledger import (
+    batches,
+    count_steps,
+    fresh_before,
+    left_over,
+    merged,
+    part,
+    range_batches,
+    ranges_of,
+)
+from isles.membership.views import SampleRange, View
 
 
-def positions(views: dict[int, View], view: View, round: int, place: int, batch_size: int = 1) -> list[int]:
-    read = (rows(*batch, batch_size=batch_size) for batch in batches(views, view, round, place))
+def positions(views: dict[int, View], view: View, round: int, index: int, batch_size: int = 1) -> list[int]:
+    read = (rows(*batch, batch_size=batch_size) for batch in batches(views, view, round, index))
     return [int(row) for batch in read for row in batch]
 
 
@@ -30,18 +39,18 @@ def test_a_fixed_world_reads_what_the_loader_reads() -> None:
 @pytest.mark.parametrize("steps", [(3, 3, 3), (4, 1, 2), (8, 1, 1)])
 def test_every_batch_once_also_where_steps_differ(steps: tuple[int, ...]) -> None:
     view = View(0, 5, (7, 8, 9), steps, start=11)
-    read = [p for round in range(5, 9) for place in range(3) for p in positions({0: view}, view, round, place, 2)]
+    read = [p for round in range(5, 9) for index in range(3) for p in positions({0: view}, view, round, index, 2)]
     assert sorted(read) == list(range(22, 22 + 2 * 4 * sum(steps)))
 
 
 def test_debts_come_first_and_the_order_goes_on_behind_them() -> None:
     old = View(0, 1, (0, 1), (4, 4))
-    owed = tuple(lots(old, 1, 2, 4))
-    assert owed == (Lot(0, 1, 4, 8),)
-    new = View(1, 4, (0, 5, 6), (2, 4, 3), fresh_before(old, 4), owed)
+    backlog = tuple(ranges_of(old, 1, 2, 4))
+    assert backlog == (SampleRange(0, 1, 4, 8),)
+    new = View(1, 4, (0, 5, 6), (2, 4, 3), fresh_before(old, 4), backlog)
     views = {0: old, 1: new}
     missing = [p for round in (2, 3) for p in positions(views, old, round, 1)]
-    read = [p for round in range(4, 8) for place in range(3) for p in positions(views, new, round, place)]
+    read = [p for round in range(4, 8) for index in range(3) for p in positions(views, new, round, index)]
     assert read[: len(missing)] == missing
     assert sorted(read[len(missing) :]) == list(range(24, 24 + 4 * 9 - 8))
 
@@ -49,27 +58,31 @@ def test_debts_come_first_and_the_order_goes_on_behind_them() -> None:
 def test_lots_name_exactly_what_a_place_reads() -> None:
     """In a view with debts of its own, of unequal steps, over every stretch of rounds."""
     old = View(0, 1, (0, 1), (3, 3))
-    new = View(1, 3, (0, 2, 4), (3, 1, 2), 12, (Lot(0, 0, 1, 3), Lot(0, 1, 0, 4)))
+    new = View(1, 3, (0, 2, 4), (3, 1, 2), 12, (SampleRange(0, 0, 1, 3), SampleRange(0, 1, 0, 4)))
     views = {0: old, 1: new}
-    for place, first, until in itertools.product(range(3), range(3, 7), range(3, 9)):
-        found = lots(new, place, first, until)
+    for index, first, until in itertools.product(range(3), range(3, 7), range(3, 9)):
+        found = ranges_of(new, index, first, until)
         assert merged(found) == found
-        named = [int(rows(*b, batch_size=1)[0]) for lot in found for b in lot_batches(views[lot.view], lot)]
-        assert named == [p for round in range(first, until) for p in positions(views, new, round, place)]
+        named = [
+            int(rows(*b, batch_size=1)[0])
+            for sample_range in found
+            for b in range_batches(views[sample_range.view], sample_range)
+        ]
+        assert named == [p for round in range(first, until) for p in positions(views, new, round, index)]
 
 
 def test_what_a_view_ends_too_early_to_read_is_left_over() -> None:
-    owed = (Lot(0, 0, 0, 5), Lot(0, 1, 2, 4))
-    view = View(1, 10, (0, 1), (2, 1), 40, owed)
+    backlog = (SampleRange(0, 0, 0, 5), SampleRange(0, 1, 2, 4))
+    view = View(1, 10, (0, 1), (2, 1), 40, backlog)
     for until in range(8, 14):
         read = 3 * max(until - 10, 0)
-        assert debt(left_over(view, until)) == max(9 - read, 0)
-        assert left_over(view, until) == part(owed, read, 99)
+        assert count_steps(left_over(view, until)) == max(9 - read, 0)
+        assert left_over(view, until) == part(backlog, read, 99)
         assert fresh_before(view, until) == max(read - 9, 0)
 
 
 def test_spare_batches_are_in_nobodys_cells() -> None:
-    seen = {int(p) for seat in (0, 1, 900) for step in range(4) for p in spare_rows(seat, step, batch_size=3)}
+    seen = {int(p) for member in (0, 1, 900) for step in range(4) for p in spare_rows(member, step, batch_size=3)}
     assert len(seen) == 36 and min(seen) > 1 << 50
     with pytest.raises(ValueError, match="member -1"):
         spare_rows(-1, 0, batch_size=1)

@@ -12,7 +12,7 @@ import pytest
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.comm.virtual.transport import VirtualTransport
 from isles.membership.session import ControlSession, Query
-from isles.membership.simulated import VirtualNetwork, VirtualSession
+from isles.membership.simulated import SimulatedNetwork, SimulatedSession
 from isles.membership.tls_session import open_session
 from tests.membership.sessions import router
 
@@ -31,11 +31,11 @@ def on_the_engine(program: Program, folder: Path) -> None:
 
 
 def on_the_virtual_clock(program: Program, folder: Path) -> None:
-    sessions: list[VirtualSession] = []
+    sessions: list[SimulatedSession] = []
 
     def before(scheduler: Any, wire: Any, transports: Any) -> None:
-        network = VirtualNetwork(scheduler, wire)
-        sessions.extend((VirtualSession(network, scheduler.workers[0]), VirtualSession(network)))
+        network = SimulatedNetwork(scheduler, wire)
+        sessions.extend((SimulatedSession(network, scheduler.workers[0]), SimulatedSession(network)))
 
     def work(transport: VirtualTransport) -> None:
         program(*sessions)
@@ -118,13 +118,13 @@ def test_a_question_is_answered_once(run: Callable[[Program], None]) -> None:
                 case said:
                     query.reply(partial(bytes.upper, said) if said == b"made" else query.attachment)
 
-        def ask(said: bytes, key: str = "isles/asked", seconds: float = 5.0) -> Any:
+        def ask(said: bytes, key: str = "isles/requests", seconds: float = 5.0) -> Any:
             known = len(heard)
             here.ask(key, said, heard, attachment=b"beside", seconds=seconds, urgent=True)
             assert heard.wait(known + 1)
             return heard[-1]
 
-        there.serve("isles/asked", serve)
+        there.serve("isles/requests", serve)
         for _ in range(50):  # a fresh session does not know at once who serves what
             if ask(b"made") != (None, None):
                 break

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from isles.membership.failure_detector import SILENT, Doubts, Presence
+from isles.membership.failure_detector import SILENT, FailureDetector, SuspicionReporter
 from isles.membership.lighthouse import Admissions
-from isles.membership.messages import told_paths
-from isles.membership.session import OTHERS, Refusals, told_rows
+from isles.membership.messages import read_paths
+from isles.membership.session import OTHERS, Rejections, read_rejections
 from isles.membership.tls_session import open_session
 from tests.membership.sessions import router
 
 
 def test_what_a_stranger_writes_fills_no_memory() -> None:
-    refused = Refusals()
+    refused = Rejections()
     for number in range(10_000):
         refused.note(number % 3, f"{number} " + "x" * 1000)
     assert len(refused) == 257 and sum(refused.values()) == 10_000
     assert refused[-1, OTHERS] == 10_000 - 256 and all(len(why) <= 100 for _, why in refused)
-    assert told_rows([list(row) for row in refused.rows()]) == refused.rows()
+    assert read_rejections([list(row) for row in refused.rows()]) == refused.rows()
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_what_a_stranger_writes_fills_no_memory() -> None:
 )
 def test_what_is_told_of_refusals_is_looked_at(told: object) -> None:
     with pytest.raises(ValueError, match="none"):
-        told_rows(told)
+        read_rejections(told)
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,10 @@ def test_what_is_told_of_refusals_is_looked_at(told: object) -> None:
 )
 def test_what_is_told_of_paths_is_looked_at(row: list[object]) -> None:
     whole = [1, "direct", 0.1, 5, 6]
-    assert told_paths([whole] * 256) == [tuple(whole)] * 256
+    assert read_paths([whole] * 256) == [tuple(whole)] * 256
     for told in (None, [whole, row], [whole] * 257):
         with pytest.raises(ValueError, match="none"):
-            told_paths(told)
+            read_paths(told)
 
 
 def test_an_address_has_its_turns_and_more_with_time() -> None:
@@ -57,16 +57,16 @@ def test_an_address_has_its_turns_and_more_with_time() -> None:
     assert len(admissions._left) <= 4096
 
 
-def looks(present: Presence, seconds: float, at: float = 0.0) -> list[int]:
+def looks(present: FailureDetector, seconds: float, at: float = 0.0) -> list[int]:
     """Who is gone after so many seconds of looks."""
-    return [seat for look in range(round(4 * seconds) + 1) for seat in present.silent(at + look / 4)]
+    return [member for look in range(round(4 * seconds) + 1) for member in present.silent(at + look / 4)]
 
 
 def test_whoever_is_waited_for_in_vain_and_has_not_spoken_is_told_of() -> None:
     """Once a while, to all others; not who has just beaten, nor who is not there. It is not gone."""
-    present = Presence()
-    for seat in (1, 2, 3):
-        present.changed(seat, True)
+    present = FailureDetector()
+    for member in (1, 2, 3):
+        present.changed(member, True)
     assert looks(present, 1.0) == []
     assert present.others_of(2) == [] and present.others_of(9) == []  # a beat may be on its way
     present.spoke(1)
@@ -79,34 +79,34 @@ def test_whoever_is_waited_for_in_vain_and_has_not_spoken_is_told_of() -> None:
 
 
 def test_who_was_there_and_is_gone_is_remembered_until_it_is_back() -> None:
-    present = Presence()
+    present = FailureDetector()
     present.changed(2, False)
-    assert not present.is_gone(2)  # nobody has seen it
+    assert not present.is_lost(2)  # nobody has seen it
     for there in (True, False):
         present.changed(2, there)
-    assert present.is_gone(2) and not present.is_gone(1)
+    assert present.is_lost(2) and not present.is_lost(1)
     present.changed(2, True)
-    assert not present.is_gone(2)
-    for seat in range(10, 6000):
-        present.changed(seat, True)
-        present.changed(seat, False)
-    assert present.is_gone(5999) and not present.is_gone(10) and len(present._gone) <= 4096
+    assert not present.is_lost(2)
+    for member in range(10, 6000):
+        present.changed(member, True)
+        present.changed(member, False)
+    assert present.is_lost(5999) and not present.is_lost(10) and len(present._gone) <= 4096
 
 
 def test_whoever_waits_asks_after_a_second_and_not_at_every_glance() -> None:
     asked = list[int]()
-    doubts = Doubts(asked.append)
+    suspects = SuspicionReporter(asked.append)
     for seconds in (0.0, 0.5, 0.9):
-        doubts.notify_blocked({1, None}, seconds)
+        suspects.notify_blocked({1, None}, seconds)
     assert not asked
     for seconds in (1.0, 1.1):
-        doubts.notify_blocked({1, None}, seconds)
-    doubts.notify_blocked({1, 2}, 1.2)
+        suspects.notify_blocked({1, None}, seconds)
+    suspects.notify_blocked({1, 2}, 1.2)
     assert asked == [1, 2]
 
 
 def test_who_is_there_and_silent_is_gone_until_it_speaks() -> None:
-    present = Presence()
+    present = FailureDetector()
     present.changed(4, True)
     present.joined(5)  # and never comes
     assert looks(present, SILENT) == []
@@ -120,7 +120,7 @@ def test_who_is_there_and_silent_is_gone_until_it_speaks() -> None:
 
 def test_a_lighthouse_that_was_held_up_accuses_nobody() -> None:
     """What came meanwhile it has not looked at yet."""
-    present = Presence()
+    present = FailureDetector()
     present.changed(4, True)
     assert looks(present, SILENT / 2) == [] and looks(present, 0.0, at=10 * SILENT) == []
     assert looks(present, SILENT, at=10 * SILENT) == [4]

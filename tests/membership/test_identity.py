@@ -14,7 +14,7 @@ import torch
 from isles.comm import credentials
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.tags import Tag
-from isles.membership.coordinator import Membership
+from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
 from isles.membership.messages import Beat
 from isles.membership.p2p.stream import PairHello, as_dialler, show
@@ -35,12 +35,12 @@ def test_of_an_island_all_certificates_count_in_their_order() -> None:
 def test_views_name_who_is_in_them() -> None:
     """Also by a lighthouse that was started again; 32 digits for each, and none where nobody has a certificate."""
     for certificates, named in (([[ONE], [TWO]], (ONE, TWO)), ([[], []], ())):
-        run = Membership(Rules(founders=2, sync_every=5))
+        run = RoundsCoordinator(Rules(founders=2, sync_every=5))
         records = [order for one in certificates for order in run.join(0.0, "text", one)]
-        for seat in (0, 1):
-            records += run.beat(0.0, seat, Beat(ready=0))
+        for member in (0, 1):
+            records += run.beat(0.0, member, Beat(ready=0))
         assert run.view is not None and run.view.identities == named
-        again = Membership(run.rules, [one.entry for one in records if hasattr(one, "entry")])
+        again = RoundsCoordinator(run.rules, [one.entry for one in records if hasattr(one, "entry")])
         assert again.view == run.view
 
 
@@ -66,14 +66,14 @@ def test_whom_the_lighthouse_vouches_for_and_views_do_not_name_is_cut_off(tmp_pa
         assert all(exchanged(trio, *pair, 1) for pair in ((0, 1), (1, 0), (0, 2), (1, 2)))
         own = identities(trio)
         trio.pairs[0].meet(View(0, 1, (0, 1, 2), identities=(own[0], TWO, own[2])))
-        for seat in (1, 2):
-            trio.pairs[seat].meet(View(0, 1, (0, 1, 2), identities=own))
+        for member in (1, 2):
+            trio.pairs[member].meet(View(0, 1, (0, 1, 2), identities=own))
         assert within(5.0, lambda: not trio[0]._alive[1])
         assert not exchanged(trio, 0, 1, 2) and not exchanged(trio, 1, 0, 3)
         assert exchanged(trio, 0, 2, 4) and exchanged(trio, 2, 1, 5)
         why = f"its fingerprint is {spoken(own[1])}, and {spoken(TWO)} where views name it"
-        assert {seat: reason for seat, reason in trio.sessions[0].refused if "fingerprint" in reason} == {1: why}
-        assert not any("fingerprint" in reason for seat in (1, 2) for _, reason in trio.sessions[seat].refused)
+        assert {member: reason for member, reason in trio.sessions[0].refused if "fingerprint" in reason} == {1: why}
+        assert not any("fingerprint" in reason for member in (1, 2) for _, reason in trio.sessions[member].refused)
         named = f"warning: worker 1 is not who the lighthouse says: {why}"
         assert trio.known.notices[0].count(named) == 1
         assert any(line.endswith(f", fingerprint {spoken(own[0])}") for line in trio.known.notices[1])
@@ -100,7 +100,7 @@ def test_who_dials_shows_a_key(tmp_path: Path) -> None:
         def is_let_in(shows: credentials.Credentials, certificates: tuple[str, ...], signs: str) -> bool:
             near, far = socket.socketpair()
             hosted = aside.submit(host._let_in, far)
-            with as_dialler(near, credentials.Token(to, found.introduction), PairHello(1, 0, True)) as talk:
+            with as_dialler(near, credentials.Token(to, found.peer_key), PairHello(1, 0, True)) as talk:
                 show(talk, shows, certificates, signs)
                 try:
                     hosted.result(10.0)[0].close()

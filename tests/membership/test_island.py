@@ -13,16 +13,16 @@ from isles.comm.mesh import Mesh
 from isles.comm.virtual.cluster import run_virtual
 from isles.membership.data_ledger import Batch
 from isles.membership.rounds import Decision, IslandGroup, from_bytes, to_bytes
-from isles.membership.session import OTHERS, Refusals, together, told_rows
+from isles.membership.session import OTHERS, Rejections, read_rejections, together
 
 
 def work(world: Mesh) -> Any:
-    refused = Refusals()
+    refused = Rejections()
     for _ in range(world.rank):
         refused.note(7, "too long")
     refused.note(-1, f"of {world.rank}")
     told = IslandGroup(world).gather_text(json.dumps(refused.rows()).encode())
-    return together(told_rows(json.loads(one)) for one in told)
+    return together(read_rejections(json.loads(one)) for one in told)
 
 
 def test_what_all_places_refuse_is_counted_together() -> None:
@@ -31,9 +31,9 @@ def test_what_all_places_refuse_is_counted_together() -> None:
 
 
 def test_reasons_of_many_places_do_not_fill_the_memory() -> None:
-    rows = together([[(seat, f"why {number}", 2) for number in range(200)] for seat in range(3)])
+    rows = together([[(member, f"why {number}", 2) for number in range(200)] for member in range(3)])
     assert len(rows) <= 257 and sum(times for *_, times in rows) == 1200 and (-1, OTHERS) in {row[:2] for row in rows}
-    assert told_rows(json.loads(json.dumps(rows))) == rows
+    assert read_rejections(json.loads(json.dumps(rows))) == rows
 
 
 TRAIN = Decision(kind="train", round=3, steps=8, slices=(Batch(7, (2, 1), 0, 1),), left_out={4: 2}, wait=0.5)
@@ -66,21 +66,27 @@ def test_what_is_no_decision_is_refused(text: str, named: str) -> None:
 
 def deciding(world: Mesh) -> list[Any]:
     """Two decisions of the leader, which alone is asked; then what three places have of an attempt."""
-    places, asked = IslandGroup(world), list[str]()
+    island_size, asked = IslandGroup(world), list[str]()
 
     def made(kind: Any) -> Decision:
         asked.append(kind)
         return Decision(kind=kind, round=len(asked))
 
-    said = [places.next_decision(lambda: made("train")), places.next_decision(lambda: made("keep"))]
+    said = [island_size.next_decision(lambda: made("train")), island_size.next_decision(lambda: made("keep"))]
     failed = list[tuple[int, int]]()
-    places.failed = lambda round, attempt: failed.append((round, attempt))
-    whole = places.combine(5, 0, 40 + places.place, None, 9.0)
-    late = places.combine(
-        5, 1, 7 if places.place else None, None if places.place else DeadlinePassed(3, "outer", 9.0), 9
+    island_size.failed = lambda round, attempt: failed.append((round, attempt))
+    whole = island_size.combine(5, 0, 40 + island_size.island_rank, None, 9.0)
+    late = island_size.combine(
+        5,
+        1,
+        7 if island_size.island_rank else None,
+        None if island_size.island_rank else DeadlinePassed(3, "outer", 9.0),
+        9,
     )
-    bad = places.combine(5, 2, 7 if places.place else None, None if places.place else Refused(3, "nan", -1), 9.0)
-    lost = places.combine(5, 3, 7 if places.place else None, None, 9.0)
+    bad = island_size.combine(
+        5, 2, 7 if island_size.island_rank else None, None if island_size.island_rank else Refused(3, "nan", -1), 9.0
+    )
+    lost = island_size.combine(5, 3, 7 if island_size.island_rank else None, None, 9.0)
     return [said, asked, failed, whole, late[0], type(late[1]), type(bad[1]), lost]
 
 
@@ -98,15 +104,15 @@ def test_all_places_get_what_the_leader_decides_and_one_outcome() -> None:
 
 def unfit(world: Mesh) -> str:
     """The leader says something that is none, as an older version of it would."""
-    places = IslandGroup(world)
-    if places.place == 0:
-        group, text = places._group, b'{"act": "train"}'
+    island_size = IslandGroup(world)
+    if island_size.island_rank == 0:
+        group, text = island_size._group, b'{"act": "train"}'
         assert group is not None
         group.broadcast(torch.tensor([len(text)], dtype=torch.int64))
         group.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         return ""
     with pytest.raises(Malformed, match="a decision that is none: kind") as told:
-        places.next_decision(lambda: Decision(kind="end"))
+        island_size.next_decision(lambda: Decision(kind="end"))
     return str(told.value)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isles.membership.coordinator import Membership
+from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
 from isles.membership.journal import Journal
 from tests.membership.test_nothing_lost import churned
@@ -49,16 +49,16 @@ def test_damage_in_the_middle_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("agrees", [False, True])
 def test_a_membership_from_its_journal_is_the_same(agrees: bool) -> None:
-    """After 60 events, outages among them: views, seats, rounds, landings and every debt."""
+    """After 60 events, outages among them: views, members, rounds, landings and every debt."""
     world = churned(agrees=agrees, founders=3, most=8, events=60, seed=3)
-    before, after = world.lighthouse, Membership(world.rules, world.journal)
+    before, after = world.lighthouse, RoundsCoordinator(world.rules, world.journal)
     assert before is not None
     assert after.view == before.view and after.newest_round == before.newest_round
-    assert after.account.views == before.account.views
-    assert after.owed() == before.owed()
+    assert after.ledger.views == before.ledger.views
+    assert after.backlog() == before.backlog()
     assert after.ballots.__dict__["_landed"].keys() == before.ballots.__dict__["_landed"].keys()
-    for seat, worker in before.workers.items():
-        known = after.workers[seat]
+    for member, worker in before.workers.items():
+        known = after.workers[member]
         assert (known.state, known.connected, known.call, known.round) == (
             worker.state,
             worker.connected,
@@ -69,4 +69,4 @@ def test_a_membership_from_its_journal_is_the_same(agrees: bool) -> None:
 
 def test_an_entry_of_another_version_is_refused() -> None:
     with pytest.raises(ValueError, match="does not know"):
-        Membership(Rules(founders=1, sync_every=1), [{"event": "tomorrow"}])
+        RoundsCoordinator(Rules(founders=1, sync_every=1), [{"event": "tomorrow"}])

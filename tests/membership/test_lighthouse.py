@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from isles.membership.coordinator import RoundsAssembly
+from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
 from isles.membership.journal import Journal
-from isles.membership.keys import ASKED, CONFIG, HELLO, REPORTED, SeatKeys, number_of, signature, told_at
+from isles.membership.keys import CONFIG, HELLO, REPORTS, REQUESTS, MemberKeys, notify_key, signature, split_sequence
 from isles.membership.lighthouse import Lighthouse
-from isles.membership.messages import Beat, BeatReply, Entry, Hello, Refusal, Silent, Word, decode, encode
+from isles.membership.messages import Beat, BeatReply, Entry, Hello, Refusal, RoundDecision, Silent, decode, encode
 from isles.membership.tls_session import Session, open_session
 from tests.membership.sessions import NOBODYS, router
 
 Answer = tuple[bytes | None, bytes | None]
 
 
-def heard(seat: int, event: Any) -> None:
-    if event != {"fine": seat}:
+def heard(member: int, event: Any) -> None:
+    if event != {"fine": member}:
         raise ValueError("not fine")
 
 
@@ -34,9 +34,9 @@ def lit(folder: Path, life: int = 0) -> Iterator[tuple[Lighthouse, Session]]:
     """A lighthouse, and a session of somebody with the token. life: how often it was lit before."""
     with router(folder / str(life)) as (mine, address, session):
         journal = Journal(folder)
-        rounds = RoundsAssembly(Rules(founders=2, sync_every=5), journal.entries)
-        keys = SeatKeys(folder)
-        lighthouse = Lighthouse(session, rounds, journal, keys, config="[run]\n", version="1.0", heard=heard)
+        rounds = RoundsCoordinator(Rules(founders=2, sync_every=5), journal.entries)
+        keys = MemberKeys(folder)
+        lighthouse = Lighthouse(session, rounds, journal, keys, config="[run]\n", version="1.0", on_report=heard)
         guest = open_session(mine.token, address)
         try:
             yield lighthouse, guest
@@ -72,13 +72,13 @@ def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:
             return decode(ask(guest, HELLO, encode(Hello(version, corpus, guest.name(), NOBODYS)))[0] or b"")
 
         entry = hello("1.0", "abc")
-        assert isinstance(entry, Entry) and entry.seat == 0
+        assert isinstance(entry, Entry) and entry.member == 0
         other, text = hello("0.9", "abc"), hello("1.0", "another")
         assert isinstance(other, Refusal) and "install" in other.reason
         assert isinstance(text, Refusal) and "data.path" in text.reason
         second = hello("1.0", "abc")
-        word = partial(signature, entry.seat, entry.key)
-        assert isinstance(decode(ask(guest, ASKED, encode(Beat()), word)[0] or b""), BeatReply)
+        word = partial(signature, entry.member, entry.key)
+        assert isinstance(decode(ask(guest, REQUESTS, encode(Beat()), word)[0] or b""), BeatReply)
         never = (None, b"never")
         as_another = partial(signature, 1, entry.key)
         forged = [
@@ -87,19 +87,19 @@ def test_what_is_taken_and_what_is_not(tmp_path: Path) -> None:
             as_another,
             partial(signature, 99, "0" * 32),
             b"\xff" * 100,
-            word(REPORTED, encode(Beat())),
+            word(REPORTS, encode(Beat())),
         ]
-        assert all(ask(guest, ASKED, encode(Beat()), wrong) == never for wrong in forged)
-        junk = [b"", b"{", b"[" * 60_000, b"\0" * 70_000, b'{"kind":"beat"}', encode(Word(1, "land", 0, (0,)))]
-        assert all(ask(guest, ASKED, wrong, word) == never for wrong in junk)
+        assert all(ask(guest, REQUESTS, encode(Beat()), wrong) == never for wrong in forged)
+        junk = [b"", b"{", b"[" * 60_000, b"\0" * 70_000, b'{"kind":"beat"}', encode(RoundDecision(1, "land", 0, (0,)))]
+        assert all(ask(guest, REQUESTS, wrong, word) == never for wrong in junk)
         assert ask(guest, HELLO, b"{}") == never
-        assert ask(guest, REPORTED, b'{"fine": 0}', word) == (b"", None)
-        assert ask(guest, REPORTED, b"x", as_another) == never
-        assert ask(guest, REPORTED, b'{"fine": 1}', word) == (b"", None)  # another's: noted as refused
+        assert ask(guest, REPORTS, b'{"fine": 0}', word) == (b"", None)
+        assert ask(guest, REPORTS, b"x", as_another) == never
+        assert ask(guest, REPORTS, b'{"fine": 1}', word) == (b"", None)  # another's: noted as refused
         assert lighthouse.refused[0, "not fine"] == 1
         assert sum(lighthouse.refused.values()) == len(forged) + len(junk) + 5
-        # All the while it works: the second seat is another one, with a key of its own.
-        assert (second.seat, second.key == entry.key) == (1, False)
+        # All the while it works: the second member is another one, with a key of its own.
+        assert (second.member, second.key == entry.key) == (1, False)
 
 
 def test_a_seat_outlives_the_lighthouse(tmp_path: Path) -> None:
@@ -108,19 +108,21 @@ def test_a_seat_outlives_the_lighthouse(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.close()
     assert [one["event"] for one in journal.entries][:1] == ["join"]
-    assert SeatKeys(tmp_path).of(entry.seat) == entry.key
+    assert MemberKeys(tmp_path).of(entry.member) == entry.key
 
 
 def test_orders_are_numbered_on_by_a_lighthouse_that_is_lit_again(tmp_path: Path) -> None:
     """Else its workers would take them for old ones."""
-    heard, seat = list[tuple[int, int]](), 0
+    heard, member = list[tuple[int, int]](), 0
     for life in range(3):
         with lit(tmp_path, life) as (lighthouse, guest):
             if life == 0:
-                seat = decode(ask(guest, HELLO, encode(Hello("1.0", "abc", guest.name(), NOBODYS)))[0] or b"").seat
-            guest.serve(told_at(seat, 0), lambda query, life=life: heard.append((life, number_of(query.payload)[0])))
+                member = decode(ask(guest, HELLO, encode(Hello("1.0", "abc", guest.name(), NOBODYS)))[0] or b"").member
+            guest.serve(
+                notify_key(member, 0), lambda query, life=life: heard.append((life, split_sequence(query.payload)[0]))
+            )
             for _ in range(100):
-                lighthouse.tell([seat], Silent(5))
+                lighthouse.tell([member], Silent(5))
                 threading.Event().wait(0.02)
                 if heard and heard[-1][0] == life:
                     break

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from isles.membership import messages
-from isles.membership.messages import Accusation, Ack, Admitted, Beat, BeatReply, Done, Load, Proposal, Refusal
-from isles.membership.round_commit import Word
-from isles.membership.views import Lot, View
+from isles.membership.messages import Ack, Admitted, Beat, BeatReply, Done, Load, PeerReport, Proposal, Refusal
+from isles.membership.round_commit import RoundDecision
+from isles.membership.views import SampleRange, View
 
-VIEW = View(3, 17, (0, 4, 9), (8, 8, 3), 120, (Lot(1, 2, 5, 8), Lot(2, 0, 0, 3)))
+VIEW = View(3, 17, (0, 4, 9), (8, 8, 3), 120, (SampleRange(1, 2, 5, 8), SampleRange(2, 0, 0, 3)))
 PROPOSAL = Proposal(4, 3, 21, (0, 4), (9,))
 BEAT = Beat(7, 0, 3, (5, 6), ((4, 6), (9, 2)), 0.25)
 
@@ -28,9 +28,9 @@ BEAT = Beat(7, 0, 3, (5, 6), ((4, 6), (9, 2)), 0.25)
         Admitted(3),
         Load(1, -1),
         Done(3, 1, 4_000_000_000),
-        Accusation(3, 0, 9, "refused", "NaN"),
+        PeerReport(3, 0, 9, "refused", "NaN"),
         Refusal("no"),
-        Word(5, "land", 1, (0, 4), 3),
+        RoundDecision(5, "land", 1, (0, 4), 3),
     ],
 )
 def test_there_and_back(message: object) -> None:
@@ -69,7 +69,7 @@ def beat(**values: object) -> dict[str, object]:
         {"kind": "refusal", "reason": "\x1b[2J"},
         {"kind": "refusal", "reason": "one\ntwo"},
         {"kind": "refusal", "reason": "x" * 5000},
-        {"kind": "accusation", "round": 1, "attempt": 0, "seat": 1, "charge": "ugly", "reason": ""},
+        {"kind": "accusation", "round": 1, "attempt": 0, "member": 1, "charge": "ugly", "reason": ""},
         {"kind": "ack", "number": 1, "promised": 1, "beat": messages.plain(BEAT)},
         {"kind": "ack", "number": 1, "promised": True, "beat": None},
         {**messages.plain(VIEW), "owed": [[1, 2, 3]]},

@@ -7,43 +7,45 @@ from typing import Any
 
 import pytest
 
-from isles.membership.coordinator import Membership
-from isles.membership.effects import Record, Reply, Rules, Tell
+from isles.membership.coordinator import RoundsCoordinator
+from isles.membership.effects import Append, Notify, Reply, Rules
 from isles.membership.late_shares import Delivery
 from isles.membership.messages import Beat, BeatReply, Delivered, Done
-from isles.membership.requests import Words
-from isles.membership.round_commit import NOTHING, Ballot, Graces, Word
+from isles.membership.requests import DecisionLog
+from isles.membership.round_commit import NOTHING, Ballot, Graces, RoundDecision
 from tests.membership.interleavings import start, walk
 
 
 def test_all_who_live_are_waited_for_no_longer_than_their_grace() -> None:
     ballot = Ballot(3, ((0, 1, 2, 3),), quorum=0.5).has(0, 5).has(2, 3).has(1, 5)
     assert ballot.decide({0, 1, 2, 3}) is None
-    assert ballot.decide({0, 1, 2}) == Word(3, "again", 1, (0, 1, 2), steps=(5, 5, 3))  # the fourth is dead
+    assert ballot.decide({0, 1, 2}) == RoundDecision(3, "retry", 1, (0, 1, 2), steps=(5, 5, 3))  # the fourth is dead
     closed = Ballot(3, ((0, 1, 2, 3),), quorum=0.8, is_closing=True).has(0, 5).has(1, 5).has(2, 5)
     assert closed.decide({0, 1, 2, 3}) is None  # a grace that is over does not make a quorum
-    word = closed.has(3, 1).decide({0, 1, 2, 3})
-    assert word == Word(3, "again", 1, (0, 1, 2, 3), steps=(5, 5, 5, 1))
+    decision = closed.has(3, 1).decide({0, 1, 2, 3})
+    assert decision == RoundDecision(3, "retry", 1, (0, 1, 2, 3), steps=(5, 5, 5, 1))
 
 
 def test_a_retry_keeps_the_weights_of_those_who_are_left() -> None:
     ballot = Ballot(3, ((0, 1, 2),), quorum=0.6).has(0, 5).has(1, 4).has(2, 3)
-    word = ballot.decide({0, 1, 2})
-    assert word is not None
-    ballot = ballot.decided(word).told(1, 0, 7)
+    decision = ballot.decide({0, 1, 2})
+    assert decision is not None
+    ballot = ballot.decided(decision).told(1, 0, 7)
     again = ballot.decide({0, 2})
-    assert again == Word(3, "again", 2, (0, 2), steps=(5, 3))
+    assert again == RoundDecision(3, "retry", 2, (0, 2), steps=(5, 3))
     landed = ballot.decided(again).told(2, 0, 9).told(2, 2, 9).decide({0, 2})
-    assert landed == Word(3, "land", 2, (0, 2), steps=(5, 3))
+    assert landed == RoundDecision(3, "land", 2, (0, 2), steps=(5, 3))
     assert ballot.has(1, 4) == ballot.has(1, 9) == ballot  # it is closed
 
 
 def test_a_share_weighs_by_its_inner_steps() -> None:
     """30 and 10: the factors 3/2 and 1/2 make the plain mean of two shares one by steps."""
-    word = Word(7, "again", 1, (3, 5), steps=(30, 10))
+    decision = RoundDecision(7, "retry", 1, (3, 5), steps=(30, 10))
     factors = []
-    for seat, steps in zip(word.seats, word.steps, strict=True):
-        line: Any = SimpleNamespace(seat=seat, words=Words(), ask=lambda message: word, say=print, is_over=False)
+    for member, steps in zip(decision.members, decision.steps, strict=True):
+        line: Any = SimpleNamespace(
+            member=member, decisions=DecisionLog(), ask=lambda message: decision, say=print, is_over=False
+        )
         delivery = Delivery(line, 7, steps, seconds=0.0, now=0.0)
         assert delivery.look(0.0) == "exchanging"
         factors.append(delivery.factor)
@@ -73,51 +75,51 @@ class Toy:
 
     def __init__(self, founders: int, **rules: Any) -> None:
         self.rules = Rules(founders=founders, sync_every=4, agrees=True, quorum=0.5, **rules)
-        self.membership, self.journal = Membership(self.rules), list[Any]()
-        self.told: dict[int, list[Word]] = {}
-        for seat in range(founders):
+        self.membership, self.journal = RoundsCoordinator(self.rules), list[Any]()
+        self.told: dict[int, list[RoundDecision]] = {}
+        for member in range(founders):
             self.do(self.membership.join(0.0, "toy"))
-            self.do(self.membership.back(0.0, seat))
-            self.do(self.membership.beat(0.0, seat, Beat(ready=0)))
+            self.do(self.membership.reconnected(0.0, member))
+            self.do(self.membership.beat(0.0, member, Beat(ready=0)))
 
     def do(self, orders: list[Any]) -> Any:
         reply = None
         for order in orders:
-            if isinstance(order, Record):
+            if isinstance(order, Append):
                 self.journal.append(order.entry)
-            elif isinstance(order, Tell) and isinstance(order.message, Word):
-                self.told.setdefault(order.seat, []).append(order.message)
+            elif isinstance(order, Notify) and isinstance(order.message, RoundDecision):
+                self.told.setdefault(order.member, []).append(order.message)
             elif isinstance(order, Reply):
                 reply = order.message
         return reply
 
-    def begin(self, now: float, *seats: int, round: int) -> None:
-        for seat in seats:
-            assert isinstance(self.do(self.membership.beat(now, seat, Beat(round=round, ready=0))), BeatReply)
+    def begin(self, now: float, *members: int, round: int) -> None:
+        for member in members:
+            assert isinstance(self.do(self.membership.beat(now, member, Beat(round=round, ready=0))), BeatReply)
 
-    def deliver(self, now: float, seat: int, round: int, steps: int = 4, seconds: float = 8.0) -> Any:
-        return self.do(self.membership.deliver(now, seat, Delivered(round, steps, seconds)))
+    def deliver(self, now: float, member: int, round: int, steps: int = 4, seconds: float = 8.0) -> Any:
+        return self.do(self.membership.deliver(now, member, Delivered(round, steps, seconds)))
 
-    def done(self, now: float, seat: int, round: int, attempt: int, digest: int = 5) -> Any:
-        return self.do(self.membership.done(now, seat, Done(round, attempt, digest)))
+    def done(self, now: float, member: int, round: int, attempt: int, digest: int = 5) -> Any:
+        return self.do(self.membership.done(now, member, Done(round, attempt, digest)))
 
 
 def test_who_is_late_keeps_its_seat_and_delivers_into_the_next_round() -> None:
     toy = Toy(4, last=9)
     toy.begin(1.0, 0, 1, 2, 3, round=1)
-    assert [toy.deliver(9.0, seat, 1) for seat in (0, 1)] == [None, None]
+    assert [toy.deliver(9.0, member, 1) for member in (0, 1)] == [None, None]
     toy.do(toy.membership.tick(10.9))
     assert toy.told == {}
     toy.do(toy.membership.tick(11.0))  # a quarter of eight seconds
-    assert toy.told[0] == [Word(1, "again", 1, (0, 1), 0, (4, 4))] and 3 not in toy.told
+    assert toy.told[0] == [RoundDecision(1, "retry", 1, (0, 1), 0, (4, 4))] and 3 not in toy.told
     late = toy.deliver(11.5, 3, 1)
-    assert late.seats == (0, 1) and late.verdict == "again"
+    assert late.members == (0, 1) and late.outcome == "retry"
     toy.done(12.0, 0, 1, 1)
     landed = toy.done(12.1, 1, 1, 1)
-    assert landed.verdict == "land" and toy.deliver(12.2, 3, 1) == landed
+    assert landed.outcome == "land" and toy.deliver(12.2, 3, 1) == landed
     assert toy.membership.workers[3].state == "in" and toy.membership.workers[3].call == 0
     assert toy.deliver(12.3, 3, 2, steps=4) is None  # at once, into the next one
-    again = Membership(toy.rules, toy.journal, until=20.0)  # a restarted lighthouse knows what has landed
+    again = RoundsCoordinator(toy.rules, toy.journal, until=20.0)  # a restarted lighthouse knows what has landed
     assert again.ballots.has_landed(1) and again.workers[3].call == 0
 
 
@@ -126,12 +128,12 @@ def test_one_that_is_far_ahead_does_not_make_the_others_late() -> None:
     toy = Toy(4, last=9)
     toy.begin(1.0, 0, 1, 2, 3, round=1)
     toy.deliver(3.0, 0, 1)
-    for seat, now in ((1, 8.0), (2, 8.5)):
+    for member, now in ((1, 8.0), (2, 8.5)):
         toy.do(toy.membership.tick(now))
-        toy.deliver(now, seat, 1)
+        toy.deliver(now, member, 1)
     assert toy.membership.ballots.graces.next == 10.0 and toy.told == {}
     toy.deliver(9.5, 3, 1)
-    assert toy.told[3] == [Word(1, "again", 1, (0, 1, 2, 3), 0, (4, 4, 4, 4))]
+    assert toy.told[3] == [RoundDecision(1, "retry", 1, (0, 1, 2, 3), 0, (4, 4, 4, 4))]
 
 
 def test_the_last_round_waits_for_all() -> None:
@@ -140,17 +142,17 @@ def test_the_last_round_waits_for_all() -> None:
     toy.deliver(9.0, 0, 1)
     toy.do(toy.membership.tick(1e6))
     assert toy.told == {}
-    assert toy.deliver(1e6, 1, 1).seats == (0, 1)
+    assert toy.deliver(1e6, 1, 1).members == (0, 1)
 
 
 def test_who_failed_in_the_exchange_is_asked_again_and_who_died_is_left_out() -> None:
     toy = Toy(3)
     toy.begin(1.0, 0, 1, 2, round=1)
-    for seat in range(3):
-        toy.deliver(9.0, seat, 1, steps=seat + 2)
+    for member in range(3):
+        toy.deliver(9.0, member, 1, steps=member + 2)
     toy.done(9.5, 0, 1, 1, NOTHING)
-    toy.do(toy.membership.gone(9.6, 2))
-    assert toy.told[1][-1] == Word(1, "again", 2, (0, 1), 0, (2, 3))
+    toy.do(toy.membership.disconnected(9.6, 2))
+    assert toy.told[1][-1] == RoundDecision(1, "retry", 2, (0, 1), 0, (2, 3))
 
 
 def test_every_interleaving_of_a_quorum() -> None:

@@ -13,8 +13,8 @@ import torch
 from isles.comm import credentials
 from isles.comm.tags import Tag
 from isles.membership.effects import of_another_version
-from isles.membership.messages import Find
-from isles.membership.p2p.relay import RelayCount, Ties, new_ticket
+from isles.membership.messages import Lookup
+from isles.membership.p2p.relay import RelayCount, TicketExchange, new_ticket
 from isles.membership.p2p.stream import TICKET, TICKET_SIZE
 from isles.membership.tls_session import open_router, open_session
 from tests.membership.sessions import router, settled, vanish, workers
@@ -41,11 +41,11 @@ def test_what_is_said_to_the_lighthouse_itself_is_not_carried(tmp_path: Path) ->
         light.serve("own", lambda asked: asked.reply(bytes(7000)))
         one, two = (open_session(mine.token, address) for _ in range(2))
         try:
-            two.serve("isles/mail/1", lambda asked: asked.reply(bytes(500)))
+            two.serve("isles/dial/1", lambda asked: asked.reply(bytes(500)))
             assert one.answer("own", bytes(3000), seconds=5.0) == (bytes(7000), None) and light.relayed == 0
             answer = (None, None)
             while answer == (None, None):  # until it is known who serves
-                answer = one.answer("isles/mail/1", bytes(1000), seconds=5.0)
+                answer = one.answer("isles/dial/1", bytes(1000), seconds=5.0)
             assert answer == (bytes(500), None) and light.relayed == 1500
         finally:
             one.close()
@@ -68,7 +68,7 @@ def test_a_worker_that_ends_has_relayed_what_it_has(tmp_path: Path) -> None:
 def test_short_messages_through_a_relay_leave_at_once() -> None:
     """Neither of the two connections that became one waits for an answer to what it sent before (Nagle's algorithm)."""
     key, ends, lines = b"key", list[socket.socket](), list[socket.socket]()
-    ties, ticket = Ties(key, lambda _: None), new_ticket(key)
+    ties, ticket = TicketExchange(key, lambda _: None), new_ticket(key)
 
     async def meet(listening: socket.socket) -> None:
         for _ in range(2):
@@ -118,8 +118,8 @@ def test_a_worker_carries_for_two_that_do_not_reach_each_other(tmp_path: Path) -
 def test_only_what_the_lighthouse_gave_makes_two_connections_one_and_once(tmp_path: Path) -> None:
     with workers(tmp_path, 3) as trio:
         trio.pairs[0].listen("127.0.0.1", 0, relays=True)
-        found = trio.known.whereabouts.find(1, Find(2))
-        there = trio.known.whereabouts.find(1, Find(0))
+        found = trio.known.address_book.find(1, Lookup(2))
+        there = trio.known.address_book.find(1, Lookup(0))
         assert found.relay == 0 and there.relay == -1  # nobody carries for itself
         where, good = (there.host, there.port), bytes.fromhex(found.ticket)
         other = new_ticket(trio.known.keys.of(1).encode("ascii"))

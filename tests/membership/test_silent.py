@@ -30,17 +30,17 @@ mine = credentials.read(Path(folder))
 """
 CLIENT = """
 session = open_session(mine.token, address)
-session.serve("isles/mail/1", lambda query: query.reply())
-session.present("isles/seat/1")
+session.serve("isles/dial/1", lambda query: query.reply())
+session.present("isles/member/1")
 time.sleep(600)
 """
 ROUTER = """
 session = open_router(mine, address, lease=2.0)
-session.watch("isles/seat/*", lambda key, there: print("there" if there else "gone", flush=True))
+session.watch("isles/member/*", lambda key, there: print("there" if there else "gone", flush=True))
 chunk, flying = bytes(1 << 20), threading.Semaphore(4)
 while True:
     flying.acquire()
-    session.ask("isles/mail/1", chunk, lambda reply, refusal: flying.release(), seconds=2.0)
+    session.ask("isles/dial/1", chunk, lambda reply, refusal: flying.release(), seconds=2.0)
     time.sleep(0.01)
 """
 
@@ -49,8 +49,8 @@ def freeze(client: subprocess.Popen[str], _: Machine) -> None:
     os.kill(client.pid, signal.SIGSTOP)
 
 
-def cut(_: subprocess.Popen[str], place: Machine) -> None:
-    place.detach()
+def cut(_: subprocess.Popen[str], island_rank: Machine) -> None:
+    island_rank.detach()
 
 
 @pytest.mark.long
@@ -60,7 +60,7 @@ def test_told_within_the_lease(tmp_path: Path, how: Callable[[subprocess.Popen[s
     if reason := unavailable():
         pytest.skip(reason)
     with ExitStack() as stack:
-        light, place = stack.enter_context(machines(2))
+        light, island_rank = stack.enter_context(machines(2))
         folder, address = tmp_path / "credentials", f"{light.address}:{free_port()}"
         credentials.found(folder)
 
@@ -78,10 +78,10 @@ def test_told_within_the_lease(tmp_path: Path, how: Callable[[subprocess.Popen[s
         lines = router.stdout
         listening = threading.Thread(target=lambda: said.extend(line.strip() for line in lines), daemon=True)
         listening.start()
-        client = start(place, CLIENT)
+        client = start(island_rank, CLIENT)
         until(lambda: said == ["there"], 30.0)
         time.sleep(1.0)
-        how(client, place)
+        how(client, island_rank)
         began = time.monotonic()
         until(lambda: said == ["there", "gone"], 40.0)
         took = time.monotonic() - began

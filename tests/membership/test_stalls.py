@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from isles.membership.coordinator import RoundsAssembly
-from isles.membership.effects import Record, Rules
+from isles.membership.coordinator import RoundsCoordinator
+from isles.membership.effects import Append, Rules
 from isles.membership.messages import Beat
 from tests.membership.test_membership import READY, promise
 
@@ -13,37 +13,37 @@ EVERY = 4  # inner steps, of half a second each: a round usually takes 2 s
 
 
 class Watched:
-    """Members at work, each a round in 2 s; `still`: by seat, the round in which it stands still. named: (when, seat,
+    """Members at work, each a round in 2 s; `still`: by member, the round in which it stands still. named: (when, member,
     event) of those who were left out.
     """
 
-    def __init__(self, seats: int, *, agrees: bool = False, last: int = 1000, steps: float = 0.5) -> None:
-        rules = Rules(founders=seats, sync_every=EVERY, agrees=agrees, last=last, waits=20.0, judges=100.0)
-        self.run, self.seats, self.steps, self.last = RoundsAssembly(rules), range(seats), steps, last
+    def __init__(self, members: int, *, agrees: bool = False, last: int = 1000, steps: float = 0.5) -> None:
+        rules = Rules(founders=members, sync_every=EVERY, agrees=agrees, last=last, waits=20.0, judges=100.0)
+        self.run, self.members, self.steps, self.last = RoundsCoordinator(rules), range(members), steps, last
         self.now, self.still = 0.0, dict[int, int]()
         self.named: list[tuple[float, int, str]] = []
-        for seat in self.seats:
+        for member in self.members:
             self.run.join(0.0, "a worker")
-            self.run.beat(0.0, seat, READY)
+            self.run.beat(0.0, member, READY)
 
     def until(self, seconds: float) -> None:
         """Four looks a second; all beat each second."""
         while self.now < seconds:
             self.now += 0.25
-            for seat in self.seats if self.now % 1 == 0 else ():
+            for member in self.members if self.now % 1 == 0 else ():
                 begun = min(1 + int(self.now / (EVERY * self.steps)), self.last)
                 known = -1 if self.run.view is None else self.run.view.number
                 self.run.beat(
-                    self.now, seat, Beat(min(begun, self.still.get(seat, begun)), 0, known, (), (), self.steps)
+                    self.now, member, Beat(min(begun, self.still.get(member, begun)), 0, known, (), (), self.steps)
                 )
             self.look(self.now)
             if self.run.proposal is not None:
-                promise(self.run, *(seat for seat in self.seats if seat not in self.still))
+                promise(self.run, *(member for member in self.members if member not in self.still))
 
     def look(self, at: float) -> None:
         orders = self.run.tick(at)
-        found = [order.entry for order in orders if isinstance(order, Record) and "still" in order.entry]
-        self.named += [(at, entry["seat"], entry["event"]) for entry in found]
+        found = [order.entry for order in orders if isinstance(order, Append) and "still" in order.entry]
+        self.named += [(at, entry["member"], entry["event"]) for entry in found]
 
 
 def test_who_stands_still_is_left_out_and_the_others_go_on() -> None:
@@ -53,9 +53,9 @@ def test_who_stands_still_is_left_out_and_the_others_go_on() -> None:
     world = Watched(3)
     world.still[2] = 5
     world.until(100.0)
-    ((when, seat, event),) = world.named
-    assert (seat, event) == (2, "call") and 90.0 < when < 92.0
-    assert world.run.members() == (0, 1) and world.run.view is not None and world.run.view.seats == (0, 1)
+    ((when, member, event),) = world.named
+    assert (member, event) == (2, "call") and 90.0 < when < 92.0
+    assert world.run.members() == (0, 1) and world.run.view is not None and world.run.view.members == (0, 1)
     before = world.run.workers[2].state
     world.run.beat(world.now, 2, Beat(5, 0, 0))  # its beats are no sign of more
     assert before == world.run.workers[2].state == "outside"
@@ -68,7 +68,9 @@ def test_ten_times_its_usual_time_where_that_is_longer() -> None:
     world.until(130.0)
     assert world.named == []  # 60 s and 20 s are over
     world.until(325.0)
-    assert [(seat, 320.0 < when < 323.0) for when, seat, _ in world.named] == [(1, True)]  # in its first round: 100 s
+    assert [(member, 320.0 < when < 323.0) for when, member, _ in world.named] == [
+        (1, True)
+    ]  # in its first round: 100 s
 
 
 @pytest.mark.parametrize("still", [0, 1])
@@ -77,7 +79,7 @@ def test_who_may_be_validating_has_longer(still: int) -> None:
     world = Watched(2)
     world.still[still] = 5
     world.until(200.0)
-    assert [seat for _, seat, _ in world.named] == [still]
+    assert [member for _, member, _ in world.named] == [still]
     assert (169.0 if still == 0 else 89.0) < world.named[0][0] < (173.0 if still == 0 else 93.0)
 
 
@@ -89,7 +91,7 @@ def test_who_never_says_that_it_has_finished_holds_the_end_no_longer() -> None:
     world.until(180.0)
     assert world.named == []
     world.until(195.0)
-    assert [seat for _, seat, _ in world.named] == [2] and world.run.members() == (0, 1)
+    assert [member for _, member, _ in world.named] == [2] and world.run.members() == (0, 1)
 
 
 def test_one_that_leaves_and_stands_still_is_gone() -> None:
@@ -97,7 +99,7 @@ def test_one_that_leaves_and_stands_still_is_gone() -> None:
     world.run.leave(0.0, 2)
     world.still[2] = 5
     world.until(100.0)
-    assert [(seat, event) for _, seat, event in world.named] == [(2, "gone")]
+    assert [(member, event) for _, member, event in world.named] == [(2, "lost")]
     assert world.run.workers[2].state == "left"
 
 
@@ -127,6 +129,6 @@ def test_one_s_own_word_of_its_pace_is_taken_for_ten_times_the_others() -> None:
     world.run.beat(20.0, 2, Beat(11, 0, 0, (), (), 1e8))
     world.still[2], world.steps = 11, 0.5
     world.run.workers[2].seconds = 1e8
-    until, world.seats = world.until, range(2)  # it does not say anything else any more
+    until, world.members = world.until, range(2)  # it does not say anything else any more
     until(300.0)
-    assert [(seat, 240.0 < when < 246.0) for when, seat, _ in world.named] == [(2, True)]
+    assert [(member, 240.0 < when < 246.0) for when, member, _ in world.named] == [(2, True)]

@@ -14,16 +14,16 @@ from isles.comm.collectives.basic import all_done
 from isles.comm.errors import PeerLost, RoundClosed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import Tag
-from isles.membership.client import Company, PlaceLine
-from isles.membership.coordinator import RoundsAssembly
+from isles.membership.client import FollowerClient, MembershipClient
+from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
-from isles.membership.failure_detector import WholeSeats
+from isles.membership.failure_detector import IslandLiveness
 from isles.membership.journal import Journal
-from isles.membership.keys import ASKED, HELLO, SeatKeys, number_of, signature, told_at
+from isles.membership.keys import HELLO, REQUESTS, MemberKeys, notify_key, signature, split_sequence
 from isles.membership.lighthouse import Lighthouse
-from isles.membership.messages import Accusation, Done, Entry, Hello, Load, Silent, decode, encode
+from isles.membership.messages import Done, Entry, Hello, Load, PeerReport, Silent, decode, encode
 from isles.membership.p2p.transport import ElasticTransport
-from isles.membership.round_commit import NOTHING, Word
+from isles.membership.round_commit import NOTHING, RoundDecision
 from isles.membership.tls_session import Session, open_session
 from isles.membership.views import View, identity_of
 from tests.membership.sessions import NOBODYS, router, settled
@@ -32,12 +32,12 @@ SEATS = range(3)
 
 
 class Islands:
-    """By seat. leaders: their lines, and firsts their sessions; second: transports of the other workers, and sessions
+    """By member. leaders: their lines, and firsts their sessions; second: transports of the other workers, and sessions
     theirs; met: the views that these have heard of.
     """
 
     def __init__(self) -> None:
-        self.leaders: list[Company] = []
+        self.leaders: list[MembershipClient] = []
         self.second: list[ElasticTransport] = []
         self.entries: list[Entry] = []
         self.sessions: list[Session] = []
@@ -45,9 +45,9 @@ class Islands:
         self.met: list[View] = []
         self.lighthouse: Lighthouse
 
-    def waits(self, seat: int, other: int, tag: Tag) -> PostedWork:
+    def waits(self, member: int, other: int, tag: Tag) -> PostedWork:
         """Its second worker waits for that of another."""
-        return self.second[seat].recv(other, torch.zeros(8, dtype=torch.uint8), tag)
+        return self.second[member].recv(other, torch.zeros(8, dtype=torch.uint8), tag)
 
 
 def until(over: Callable[[], object], seconds: float = 20.0) -> None:
@@ -70,43 +70,46 @@ def islands(folder: Path) -> Iterator[Islands]:
 
         journal = Journal(folder)
         stack.callback(journal.close)
-        rounds = RoundsAssembly(Rules(founders=3, sync_every=5, agrees=True), journal.entries)
+        rounds = RoundsCoordinator(Rules(founders=3, sync_every=5, agrees=True), journal.entries)
         lighthouse = Lighthouse(
             session,
             rounds,
             journal,
-            SeatKeys(folder),
+            MemberKeys(folder),
             config="",
             version="1.0",
-            heard=lambda seat, event: None,
-            places=2,
+            on_report=lambda member, event: None,
+            island_size=2,
         )
         stack.callback(lighthouse.close)
         world.lighthouse = lighthouse
-        for seat in SEATS:
+        for member in SEATS:
             first, second = opened(), opened()
             until(lambda first=first: first.answer(HELLO, b"", seconds=1.0) != (None, None))
             hello = encode(Hello("1.0", "abc", first.name(), NOBODYS * 2))
             entry = decode(first.answer(HELLO, hello, seconds=5.0)[0] or b"")
-            assert isinstance(entry, Entry) and entry.seat == seat
-            company, line = Company(first, entry), PlaceLine(second, entry, 1)
-            stack.callback(company.close)
-            own = ElasticTransport(first, seat, 3), ElasticTransport(second, seat, 3, doubt=line.doubt, place=1)
+            assert isinstance(entry, Entry) and entry.member == member
+            client, line = MembershipClient(first, entry), FollowerClient(second, entry, 1)
+            stack.callback(client.close)
+            own = (
+                ElasticTransport(first, member, 3),
+                ElasticTransport(second, member, 3, suspect=line.suspect, island_rank=1),
+            )
             for transport in own:
                 stack.callback(transport.close)
-            company.waits, line.waits = own
+            client.waits, line.waits = own
             line.meets = world.met.append
-            world.leaders.append(company)
+            world.leaders.append(client)
             world.second.append(own[1])
             world.entries.append(entry)
             world.sessions.append(second)
             world.firsts.append(first)
-        for company in world.leaders:
-            said = company.next_decision(20.0)
+        for client in world.leaders:
+            said = client.next_decision(20.0)
             assert isinstance(said, Load)
-            company.loaded(said, 0, {})
-        for company in world.leaders:
-            assert company.first(20.0) == 1 and company.start_round(1) is not None
+            client.loaded(said, 0, {})
+        for client in world.leaders:
+            assert client.first(20.0) == 1 and client.start_round(1) is not None
         until(lambda: len(world.met) == 3)  # the other worker of each island hears of it
         assert {view.identities for view in world.met} == {(identity_of(NOBODYS * 2),) * 3}
         until(lambda: all(len(transport._seen) == 2 for transport in world.second))
@@ -114,28 +117,33 @@ def islands(folder: Path) -> Iterator[Islands]:
 
 
 def test_a_second_worker_does_not_wait_for_who_is_left_out(tmp_path: Path) -> None:
-    """At once, where its deadline is a minute: seat 2 is late for both others, and left out of the next attempt."""
+    """At once, where its deadline is a minute: member 2 is late for both others, and left out of the next attempt."""
     with islands(tmp_path) as world:
-        waits = [world.waits(seat, 2, Tag("outer", 1)) for seat in (0, 1)]
+        waits = [world.waits(member, 2, Tag("outer", 1)) for member in (0, 1)]
         other = world.waits(0, 1, Tag("outer", 1, attempt=1))
         time.sleep(0.3)
         assert not any(work.done() for work in waits)
-        for company in world.leaders[:2]:
-            company.ask(Accusation(1, 0, 2, "late"))
+        for client in world.leaders[:2]:
+            client.ask(PeerReport(1, 0, 2, "late"))
         settled(*waits, seconds=5.0)
         assert [type(work.error) for work in waits] == [RoundClosed] * 2
         assert not other.done()  # the next attempt has begun
 
 
 def test_it_believes_the_lighthouse_alone(tmp_path: Path) -> None:
-    """Neither somebody with the token, nor another member; nor does the order of its own seat help another one's."""
+    """Neither somebody with the token, nor another member; nor does the order of its own member help another one's."""
     with islands(tmp_path) as world:
         wait = world.waits(0, 2, Tag("outer", 1))
-        word, forged = encode(Word(1, "again", 1, (0, 1))), world.sessions[1]
+        decision, forged = encode(RoundDecision(1, "retry", 1, (0, 1))), world.sessions[1]
         own = world.entries[1]
-        where = told_at(0, 1)
-        for attachment in (None, b"", signature(own.seat, own.key, where, word), signature(0, own.key, where, word)):
-            answer = forged.answer(where, word, attachment=attachment, seconds=5.0)
+        where = notify_key(0, 1)
+        for attachment in (
+            None,
+            b"",
+            signature(own.member, own.key, where, decision),
+            signature(0, own.key, where, decision),
+        ):
+            answer = forged.answer(where, decision, attachment=attachment, seconds=5.0)
             assert answer == (None, b"never")
         assert not wait.done()
         assert world.sessions[0].refused[-1, "an order that is not the lighthouse's"] == 4
@@ -144,25 +152,25 @@ def test_it_believes_the_lighthouse_alone(tmp_path: Path) -> None:
 def test_what_is_overheard_proves_no_other_word(tmp_path: Path) -> None:
     """A member may listen in where another one is told its orders: it hears neither its key nor a proof for others."""
     with islands(tmp_path) as world:
-        entry, where, heard = world.entries[0], told_at(0, 1), list[tuple[bytes, bytes]]()
+        entry, where, heard = world.entries[0], notify_key(0, 1), list[tuple[bytes, bytes]]()
         world.sessions[1].serve(where, lambda query: heard.append((query.payload, query.attachment)))
         until(lambda: world.lighthouse.tell([0], Silent(9)) or heard, 5.0)
-        word, proof = heard[0]
-        assert decode(number_of(word)[1]) == Silent(9) and proof == signature(0, entry.key, where, word)
+        decision, proof = heard[0]
+        assert decode(split_sequence(decision)[1]) == Silent(9) and proof == signature(0, entry.key, where, decision)
         assert entry.key.encode() not in proof
         wait = world.waits(0, 2, Tag("outer", 1))
-        for said, there in ((Silent(2), where), (Silent(9), told_at(0, 0))):
+        for said, there in ((Silent(2), where), (Silent(9), notify_key(0, 0))):
             assert world.sessions[2].answer(there, encode(said), attachment=proof, seconds=5.0) == (None, b"never")
-        assert world.sessions[2].answer(ASKED, word, attachment=proof, seconds=5.0) == (None, b"never")
+        assert world.sessions[2].answer(REQUESTS, decision, attachment=proof, seconds=5.0) == (None, b"never")
         assert not wait.done()
 
 
 def test_an_order_that_was_overheard_is_obeyed_once(tmp_path: Path) -> None:
     """Else whoever has the token could keep two members apart for ever with one word on one of them."""
     with islands(tmp_path) as world:
-        firsts, heard = [company.session for company in world.leaders], dict[str, tuple[bytes, bytes]]()
-        for place in (0, 1):
-            where = told_at(0, place)
+        firsts, heard = [client.session for client in world.leaders], dict[str, tuple[bytes, bytes]]()
+        for island_rank in (0, 1):
+            where = notify_key(0, island_rank)
             world.sessions[1].serve(
                 where, lambda query, where=where: heard.update({where: (query.payload, query.attachment)})
             )
@@ -189,32 +197,32 @@ def test_an_island_is_gone_once_one_of_its_workers_is(tmp_path: Path) -> None:
         settled(ends, seconds=5.0)
         assert isinstance(ends.error, PeerLost) and not wait.done()
         world.leaders[1].ask(Done(1, 0, NOTHING))
-        until(lambda: world.leaders[0].words.of(1) is not None, 5.0)
-        word = world.leaders[0].words.of(1)
-        assert word is not None and (word.verdict, word.attempt, word.seats) == ("again", 1, (0, 1))
+        until(lambda: world.leaders[0].decisions.of(1) is not None, 5.0)
+        decision = world.leaders[0].decisions.of(1)
+        assert decision is not None and (decision.outcome, decision.attempt, decision.members) == ("retry", 1, (0, 1))
         settled(wait, seconds=5.0)
         assert isinstance(wait.error, RoundClosed)
-        views = [company.member.views for company in world.leaders[:2]]
-        until(lambda: all(known[max(known)].seats == (0, 1) for known in views))
+        views = [client.state.views for client in world.leaders[:2]]
+        until(lambda: all(known[max(known)].members == (0, 1) for known in views))
 
 
 def test_who_begins_to_wait_for_one_that_is_gone_is_told(tmp_path: Path) -> None:
     """Although its second worker is there: the lighthouse's word on it has come before."""
     with islands(tmp_path) as world:
         world.firsts[2].close()
-        views = world.leaders[0].member.views
-        until(lambda: views[max(views)].seats == (0, 1))
+        views = world.leaders[0].state.views
+        until(lambda: views[max(views)].members == (0, 1))
         wait = world.waits(0, 2, Tag("outer", 2))
         with pytest.raises(PeerLost):  # its own, or what the second one is told of it
             world.second[0].run(all_done([wait]), "outer", 30.0).wait()
 
 
 def test_when_a_seat_is_there_as_a_whole() -> None:
-    seats = WholeSeats()
-    assert seats.changed(4, 1, True) is None and seats.changed(4, 1, False) is None  # nobody leads it
-    assert seats.changed(4, 0, True) is True
-    assert [seats.changed(4, 1, True), seats.changed(4, 2, True)] == [None, None]
-    assert [seats.changed(4, 1, False), seats.changed(4, 2, False)] == [False, None]
-    assert [seats.changed(4, 2, True), seats.changed(4, 1, True)] == [None, True]
-    assert seats.changed(4, 0, False) is False and seats.changed(4, 1, False) is None
-    assert seats.changed(5, 1, False) is None and not seats._missing
+    members = IslandLiveness()
+    assert members.changed(4, 1, True) is None and members.changed(4, 1, False) is None  # nobody leads it
+    assert members.changed(4, 0, True) is True
+    assert [members.changed(4, 1, True), members.changed(4, 2, True)] == [None, None]
+    assert [members.changed(4, 1, False), members.changed(4, 2, False)] == [False, None]
+    assert [members.changed(4, 2, True), members.changed(4, 1, True)] == [None, True]
+    assert members.changed(4, 0, False) is False and members.changed(4, 1, False) is None
+    assert members.changed(5, 1, False) is None and not members._missing

@@ -27,8 +27,8 @@ from isles.comm.sockets.connection import LinkLost
 from isles.comm.sockets.proof import TokenRefused
 from isles.comm.tags import Tag
 from isles.comm.transport import Transport
-from isles.membership.messages import told_paths
-from isles.membership.p2p.inbox import EARLY
+from isles.membership.messages import read_paths
+from isles.membership.p2p.inbox import UNEXPECTED
 from isles.membership.p2p.stream import CHUNK
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.session import Query
@@ -78,7 +78,7 @@ def test_pairs_of_all_sizes_at_once(tmp_path: Path, direct: bool, connections: i
         assert all(one.carried == Counter({way: sum(sizes), "relayed": sum(sizes) * (not direct)}) for one in pair)
         assert within(10.0, lambda: all(one.paths()[0][2] for one in pair))  # a quarter of a lease later
         for me, one in enumerate(pair):
-            ((peer, told, round_trip, *counts),) = told_paths(json.loads(json.dumps(one.paths())))
+            ((peer, told, round_trip, *counts),) = read_paths(json.loads(json.dumps(one.paths())))
             assert (peer, told, counts) == (1 - me, way, [sum(sizes), sum(sizes)]) and 0 < round_trip < 0.1
 
 
@@ -173,7 +173,9 @@ def test_what_nobody_asked_for_waits_and_is_delivered_when_it_is(tmp_path: Path)
         works = [one.send(1, data, Tag("outer", 1, number)) for number, data in enumerate(sent)]
 
         def kept() -> bool:
-            return two._inboxes[0].held() == EARLY and sum(work.done() for work in works) == EARLY // (2 * CHUNK)
+            return two._inboxes[0].held() == UNEXPECTED and sum(work.done() for work in works) == UNEXPECTED // (
+                2 * CHUNK
+            )
 
         assert within(10.0, kept)
         time.sleep(0.3)
@@ -188,15 +190,15 @@ def test_a_call_that_was_overheard_brings_nobody_in(tmp_path: Path) -> None:
     """A member may listen in where another one is asked to dial: what it hears opens nothing for itself."""
     with workers(tmp_path, 2) as pair, pair.guest() as thief:
         (one, two), heard, out = pair, list[tuple[bytes, bytes]](), torch.zeros(8, dtype=torch.uint8)
-        thief.serve("isles/mail/1", lambda query: heard.append((query.payload, query.attachment)))
+        thief.serve("isles/dial/1", lambda query: heard.append((query.payload, query.attachment)))
         work = two.recv(0, out, Tag("outer", 1))
         settled(one.send(1, random_bytes(8, 1), Tag("outer", 2)), seconds=20.0)
         assert within(5.0, lambda: heard)
         said, proof = heard[0]
         for what, beside in ((said[:-1] + bytes([said[-1] ^ 1]), proof), (said, proof[:-1] + bytes([proof[-1] ^ 1]))):
-            assert thief.answer("isles/mail/1", what, attachment=beside, seconds=5.0) == (None, b"never")
+            assert thief.answer("isles/dial/1", what, attachment=beside, seconds=5.0) == (None, b"never")
         assert two.refused[-1, "a message in another's name"] == 2
-        thief.answer("isles/mail/1", said, attachment=proof, seconds=5.0)  # said again: its ticket is used up
+        thief.answer("isles/dial/1", said, attachment=proof, seconds=5.0)  # said again: its ticket is used up
         time.sleep(0.5)
         assert not work.done()
         settled(work, one.send(1, data := random_bytes(8, 1), Tag("outer", 1)))
@@ -211,8 +213,8 @@ def test_who_has_another_certificate_or_introduction_is_not_let_in(tmp_path: Pat
         assert found is not None
         other = tuple(one[::-1] for one in found.certificates)
         line = trio.pairs[2]
-        forged = type(found)(found.seat, found.host, found.port, other, found.introduction)
-        unknown = type(found)(found.seat, found.host, found.port, found.certificates, "0" * 32)
+        forged = type(found)(found.member, found.host, found.port, other, found.peer_key)
+        unknown = type(found)(found.member, found.host, found.port, found.certificates, "0" * 32)
         for wrong, why in ((forged, "not the machine"), (unknown, "does not take this token")):
             with pytest.raises(LinkLost, match=why):
                 line._dial(0, wrong, sends=True)
@@ -238,7 +240,7 @@ def test_whoever_ends_fails_its_own_works_alone(tmp_path: Path) -> None:
         one._gone = gone.append
         out = torch.zeros(5, dtype=torch.uint8)
         receive, other = one.recv(2, out, Tag("outer", 1)), one.recv(1, out, Tag("outer", 2))
-        send = one.send(2, random_bytes(EARLY + CHUNK, 0), Tag("outer", 3))
+        send = one.send(2, random_bytes(UNEXPECTED + CHUNK, 0), Tag("outer", 3))
         began = time.monotonic()
         vanish(three)
         settled(receive, send)
@@ -303,7 +305,7 @@ def test_it_is_a_transport_and_ends_its_threads(tmp_path: Path) -> None:
     with workers(tmp_path, 2) as (one, two):
         transport: Transport = one
         assert transport.rank == 0 and transport.size == 2
-        with pytest.raises(ValueError, match="name the seat"):
+        with pytest.raises(ValueError, match="name the member"):
             two.recv(None, torch.zeros(1, dtype=torch.uint8), Tag("outer", 1))
         settled(one.send(1, random_bytes(3, 0), Tag("outer", 1)))
     assert within(5.0, lambda: {t.name for t in threading.enumerate() if t.name.startswith("isles")} <= before)
@@ -335,8 +337,8 @@ def test_who_is_killed_or_stands_still_is_told(tmp_path: Path, how: signal.Signa
             session,
             0,
             2,
-            gone=lambda seat: told.append(("gone", time.monotonic() - began)),
-            back=lambda seat: told.append(("back", time.monotonic() - began)),
+            gone=lambda member: told.append(("gone", time.monotonic() - began)),
+            back=lambda member: told.append(("back", time.monotonic() - began)),
         )
         folder = str(mine.certificate.parent)
         child = subprocess.Popen([sys.executable, "-c", STANDING, folder, address], stdout=subprocess.PIPE, text=True)

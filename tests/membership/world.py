@@ -1,4 +1,4 @@
-"""A world of toy workers round the real `Membership` and `Member`: messages with delays, deaths, pauses, cuts, outages.
+"""A world of toy workers round the real `RoundsCoordinator` and `MemberState`: messages with delays, deaths, pauses, cuts, outages.
 
 There are no weights. What stands for them is the set of batches whose work they hold, as the bits of an integer: an
 exchange is a union, a death loses what nobody else has. So it can be counted what was read, by whom, and whether it is
@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from isles.data.order import rows
-from isles.membership.coordinator import Membership
+from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.data_ledger import batches
-from isles.membership.effects import Record, Reply, Rules, Tell
-from isles.membership.member import Member
-from isles.membership.messages import Accusation, Ack, Admitted, BeatReply, Done, Load, Proposal, Refusal
-from isles.membership.round_commit import NOTHING, Part, Word
+from isles.membership.effects import Append, Notify, Reply, Rules
+from isles.membership.member import MemberState
+from isles.membership.messages import Ack, Admitted, BeatReply, Done, Load, PeerReport, Proposal, Refusal
+from isles.membership.round_commit import NOTHING, RoundDecision, RoundState
 from isles.membership.views import View
 
 LEASE, PATIENCE, GRACE, RETRY = 3.0, 5.0, 4.0, 1.0
@@ -31,7 +31,7 @@ LEASE, PATIENCE, GRACE, RETRY = 3.0, 5.0, 4.0, 1.0
 class Share:
     """What one worker sends in an exchange."""
 
-    seat: int
+    member: int
     view: int
     round: int
     attempt: int
@@ -44,7 +44,7 @@ class Node:
 
     name: int
     pace: float
-    member: Member | None = None
+    state: MemberState | None = None
     work: int = 0
     alive: bool = True
     frozen: bool = False
@@ -53,7 +53,7 @@ class Node:
     training: bool = False
     leaving: bool = False
     landed: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)  # what makes its digest
-    means: dict[int, tuple[Word, int]] = field(default_factory=dict)
+    means: dict[int, tuple[RoundDecision, int]] = field(default_factory=dict)
     shares: dict[tuple[int, int], dict[int, Share]] = field(default_factory=dict)
     exchange: Exchange | None = None
     asking: bool = False
@@ -61,19 +61,19 @@ class Node:
     held_back: list[Callable[[], None]] = field(default_factory=list)
 
     @property
-    def seat(self) -> int:
-        assert self.member is not None
-        return self.member.seat
+    def member(self) -> int:
+        assert self.state is not None
+        return self.state.member
 
 
 @dataclass
 class Exchange:
-    """The one under way at a worker. seats: whom it waits for."""
+    """The one under way at a worker. members: whom it waits for."""
 
     round: int
     view: int
-    seats: tuple[int, ...]
-    part: Part | None = None
+    members: tuple[int, ...]
+    part: RoundState | None = None
     work: int = 0
 
 
@@ -85,10 +85,10 @@ class World:
         self.random = random.Random(seed)
         self.now = 0.0
         self.nodes: list[Node] = []
-        self.reads: list[tuple[int, int]] = []  # (position, seat) of each batch; its index is its bit
+        self.reads: list[tuple[int, int]] = []  # (position, member) of each batch; its index is its bit
         self.counts: Counter[str] = Counter()
         self.journal: list[dict] = []
-        self.lighthouse: Membership | None = Membership(self.rules)
+        self.lighthouse: RoundsCoordinator | None = RoundsCoordinator(self.rules)
         self.deaf = -1.0  # messages sent to the lighthouse before this moment never arrive
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = count()
@@ -122,7 +122,9 @@ class World:
 
         self.after(self.delay(), arrive)
 
-    def ask(self, node: Node, call: Callable[[Membership], list], answer: Callable[[object | None], None]) -> None:
+    def ask(
+        self, node: Node, call: Callable[[RoundsCoordinator], list], answer: Callable[[object | None], None]
+    ) -> None:
         """One query; `answer` gets the reply, or None when none comes."""
         sent, replied = self.now, [False]
 
@@ -148,17 +150,17 @@ class World:
         """Journal, send; the replies are given back."""
         replies = []
         for order in orders:
-            if isinstance(order, Record):
+            if isinstance(order, Append):
                 self.journal.append(json.loads(json.dumps(order.entry)))
                 self.counts[order.entry["event"]] += 1
             elif isinstance(order, Reply):
                 replies.append(order.message)
-            elif isinstance(order, Tell) and order.seat in self._members:
-                node = self._members[order.seat]
+            elif isinstance(order, Notify) and order.member in self._members:
+                node = self._members[order.member]
                 self.to_node(node, lambda node=node, message=order.message: self.heard(node, message))
         return replies
 
-    def command(self, call: Callable[[Membership], list]) -> None:
+    def command(self, call: Callable[[RoundsCoordinator], list]) -> None:
         """What the lighthouse notices by itself."""
         if self.lighthouse is not None:
             self.carry_out(call(self.lighthouse))
@@ -172,16 +174,16 @@ class World:
 
     def _hello(self, node: Node) -> None:
         def answer(message: object | None) -> None:
-            if node.member is not None:
+            if node.state is not None:
                 return
             if not isinstance(message, Admitted):
                 self._hello(node)
                 return
-            node.member = Member(message.seat)
-            self._members[message.seat] = node
+            node.state = MemberState(message.member)
+            self._members[message.member] = node
             for other in self.nodes:
-                if other.member is not None and not other.alive:
-                    node.member.connection(other.seat, broken=True)
+                if other.state is not None and not other.alive:
+                    node.state.connection(other.member, broken=True)
             self.beat(node)
 
         self.ask(node, lambda m: m.join(self.now, "toy"), answer)
@@ -189,7 +191,7 @@ class World:
     def kill(self, node: Node) -> None:
         node.alive = False
         self.counts["deaths"] += 1
-        if node.member is not None:
+        if node.state is not None:
             self.after(self.random.uniform(0.02, 0.3), lambda: self.break_connection(node))
 
     def pause(self, node: Node, seconds: float) -> None:
@@ -208,7 +210,7 @@ class World:
     def _away(self, node: Node, seconds: float, end: Callable[[Node], None]) -> None:
         if seconds > LEASE:
             self.counts["absences"] += 1
-            self.after(LEASE, lambda: node.alive and node.member is not None and self.break_connection(node))
+            self.after(LEASE, lambda: node.alive and node.state is not None and self.break_connection(node))
 
         def over() -> None:
             end(node)
@@ -231,8 +233,8 @@ class World:
             if node.alive and node.leaving and message is None:
                 self.leave(node)
 
-        if node.member is not None:
-            self.ask(node, lambda m: [*m.leave(self.now, node.seat), Reply(Refusal("heard"))], answer)
+        if node.state is not None:
+            self.ask(node, lambda m: [*m.leave(self.now, node.member), Reply(Refusal("heard"))], answer)
 
     def crash(self, seconds: float) -> None:
         """The lighthouse dies, and is started again on its journal."""
@@ -241,9 +243,9 @@ class World:
 
         def restart() -> None:
             self.deaf = self.now
-            self.lighthouse = Membership(self.rules, self.journal, until=self.now + GRACE)
+            self.lighthouse = RoundsCoordinator(self.rules, self.journal, until=self.now + GRACE)
             for node in self.nodes:
-                if node.alive and node.member is not None:
+                if node.alive and node.state is not None:
                     self.after(self.random.uniform(0.5, 2.0), lambda node=node: self._return(node))
             self.after(GRACE + 0.01, lambda: self.command(lambda m: m.tick(self.now)))
 
@@ -253,32 +255,32 @@ class World:
         if node.alive and (node.frozen or node.cut):  # it tries as long as it takes
             self.after(1.0, lambda: self._return(node))
         elif node.alive and not node.broken:
-            self.command(lambda m: m.back(self.now, node.seat))
+            self.command(lambda m: m.reconnected(self.now, node.member))
 
     def break_connection(self, node: Node) -> None:
         node.broken = True
-        self.command(lambda m: m.gone(self.now, node.seat))
+        self.command(lambda m: m.disconnected(self.now, node.member))
         for other in self.nodes:
-            if other is not node and other.alive and other.member is not None:
-                self.to_node(other, lambda other=other: self._broken(other, node.seat))
-            if node.alive and other is not node and other.member is not None:  # it sees the others go
-                self.unless_frozen(node, lambda seat=other.seat: self._broken(node, seat))
+            if other is not node and other.alive and other.state is not None:
+                self.to_node(other, lambda other=other: self._broken(other, node.member))
+            if node.alive and other is not node and other.state is not None:  # it sees the others go
+                self.unless_frozen(node, lambda member=other.member: self._broken(node, member))
 
     def make_connection(self, node: Node) -> None:
         if node.frozen or node.cut:
             return
         node.broken = False
-        self.command(lambda m: m.back(self.now, node.seat))
+        self.command(lambda m: m.reconnected(self.now, node.member))
         for other in self.nodes:
-            if other.member is not None and other.alive and other is not node:
-                assert node.member is not None
-                node.member.connection(other.seat, broken=other.frozen or other.cut)
+            if other.state is not None and other.alive and other is not node:
+                assert node.state is not None
+                node.state.connection(other.member, broken=other.frozen or other.cut)
                 if not other.cut and not other.frozen:
-                    other.member.connection(node.seat, broken=False)
+                    other.state.connection(node.member, broken=False)
 
-    def _broken(self, node: Node, seat: int) -> None:
-        assert node.member is not None
-        node.member.connection(seat, broken=True)
+    def _broken(self, node: Node, member: int) -> None:
+        assert node.state is not None
+        node.state.connection(member, broken=True)
         self.look(node)
 
     # A worker
@@ -287,7 +289,7 @@ class World:
         """Ask, one at a time; again each second, and sooner while it waits for its first round."""
         if node.asking or not node.alive:
             return
-        member = node.member
+        member = node.state
         assert member is not None
         node.asking = True
         beat = member.beat()
@@ -309,13 +311,13 @@ class World:
             soon = member.beat().round != beat.round
             self.after(0.0 if soon else 1.0 if node.training else 0.2, lambda: self.beat(node))
 
-        self.ask(node, lambda m: m.beat(self.now, member.seat, beat), answer)
+        self.ask(node, lambda m: m.beat(self.now, member.member, beat), answer)
 
     def acknowledge(self, node: Node, ack: Ack) -> None:
-        self.ask(node, lambda m: m.ack(self.now, node.seat, ack), lambda message: None)
+        self.ask(node, lambda m: m.ack(self.now, node.member, ack), lambda message: None)
 
     def heard(self, node: Node, message: object) -> None:
-        member = node.member
+        member = node.state
         assert member is not None
         match message:
             case Proposal():
@@ -326,12 +328,12 @@ class World:
                 member.told(message)
             case Load():
                 self.load(node, message)
-            case Word():
-                self.word(node, message)
+            case RoundDecision():
+                self.decision(node, message)
         self.look(node)
 
     def load(self, node: Node, load: Load) -> None:
-        member = node.member
+        member = node.state
         assert member is not None
         if node.loading == load.call or load.call == member.ready:
             return
@@ -352,7 +354,7 @@ class World:
             self.beat(node)
 
         def give() -> None:
-            dm = donor.member
+            dm = donor.state
             assert dm is not None
             if donor.cut or not donor.training:
                 return
@@ -364,14 +366,14 @@ class World:
         def give_up() -> None:
             if node.alive and node.loading == load.call and member.ready != load.call:
                 node.loading = -1
-                self.ask(node, lambda m: m.reload(self.now, node.seat) or [], lambda message: None)
+                self.ask(node, lambda m: m.reload(self.now, node.member) or [], lambda message: None)
 
         self.to_node(donor, give)
         self.after(RETRY + 2.5, lambda: self.unless_frozen(node, give_up))
 
     def look(self, node: Node) -> None:
         """Whether something that the worker waits for is there."""
-        member = node.member
+        member = node.state
         if member is None or not node.alive or node.frozen:
             return
         if not node.training and node.loading < 0 and member.ready == member.call:
@@ -395,7 +397,7 @@ class World:
         return True
 
     def begin(self, node: Node, round: int) -> None:
-        member = node.member
+        member = node.state
         assert member is not None
         if member.call != member.ready or not node.training:
             node.training = False
@@ -412,11 +414,11 @@ class World:
         if view is None:
             self.counts["out of turn"] += 1
         else:
-            place = view.place(member.seat)
-            assert place is not None
-            for batch in batches(member.views, view, round, place):
+            island_rank = view.index(member.member)
+            assert island_rank is not None
+            for batch in batches(member.views, view, round, island_rank):
                 (position,) = rows(*batch, batch_size=1)
-                self.reads.append((int(position), member.seat))
+                self.reads.append((int(position), member.member))
                 node.work |= 1 << len(self.reads) - 1
         self.beat(node)
         call = member.call
@@ -425,39 +427,43 @@ class World:
 
     def meet(self, node: Node, round: int, call: int) -> None:
         """The end of a round: who takes part is asked now."""
-        member = node.member
+        member = node.state
         assert member is not None
         if member.call != member.ready or member.call != call or not node.training:
             node.training = False
             return
-        standing = member.group(round)
-        if self.rules.agrees and not standing.decided:  # nothing could land; the inner loop goes on meanwhile
+        round_members = member.group(round)
+        if self.rules.agrees and not round_members.decided:  # nothing could land; the inner loop goes on meanwhile
             self.after(0.2, lambda: self.unless_frozen(node, lambda: node.alive and self.meet(node, round, call)))
             return
-        seats = standing.seats if self.rules.agrees else self._pair(round, standing.seats, member.seat)
-        if len(seats) == 1 and not self.rules.agrees:
+        members = (
+            round_members.members if self.rules.agrees else self._pair(round, round_members.members, member.member)
+        )
+        if len(members) == 1 and not self.rules.agrees:
             self.counts["alone"] += 1
             self.begin(node, round + 1)
             return
-        part = Part(member.seat, round, 0, seats) if self.rules.agrees else None
-        node.exchange = Exchange(round, standing.view, seats, part, node.work)
+        part = RoundState(member.member, round, 0, members) if self.rules.agrees else None
+        node.exchange = Exchange(round, round_members.view, members, part, node.work)
         self._send(node)
         self._late(node, node.exchange, 0)
         self.exchanging(node)
 
-    def _pair(self, round: int, seats: tuple[int, ...], seat: int) -> tuple[int, ...]:
-        order = list(seats)
+    def _pair(self, round: int, members: tuple[int, ...], member: int) -> tuple[int, ...]:
+        order = list(members)
         random.Random(round).shuffle(order)
-        place = order.index(seat)
-        return tuple(order[place // 2 * 2 : place // 2 * 2 + 2])
+        island_rank = order.index(member)
+        return tuple(order[island_rank // 2 * 2 : island_rank // 2 * 2 + 2])
 
     def _send(self, node: Node) -> None:
         exchange = node.exchange
         assert exchange is not None
-        attempt, seats = (0, exchange.seats) if exchange.part is None else (exchange.part.attempt, exchange.part.seats)
-        share = Share(node.seat, exchange.view, exchange.round, attempt, exchange.work)
-        for seat in seats:
-            other = self._members.get(seat)
+        attempt, members = (
+            (0, exchange.members) if exchange.part is None else (exchange.part.attempt, exchange.part.members)
+        )
+        share = Share(node.member, exchange.view, exchange.round, attempt, exchange.work)
+        for member in members:
+            other = self._members.get(member)
             if other is None:
                 continue
             self.counts["sent"] += 1
@@ -465,8 +471,8 @@ class World:
                 self.to_node(other, lambda other=other: self._arrive(other, share))
 
     def _arrive(self, node: Node, share: Share) -> None:
-        node.shares.setdefault((share.round, share.attempt), {})[share.seat] = share
-        oldest = node.member.round - 8 if node.member is not None else 0
+        node.shares.setdefault((share.round, share.attempt), {})[share.member] = share
+        oldest = node.state.round - 8 if node.state is not None else 0
         node.shares = {key: shares for key, shares in node.shares.items() if key[0] >= oldest}
         self.look(node)
 
@@ -481,10 +487,12 @@ class World:
                 self.begin(node, exchange.round + 1)
             elif part.attempt == attempt and part.phase == "exchanging":
                 here = node.shares.get((exchange.round, attempt), {})
-                for seat in part.seats:
-                    if seat not in here:
-                        accusation = Accusation(exchange.round, attempt, seat, "late")
-                        self.ask(node, lambda m, a=accusation: m.accuse(self.now, node.seat, a), lambda message: None)
+                for member in part.members:
+                    if member not in here:
+                        peer_report = PeerReport(exchange.round, attempt, member, "late")
+                        self.ask(
+                            node, lambda m, a=peer_report: m.report_peer(self.now, node.member, a), lambda message: None
+                        )
                 self._say_failed(node, Done(exchange.round, attempt, NOTHING))
                 self._late(node, exchange, attempt)
 
@@ -494,14 +502,14 @@ class World:
         """An attempt failed here: the others are to try again, or to go on without this worker."""
 
         def answer(message: object | None) -> None:
-            if isinstance(message, Word):
-                self.word(node, message)
+            if isinstance(message, RoundDecision):
+                self.decision(node, message)
 
-        self.ask(node, lambda m: m.done(self.now, node.seat, done), answer)
+        self.ask(node, lambda m: m.done(self.now, node.member, done), answer)
 
     def exchanging(self, node: Node) -> None:
         """Go on with the exchange if what it waits for is there."""
-        exchange, member = node.exchange, node.member
+        exchange, member = node.exchange, node.state
         assert exchange is not None and member is not None
         if exchange.part is None:
             self._exchanging_pair(node, exchange, member)
@@ -511,15 +519,15 @@ class World:
             return
         part = exchange.part
         here = node.shares.get((exchange.round, part.attempt), {})
-        if part.phase == "exchanging" and set(part.seats) <= set(here):
+        if part.phase == "exchanging" and set(part.members) <= set(here):
             exchange.part = part.answered(part.attempt)
             self._say_done(node, exchange)
 
-    def _exchanging_pair(self, node: Node, exchange: Exchange, member: Member) -> None:
-        (other,) = [seat for seat in exchange.seats if seat != member.seat]
+    def _exchanging_pair(self, node: Node, exchange: Exchange, member: MemberState) -> None:
+        (other,) = [one for one in exchange.members if one != member.member]
         share = node.shares.get((exchange.round, 0), {}).get(other)
         over = True
-        if share is not None and share.view == exchange.view and member.accept(exchange.round, exchange.seats):
+        if share is not None and share.view == exchange.view and member.accept(exchange.round, exchange.members):
             node.work |= share.work
             self.counts["whole"] += 1
         elif share is not None or member.lost(other):
@@ -537,43 +545,46 @@ class World:
         done = Done(exchange.round, part.attempt, hash((*map(tuple, node.landed), exchange.round)) & 0xFFFFFFFF)
 
         def answer(message: object | None) -> None:
-            if isinstance(message, Word):
-                self.word(node, message)
+            if isinstance(message, RoundDecision):
+                self.decision(node, message)
             if node.exchange is exchange and node.alive:
                 self.after(0.3, lambda: self.unless_frozen(node, lambda: self._say_done(node, exchange)))
 
-        self.ask(node, lambda m: m.done(self.now, node.seat, done), answer)
+        self.ask(node, lambda m: m.done(self.now, node.member, done), answer)
 
-    def word(self, node: Node, word: Word) -> None:
+    def decision(self, node: Node, decision: RoundDecision) -> None:
         exchange = node.exchange
-        if exchange is None or exchange.part is None or exchange.round != word.round:
+        if exchange is None or exchange.part is None or exchange.round != decision.round:
             return
-        before, exchange.part = exchange.part, exchange.part.heard(word)
+        before, exchange.part = exchange.part, exchange.part.heard(decision)
         if exchange.part.phase == "landed":
-            shares = node.shares[word.round, word.attempt]
+            shares = node.shares[decision.round, decision.attempt]
             union = 0
-            for seat in word.seats:
-                union |= shares[seat].work
+            for member in decision.members:
+                union |= shares[member].work
             node.exchange = None
-            self._land(node, word, union)
+            self._land(node, decision, union)
             self.counts["landed"] += 1
-            self.begin(node, word.round + 1)
+            self.begin(node, decision.round + 1)
         elif exchange.part != before and exchange.part.phase == "exchanging":
             self.counts["again"] += 1
             self._send(node)
             self._late(node, exchange, exchange.part.attempt)
             self.exchanging(node)
 
-    def _land(self, node: Node, word: Word, union: int) -> None:
-        assert node.member is not None
-        node.member.landed(word)
+    def _land(self, node: Node, decision: RoundDecision, union: int) -> None:
+        assert node.state is not None
+        node.state.landed(decision)
         node.work |= union
-        node.landed = [*node.landed, (word.round, word.attempt, word.seats)]
-        node.means = {**{r: m for r, m in node.means.items() if r > word.round - 6}, word.round: (word, union)}
+        node.landed = [*node.landed, (decision.round, decision.attempt, decision.members)]
+        node.means = {
+            **{r: m for r, m in node.means.items() if r > decision.round - 6},
+            decision.round: (decision, union),
+        }
 
     def end_after(self, rounds: int) -> None:
         """The run's last round is so many after the newest one."""
-        self.final = max(node.member.round for node in self.living() if node.member is not None) + rounds
+        self.final = max(node.state.round for node in self.living() if node.state is not None) + rounds
         self.rules = replace(self.rules, last=self.final)
         if self.lighthouse is not None:
             self.lighthouse.rules = self.rules

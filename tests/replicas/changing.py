@@ -68,5 +68,5 @@ class ChangingRoster:
 
     def _members(self, view: View) -> Group:
         """With the ledger that `world` has now: who comes back has counted nothing."""
-        members = view.seats if self.member in view.seats else (self.member,)
+        members = view.members if self.member in view.members else (self.member,)
         return replace(self.world, ranks=members, channel="outer", view=view.number)

@@ -18,8 +18,8 @@ from isles.comm.mesh import Mesh
 from isles.comm.roster import FixedRoster, Roster
 from isles.membership.late_shares import Deliveries
 from isles.membership.messages import Delivered, Done
-from isles.membership.requests import Words
-from isles.membership.round_commit import Word
+from isles.membership.requests import DecisionLog
+from isles.membership.round_commit import RoundDecision
 from isles.membership.views import View
 from isles.replicas.flat import copied
 from isles.replicas.loop.fragment import Exchange, InFlight
@@ -209,17 +209,17 @@ class Line:
     """A lighthouse to which both have delivered, 6 inner steps and 2. What comes of the exchange lands."""
 
     is_over, has_answers = False, True
-    member = SimpleNamespace(view_of=lambda round: None)
+    state = SimpleNamespace(view_of=lambda round: None)
 
-    def __init__(self, seat: int) -> None:
-        self.seat, self.words = seat, Words()
+    def __init__(self, member: int) -> None:
+        self.member, self.decisions = member, DecisionLog()
 
-    def ask(self, said: Delivered) -> Word:
-        return Word(said.round, "again", 1, (0, 1), steps=(6, 2))
+    def ask(self, said: Delivered) -> RoundDecision:
+        return RoundDecision(said.round, "retry", 1, (0, 1), steps=(6, 2))
 
     def say(self, said: Done | Delivered) -> None:
         if isinstance(said, Done):
-            self.words.hear(Word(said.round, "land", 1, (0, 1), steps=(6, 2)))
+            self.decisions.hear(RoundDecision(said.round, "land", 1, (0, 1), steps=(6, 2)))
 
 
 def test_a_quorums_mean_is_one_by_inner_steps() -> None:

@@ -14,22 +14,22 @@ from isles.report.page import bytes_in_words, counts_in_words, refusals_in_words
 from isles.report.panels import Chart, Lanes
 
 
-def line(seat: int, round: int, at: float, outcome: str = "whole", seconds: float = 10.0) -> dict[str, Any]:
-    told = {"seat": seat, "round": round, "view": 0, "spare": 0, "steps": 5, "seconds": seconds}
-    return {**told, "seats": [seat], "outcome": outcome, "at": at}
+def line(member: int, round: int, at: float, outcome: str = "whole", seconds: float = 10.0) -> dict[str, Any]:
+    told = {"member": member, "round": round, "view": 0, "spare": 0, "steps": 5, "seconds": seconds}
+    return {**told, "members": [member], "outcome": outcome, "at": at}
 
 
-def view(number: int, *seats: int) -> dict[str, Any]:
-    return {"number": number, "since": 3 * number + 1, "seats": list(seats)}
+def view(number: int, *members: int) -> dict[str, Any]:
+    return {"number": number, "since": 3 * number + 1, "members": list(members)}
 
 
 ENTRIES = [
-    {"event": "join", "seat": 0, "at": 1000.0},
-    {"event": "join", "seat": 1, "at": 1000.0},
+    {"event": "join", "member": 0, "at": 1000.0},
+    {"event": "join", "member": 1, "at": 1000.0},
     {"event": "view", "view": view(0, 0, 1), "at": 1000.0},
-    {"event": "gone", "seat": 1, "at": 1030.0},
-    {"event": "lit", "at": 1040.0},
-    {"event": "join", "seat": 2, "at": 1050.0},
+    {"event": "lost", "member": 1, "at": 1030.0},
+    {"event": "restart", "at": 1040.0},
+    {"event": "join", "member": 2, "at": 1050.0},
     {"event": "view", "view": view(1, 0, 2), "at": 1060.0},
 ]
 LINES = [
@@ -37,7 +37,7 @@ LINES = [
     line(1, 1, 1010.0),
     line(0, 2, 1025.0, "PeerLost"),
     line(0, 3, 1035.0, "late"),
-    {"seat": 2, "first": 4, "donor": 0, "copied": 3, "has": 3, "size": 500, "at": 1061.0},
+    {"member": 2, "first": 4, "donor": 0, "copied": 3, "has": 3, "size": 500, "at": 1061.0},
     line(2, 4, 1075.0),
 ]
 
@@ -52,27 +52,27 @@ def written(folder: Path, entries: list[Any], lines: list[Any], summary: dict[st
 
 
 def test_members_and_seats(tmp_path: Path) -> None:
-    members, seats = elastic_panels(read_run(written(tmp_path, ENTRIES, LINES)))
-    assert isinstance(members.picture, Chart) and isinstance(seats.picture, Lanes)
+    members, by_member = elastic_panels(read_run(written(tmp_path, ENTRIES, LINES)))
+    assert isinstance(members.picture, Chart) and isinstance(by_member.picture, Lanes)
     in_view, connected = (one.points for one in members.picture.lines)
     assert connected[-1] == (75.0, 2.0) and (30.0, 1.0) in connected and (50.0, 2.0) in connected
     assert in_view[-1] == (75.0, 2.0)
-    lanes = {lane.label: [(s.start, s.end, s.css) for s in lane.stretches] for lane in seats.picture.lanes}
-    assert list(lanes) == ["seat 0", "seat 1", "seat 2", "lighthouse"]
-    assert lanes["seat 1"] == [(10.0, 30.0, "away"), (0.0, 10.0, "compute")]
-    assert lanes["seat 0"][-2:] == [(15.0, 25.0, "blocked"), (25.0, 35.0, "transfer")]
-    assert lanes["seat 2"] == [(50.0, 65.0, "away"), (65.0, 75.0, "compute")]
+    lanes = {lane.label: [(s.start, s.end, s.css) for s in lane.stretches] for lane in by_member.picture.lanes}
+    assert list(lanes) == ["member 0", "member 1", "member 2", "lighthouse"]
+    assert lanes["member 1"] == [(10.0, 30.0, "away"), (0.0, 10.0, "compute")]
+    assert lanes["member 0"][-2:] == [(15.0, 25.0, "blocked"), (25.0, 35.0, "transfer")]
+    assert lanes["member 2"] == [(50.0, 65.0, "away"), (65.0, 75.0, "compute")]
     assert lanes["lighthouse"] == [(30.0, 40.0, "other")]
-    hints = [piece.hint for lane in seats.picture.lanes for piece in lane.stretches]
+    hints = [piece.hint for lane in by_member.picture.lanes for piece in lane.stretches]
     assert "round 4, with the state of 0: whole," in hints
 
 
 def test_the_page_says_what_happened(tmp_path: Path) -> None:
     links = {"direct": 2_000_000, "relayed": 1000, "relayed_here": 1100, "pairs": [{"by": 0}]}
-    refused = [{"by": -1, "seat": 3, "reason": "<b>no numbers</b>", "times": 4}]
+    refused = [{"by": -1, "member": 3, "reason": "<b>no numbers</b>", "times": 4}]
     summary = {"method": "noloco", "goodput": 0.953, "outcomes": {"whole": 7, "alone": 2}, "outages": 1}
     page = render_page(read_run(written(tmp_path, ENTRIES, LINES, {**summary, "links": links, "refused": refused})))
-    for words in ("95.3 %", "whole 7, alone 2", "direct 2.00 MB, relayed 1.00 kB", "seat 3, 4 times", "seat 2"):
+    for words in ("95.3 %", "whole 7, alone 2", "direct 2.00 MB, relayed 1.00 kB", "member 3, 4 times", "member 2"):
         assert words in page
     assert "<b>no numbers" not in page
     assert write_picture(tmp_path).stat().st_size > 10_000
@@ -82,17 +82,17 @@ def test_the_page_says_what_happened(tmp_path: Path) -> None:
     "entries",
     [
         ["nonsense", "{}", "[]", '{"at": "x", "event": "join"}', '{"at": 1, "event": "view"}'],
-        [{"event": "view", "view": {"number": 0, "since": [], "seats": 3}, "at": 1.0}],
-        [{"event": "join", "seat": [1], "at": 1.0}, {"event": "word", "word": {}, "at": 2.0}],
-        [{"event": "join", "seat": 1, "at": float("nan")}],
+        [{"event": "view", "view": {"number": 0, "since": [], "members": 3}, "at": 1.0}],
+        [{"event": "join", "member": [1], "at": 1.0}, {"event": "decision", "decision": {}, "at": 2.0}],
+        [{"event": "join", "member": 1, "at": float("nan")}],
     ],
 )
 def test_damaged_records_are_left_out(tmp_path: Path, entries: list[Any]) -> None:
-    assert elastic_panels(read_run(written(tmp_path, entries, ["", '{"seat": 1}']))) == []
+    assert elastic_panels(read_run(written(tmp_path, entries, ["", '{"member": 1}']))) == []
 
 
 def test_whatever_a_summary_holds_is_shown() -> None:
     assert counts_in_words("three") == '"three"' and counts_in_words({}) == "nothing"
     assert bytes_in_words({"direct": None}) == '{"direct": null}'
     assert refusals_in_words([1]) == "[1]" and refusals_in_words([]) == "nothing"
-    assert refusals_in_words([{"times": "x"}]).startswith("seat None, x times")
+    assert refusals_in_words([{"times": "x"}]).startswith("member None, x times")

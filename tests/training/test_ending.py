@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isles.membership.data_ledger import fresh_before, last_round
-from isles.membership.views import Lot, View
+from isles.membership.views import SampleRange, View
 from isles.network.churn import ChurnEvent
 from isles.running.run import launch
 from isles.training.config.reading import ending_after, read_config, resolve, tokens_a_step
@@ -57,9 +57,9 @@ def test_rounds_are_whole_where_workers_come_and_go() -> None:
     assert made.run.steps % 50 == 0
 
 
-@pytest.mark.parametrize("owed", [(), (Lot(0, 0, 0, 7),)])
-def test_the_last_round_is_the_one_that_reaches_them(owed: tuple[Lot, ...]) -> None:
-    view = View(3, 10, (1, 4, 5), steps=(2, 2, 1), start=100, owed=owed)
+@pytest.mark.parametrize("owed", [(), (SampleRange(0, 0, 0, 7),)])
+def test_the_last_round_is_the_one_that_reaches_them(backlog: tuple[SampleRange, ...]) -> None:
+    view = View(3, 10, (1, 4, 5), steps=(2, 2, 1), start=100, backlog=backlog)
     for batches in range(101, 140):
         last = last_round(view, batches)
         assert view.start + fresh_before(view, last + 1) >= batches > view.start + fresh_before(view, last)

@@ -55,7 +55,7 @@ def join(
     from isles.training.elastic.connect import as_words
 
     end_in_order()
-    parsed = given_token(token)
+    parsed = token_option(token)
     if workers < 1:
         raise ValueError(f"--workers {workers}: choose 1 or more")
     refuse_too_many(workers, "--workers", "start fewer")
@@ -81,7 +81,7 @@ def own(data: str | None, device: str | None, assignments: list[str] | None) -> 
     return said
 
 
-def given_token(token: str | None) -> Token:
+def token_option(token: str | None) -> Token:
     """What --token says, or ISLES_TOKEN. ValueError where there is none."""
     from isles.comm.credentials import parse_token
 

@@ -65,7 +65,7 @@ def lighthouse(
     _keep(drawn_up, there or new_directory(drawn_up.method), Stand(host=host, port=port, workers=workers))
 
 
-def light_again(run: Path, workers: int | None) -> None:
+def restart_lighthouse(run: Path, workers: int | None) -> None:
     """Go on with the run of a lighthouse where it stood, with `workers` on this machine; None: as many as it had."""
     from isles.training.lighthouse.resume_info import read_stand
 

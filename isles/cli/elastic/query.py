@@ -5,7 +5,7 @@ from __future__ import annotations
 from isles.comm.credentials import Token
 from isles.comm.sockets.connection import LinkLost
 from isles.membership.keys import STATUS
-from isles.membership.messages import RunNow, SwarmNow, decode
+from isles.membership.messages import RunStatus, SwarmStatus, decode
 from isles.membership.requests import ask
 from isles.membership.tls_session import open_session
 
@@ -13,7 +13,7 @@ _PATIENCE = 5.0  # seconds
 _LONGEST = 4 << 20  # bytes
 
 
-def run_now(address: str, token: Token) -> RunNow | SwarmNow:
+def run_status(address: str, token: Token) -> RunStatus | SwarmStatus:
     """How the run at `address` stands. ValueError where this is not its token; OSError where nobody answers."""
     mend = f"isles doctor --join {address} looks at it"
     try:
@@ -27,6 +27,6 @@ def run_now(address: str, token: Token) -> RunNow | SwarmNow:
     if answer is None:
         raise OSError(f"{address}: the lighthouse has gone: ask again once it is lit")
     now = decode(answer, limit=_LONGEST)
-    if not isinstance(now, RunNow | SwarmNow):
+    if not isinstance(now, RunStatus | SwarmStatus):
         raise ValueError(f"{address}: the lighthouse there does not say how its run stands; {mend}")
     return now

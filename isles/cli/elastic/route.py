@@ -19,8 +19,8 @@ from isles.comm.sockets.connection import LinkLost
 from isles.comm.sockets.proof import SecretRefused, TokenRefused
 from isles.comm.sockets.reachability import EchoServer
 from isles.membership.keys import ABOUT, PIECE, REACH
-from isles.membership.messages import About, Listening, Reached, Refusal, decode, encode
-from isles.membership.requests import ask, echo_line
+from isles.membership.messages import About, AnnounceAddress, Reachability, Refusal, decode, encode
+from isles.membership.requests import ask, measure_lighthouse_link
 from isles.membership.tls_session import Session, open_session
 
 _PATIENCE = 5.0  # seconds for a connection
@@ -104,7 +104,7 @@ def _run(about: About) -> Iterator[Check]:
 def _rates(session: Session) -> Check:
     from isles.report.units import format_bytes
 
-    line = echo_line(session)
+    line = measure_lighthouse_link(session)
     if line is None:
         return Check("rate", False, "the lighthouse stopped answering while the line was measured: try again")
     up, down = (f"{8 * rate / 1e6:,.{0 if rate > 1e7 else 2}f} Mbit/s" for rate in (line.out, line.back))
@@ -117,11 +117,11 @@ def _direct(session: Session, listen: tuple[str, int] | None, announced: str) ->
     name = secrets.token_hex(16)
     try:
         with EchoServer(*listen, name) as echo:
-            said = encode(Listening(announced, echo.port, session.name(), name))
+            said = encode(AnnounceAddress(announced, echo.port, session.name(), name))
             answer = decode(ask(session, REACH, said, _TRIED) or encode(Refusal("")))
     except ValueError as error:
         return Check("direct", False, str(error))
-    if isinstance(answer, Reached) and not answer.refusal:
+    if isinstance(answer, Reachability) and not answer.refusal:
         return Check("direct", True, f"yes: others reach this machine at {written(answer.host, answer.port)}")
-    where = f" ({answer.host}, port {answer.port}: {answer.refusal})" if isinstance(answer, Reached) else ""
+    where = f" ({answer.host}, port {answer.port}: {answer.refusal})" if isinstance(answer, Reachability) else ""
     return Check("direct", True, f"no, relayed: nobody is let in{where}; fine, and a forwarded port is faster")

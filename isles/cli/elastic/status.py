@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isles.cli.elastic.join import RunToken, given_token
+from isles.cli.elastic.join import RunToken, token_option
 from isles.cli.terminal import end_in_order
 
 if TYPE_CHECKING:
-    from isles.membership.messages import RunNow, SwarmNow
+    from isles.membership.messages import RunStatus, SwarmStatus
 
 
 def status(
@@ -20,19 +20,19 @@ def status(
     """Show who takes part in a run, how far and how fast, by which fingerprint others know it and which way it reaches
     them, and what was refused.
     """
-    from isles.cli.elastic.query import run_now
+    from isles.cli.elastic.query import run_status
     from isles.cli.terminal import print_table
-    from isles.membership.messages import RunNow
+    from isles.membership.messages import RunStatus
     from isles.report.panels import Table
 
     end_in_order()
-    now = run_now(address, given_token(token))
-    heads, rows, names = _replicas(now) if isinstance(now, RunNow) else _swarm(now)
+    now = run_status(address, token_option(token))
+    heads, rows, names = _replicas(now) if isinstance(now, RunStatus) else _swarm(now)
     print_table(Table(heads=heads, rows=rows, names=names))
     if now.paths:
         print_table(Table(heads=["path", "way", "round trip", "sent", "taken"], rows=[*map(_path, now.paths)], names=2))
-    for by, seat, why, times in now.refused:
-        whom = "somebody" if seat < 0 else f"worker {seat}"
+    for by, member, why, times in now.refused:
+        whom = "somebody" if member < 0 else f"worker {member}"
         print(f"refused {times} times by {'the lighthouse' if by < 0 else f'worker {by}'}: {whom}: {why}")
 
 
@@ -43,7 +43,7 @@ def _path(row: tuple[int, int, str, float, int, int]) -> list[str]:
     return [f"{by} to {to}", way or "-", format_seconds(trip) if trip else "-", format_bytes(sent), format_bytes(taken)]
 
 
-def _replicas(now: RunNow) -> tuple[list[str], list[list[str]], int]:
+def _replicas(now: RunStatus) -> tuple[list[str], list[list[str]], int]:
     from isles.membership.views import spoken
     from isles.report.units import format_seconds
 
@@ -52,16 +52,16 @@ def _replicas(now: RunNow) -> tuple[list[str], list[list[str]], int]:
     rows = []
     for one in now.members:
         seconds = format_seconds(one.seconds) if one.seconds else "-"
-        rows.append([spoken(one.identity), one.seen or "-", one.state, str(one.seat), str(one.round), seconds])
+        rows.append([spoken(one.identity), one.seen or "-", one.state, str(one.member), str(one.round), seconds])
     return ["fingerprint", "seen at", "state", "worker", "round", "inner step"], rows, 3
 
 
-def _swarm(now: SwarmNow) -> tuple[list[str], list[list[str]], int]:
+def _swarm(now: SwarmStatus) -> tuple[list[str], list[list[str]], int]:
     from isles.report.units import format_seconds
 
     step = f"step {now.step} of {now.last}"
     step += f", {format_seconds(now.since)} ago" if now.since >= 0 else ""
-    kept = f"step {now.kept}" if now.kept else "none yet"
+    kept = f"step {now.saved}" if now.saved else "none yet"
     begun = "clusters" if now.clustered else "swarms"
     print(f"{step}; states are kept of: {kept}; {begun} begun: {now.epoch}" + (f"; {now.wanted}" if now.wanted else ""))
     if now.clustered:
@@ -69,51 +69,51 @@ def _swarm(now: SwarmNow) -> tuple[list[str], list[list[str]], int]:
     return (*(_by_cluster(now) if now.clustered else _by_stage(now)), 0)
 
 
-def _by_stage(now: SwarmNow) -> tuple[list[str], list[list[str]]]:
+def _by_stage(now: SwarmStatus) -> tuple[list[str], list[list[str]]]:
     from isles.membership.views import spoken
     from isles.report.units import format_seconds
 
     rows = []
-    for one in sorted(now.peers, key=lambda one: (one.stage < 0, one.stage, one.seat)):
+    for one in sorted(now.peers, key=lambda one: (one.stage < 0, one.stage, one.member)):
         stage = str(one.stage) if one.stage >= 0 else "waits"
         seconds = format_seconds(one.seconds) if one.seconds else "-"
-        counts = [str(one.seat), str(one.step), str(one.counted)]
+        counts = [str(one.member), str(one.step), str(one.counted)]
         rows.append(
             [stage, *counts, seconds, f"{one.queue:.1f}", f"{format_seconds(one.heard)} ago", spoken(one.identity)]
         )
-    return ["stage", "seat", "step", "counted", "a microbatch", "queue", "heard", "fingerprint"], rows
+    return ["stage", "member", "step", "counted", "a microbatch", "queue", "heard", "fingerprint"], rows
 
 
-def _by_cluster(now: SwarmNow) -> tuple[list[str], list[list[str]]]:
+def _by_cluster(now: SwarmStatus) -> tuple[list[str], list[list[str]]]:
     from isles.membership.views import spoken
     from isles.report.units import format_seconds
 
     rows = []
-    for one in sorted(now.peers, key=lambda one: (not one.place, one.place, one.stage < 0, one.seat)):
+    for one in sorted(now.peers, key=lambda one: (not one.coordinates, one.coordinates, one.stage < 0, one.member)):
         cluster, stage = "stands by" if one.stage >= 0 else "waits", "-"
-        if one.place:
-            number, at, stages, is_whole = one.place
+        if one.coordinates:
+            number, at, stages, is_whole = one.coordinates
             cluster, stage = f"{number}" if is_whole else f"{number}, broken", f"{at} of {stages}"
         seconds = format_seconds(one.seconds) if one.seconds else "-"
         rows.append(
             [
                 cluster,
                 stage,
-                str(one.seat),
+                str(one.member),
                 str(one.step),
                 seconds,
                 f"{format_seconds(one.heard)} ago",
                 spoken(one.identity),
             ]
         )
-    return ["cluster", "stage", "seat", "step", "a microbatch", "heard", "fingerprint"], rows
+    return ["cluster", "stage", "member", "step", "a microbatch", "heard", "fingerprint"], rows
 
 
-def _clusters(now: SwarmNow) -> str:
+def _clusters(now: SwarmStatus) -> str:
     """How many of what there are."""
-    whole = {one.place[0] for one in now.peers if one.place and one.place[3]}
-    broken = {one.place[0] for one in now.peers if one.place} - whole
-    aside = sum(not one.place for one in now.peers)
+    whole = {one.coordinates[0] for one in now.peers if one.coordinates and one.coordinates[3]}
+    broken = {one.coordinates[0] for one in now.peers if one.coordinates} - whole
+    aside = sum(not one.coordinates for one in now.peers)
     told = f"{len(whole)} cluster{'s' * (len(whole) != 1)} at work"
     told += f", {len(broken)} broken" if broken else ""
     return told + (f"; {aside} node{'s' * (aside > 1)} without a place" if aside else "")

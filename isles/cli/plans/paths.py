@@ -64,12 +64,12 @@ def plan_paths(
     sizes, given = _stages(stages)
     times = forward_seconds(sum(sizes), task)
     delays = delays_of(network, len(times), messages.forward, overhead)
-    seats = given or assign(sizes, delays, times, seed=seed, seconds=0.3 * seconds)
+    members = given or assign(sizes, delays, times, seed=seed, seconds=0.3 * seconds)
     problem = Problem(
-        stages=seats,
+        stages=members,
         delays=delays,
         forward=times,
-        path_length=_length(path_length, stages=len(seats)),
+        path_length=_length(path_length, stages=len(members)),
         memory=held,
         waves=waves,
         costs=multiples,

@@ -89,7 +89,7 @@ _SMALLEST = 1 << 16  # bytes
 _ENOUGH = 0.4  # seconds that a question must take to be a measurement
 
 
-class LineRates(NamedTuple):
+class LinkRates(NamedTuple):
     """out, back: bytes a second to the other side and from it. round_trip: median seconds."""
 
     out: float
@@ -97,7 +97,7 @@ class LineRates(NamedTuple):
     round_trip: float
 
 
-def line_rates(ask: Callable[[int, int], object], largest: int) -> LineRates:
+def measure_link(ask: Callable[[int, int], object], largest: int) -> LinkRates:
     """Measured now, within some seconds. ask: says so many bytes, and returns once as many as the second number have
     come back; what it raises ends it. largest: bytes of one question, and of an answer.
     """
@@ -117,4 +117,4 @@ def line_rates(ask: Callable[[int, int], object], largest: int) -> LineRates:
         return size / seconds
 
     round_trip = statistics.median(timed(0, 0) for _ in range(_PINGS))
-    return LineRates(rate(lambda size: timed(size, 0)), rate(lambda size: timed(0, size)), round_trip)
+    return LinkRates(rate(lambda size: timed(size, 0)), rate(lambda size: timed(0, size)), round_trip)

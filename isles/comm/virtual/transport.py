@@ -51,7 +51,7 @@ class VirtualTransport:
         self._computed = 0  # calls of `compute` so far: the jitter's counter
         self._traffic = Traffic()
         self._transfers: list[VirtualTransfer] = []  # under way
-        self.doubt: Callable[[int], None] | None = None
+        self.suspect: Callable[[int], None] | None = None
         """Called, in an event, with each peer that this worker stands still for, now and again."""
 
     @property
@@ -86,7 +86,7 @@ class VirtualTransport:
             transfer = VirtualTransfer(
                 self._scheduler, self._worker, protocol, channel, deadline, self._traffic, self._wire.accounting
             )
-            transfer.doubt = self.doubt
+            transfer.suspect = self.suspect
             transfer.start()
             self._transfers = [other for other in (*self._transfers, transfer) if not other.finished]
         return transfer

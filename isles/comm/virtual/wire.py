@@ -173,8 +173,8 @@ class VirtualTransfer:
         self._needed = 0  # of them, before the protocol goes on
         self._deadline: Event | None = None
         self._result: Any = None
-        self.doubt: Callable[[int], None] | None = None
-        """See `VirtualTransport.doubt`."""
+        self.suspect: Callable[[int], None] | None = None
+        """See `VirtualTransport.suspect`."""
 
     @property
     def listens(self) -> bool:
@@ -192,7 +192,7 @@ class VirtualTransfer:
         with self._owner:
             if not self.finished:
                 start = self._owner.clock
-                if self.doubt is not None:
+                if self.suspect is not None:
                     self._scheduler.timeline.at(start + SUSPECT_AFTER, LAST, self._owner.rank, self._doubt)
                 self._scheduler.block(self._owner, self)
                 self._traffic.waited(self._channel, start, self._owner.clock)
@@ -202,7 +202,7 @@ class VirtualTransfer:
 
     def _doubt(self) -> None:
         """Its owner stands still: is anybody there whom it waits for?"""
-        if self.finished or self._owner.awaits is not self or self.doubt is None:
+        if self.finished or self._owner.awaits is not self or self.suspect is None:
             return
         timeline = self._scheduler.timeline
         if (back := self._owner.back(timeline.now)) > timeline.now:
@@ -210,7 +210,7 @@ class VirtualTransfer:
             return
         for peer in dict.fromkeys(work.peer for work in self._pending):
             if peer is not None:
-                self.doubt(peer)
+                self.suspect(peer)
         timeline.at(timeline.now + SUSPECT_EVERY, LAST, self._owner.rank, self._doubt)
 
     def done(self) -> bool:

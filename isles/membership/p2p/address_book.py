@@ -13,84 +13,88 @@ from dataclasses import replace
 
 from isles.comm.sockets import loop
 from isles.comm.sockets.reachability import echo_failure
-from isles.membership.keys import SeatKeys, introduction
-from isles.membership.messages import Find, Found, Listening, Reached
+from isles.membership.keys import MemberKeys, peer_key
+from isles.membership.messages import AnnounceAddress, Lookup, PeerAddress, Reachability
 from isles.membership.p2p.relay import new_ticket
 
 _AT_ONCE = 8  # addresses that are tried at the same time
-_PLACES = 1024  # of an island
+_ISLAND_SIZE = 1024  # of an island
 
-SeatPlace = tuple[int, int]
-"""A seat, and a worker's place in its island."""
+WorkerId = tuple[int, int]
+"""A member, and a worker's place in its island."""
 
 
-class Whereabouts:
-    """keys: of all seats. seen(session): the address from which a session comes, "" for an unknown one.
+class AddressBook:
+    """keys: of all members. seen(session): the address from which a session comes, "" for an unknown one.
 
     addresses: from which those who are there come.
     """
 
-    def __init__(self, keys: SeatKeys, seen: Callable[[str], str]) -> None:
+    def __init__(self, keys: MemberKeys, seen: Callable[[str], str]) -> None:
         self._keys, self._seen = keys, seen
-        self._known: dict[SeatPlace, tuple[str, int]] = {}  # of those who are there: ("", 0) where it is not reached
+        self._known: dict[WorkerId, tuple[str, int]] = {}  # of those who are there: ("", 0) where it is not reached
         self._certificates: dict[int, tuple[str, ...]] = {}
-        self.addresses: dict[SeatPlace, str] = {}
+        self.addresses: dict[WorkerId, str] = {}
         self._trying = asyncio.Semaphore(_AT_ONCE)
-        self._busy: set[SeatPlace] = set()
-        self._relays: set[SeatPlace] = set()  # who carry for others
+        self._busy: set[WorkerId] = set()
+        self._relays: set[WorkerId] = set()  # who carry for others
 
-    def joined(self, seat: int, certificates: Sequence[str]) -> None:
-        """Whoever has this seat shows these certificates, see `Hello`."""
-        self._certificates[seat] = tuple(certificates)
+    def joined(self, member: int, certificates: Sequence[str]) -> None:
+        """Whoever has this member shows these certificates, see `Hello`."""
+        self._certificates[member] = tuple(certificates)
 
-    def find(self, asker: int, find: Find) -> Found:
-        """The way from a worker of the seat `asker` to another one."""
-        there = self._known.get((find.seat, find.place))
-        word = introduction(self._keys.of(find.seat), asker).hex()
-        certificates = self._certificates.get(find.seat, ()) if there else ()
-        found = Found(find.seat, *(there or ("", 0)), certificates, word)
-        both = {asker, find.seat}
-        relays = sorted(seat for seat, place in [*self._relays] if place == find.place and seat not in both)
+    def find(self, asker: int, find: Lookup) -> PeerAddress:
+        """The way from a worker of the member `asker` to another one."""
+        there = self._known.get((find.member, find.island_rank))
+        word = peer_key(self._keys.of(find.member), asker).hex()
+        certificates = self._certificates.get(find.member, ()) if there else ()
+        found = PeerAddress(find.member, *(there or ("", 0)), certificates, word)
+        both = {asker, find.member}
+        relays = sorted(
+            member for member, island_rank in [*self._relays] if island_rank == find.island_rank and member not in both
+        )
         if not relays:
             return found
         relay = relays[sum(both) % len(relays)]
         return replace(found, relay=relay, ticket=new_ticket(self._keys.of(relay).encode("ascii")).hex())
 
-    def forget(self, seat: int, place: int) -> None:
+    def forget(self, member: int, island_rank: int) -> None:
         """Forget where that worker listens, for it may not any more."""
-        self._known.pop((seat, place), None)
-        self._relays.discard((seat, place))
-        self.addresses.pop((seat, place), None)
+        self._known.pop((member, island_rank), None)
+        self._relays.discard((member, island_rank))
+        self.addresses.pop((member, island_rank), None)
 
-    def listening(self, seat: int, said: Listening, answer: Callable[[Reached], None]) -> None:
-        """Try the address of `seat` (-1: of somebody without one); answer(what came of it), in another thread.
-        ValueError for what is no address, and where one of this seat's is being tried.
+    def listening(self, member: int, said: AnnounceAddress, answer: Callable[[Reachability], None]) -> None:
+        """Try the address of `member` (-1: of somebody without one); answer(what came of it), in another thread.
+        ValueError for what is no address, and where one of this member's is being tried.
         """
         is_reached = bool(said.host or said.port)
-        host, place = said.host or self._seen(said.session), (seat, said.place)
-        if not 0 <= said.place < _PLACES or (is_reached and not (host and 0 < said.port < 65536)):
+        host, island_rank = said.host or self._seen(said.session), (member, said.island_rank)
+        if not 0 <= said.island_rank < _ISLAND_SIZE or (is_reached and not (host and 0 < said.port < 65536)):
             raise ValueError("an address that is none")
-        if seat >= 0 and self._certificates.get(seat, ())[said.place : said.place + 1] != (said.certificate,):
+        if member >= 0 and self._certificates.get(member, ())[said.island_rank : said.island_rank + 1] != (
+            said.certificate,
+        ):
             raise ValueError("another certificate than that with which it joined")
-        if place in self._busy:
+        if island_rank in self._busy:
             raise ValueError("an address while another one is being tried")
         seen = self._seen(said.session)
-        if seat >= 0:
-            self._known[place], self.addresses[place] = ("", 0), seen
-            self._relays.discard(place)
+        if member >= 0:
+            self._known[island_rank], self.addresses[island_rank] = ("", 0), seen
+            self._relays.discard(island_rank)
         if not is_reached:
-            answer(Reached(host, 0, "", seen))
+            answer(Reachability(host, 0, "", seen))
             return
-        self._busy.add(place)
+        self._busy.add(island_rank)
 
         async def attempt() -> None:
             async with self._trying:
                 why = await echo_failure(host, said.port, said.certificate)
-            if not why and seat >= 0:
-                self._known[place] = host, said.port
+            if not why and member >= 0:
+                self._known[island_rank] = host, said.port
                 if said.relays:
-                    self._relays.add(place)
-            self._busy.discard(place)
-            answer(Reached(host, said.port, why, seen))
+                    self._relays.add(island_rank)
+            self._busy.discard(island_rank)
+            answer(Reachability(host, said.port, why, seen))
 
         loop.start(attempt())

@@ -17,7 +17,7 @@ from isles.comm.errors import PeerLost, RoundClosed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.tags import Tag
-from isles.membership.p2p.stream import CHUNK, KEPT, PASSED, PIECE, REFUSED, Head, Stream
+from isles.membership.p2p.stream import CHUNK, PIECE, REFUSED, ROUND_CLOSED, TAKEN, Head, Stream
 
 _LOOK = 30.0  # seconds until it is asked again whether a peer is reached directly to which nothing is to be sent
 _AGAIN, _SELDOM = 0.1, 3.0  # seconds until the next try to reach a peer: twice as many each time
@@ -28,7 +28,7 @@ class Carrier(Protocol):
 
     resent: int
 
-    def numbered(self) -> int:
+    def add_sequence(self) -> int:
         """A number, higher than those before."""
         ...
 
@@ -74,7 +74,7 @@ class PartedWork:
 
 
 class OutgoingMessage:
-    """A part of one on its way out: (n,) uint8 `data` for the address `tag`. kind: `PIECE`, or `OVER` without data."""
+    """A part of one on its way out: (n,) uint8 `data` for the address `tag`. kind: `PIECE`, or `CLOSE_ROUND` without data."""
 
     def __init__(self, work: PartedWork, data: np.ndarray, tag: Tag, kind: int = PIECE) -> None:
         self.work, self.data, self.tag, self.kind = work, data, tag, kind
@@ -100,7 +100,7 @@ class Outgoing:
         with self._changed:
             over = self._over
             if over is None:
-                number = self._carrier.numbered()
+                number = self._carrier.add_sequence()
                 self._messages[number] = message
                 self._waiting.append(number)
                 self._notify()
@@ -212,10 +212,10 @@ class Outgoing:
                 message = self._messages.pop(number, None)
             if message is None:
                 continue
-            if kind == PASSED:
+            if kind == ROUND_CLOSED:
                 message.work.finished(RoundClosed(self._peer))
                 self._carrier.passed(self._peer, message.tag)
             elif kind == REFUSED:
                 message.work.finished(PeerLost(self._peer, "it refused what was sent to it"))
-            elif kind == KEPT:
+            elif kind == TAKEN:
                 message.work.finished()

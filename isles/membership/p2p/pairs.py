@@ -34,58 +34,58 @@ from isles.comm.sockets.addresses import written
 from isles.comm.sockets.connection import SILENCE, LinkLost
 from isles.comm.sockets.listener import MOST, peeked
 from isles.comm.sockets.reachability import EchoServer
-from isles.membership.keys import LIT, TIES, introduction, sealed
-from isles.membership.messages import Entry, Find, Found, Listening, Reached
-from isles.membership.p2p.relay import Ties
+from isles.membership.keys import RELAY_TICKETS, UP, authenticate, peer_key
+from isles.membership.messages import AnnounceAddress, Entry, Lookup, PeerAddress, Reachability
+from isles.membership.p2p.relay import TicketExchange
 from isles.membership.p2p.stream import PAIR, TICKET_SIZE, PairHello, Stream, as_dialler, as_host, show, shown, tuned
-from isles.membership.session import Query, Refusals
+from isles.membership.session import Query, Rejections
 from isles.membership.tls_session import Session
 from isles.membership.views import View, identity_of, spoken
 
 
 class KnownMembers:
-    """Of the worker in `seat`, whose own member is `identity`. notice: called with a line for a person."""
+    """Of the worker in `member`, whose own member is `identity`. notice: called with a line for a person."""
 
-    def __init__(self, seat: int, identity: str, refused: Refusals, notice: Callable[[str], None]) -> None:
+    def __init__(self, member: int, identity: str, refused: Rejections, notice: Callable[[str], None]) -> None:
         self._refused, self._notice, self._lock = refused, notice, threading.Lock()
         self._named: dict[int, str] = {}  # by views
-        self._met = {seat: identity}  # whoever this worker is or was connected with, and itself
+        self._met = {member: identity}  # whoever this worker is or was connected with, and itself
         self._told: set[tuple[int, str]] = set()
 
     def meet(self, view: View) -> list[int]:
         """Take in whom `view` names; with which of them somebody else is connected than whom it names."""
         others = list[int]()
-        for seat, identity in zip(view.seats, view.identities, strict=False):
+        for member, identity in zip(view.members, view.identities, strict=False):
             with self._lock:
-                self._named[seat] = identity
-                met = self._met.get(seat, identity)
+                self._named[member] = identity
+                met = self._met.get(member, identity)
                 if met != identity:
-                    del self._met[seat]
+                    del self._met[member]
             if met != identity:
-                self._is_another(seat, met, identity)
-                others.append(seat)
+                self._is_another(member, met, identity)
+                others.append(member)
         return others
 
-    def check(self, seat: int, identity: str) -> None:
-        """Whoever says that it is `seat` shows this identity. LinkLost where views name another one."""
+    def check(self, member: int, identity: str) -> None:
+        """Whoever says that it is `member` shows this identity. LinkLost where views name another one."""
         with self._lock:
-            named = self._named.get(seat, identity)
+            named = self._named.get(member, identity)
             if named == identity:
-                self._met[seat] = identity
+                self._met[member] = identity
         if named != identity:
-            self._is_another(seat, identity, named)
+            self._is_another(member, identity, named)
             raise LinkLost("views name somebody else")
 
-    def spoken(self, seat: int) -> str:
-        """Of whoever this worker is connected with as `seat`."""
-        return spoken(self._met.get(seat, ""))
+    def spoken(self, member: int) -> str:
+        """Of whoever this worker is connected with as `member`."""
+        return spoken(self._met.get(member, ""))
 
-    def _is_another(self, seat: int, identity: str, named: str) -> None:
+    def _is_another(self, member: int, identity: str, named: str) -> None:
         why = f"its fingerprint is {spoken(identity)}, and {spoken(named)} where views name it"
-        self._refused.note(seat, why)
-        if (seat, identity) not in self._told:
-            self._told.add((seat, identity))
-            self._notice(f"warning: worker {seat} is not who the lighthouse says: {why}")
+        self._refused.note(member, why)
+        if (member, identity) not in self._told:
+            self._told.add((member, identity))
+            self._notice(f"warning: worker {member} is not who the lighthouse says: {why}")
 
 
 class PairListener(EchoServer):
@@ -100,7 +100,7 @@ class PairListener(EchoServer):
         port: int,
         name: str,
         welcome: Callable[[socket.socket], object],
-        ties: Ties | None = None,
+        ties: TicketExchange | None = None,
     ) -> None:
         self._welcome, self._ties = welcome, ties
         self._threads = ThreadPoolExecutor(MOST, "isles-welcomes")
@@ -136,7 +136,7 @@ _AT_ONCE = 16  # others that this worker dials because they have asked
 _SAID = struct.Struct(f"<qHBq{TICKET_SIZE}s")
 _LIGHTHOUSE = -1
 _ASKS = b"isles dials\0"
-_SEATS = 1 << 20
+_MEMBERS = 1 << 20
 
 
 class PairedTransport(Protocol):
@@ -146,23 +146,23 @@ class PairedTransport(Protocol):
         """Be seen by others, and see them."""
         ...
 
-    def take(self, seat: int, stream: Stream) -> None:
-        """`seat` sends on `stream`, from now on."""
+    def take(self, member: int, stream: Stream) -> None:
+        """`member` sends on `stream`, from now on."""
         ...
 
     def carries(self, size: int) -> None:
         """So many bytes went through this worker, from others to others."""
         ...
 
-    def cut(self, seat: int) -> None:
-        """Break off all connections with `seat`; they are made anew."""
+    def cut(self, member: int) -> None:
+        """Break off all connections with `member`; they are made anew."""
         ...
 
 
-class Pairs:
-    """Of the worker in the seat of `entry`; the `Guide` of what it gives and takes.
+class PeerConnections:
+    """Of the worker in the member of `entry`; the `PeerKeys` of what it gives and takes.
 
-    ask: asks the lighthouse, as `Company.ask`. mine: this worker's key and certificate. lease: seconds of silence after
+    ask: asks the lighthouse, as `MembershipClient.ask`. mine: this worker's key and certificate. lease: seconds of silence after
     which a connection counts as broken. notice: called with a line for a person. place: this worker's in its island; it
     is connected with the workers at the same place of other islands. certificates: fingerprints of its whole island.
 
@@ -178,22 +178,24 @@ class Pairs:
         *,
         lease: float,
         notice: Callable[[str], None],
-        place: int = 0,
+        island_rank: int = 0,
         certificates: Sequence[str] = (),
     ) -> None:
-        self._session, self._entry, self._ask, self._place = session, entry, ask, place
+        self._session, self._entry, self._ask, self._island_rank = session, entry, ask, island_rank
         self._lease, self._notice = lease, notice
         self._mine, self._shows = mine, certificates or (mine.token.fingerprint,)
         self.seen = ""
-        self._known = KnownMembers(entry.seat, identity_of(self._shows), session.refused, notice)
+        self._known = KnownMembers(entry.member, identity_of(self._shows), session.refused, notice)
         self._transport: PairedTransport | None = None
         self._listener: PairListener | None = None
         self._listens, self._announced, self._relays = False, "", False
-        self._found: dict[int, Found] = {}
+        self._found: dict[int, PeerAddress] = {}
         self._ways: dict[int, str] = {}  # what was said of each
         self._unreached: dict[int, float] = {}  # since when
         self._dialling = threading.Semaphore(_AT_ONCE)
-        self._came: dict[tuple[int, int], list[ssl.SSLSocket]] = {}  # by (seat, lane): on which this worker is to send
+        self._came: dict[
+            tuple[int, int], list[ssl.SSLSocket]
+        ] = {}  # by (member, lane): on which this worker is to send
         self._awaits: set[tuple[int, int]] = set()
         self._changed = threading.Condition()
         self._lit: list[bool] = []  # how the lighthouse came and went, since it was last told where this worker is
@@ -204,7 +206,7 @@ class Pairs:
         lighthouse sees this machine. relays: carry for others. Says whether the lighthouse reaches it. ValueError where
         the address cannot be had.
         """
-        ties = Ties(self._entry.key.encode("ascii"), self._carried) if relays else None
+        ties = TicketExchange(self._entry.key.encode("ascii"), self._carried) if relays else None
         self._listener = PairListener(host, port, self._mine.token.fingerprint, self._welcome, ties)
         self._announced, self._relays = announced, relays
         self._announce()
@@ -212,10 +214,10 @@ class Pairs:
     def start(self, transport: PairedTransport) -> None:
         """Bring others to `transport` from now on."""
         self._transport = transport
-        self._session.serve(self._key(self._entry.seat), self._asked)
+        self._session.serve(self._key(self._entry.member), self._asked)
         if self._listener is None:
             self._announce()
-        self._session.watch(LIT, self._light)
+        self._session.watch(UP, self._light)
         transport.open()
 
     def close(self) -> None:
@@ -228,20 +230,20 @@ class Pairs:
 
     def meet(self, view: View) -> None:
         """`view` names members: whoever is connected with this worker as one of them, and is not, is cut off."""
-        for seat in self._known.meet(view):
+        for member in self._known.meet(view):
             if self._transport is not None:
-                self._transport.cut(seat)
+                self._transport.cut(member)
 
-    # What gifts ask (`Guide`)
+    # What gifts ask (`PeerKeys`)
 
-    def introduction(self, peer: int) -> bytes | None:
+    def peer_key(self, peer: int) -> bytes | None:
         """By which a message to `peer` is sealed; None while the lighthouse does not say. Waits for its answer."""
         found = self._found.get(peer) or self._find(peer)
-        return None if found is None else bytes.fromhex(found.introduction)
+        return None if found is None else bytes.fromhex(found.peer_key)
 
     def expected(self, sender: int) -> bytes:
         """By which a message of `sender` must be sealed."""
-        return introduction(self._entry.key, sender)
+        return peer_key(self._entry.key, sender)
 
     # What the transport asks
 
@@ -271,7 +273,7 @@ class Pairs:
             self._notice(f"worker {peer}: {way}, fingerprint {self._known.spoken(peer)}")
         return Stream(line, way, self._lease, lane)
 
-    def _directly(self, peer: int, lane: int, found: Found) -> ssl.SSLSocket | None:
+    def _directly(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket | None:
         if time.monotonic() - self._unreached.get(peer, -_LOOK) < _LOOK:
             return None
         try:
@@ -285,12 +287,12 @@ class Pairs:
             self._unreached[peer] = time.monotonic()
         return None
 
-    def _dial(self, lane: int, found: Found, *, sends: bool) -> ssl.SSLSocket:
+    def _dial(self, lane: int, found: PeerAddress, *, sends: bool) -> ssl.SSLSocket:
         line = tuned(socket.create_connection((found.host, found.port), _DIAL))
         line.sendall(PAIR)
         return self._shown(line, lane, found, sends=sends)
 
-    def _dialled(self, peer: int, lane: int, found: Found) -> ssl.SSLSocket:
+    def _dialled(self, peer: int, lane: int, found: PeerAddress) -> ssl.SSLSocket:
         """Dialled by `peer`, which is asked to."""
         with self._changed:
             self._awaits.add((peer, lane))
@@ -305,23 +307,23 @@ class Pairs:
             with self._changed:
                 self._awaits.discard((peer, lane))
 
-    def _relayed(self, peer: int, lane: int, found: Found) -> tuple[ssl.SSLSocket, str]:
+    def _relayed(self, peer: int, lane: int, found: PeerAddress) -> tuple[ssl.SSLSocket, str]:
         """And by whom, in words."""
         if found.relay >= 0:
             with suppress(OSError, LinkLost, ValueError):
                 line = self._tied(peer, lane, found, found.relay, bytes.fromhex(found.ticket))
                 return line, f"relayed by worker {found.relay}"
-        ticket, _ = self._session.answer(TIES, b"", seconds=_CALL, urgent=True)
+        ticket, _ = self._session.answer(RELAY_TICKETS, b"", seconds=_CALL, urgent=True)
         if not ticket or len(ticket) != TICKET_SIZE:
             raise LinkLost("the lighthouse does not answer")
         return self._tied(peer, lane, found, _LIGHTHOUSE, ticket), "relayed"
 
-    def _tied(self, peer: int, lane: int, found: Found, relay: int, ticket: bytes) -> ssl.SSLSocket:
+    def _tied(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> ssl.SSLSocket:
         self._call(peer, lane, found, relay, ticket)
         return self._shown(self._meet(relay, ticket), lane, found, sends=True)
 
     def _meet(self, relay: int, ticket: bytes) -> socket.socket:
-        """The connection to whoever comes with the same ticket to the worker of that seat, or the lighthouse."""
+        """The connection to whoever comes with the same ticket to the worker of that member, or the lighthouse."""
         if relay < 0:
             return tuned(self._session.tied(ticket, _TICKET))
         there = self._find(relay)
@@ -329,16 +331,18 @@ class Pairs:
             raise LinkLost("who was to carry is not reached")
         return tuned(self._session.tied(ticket, _DIAL, (there.host, there.port)))
 
-    def _shown(self, line: socket.socket, lane: int, found: Found, *, sends: bool) -> ssl.SSLSocket:
-        host = found.certificates[self._place]
-        talk = as_dialler(line, Token(host, found.introduction), PairHello(self._entry.seat, self._place, sends, lane))
+    def _shown(self, line: socket.socket, lane: int, found: PeerAddress, *, sends: bool) -> ssl.SSLSocket:
+        host = found.certificates[self._island_rank]
+        talk = as_dialler(
+            line, Token(host, found.peer_key), PairHello(self._entry.member, self._island_rank, sends, lane)
+        )
         show(talk, self._mine, self._shows, host)
         return talk
 
-    def _call(self, peer: int, lane: int, found: Found, relay: int, ticket: bytes) -> None:
+    def _call(self, peer: int, lane: int, found: PeerAddress, relay: int, ticket: bytes) -> None:
         """Have `peer` dial this worker, or with a ticket who carries for both. LinkLost where it does not answer."""
-        said = _SAID.pack(self._entry.seat, self._place, lane, relay, ticket)
-        proof = sealed(bytes.fromhex(found.introduction), _ASKS, said)
+        said = _SAID.pack(self._entry.member, self._island_rank, lane, relay, ticket)
+        proof = authenticate(bytes.fromhex(found.peer_key), _ASKS, said)
         try:
             reply, _ = self._session.answer(self._key(peer), said, attachment=proof, seconds=_CALL, urgent=True)
         except OSError as error:
@@ -346,11 +350,11 @@ class Pairs:
         if reply is None:
             raise LinkLost("it does not answer")
 
-    def _find(self, seat: int) -> Found | None:
-        answer = self._ask(Find(seat, self._place))
-        if isinstance(answer, Found) and answer.seat == seat and len(answer.certificates) > self._place:
-            self._found[seat] = answer
-        return self._found.get(seat)
+    def _find(self, member: int) -> PeerAddress | None:
+        answer = self._ask(Lookup(member, self._island_rank))
+        if isinstance(answer, PeerAddress) and answer.member == member and len(answer.certificates) > self._island_rank:
+            self._found[member] = answer
+        return self._found.get(member)
 
     def _is_near(self, host: str) -> bool:
         """Whether `host` is the same machine here as for the lighthouse: a loopback address is everybody's own."""
@@ -358,9 +362,9 @@ class Pairs:
             return not ipaddress.ip_address(host).is_loopback or self._session.is_local()
         return True
 
-    def _key(self, seat: int) -> str:
-        room = "isles" if not self._place else f"isles/place/{self._place}"
-        return f"{room}/mail/{seat}"
+    def _key(self, member: int) -> str:
+        room = "isles" if not self._island_rank else f"isles/rank/{self._island_rank}"
+        return f"{room}/dial/{member}"
 
     # What others ask
 
@@ -371,11 +375,11 @@ class Pairs:
             note(-1, "no message of this library")
             query.refuse(b"never")
             return
-        seat, place, lane, relay, ticket = _SAID.unpack(query.payload)
-        if not 0 <= seat < _SEATS or place != self._place or not _LIGHTHOUSE <= relay < _SEATS:
+        member, island_rank, lane, relay, ticket = _SAID.unpack(query.payload)
+        if not 0 <= member < _MEMBERS or island_rank != self._island_rank or not _LIGHTHOUSE <= relay < _MEMBERS:
             note(-1, "a message of nobody who is there")
             query.refuse(b"later")
-        elif not hmac.compare_digest(query.attachment, sealed(self.expected(seat), _ASKS, query.payload)):
+        elif not hmac.compare_digest(query.attachment, authenticate(self.expected(member), _ASKS, query.payload)):
             note(-1, "a message in another's name")
             query.refuse(b"never")
         elif not self._dialling.acquire(blocking=False):
@@ -383,17 +387,17 @@ class Pairs:
         else:
             query.reply()
             threading.Thread(
-                target=self._go, args=(seat, lane, relay, ticket), name=f"isles-dials-{seat}", daemon=True
+                target=self._go, args=(member, lane, relay, ticket), name=f"isles-dials-{member}", daemon=True
             ).start()
 
-    def _go(self, seat: int, lane: int, relay: int, ticket: bytes) -> None:
+    def _go(self, member: int, lane: int, relay: int, ticket: bytes) -> None:
         try:
             with suppress(OSError, LinkLost):
                 if ticket != bytes(TICKET_SIZE):
-                    talk, hello = self._let_in(self._meet(relay, ticket), seat)
+                    talk, hello = self._let_in(self._meet(relay, ticket), member)
                     self._take(hello, talk, "relayed")
-                elif (found := self._find(seat)) is not None and found.host:
-                    hello = PairHello(seat, self._place, True, lane)
+                elif (found := self._find(member)) is not None and found.host:
+                    hello = PairHello(member, self._island_rank, True, lane)
                     self._take(hello, self._dial(lane, found, sends=False), "direct")
         finally:
             self._dialling.release()
@@ -405,33 +409,37 @@ class Pairs:
             self._take(hello, talk, "direct")
             return
         with self._changed:
-            if (hello.seat, hello.lane) in self._awaits:
-                self._came.setdefault((hello.seat, hello.lane), []).append(talk)
+            if (hello.member, hello.lane) in self._awaits:
+                self._came.setdefault((hello.member, hello.lane), []).append(talk)
                 self._changed.notify_all()
                 return
         talk.close()
 
-    def _let_in(self, line: socket.socket, seat: int | None = None) -> tuple[ssl.SSLSocket, PairHello]:
-        """Whoever dials, as `seat` where that was agreed. LinkLost where it is not who it says."""
-        talk, hello = as_host(line, self._mine, lambda hello: self._token_of(hello, seat))
+    def _let_in(self, line: socket.socket, member: int | None = None) -> tuple[ssl.SSLSocket, PairHello]:
+        """Whoever dials, as `member` where that was agreed. LinkLost where it is not who it says."""
+        talk, hello = as_host(line, self._mine, lambda hello: self._token_of(hello, member))
         try:
-            self._known.check(hello.seat, shown(talk, self._mine.token.fingerprint, self._place))
+            self._known.check(hello.member, shown(talk, self._mine.token.fingerprint, self._island_rank))
         except LinkLost:
             talk.close()
             raise
         return talk, hello
 
-    def _token_of(self, hello: PairHello, seat: int | None = None) -> Token:
-        """What it must know who says that it is this seat."""
-        if hello.place != self._place or not 0 <= hello.seat < _SEATS or seat not in (None, hello.seat):
+    def _token_of(self, hello: PairHello, member: int | None = None) -> Token:
+        """What it must know who says that it is this member."""
+        if (
+            hello.island_rank != self._island_rank
+            or not 0 <= hello.member < _MEMBERS
+            or member not in (None, hello.member)
+        ):
             raise LinkLost("it is not who was asked")
-        return Token(self._mine.token.fingerprint, self.expected(hello.seat).hex())
+        return Token(self._mine.token.fingerprint, self.expected(hello.member).hex())
 
     def _take(self, hello: PairHello, talk: ssl.SSLSocket, way: str) -> None:
         if self._transport is None or self._closed:
             talk.close()
         else:
-            self._transport.take(hello.seat, Stream(talk, way, self._lease, hello.lane))
+            self._transport.take(hello.member, Stream(talk, way, self._lease, hello.lane))
 
     def _carried(self, size: int) -> None:
         if self._transport is not None:
@@ -441,24 +449,24 @@ class Pairs:
 
     def _announce(self) -> None:
         port = 0 if self._listener is None else self._listener.port
-        said = Listening(
+        said = AnnounceAddress(
             self._announced if port else "",
             port,
             self._session.name(),
             self._mine.token.fingerprint,
-            self._place,
+            self._island_rank,
             self._relays,
         )
         answer = self._ask(said, _TRIED)
-        if isinstance(answer, Reached):
+        if isinstance(answer, Reachability):
             self.seen = answer.seen
         if not port:
             return
-        reached = isinstance(answer, Reached) and not answer.refusal
-        if isinstance(answer, Reached) and reached != self._listens:
+        reached = isinstance(answer, Reachability) and not answer.refusal
+        if isinstance(answer, Reachability) and reached != self._listens:
             self._notice(f"others reach this worker directly, at {written(answer.host, answer.port)}")
         elif not reached and not self._listens:
-            where = f" of {answer.host} ({answer.refusal})" if isinstance(answer, Reached) else ""
+            where = f" of {answer.host} ({answer.refusal})" if isinstance(answer, Reachability) else ""
             self._notice(
                 f"warning: relayed: the lighthouse does not reach port {port}{where}; open or forward it, or leave "
                 "--listen out"

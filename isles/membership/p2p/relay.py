@@ -162,10 +162,10 @@ def new_ticket(key: bytes) -> bytes:
 
 
 def _ticket(key: bytes, number: bytes) -> bytes:
-    return number + hmac.digest(key, b"isles ties\0" + number, "sha256")[: TICKET_SIZE - _NUMBER]
+    return number + hmac.digest(key, b"isles tickets\0" + number, "sha256")[: TICKET_SIZE - _NUMBER]
 
 
-class Ties:
+class TicketExchange:
     """Whoever has the key of these tickets. carried: called with bytes that went through."""
 
     def __init__(self, key: bytes, carried: Callable[[int], None]) -> None:

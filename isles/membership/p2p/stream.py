@@ -46,7 +46,7 @@ WAYS = ("direct", "relayed")
 """How what workers say to each other goes; "relayed by worker N" where that is not the lighthouse."""
 CARRIED = (*WAYS, "relayed_by_workers")
 """Of which a worker counts bytes: what it sends, and what it carries for others."""
-PIECE, OVER, ALIVE, KEPT, REFUSED, PASSED = range(6)
+PIECE, CLOSE_ROUND, ALIVE, TAKEN, REFUSED, ROUND_CLOSED = range(6)
 _HEAD = struct.Struct(f"<B{len(Tag._fields) + 3}q")
 _BACK = struct.Struct("<Bq")
 _HELLO = struct.Struct("<qHBB")
@@ -70,12 +70,12 @@ class Head(NamedTuple):
 
 
 class PairHello(NamedTuple):
-    """Who dials: a seat, and a place in its island. sends: whether it is the one that sends. lane: which of the pair's
+    """Who dials: a member, and a place in its island. sends: whether it is the one that sends. lane: which of the pair's
     connections in that direction this is.
     """
 
-    seat: int
-    place: int
+    member: int
+    island_rank: int
     sends: bool
     lane: int = 0
 
@@ -246,8 +246,8 @@ def as_host(
 
     async def come() -> PairHello:
         read = _reader(talk)
-        seat, place, sends, lane = _HELLO.unpack(await read(_HELLO.size))
-        hello = PairHello(seat, place, bool(sends), lane)
+        member, island_rank, sends, lane = _HELLO.unpack(await read(_HELLO.size))
+        hello = PairHello(member, island_rank, bool(sends), lane)
         await prove_as_host(read, talk.sendall, token_of(hello))
         return hello
 
@@ -309,13 +309,13 @@ def show(talk: ssl.SSLSocket, mine: Credentials, certificates: Sequence[str], ho
     talk.sendall(_SIZES.pack(len(der), len(said), len(island)) + der + said + island)
 
 
-def shown(talk: ssl.SSLSocket, host: str, place: int) -> str:
-    """The identity of the member whose worker at `place` has dialled this one, of the fingerprint `host`. LinkLost."""
+def shown(talk: ssl.SSLSocket, host: str, island_rank: int) -> str:
+    """The identity of the member whose worker at `island_rank` has dialled this one, of the fingerprint `host`. LinkLost."""
     try:
         der, said, island = (exactly(talk, size) for size in _SIZES.unpack(exactly(talk, _SIZES.size)))
         key = x509.load_der_x509_certificate(der).public_key()
         certificates = [island[at : at + _DIGITS].decode("ascii") for at in range(0, len(island), _DIGITS)]
-        if not isinstance(key, ec.EllipticCurvePublicKey) or certificates[place] != credentials.fingerprint(der):
+        if not isinstance(key, ec.EllipticCurvePublicKey) or certificates[island_rank] != credentials.fingerprint(der):
             raise ValueError
         key.verify(said, _DIALS + host.encode("ascii"), _BY)
     except (OSError, EOFError, ValueError, IndexError, InvalidSignature):

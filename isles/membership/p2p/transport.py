@@ -1,6 +1,6 @@
-"""The transport of elastic worlds: messages between seats over connections of their own (`p2p`), direct or relayed.
+"""The transport of elastic worlds: messages between members over connections of their own (`p2p`), direct or relayed.
 
-A rank is a seat. Each peer has a thread that sends to it and one that takes what comes from it, so that a slow peer
+A rank is a member. Each peer has a thread that sends to it and one that takes what comes from it, so that a slow peer
 delays nobody else. A message counts as sent once the peer has it. A peer that ends, stands still or is cut off fails
 the works with it, and no others.
 
@@ -26,29 +26,29 @@ from isles.comm.gloo.transfers import OnHostClock, PostedWork
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.tags import Channel, Tag
 from isles.comm.transport import Transport
-from isles.membership.failure_detector import Doubts
+from isles.membership.failure_detector import SuspicionReporter
 from isles.membership.messages import MOST, PathRow
 from isles.membership.p2p.inbox import ANOTHER, Inbox, before
 from isles.membership.p2p.outbox import Outgoing, OutgoingMessage, PartedWork, lost_peer
-from isles.membership.p2p.stream import ALIVE, CARRIED, KEPT, OVER, PIECE, Stream
-from isles.membership.session import Refusals
+from isles.membership.p2p.stream import ALIVE, CARRIED, CLOSE_ROUND, PIECE, TAKEN, Stream
+from isles.membership.session import Rejections
 from isles.membership.tls_session import Session
 
-_SEAT = "seat"
+_SEAT = "member"
 _ENDS = 5.0  # seconds for a connection that was broken off
 _LARGE = 1 << 20  # bytes of a message that is spread over the connections of a pair
 _FAREWELL = 0.5  # seconds for others to hear the last word
 
 
-SeatLane = tuple[int, int]
-"""A seat, and which of the connections with it."""
+MemberLane = tuple[int, int]
+"""A member, and which of the connections with it."""
 
 
 class Connects(Protocol):
-    """What reaches peers: `Pairs`."""
+    """What reaches peers: `PeerConnections`."""
 
     def connect(self, peer: int, lane: int, *, soon: bool) -> Stream | None:
-        """See `Pairs.connect`."""
+        """See `PeerConnections.connect`."""
         ...
 
 
@@ -62,9 +62,9 @@ class Nowhere:
 class ElasticTransport(OnHostClock):
     """One worker's end of the transport.
 
-    session: to the lighthouse. seat: this worker's, its rank. size: number of workers of the world that it begins in.
-    gone, back: called with a seat, in some thread, when nothing connects this worker with it any more, and when
-    something does again. doubt: called with a seat that is waited for in vain. guide: what reaches others. place: this
+    session: to the lighthouse. member: this worker's, its rank. size: number of workers of the world that it begins in.
+    gone, back: called with a member, in some thread, when nothing connects this worker with it any more, and when
+    something does again. doubt: called with a member that is waited for in vain. guide: what reaches others. place: this
     worker's in its island; it reaches the workers at the same place of other islands. beside: the transport inside the
     island; both count together, by one clock. connections: with each peer in each direction, over which a large message
     is spread; the same number at all workers.
@@ -78,22 +78,22 @@ class ElasticTransport(OnHostClock):
     def __init__(
         self,
         session: Session,
-        seat: int,
+        member: int,
         size: int,
         *,
-        gone: Callable[[int], None] = lambda seat: None,
-        back: Callable[[int], None] = lambda seat: None,
-        doubt: Callable[[int], None] = lambda seat: None,
+        gone: Callable[[int], None] = lambda member: None,
+        back: Callable[[int], None] = lambda member: None,
+        suspect: Callable[[int], None] = lambda member: None,
         guide: Connects | None = None,
-        place: int = 0,
+        island_rank: int = 0,
         beside: Transport | None = None,
         connections: int = 1,
     ) -> None:
-        super().__init__(Doubts(doubt))
+        super().__init__(SuspicionReporter(suspect))
         if beside is not None:
             self.traffic, self._start = beside.traffic, time.perf_counter() - beside.now()
-        self._room = f"isles/place/{place}" if place else "isles"
-        self.rank, self.size, self.resent = seat, size, 0
+        self._room = f"isles/rank/{island_rank}" if island_rank else "isles"
+        self.rank, self.size, self.resent = member, size, 0
         self.carried: Counter[str] = Counter(dict.fromkeys(CARRIED, 0))
         self._sent, self._taken = Counter[int](), Counter[int]()  # bytes by peer
         self._session, self._gone, self._back = session, gone, back
@@ -101,12 +101,12 @@ class ElasticTransport(OnHostClock):
         self._meeting = threading.Lock()
         self._known: set[int] = set()
         self._seen: set[int] = set()  # by the lighthouse
-        self._alive: dict[int, list[Stream]] = {}  # by seat: connections with it
-        self._takes: dict[SeatLane, tuple[Stream, threading.Thread]] = {}
+        self._alive: dict[int, list[Stream]] = {}  # by member: connections with it
+        self._takes: dict[MemberLane, tuple[Stream, threading.Thread]] = {}
         self._inboxes = [Inbox(session.refused) for _ in range(connections)]
         self._lock = threading.Lock()
         self._lost: frozenset[int] = frozenset()
-        self._outgoing: dict[SeatLane, Outgoing] = {}
+        self._outgoing: dict[MemberLane, Outgoing] = {}
         self._numbers = count()
         self._closed = False
         if guide is None:
@@ -118,7 +118,7 @@ class ElasticTransport(OnHostClock):
         self._session.present(f"{self._room}/{_SEAT}/{self.rank}")
 
     @property
-    def refused(self) -> Refusals:
+    def refused(self) -> Rejections:
         """Messages that were not taken, by (sender, reason)."""
         return self._session.refused
 
@@ -167,12 +167,12 @@ class ElasticTransport(OnHostClock):
 
     def _lines(self, peer: int) -> list[Outgoing]:
         with self._lock:
-            return [line for (seat, _), line in self._outgoing.items() if seat == peer]
+            return [line for (member, _), line in self._outgoing.items() if member == peer]
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
-        """Receive from one seat. ValueError for `peer` None: from anyone is not offered."""
+        """Receive from one member. ValueError for `peer` None: from anyone is not offered."""
         if peer is None:
-            raise ValueError("a receive from anyone is not offered where workers come and go: name the seat")
+            raise ValueError("a receive from anyone is not offered where workers come and go: name the member")
         parts = self._parts(out)
         work = PostedWork(peer, out, self.now)
         counted = PartedWork(work, len(parts))
@@ -211,7 +211,9 @@ class ElasticTransport(OnHostClock):
                 line = None if sender in self._lost else self._line(sender)
             if line is not None:
                 nothing = np.zeros(0, np.uint8)
-                line.add(OutgoingMessage(PartedWork(PostedWork(sender, nothing, self.now), 1), nothing, tag, OVER))
+                line.add(
+                    OutgoingMessage(PartedWork(PostedWork(sender, nothing, self.now), 1), nothing, tag, CLOSE_ROUND)
+                )
 
     def again(self, tag: Tag) -> None:
         """The attempt of `tag` has begun, without some of those of before: who waits in earlier ones of its round, in a
@@ -243,7 +245,7 @@ class ElasticTransport(OnHostClock):
 
     # What those who send ask (`Carrier`)
 
-    def numbered(self) -> int:
+    def add_sequence(self) -> int:
         """A number, higher than those before."""
         return next(self._numbers)
 
@@ -279,92 +281,92 @@ class ElasticTransport(OnHostClock):
 
     # What comes
 
-    def take(self, seat: int, stream: Stream) -> None:
-        """`seat` sends on `stream`, from now on."""
+    def take(self, member: int, stream: Stream) -> None:
+        """`member` sends on `stream`, from now on."""
         with self._meeting:
-            before_it = self._takes.get((seat, stream.lane))
+            before_it = self._takes.get((member, stream.lane))
             thread = threading.Thread(
-                target=self._serve, args=(seat, stream, before_it), name=f"isles-from-{seat}", daemon=True
+                target=self._serve, args=(member, stream, before_it), name=f"isles-from-{member}", daemon=True
             )
-            self._takes[seat, stream.lane] = stream, thread
+            self._takes[member, stream.lane] = stream, thread
             thread.start()
         if self._closed or stream.lane >= len(self._inboxes):
             stream.cut()
 
-    def cut(self, seat: int) -> None:
-        """Break off all connections with `seat`; they are made anew."""
+    def cut(self, member: int) -> None:
+        """Break off all connections with `member`; they are made anew."""
         with self._meeting:
-            for stream in self._alive.get(seat, ()):
+            for stream in self._alive.get(member, ()):
                 stream.cut()
 
-    def _serve(self, seat: int, stream: Stream, before_it: tuple[Stream, threading.Thread] | None) -> None:
+    def _serve(self, member: int, stream: Stream, before_it: tuple[Stream, threading.Thread] | None) -> None:
         if before_it is not None:
             before_it[0].cut()
             before_it[1].join(_ENDS)
-        self._comes(seat, stream)
+        self._comes(member, stream)
         try:
             with suppress(LinkLost):
                 while True:
-                    self._take_one(seat, stream)
+                    self._take_one(member, stream)
         finally:
-            self._goes(seat, stream)
+            self._goes(member, stream)
             stream.close()
 
-    def _take_one(self, seat: int, stream: Stream) -> None:
+    def _take_one(self, member: int, stream: Stream) -> None:
         head, inbox = stream.head(), self._inboxes[min(stream.lane, len(self._inboxes) - 1)]
-        if head.kind == OVER:
-            self.passed(seat, head.tag)
+        if head.kind == CLOSE_ROUND:
+            self.passed(member, head.tag)
         if head.kind != PIECE:
-            stream.say(KEPT if head.kind == OVER else ALIVE, head.number)
+            stream.say(TAKEN if head.kind == CLOSE_ROUND else ALIVE, head.number)
             return
-        while (place := inbox.begin(seat, head, stream.cut)) is None:
+        while (buffer := inbox.begin(member, head, stream.cut)) is None:
             stream.holds()
             inbox.wait()
         try:
-            stream.fill(place)
+            stream.fill(buffer)
         except LinkLost:
-            inbox.end(seat, head, whole=False)
+            inbox.end(member, head, whole=False)
             raise
         with self._lock:
-            self._taken[seat] += head.size
+            self._taken[member] += head.size
         with stream.busy:
-            verdict = inbox.end(seat, head, whole=True)
-            if verdict is not None:
-                stream.say(verdict, head.number)
+            result = inbox.end(member, head, whole=True)
+            if result is not None:
+                stream.say(result, head.number)
 
     # Who is there
 
-    def _comes(self, seat: int, stream: Stream) -> None:
+    def _comes(self, member: int, stream: Stream) -> None:
         with self._meeting:
-            self._alive.setdefault(seat, []).append(stream)
-            self._look(seat)
+            self._alive.setdefault(member, []).append(stream)
+            self._look(member)
 
-    def _goes(self, seat: int, stream: Stream) -> None:
+    def _goes(self, member: int, stream: Stream) -> None:
         with self._meeting:
-            self._alive[seat].remove(stream)
-            self._look(seat)
+            self._alive[member].remove(stream)
+            self._look(member)
 
     def _changed(self, key: str, there: bool) -> None:
         """Somebody is there, or not any more, as far as the lighthouse knows."""
         name = key.rpartition("/")[2]
         if not name.isdecimal() or len(name) > 9 or int(name) == self.rank:
             return
-        seat = int(name)
+        member = int(name)
         with self._meeting:
-            (self._seen.add if there else self._seen.discard)(seat)
-            self._look(seat)
+            (self._seen.add if there else self._seen.discard)(member)
+            self._look(member)
         if there:
             with self._lock:
                 if not self._closed:
-                    self._line(seat)  # which dials, where that leads to it directly
+                    self._line(member)  # which dials, where that leads to it directly
 
-    def _look(self, seat: int) -> None:
-        is_there = seat in self._seen or bool(self._alive.get(seat))
-        if is_there and (seat in self._lost or seat not in self._known):
-            self._known.add(seat)
-            self._lost -= {seat}
-            self._back(seat)
-        elif not is_there and seat not in self._lost and not self._closed:
-            self._lost |= {seat}
-            self.give_up(seat, "its connection is gone")
-            self._gone(seat)
+    def _look(self, member: int) -> None:
+        is_there = member in self._seen or bool(self._alive.get(member))
+        if is_there and (member in self._lost or member not in self._known):
+            self._known.add(member)
+            self._lost -= {member}
+            self._back(member)
+        elif not is_there and member not in self._lost and not self._closed:
+            self._lost |= {member}
+            self.give_up(member, "its connection is gone")
+            self._gone(member)

@@ -44,18 +44,18 @@ class SwarmRoster:
     def group(self, round: int) -> Group:
         return self._among(self._swarm.peers(self._stage))
 
-    def lost(self, seat: int) -> bool:
-        return self._post.mail.group.ranks.index(seat) in self._post.mail.lost
+    def lost(self, member: int) -> bool:
+        return self._post.mail.group.ranks.index(member) in self._post.mail.lost
 
-    def has_lost(self, seats: Sequence[int]) -> bool:
-        return any(self.lost(seat) for seat in seats)
+    def has_lost(self, members: Sequence[int]) -> bool:
+        return any(self.lost(member) for member in members)
 
-    def report_failure(self, seat: int, error: CommError) -> None:
+    def report_failure(self, member: int, error: CommError) -> None:
         """Who is only late is met again, at the end of the step at the latest. Who sent what cannot be is not."""
         if isinstance(error, (Malformed, Refused, Diverged, Elsewhere)):
-            self._post.mail.refuse(self._post.mail.group.ranks.index(seat), error)
+            self._post.mail.refuse(self._post.mail.group.ranks.index(member), error)
 
-    def may_apply(self, round: int, seats: Sequence[int], *, whole: bool) -> bool:
+    def may_apply(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
         return whole
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
@@ -104,8 +104,8 @@ class SwarmRoster:
 
     def _among(self, positions: Sequence[int]) -> Group:
         ranks = self._post.mail.group.ranks
-        seats = tuple(ranks[position] for position in positions)
-        return Group(self._swarm.agreement.letters, seats, "outer", self.founders.deadlines, self._ledger)
+        members = tuple(ranks[position] for position in positions)
+        return Group(self._swarm.agreement.letters, members, "outer", self.founders.deadlines, self._ledger)
 
 
 class OwnSwarm(Swarm):

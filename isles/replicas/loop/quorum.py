@@ -116,8 +116,8 @@ class QuorumExchange(AttemptExchange):
         return answer is not None and (answer.transfer is None or answer.transfer.done())
 
     def _exchange(self, delivery: Delivery, flight: InFlight) -> None:
-        assert delivery.word is not None
-        group, self._attempt = self._deliveries.group(delivery.word, _STEPS * self._pace), delivery.attempt
+        assert delivery.decision is not None
+        group, self._attempt = self._deliveries.group(delivery.decision, _STEPS * self._pace), delivery.attempt
         self._answer = self.start_attempt(
             flight, group, round=delivery.round, step=delivery.round, attempt=self._attempt, factor=delivery.factor
         )
@@ -131,7 +131,7 @@ class QuorumExchange(AttemptExchange):
 
     def _landed(self, delivery: Delivery, flight: InFlight, live: Tensor) -> None:
         """It is everybody's: the anchor moves, and what was learned since the delivery is added again."""
-        fragment, answer, decision = flight.fragment, self._answer, delivery.word
+        fragment, answer, decision = flight.fragment, self._answer, delivery.decision
         assert answer is not None and decision is not None
         answer.learned_meanwhile = fragment.flat.read(fragment.flat.new()).sub_(live)
         fragment.release(flight)

@@ -25,7 +25,7 @@ from isles.training.config.inner import inner_kind, inner_notices
 from isles.training.config.sections import Config
 from isles.training.optimizer import what_is_left_out
 from isles.training.stage_runner import hold_against_whole, planned_cut
-from isles.training.swarm.step import number_of, of_all
+from isles.training.swarm.step import of_all, split_sequence
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ def post_of(config: Config, world: Mesh, met: Sequence[int] | None = None) -> Po
 
 def run_number(config: Config) -> int:
     """That all workers of this run share, and those of another configuration do not."""
-    return number_of(of_all(config))
+    return split_sequence(of_all(config))
 
 
 def opening_notices(config: Config, cuts: Sequence[Cut]) -> list[str]:

@@ -24,8 +24,8 @@ from typing_extensions import override
 
 from isles.base.parsing import integer
 from isles.membership.keys import STATUS
-from isles.membership.messages import Begin, Enter, SwarmBeat, SwarmNow
-from isles.membership.requests import echo_line
+from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat, SwarmStatus
+from isles.membership.requests import measure_lighthouse_link
 from isles.models import choose_device
 from isles.network.clusters.nodes import NO_FIGURES, ClusterNode, encode_node
 from isles.training.clusters.cuts import cluster_cuts, forward_speed, memory, post_of, run_number
@@ -34,7 +34,7 @@ from isles.training.elastic.states import state_of
 from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left, seed_draws
 from isles.training.swarm.connect import SeatedPeer
-from isles.training.swarm.trainer import KeptParts, OwnSeat, SeatedWork
+from isles.training.swarm.trainer import KeptParts, OwnMember, SeatedWork
 
 _LOOK = 2.0  # seconds between questions to the lighthouse
 
@@ -50,21 +50,21 @@ class SeatedNode(SeatedWork):
 
     def __init__(
         self,
-        seat: OwnSeat,
-        part: Begin | Enter,
+        seat: OwnMember,
+        part: StartSwarm | JoinSwarm,
         *,
         told: int,
         members_now: Callable[[], Collection[int] | None],
-        await_kept: Callable[[int], object],
+        await_saved: Callable[[int], object],
     ) -> None:
         self._seat, self.config, self.epoch, self._told = seat, seat.config, part.epoch, told
-        self._seats = sorted(part.seats) if isinstance(part, Begin) else []
-        self._members = part.members if isinstance(part, Enter) else ()
+        self._seats = sorted(part.members) if isinstance(part, StartSwarm) else []
+        self._members = part.members if isinstance(part, JoinSwarm) else ()
         self.world = seat.mesh({})
         self.post = post_of(self.config, self.world, met=(*self._seats, *self._members))
         self._worker: ClusterWorker | None = None
         self._leaving, self._has_left = False, False
-        self._members_now, self._await_kept = members_now, await_kept
+        self._members_now, self._await_saved = members_now, await_saved
         self._asked_at = self._stepped_at = seat.transport.now()
         self._seen = 0  # steps, when they were last told of
         self._kept: State | None = None
@@ -124,7 +124,7 @@ class SeatedNode(SeatedWork):
         and the run waits for whoever comes.
         """
         if self._leaving:
-            self._await_kept(step)
+            self._await_saved(step)
             self._has_left = True
         return self._leaving
 
@@ -173,7 +173,7 @@ class SeatedNode(SeatedWork):
         copy = StateCopy({"step": step, "read": worker.reading.after(step), "parameters": held})
         part, name = place[1], state_of(place[1], step)
         facts = {"step": step, "parts": len(seats.clusters[place[0]])}
-        self._seat.offer(name, facts, copy.write)
+        self._seat.publish(name, facts, copy.write)
         self.world.report({"offered": {"stage": part, **facts}})
 
 
@@ -230,13 +230,13 @@ class SeatedClusterPeer(SeatedPeer):
         return run_number(self.config)
 
     @override
-    def made(self, part: Begin | Enter) -> SeatedNode:
+    def made(self, part: StartSwarm | JoinSwarm) -> SeatedNode:
         return SeatedNode(
-            self.seat(),
+            self.member(),
             part,
-            told=encode_node(self._told or self._measured()) if isinstance(part, Enter) else NO_FIGURES,
+            told=encode_node(self._told or self._measured()) if isinstance(part, JoinSwarm) else NO_FIGURES,
             members_now=self._members_now,
-            await_kept=lambda step: self.line.await_kept(step, self.config.run.grace / 2),
+            await_saved=lambda step: self.line.await_saved(step, self.config.run.grace / 2),
         )
 
     @override
@@ -255,12 +255,12 @@ class SeatedClusterPeer(SeatedPeer):
 
     def _members_now(self) -> set[int] | None:
         now = self.line.ask(b"", key=STATUS)
-        return {peer.seat for peer in now.peers if peer.stage >= 0} if isinstance(now, SwarmNow) else None
+        return {peer.member for peer in now.peers if peer.stage >= 0} if isinstance(now, SwarmStatus) else None
 
     def _measured(self) -> ClusterNode:
         """Its line is that to the lighthouse, which lies between any two."""
         self.tell("measuring this machine's memory and speed, and its line")
-        line, rate, latency = echo_line(self._session), self.config.world.slowest_link, 0.0
+        line, rate, latency = measure_lighthouse_link(self._session), self.config.world.slowest_link, 0.0
         if line is None:
             self.tell(f"its line could not be measured: it counts as world.slowest_link, {rate / 1e6:g} Mbit/s")
         else:

@@ -6,7 +6,7 @@
 A worker:
 
 `part`        takes part in a run from its start to its end, as one worker or as an island; `isles join` calls it
-`entering`    certificate, session, configuration, text and seat
+`entering`    certificate, session, configuration, text and member
 `beginning`   with whose state it begins, and with which round
 `joining`     `Participant`: its rounds, and its end
 `worker`      one worker of a member: it obeys decision after decision

@@ -1,7 +1,7 @@
-"""How a worker comes into a run: certificate, session, configuration, text, seat.
+"""How a worker comes into a run: certificate, session, configuration, text, member.
 
 Taking part in a run whose workers come and go: as one worker, or as the workers of an island, of whom one has its
-seat and leads, and the others follow it.
+member and leads, and the others follow it.
 
 What each machine says for itself in a run that it joined. A joiner takes no path and no code from a lighthouse, nor
 how its own machine is used: it has what was typed there (`--set`), or the defaults. Loads no torch.
@@ -38,14 +38,14 @@ from isles.comm.sockets.connection import LinkLost
 from isles.comm.sockets.proof import SecretRefused
 from isles.data import Corpus, load_corpus
 from isles.launch.workers import LocalWorkers, raise_first
-from isles.membership.client import Company, PlaceLine, tells_failures
-from isles.membership.keys import CONFIG, HELLO, LIT
+from isles.membership.client import FollowerClient, MembershipClient, failure_notifier
+from isles.membership.keys import CONFIG, HELLO, UP
 from isles.membership.messages import Entry, Hello, Later, Over, Refusal, decode, encode
-from isles.membership.p2p.pairs import Pairs
+from isles.membership.p2p.pairs import PeerConnections
 from isles.membership.p2p.transport import ElasticTransport
-from isles.membership.requests import SeatLine, ask
+from isles.membership.requests import LighthouseClient, ask
 from isles.membership.rounds import Decision, IslandGroup
-from isles.membership.state_transfer import Giver
+from isles.membership.state_transfer import StateServer
 from isles.membership.tls_session import Session, open_session
 from isles.membership.views import identity_of, spoken
 from isles.network.clusters.nodes import ClusterNode
@@ -98,7 +98,7 @@ def as_words(tables: Tables) -> list[str]:
 
 _PATIENCE = 60.0  # seconds to be let in: strangers may take all places at the door
 _MOMENT = 5.0  # seconds of them until a person is told
-_CROWDED = 600.0  # seconds to be given a seat where too many come
+_CROWDED = 600.0  # seconds to be given a member where too many come
 _SELDOM = 60.0  # seconds between lines for a person
 _LONGEST = 1 << 20  # bytes of a configuration
 
@@ -122,8 +122,8 @@ class Here:
 
 def train(worker: Participant, address: str, tell: Callable[[str], None]) -> str:
     """Train until the run ends, or this worker leaves it; how it ended, in a line. OSError as `take_part`."""
-    tell(f"in: seat {worker.company.seat} of {worker.config.method} at {address}, on {worker.trainer.device}")
-    ending, ended = worker.run(), worker.company.ended
+    tell(f"in: member {worker.client.member} of {worker.config.method} at {address}, on {worker.trainer.device}")
+    ending, ended = worker.run(), worker.client.ended
     if ending == "left":
         return f"left the run after inner step {worker.optimizer.steps}; the others go on"
     if isinstance(ended, Over) and ended.reason:
@@ -181,14 +181,14 @@ def admitted(
 
 @contextmanager
 def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], None]) -> Iterator[Participant]:
-    """A worker in a seat of the run until the block ends, which leads the island `places`. Errors as `admitted`."""
+    """A worker in a member of the run until the block ends, which leads the island `places`. Errors as `admitted`."""
     session, config = entrance.session, entrance.config
     is_dark, shown_next = False, 0.0
 
     def seen(_: str, there: bool) -> None:
         """Tell a person when the lighthouse goes out and when it is back. In the session's thread."""
         nonlocal is_dark
-        if company.ended is None and there == is_dark:
+        if client.ended is None and there == is_dark:
             gone = "the lighthouse does not answer: on without it until it does"
             tell("the lighthouse is back" if there else gone)
             is_dark = not there
@@ -201,14 +201,14 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
 
     with ExitStack() as stack:
         certificates = entrance.shown(places)
-        entry = seat_of(session, entrance.corpus.sha256, certificates, tell)
-        places.next_decision(lambda: Decision(kind="seat", seat=entry.seat, key=entry.key))
-        company = Company(session, entry)
+        entry = member_of(session, entrance.corpus.sha256, certificates, tell)
+        places.next_decision(lambda: Decision(kind="member", member=entry.member, key=entry.key))
+        client = MembershipClient(session, entry)
         size = config.replicas_in_all
-        transport, gifts = connect(stack, entrance, company, places, certificates, size=size, tell=tell)
+        transport, gifts = connect(stack, entrance, client, places, certificates, size=size, tell=tell)
         worker = Participant(
             config,
-            company,
+            client,
             transport,
             gifts,
             entrance.corpus,
@@ -218,7 +218,7 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
             shown=show,
         )
         worker.worker.refusals = session.refused
-        session.watch(LIT, seen)
+        session.watch(UP, seen)
         stack.callback(worker.worker.close)
         yield worker
 
@@ -226,30 +226,30 @@ def seated(entrance: Entrance, places: IslandGroup, *, tell: Callable[[str], Non
 def connect(
     stack: ExitStack,
     entrance: Entrance,
-    line: SeatLine,
+    line: LighthouseClient,
     places: IslandGroup,
     certificates: Sequence[str],
     *,
     size: int,
     tell: Callable[[str], None],
-) -> tuple[ElasticTransport, Giver]:
-    """Connect the worker whose line to the lighthouse `line` is with those of other seats, until `stack` ends: over
+) -> tuple[ElasticTransport, StateServer]:
+    """Connect the worker whose line to the lighthouse `line` is with those of other members, until `stack` ends: over
     what it talks to them, and what it gives them.
 
     It listens where this machine's user has said. places: its island, of which `certificates` are. size: workers of the
     world that it begins in. ValueError where the address to listen at cannot be had.
     """
-    session, entry, here, place = entrance.session, line.entry, entrance.here, places.place
+    session, entry, here, place = entrance.session, line.entry, entrance.here, places.island_rank
     torch.set_num_threads(entrance.config.world.start_threads)
     stack.callback(line.close)
-    pairs = Pairs(
+    pairs = PeerConnections(
         session,
         entry,
-        SeatLine(session, entry).ask,
+        LighthouseClient(session, entry).ask,
         entrance.own,
         lease=entrance.config.world.elastic.lease,
         notice=tell,
-        place=place,
+        island_rank=place,
         certificates=certificates,
     )
     stack.callback(pairs.close)
@@ -259,28 +259,28 @@ def connect(
         pairs.listen(host, port, announced=here.announced, relays=here.relays)
     transport = ElasticTransport(
         session,
-        entry.seat,
+        entry.member,
         size,
-        gone=lambda seat: line.connection(seat, broken=True),
-        back=lambda seat: line.connection(seat, broken=False),
-        doubt=line.doubt,
+        gone=lambda member: line.connection(member, broken=True),
+        back=lambda member: line.connection(member, broken=False),
+        suspect=line.suspect,
         guide=pairs,
-        place=place,
+        island_rank=place,
         beside=None if places.mesh is None else places.mesh.transport,
         connections=entrance.config.world.elastic.connections,
     )
     stack.callback(transport.close)
     line.waits, line.meets = transport, pairs.meet
-    places.failed = tells_failures(line, place, places.size)
+    places.failed = failure_notifier(line, place, places.size)
     pairs.start(transport)
     if not place:
         seen = f"; the lighthouse sees it at {pairs.seen}" if pairs.seen else ""
         tell(f"this worker's fingerprint: {spoken(identity_of(certificates))}{seen}")
 
-    def lost(giver: str) -> bool:
-        return giver.isdecimal() and line.lost(int(giver))
+    def lost(state_server: str) -> bool:
+        return state_server.isdecimal() and line.lost(int(state_server))
 
-    gifts = Giver(session, giver_of(entry.seat, place), tell, lost=lost, changed=line.changed, guide=pairs)
+    gifts = StateServer(session, giver_of(entry.member, place), tell, lost=lost, changed=line.changed, guide=pairs)
     stack.callback(gifts.close)
     return transport, gifts
 
@@ -331,8 +331,8 @@ def _configuration(text: bytes, here: Here, fit: Callable[[Config], Config]) -> 
     return fit(resolve(with_own(tables, here.own)))
 
 
-def seat_of(session: Session, corpus: str, certificates: tuple[str, ...], tell: Callable[[str], None]) -> Entry:
-    """Ask for a seat, and wait where too many ask. corpus: SHA-256 of this machine's text. certificates: see `Hello`.
+def member_of(session: Session, corpus: str, certificates: tuple[str, ...], tell: Callable[[str], None]) -> Entry:
+    """Ask for a member, and wait where too many ask. corpus: SHA-256 of this machine's text. certificates: see `Hello`.
 
     ValueError, in one line, where this worker is refused; OSError where it has waited too long.
     """
@@ -345,7 +345,7 @@ def seat_of(session: Session, corpus: str, certificates: tuple[str, ...], tell: 
         time.sleep(pause)
         answer = decode(_asked(session, HELLO, hello))
     if isinstance(answer, Later):
-        raise OSError(f"no seat within {_CROWDED:.0f} s: {printable(answer.reason, 200)}")
+        raise OSError(f"no member within {_CROWDED:.0f} s: {printable(answer.reason, 200)}")
     if isinstance(answer, Refusal):
         raise ValueError(printable(answer.reason, 300))
     if not isinstance(answer, Entry):
@@ -404,7 +404,7 @@ def island_worker(world: Mesh, address: str, token: Token, here: Here) -> str:
 
 @contextmanager
 def leading(world: Mesh, address: str, token: Token, here: Here) -> Iterator[Participant]:
-    """The leader of an island, in its seat until the block ends. Errors as `admitted`."""
+    """The leader of an island, in its member until the block ends. Errors as `admitted`."""
     with ExitStack() as stack:
         entrance = admitted(stack, address, token, here, tell=_tell)
         places = IslandGroup(world, entrance.config.world.outer_deadline)
@@ -419,9 +419,9 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
         config, session = entrance.config, entrance.session
         certificates = entrance.shown(places)
         said = places.next_decision(lambda: Decision(kind="end"))  # never asked: the leader decides
-        if said.kind != "seat":
-            raise Malformed(0, "the leader of this island has no seat")
-        line = PlaceLine(session, Entry(said.seat, said.key), places.place)
+        if said.kind != "member":
+            raise Malformed(0, "the leader of this island has no member")
+        line = FollowerClient(session, Entry(said.member, said.key), places.island_rank)
         transport, gifts = connect(
             stack,
             entrance,
@@ -429,11 +429,11 @@ def follow(world: Mesh, address: str, token: Token, here: Here) -> None:
             places,
             certificates,
             size=config.replicas_in_all,
-            tell=lambda line: _tell(f"place {places.place}: {line}"),
+            tell=lambda line: _tell(f"place {places.island_rank}: {line}"),
         )
         worker = ElasticWorker(
             config,
-            Group(transport, (said.seat,), "outer", deadlines(config), Ledger()),
+            Group(transport, (said.member,), "outer", deadlines(config), Ledger()),
             None,
             places,
             gifts,

@@ -2,7 +2,7 @@
 
     until the last round:
         told whose state to begin with       take it (where nobody has one: as drawn, the same everywhere)
-        told of a view with this seat        train round after round: read the round's cell, exchange at its end
+        told of a view with this member        train round after round: read the round's cell, exchange at its end
         told to take another's state         give up its own, and start from the top
     then: finish, offer its model, and wait for the end of the run
 
@@ -30,15 +30,15 @@ from isles.comm.errors import RendezvousFailed
 from isles.comm.group import Group
 from isles.comm.transport import Transport
 from isles.data import Corpus
-from isles.membership.client import Company
+from isles.membership.client import MembershipClient
 from isles.membership.data_ledger import batches
 from isles.membership.keys import LIGHTHOUSE
-from isles.membership.late_shares import Missed
+from isles.membership.late_shares import MissedMean
 from isles.membership.messages import Examine, Finished, Load, Over
-from isles.membership.round_commit import Word
+from isles.membership.round_commit import RoundDecision
 from isles.membership.rounds import Decision, IslandGroup, RoundLeader
-from isles.membership.run_log import ALONE, LATE, WHOLE, RoundLine, StartLine, as_line
-from isles.membership.state_transfer import GiftRequest, Gifts, NotAdopted, NotGiven, NotOffered
+from isles.membership.run_log import ALONE, LATE, WHOLE, RoundRecord, StartRecord, as_line
+from isles.membership.state_transfer import FetchRequest, StateNotFound, StateRejected, StateTransfer, StateUnavailable
 from isles.training.config.sections import Config
 from isles.training.deadlines import deadlines
 from isles.training.elastic.states import FRESH, MODEL, States, missed
@@ -56,7 +56,7 @@ _AHEAD = 2  # rounds before its first one in which a worker of pairs and groups 
 class Beginning:
     """states: what was taken. leaving: set once this worker is to leave. agrees: whether all land one mean."""
 
-    company: Company
+    client: MembershipClient
     transport: Transport
     states: States
     leaving: threading.Event
@@ -74,7 +74,7 @@ class Beginning:
             round = (yield from self._first()) if (yield from self._freshens(load, round)) else None
         if round is None or not (yield from self._catches_up(load, round)):
             return None
-        round = max(self.company.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
+        round = max(self.client.first(0.0) or round, self._has + 1)  # in step with the donor, not a round behind
         self._tell_start(load, round)
         return round
 
@@ -83,17 +83,17 @@ class Beginning:
         try:
             patience = SLOW + 2 * load.seconds
             self._has, left_out = yield Decision(kind="load", donor=load.donor, seconds=patience)
-        except NotGiven as why:
-            if load.donor >= 0 or not isinstance(why, NotOffered):
+        except StateUnavailable as why:
+            if load.donor >= 0 or not isinstance(why, StateNotFound):
                 self._ask_again(load.donor, why)
                 return False
             yield Decision(kind="draw")
             self._has, left_out = 0, {}
         self._tries = 0
-        self.company.loaded(load, self._has, left_out)
+        self.client.loaded(load, self._has, left_out)
         return True
 
-    def _ask_again(self, donor: int, why: NotGiven) -> None:
+    def _ask_again(self, donor: int, why: StateUnavailable) -> None:
         """For another state. To begin anew where the lighthouse keeps one would throw away what the run has learned:
         RendezvousFailed where that one does not come.
         """
@@ -105,14 +105,14 @@ class Beginning:
             )
         whose = "that the lighthouse keeps" if donor < 0 else f"of worker {donor}"
         self.notice(f"the state {whose} did not come ({why}): asking again")
-        self.company.reload()
+        self.client.reload()
 
     def _first(self, ahead: int = 0) -> Decisions[int | None]:
         """The first round of this worker, once others are in it, or `ahead` rounds before it. None: it has none now."""
-        round, company = None, self.company
-        while round is None and not company.is_called and company.ended is None and not self.leaving.is_set():
+        round, client = None, self.client
+        while round is None and not client.is_called and client.ended is None and not self.leaving.is_set():
             yield Decision(kind="idle")
-            round = company.first(_WAIT, ahead)
+            round = client.first(_WAIT, ahead)
         return round
 
     def _freshens(self, load: Load, round: int) -> Decisions[bool]:
@@ -125,11 +125,11 @@ class Beginning:
         slow, wait = SLOW + 2 * load.seconds, 3 * load.seconds + _MOMENT
         try:
             self._has, _ = yield Decision(kind="load", donor=load.donor, seconds=slow, round=round - 2, wait=wait)
-        except NotAdopted as why:
+        except StateRejected as why:
             self.notice(f"a newer state of worker {load.donor} is none ({why}): another state is asked for")
-            self.company.reload()
+            self.client.reload()
             return False
-        except NotGiven as why:
+        except StateUnavailable as why:
             self.notice(f"a newer state of worker {load.donor} did not come ({why}): on with that of before")
         return True
 
@@ -140,17 +140,17 @@ class Beginning:
         donor, patience = load.donor, SLOW + 2 * load.seconds
         try:
             left_out = yield Decision(kind="catch up", donor=donor, round=self._has + 1, until=round, seconds=patience)
-        except NotGiven as why:
+        except StateUnavailable as why:
             self.notice(f"worker {donor}'s landings did not come ({why}): another state is asked for")
-            self.company.reload()
+            self.client.reload()
             return False
-        self.company.leaves_out(left_out)
+        self.client.leaves_out(left_out)
         self._has = round - 1
         return True
 
     def _tell_start(self, load: Load, round: int) -> None:
-        line = StartLine(
-            seat=self.company.seat,
+        line = StartRecord(
+            member=self.client.member,
             first=round,
             donor=load.donor if self._has else -1,
             copied=self.states.of,
@@ -158,7 +158,7 @@ class Beginning:
             size=self.states.taken,
             at=self.transport.now(),
         )
-        self.company.report({"start": as_line(line)})
+        self.client.report({"start": as_line(line)})
 
 
 _WAIT = 5.0  # seconds between looks at whether the run has ended
@@ -171,7 +171,7 @@ class Participant:
     """One worker, or the leader of an island, from its first state to the end of the run: it decides what its member
     does (`decisions`), and does its own part in that (`worker`).
 
-    company: its line to the lighthouse. transport, gifts: between seats; the caller closes them. folder: for files on
+    client: its line to the lighthouse. transport, gifts: between members; the caller closes them. folder: for files on
     their way. notice: called with a line for a person. places: the workers of the island that this worker leads, of
     which what they count is reported beside the metrics (`ElasticWorker.counted`); None: on the virtual clock. shown:
     called with each line of metrics.
@@ -182,9 +182,9 @@ class Participant:
     def __init__(
         self,
         config: Config,
-        company: Company,
+        client: MembershipClient,
         transport: Transport,
-        gifts: Gifts,
+        gifts: StateTransfer,
         corpus: Corpus,
         folder: Path,
         notice: Callable[[str], None],
@@ -194,7 +194,7 @@ class Participant:
         leaving: threading.Event | None = None,
     ) -> None:
         self._counts, self._shown = places is not None, shown
-        self.config, self.company, self.transport, self.gifts = config, company, transport, gifts
+        self.config, self.client, self.transport, self.gifts = config, client, transport, gifts
         self.folder, self.leaving, self.notice = folder, leaving or threading.Event(), notice
         self._asked_to_leave = False
         self._spare = 0  # batches read out of turn
@@ -203,9 +203,9 @@ class Participant:
         self._put_off = 0  # rounds in succession
         self._late = 0  # rounds that it was late for, until the last one
         self._landed_at = 0.0
-        alone = Group(transport, (company.seat,), "outer", deadlines(config), Ledger())
+        alone = Group(transport, (client.member,), "outer", deadlines(config), Ledger())
         self._places = places or IslandGroup()
-        self.leader = RoundLeader(company, alone)
+        self.leader = RoundLeader(client, alone)
         self._is_quorum = is_quorum(config)
         self.leader.deliveries.landed, self.leader.deliveries.fetch = self._landed, self._missed
         self.worker = ElasticWorker(
@@ -219,25 +219,25 @@ class Participant:
             report=self._report,
             last=lambda: self._last,
         )
-        self.worker.paced = company.pace
-        self._beginning = Beginning(company, transport, self.worker.states, self.leaving, notice, agrees=self._agrees)
+        self.worker.paced = client.pace
+        self._beginning = Beginning(client, transport, self.worker.states, self.leaving, notice, agrees=self._agrees)
         self.trainer, self.optimizer = self.worker.trainer, self.worker.optimizer
         self._ending: Ending = "again"
 
     def run(self) -> Ending:
         """Train until the run ends, or this worker has left it."""
         self.worker.obey(self.decisions())
-        return self._ending if self.company.ended is None or self._ending != "again" else "over"
+        return self._ending if self.client.ended is None or self._ending != "again" else "over"
 
     def decisions(self) -> Decisions[None]:
         """What this member does, until its end."""
-        company = self.company
-        while self._ending == "again" and company.ended is None:
+        client = self.client
+        while self._ending == "again" and client.ended is None:
             if self.leaving.is_set() and not self._asked_to_leave:
                 self._ending = "left"
                 return
             yield Decision(kind="idle")
-            said = company.next_decision(_WAIT)
+            said = client.next_decision(_WAIT)
             round = (yield from self._beginning.with_state(said)) if isinstance(said, Load) else None
             if round is not None:
                 self._ending = yield from self._train(round)
@@ -249,31 +249,31 @@ class Participant:
     # Rounds
 
     def _train(self, round: int) -> Decisions[Ending]:
-        every, company = sync_every(self.config), self.company
+        every, client = sync_every(self.config), self.client
         yield from self._enter(round, (round - 1) * every)
         while not self._is_done(round):
-            if company.is_called:
-                yield Decision(kind="over", round=company.member.earliest() - 1)  # nobody waits for its part in them
+            if client.is_called:
+                yield Decision(kind="over", round=client.state.earliest() - 1)  # nobody waits for its part in them
                 return "again"
-            if company.ended is not None:
+            if client.ended is not None:
                 return "left" if self.leaving.is_set() else "over"
             if self._leaves(round):
                 self.optimizer.round_exchange.progress(blocks=True)
                 return "left"
             round += yield from self._round(round, every)
         self.optimizer.round_exchange.progress(blocks=True)
-        return "again" if company.is_called else "finished"
+        return "again" if client.is_called else "finished"
 
     @property
     def _last(self) -> int:
         """The run's last round, as far as it is known here."""
-        views = self.company.member.views
+        views = self.client.state.views
         return last_round(self.config, views[max(views)] if views else None)
 
     def _is_done(self, round: int) -> bool:
         """Whether the run ends before `round`. A view that is on its way may put its end off."""
         if self.config.run.tokens and round > self._last:
-            self.company.wait(lambda: self.company.member.group(round).decided or self.company.is_over, _WAIT)
+            self.client.wait(lambda: self.client.state.group(round).decided or self.client.is_over, _WAIT)
         return round > self._last
 
     def _enter(self, round: int, steps: int) -> Decisions[None]:
@@ -286,51 +286,51 @@ class Participant:
         """One round: its steps, of which the last one exchanges. How many rounds are over then; 0 where it is put off:
         then more steps come.
         """
-        company, view = self.company, self.company.start_round(round)
-        place = None if view is None else view.place(company.seat)
+        client, view = self.client, self.client.start_round(round)
+        place = None if view is None else view.index(client.member)
         steps = every if view is None or place is None or not view.steps else view.steps[place]
         cell, spare = None if round == self._tried else view, self._spare
         self._tried = round
-        read = () if cell is None else tuple(batches(company.member.views, cell, round, cast(int, place)))
+        read = () if cell is None else tuple(batches(client.state.views, cell, round, cast(int, place)))
         done, began = round * every - steps, self._computed()  # whoever takes fewer steps counts as the others
         yield Decision(kind="train", round=round, steps=done, slices=read, spare=spare)
         seconds = max(self._computed() - began, 0.0)
         if cell is None:
             self._spare += every
         if steps == 1:
-            company.pace(seconds)
+            client.pace(seconds)
         is_put_off = self._is_put_off(round)
-        seats, outcome = self._outcome(round, is_put_off=is_put_off)
-        line = RoundLine(
-            seat=company.seat,
+        members, outcome = self._outcome(round, is_put_off=is_put_off)
+        line = RoundRecord(
+            member=client.member,
             round=round,
             view=-1 if cell is None else cell.number,
             spare=spare,
             steps=steps,
             seconds=seconds,
-            seats=seats,
+            members=members,
             outcome=outcome,
             at=self.transport.now(),
         )
-        company.report({"round": as_line(line)})
+        client.report({"round": as_line(line)})
         if is_put_off:
             return 0
         yield from self._report_metrics(round, is_first=place == 0)
         if self._is_quorum:
             return self._skipped(round)
-        yield Decision(kind="keep", round=round, left_out=company.left_out())
+        yield Decision(kind="keep", round=round, left_out=client.left_out())
         yield from self._pass(round)
         return 1
 
     def _outcome(self, round: int, *, is_put_off: bool) -> tuple[tuple[int, ...], str]:
-        """(who took part in the exchange of `round`, what became of it), as a `RoundLine` has them."""
+        """(who took part in the exchange of `round`, what became of it), as a `RoundRecord` has them."""
         if is_put_off:
-            return (self.company.seat,), ALONE
-        seats, outcome = self.leader.outcome(round)
+            return (self.client.member,), ALONE
+        members, outcome = self.leader.outcome(round)
         if self._is_quorum:
             late = self.leader.deliveries.late
             outcome, self._late = WHOLE if late == self._late else LATE, late
-        return seats, outcome
+        return members, outcome
 
     def _report_metrics(self, round: int, *, is_first: bool) -> Decisions[None]:
         """A line of metrics, where one is due. is_first: this worker is the first of its view, which validates where
@@ -353,20 +353,20 @@ class Participant:
         """
         over = self.optimizer.fragments[0].rounds - round + 1
         for other in range(round + 1, round + over):
-            self.company.skip(other)
+            self.client.skip(other)
         return over
 
     def _landed(self, round: int) -> None:
         """A mean for which a quorum was enough has landed, between two inner steps or at the end of a round."""
-        self.worker.means.landed(round, self.company.left_out())
+        self.worker.means.landed(round, self.client.left_out())
         shown = self.optimizer.evaluation_weights() if any(self.worker.states.wanted()) else nullcontext()
         with shown:  # the anchors, for what was learned since is this worker's own
-            self.worker.copy(round, self.company.left_out())
+            self.worker.copy(round, self.client.left_out())
 
-    def _missed(self, word: Word) -> Missed | None:
+    def _missed(self, decision: RoundDecision) -> MissedMean | None:
         """Fetch the mean of a round for which this worker was late."""
-        path, seconds = self.folder / "missed.safetensors", SLOW + 4 * self.company.member.seconds
-        return missed(self.optimizer, self.gifts, word, path, seconds, self.company.lost)
+        path, seconds = self.folder / "missed.safetensors", SLOW + 4 * self.client.state.seconds
+        return missed(self.optimizer, self.gifts, decision, path, seconds, self.client.lost)
 
     def _is_put_off(self, round: int) -> bool:
         """Whether `round`, which all are to land together, did not land because the lighthouse could not be asked.
@@ -377,7 +377,7 @@ class Participant:
             return False
         self._put_off += 1
         waited = self.transport.now() - self._landed_at
-        if self._put_off > _MOST_PUT_OFF and waited > _LONGEST_OUTAGE and not self.company.is_called:
+        if self._put_off > _MOST_PUT_OFF and waited > _LONGEST_OUTAGE and not self.client.is_called:
             raise RendezvousFailed(
                 f"no round could land for {waited:.0f} s: the lighthouse does not answer; isles resume RUN lights it "
                 "again there, and isles join brings this worker back"
@@ -387,12 +387,12 @@ class Participant:
     def _computed(self) -> float:
         """Seconds so far in which this worker neither waited for others nor was stopped."""
         seconds = self.trainer.step_clock.reading()
-        return seconds - self.transport.traffic.total("blocked_seconds", "outer") - self.company.waited
+        return seconds - self.transport.traffic.total("blocked_seconds", "outer") - self.client.waited
 
     def _report_counts(self) -> Decisions[None]:
         if self._counts:
             for name, told in (yield Decision(kind="report")).items():
-                self.company.report({name: told})
+                self.client.report({name: told})
 
     def _passes(self, round: int, number: int) -> bool:
         """Whether one of the inner steps of `round` is a multiple of `number`; 0: never."""
@@ -409,9 +409,9 @@ class Participant:
         if not self._asked_to_leave:
             self._asked_to_leave = True
             self._leave_by = self.transport.now() + self.config.run.grace
-            if not self.company.leave():
+            if not self.client.leave():
                 return True
-        until = self.company.until()
+        until = self.client.until()
         return (until is not None and round >= until) or self.transport.now() > self._leave_by
 
     # The end
@@ -419,34 +419,34 @@ class Participant:
     def _conclude(self) -> Decisions[None]:
         """Offer this worker's model, and judge the run's where the lighthouse asks for it; until the run is over."""
         result = yield Decision(kind="conclude")
-        self.gifts.offer(MODEL, self.folder / "model.safetensors", {})
+        self.gifts.publish(MODEL, self.folder / "model.safetensors", {})
         yield from self._report_counts()
-        self.company.report({"result": result})
+        self.client.report({"result": result})
         heard, patience = self.transport.now(), self.config.world.eval_deadline
-        while not isinstance(self.company.ended, Over):
-            if isinstance(self.company.ended, Examine):
+        while not isinstance(self.client.ended, Over):
+            if isinstance(self.client.ended, Examine):
                 self._judge()
-                self.company.ended = None
-            if self.company.ask(Finished()) is not None:
+                self.client.ended = None
+            if self.client.ask(Finished()) is not None:
                 heard = self.transport.now()
             elif self.transport.now() - heard > patience:
                 raise RendezvousFailed(f"the lighthouse has not taken this worker's model within {patience:g} s")
-            self.company.wait(lambda: self.company.ended is not None, 1.0)
-        self.company.reported(_WAIT)
+            self.client.wait(lambda: self.client.ended is not None, 1.0)
+        self.client.reported(_WAIT)
 
     def _judge(self) -> None:
         path = self.folder / "whole.safetensors"
         try:
-            self.gifts.take(GiftRequest(giver=LIGHTHOUSE, what=MODEL, most=1 << 62, seconds=SLOW), path)
-        except NotGiven as why:
+            self.gifts.fetch(FetchRequest(source=LIGHTHOUSE, what=MODEL, most=1 << 62, seconds=SLOW), path)
+        except StateUnavailable as why:
             self.notice(f"the one model did not come ({why}): it is not judged")
             return
-        self.company.report({"judged": self.worker.judge(path)})
+        self.client.report({"judged": self.worker.judge(path)})
 
     def _report(self, event: Any) -> None:
         """What the trainer tells whoever started it: lines of metrics go to the lighthouse, words to the user."""
         if "notice" in event:
             self.notice(event["notice"])
         elif "step" in event and "loss" in event:
-            self.company.report({**event, "worker": self.company.seat})
+            self.client.report({**event, "worker": self.client.member})
             self._shown(event)

@@ -9,27 +9,27 @@ from typing import Any
 from isles.base.parsing import parse_json
 from isles.base.schema import ElasticSummary
 from isles.data.order import rows
-from isles.membership.coordinator import Membership
-from isles.membership.data_ledger import batches, debt
+from isles.membership.coordinator import RoundsCoordinator
+from isles.membership.data_ledger import batches, count_steps
 from isles.membership.journal import NAME
 from isles.membership.messages import from_plain
-from isles.membership.run_log import EXCHANGES, RoundLine, StartLine, account, from_line, goodput, lives
+from isles.membership.run_log import EXCHANGES, RoundRecord, StartRecord, goodput, ledger, read_history, read_record
 from isles.membership.views import View
 
 
 def figures(
     journal: Sequence[Mapping[str, Any]],
-    lines: Sequence[RoundLine | StartLine],
-    membership: Membership,
+    lines: Sequence[RoundRecord | StartRecord],
+    membership: RoundsCoordinator,
     last: int,
     computed: float | None = None,
 ) -> ElasticSummary:
     """membership: at the end of the run, whose last round was `last`. computed: seconds of computing of all workers;
     None: those of the rounds that somebody heard of.
     """
-    done, counted = account(lines), membership.read(last + 1)
+    done, counted = ledger(lines), membership.read(last + 1)
     seconds = done.seconds if computed is None else computed
-    there = lives(journal, max((line.at for line in lines), default=0.0))
+    there = read_history(journal, max((line.at for line in lines), default=0.0))
     return ElasticSummary(
         goodput=goodput(counted, done, there),
         work_lost=max(1 - counted * done.seconds / done.steps / seconds, 0.0) if done.steps and seconds else 0.0,
@@ -40,10 +40,10 @@ def figures(
         rounds_unassigned=done.out_of_turn,
         inner_steps=done.steps,
         inner_steps_counted=counted,
-        inner_steps_backlog=debt(membership.account.outstanding(last + 1, membership.members())),
+        inner_steps_backlog=count_steps(membership.ledger.outstanding(last + 1, membership.members())),
         inner_steps_repeated=repeated(journal, lines),
         joins=there.counts["join"],
-        losses=there.counts["gone"],
+        losses=there.counts["lost"],
         leaves=there.counts["leave"],
         views=there.counts["view"],
         outages=len(there.outages),
@@ -58,25 +58,25 @@ def views_of(journal: Iterable[Mapping[str, Any]]) -> dict[int, View]:
     return {view.number: view for view in views}
 
 
-def repeated(journal: Iterable[Mapping[str, Any]], lines: Iterable[RoundLine | StartLine]) -> int:
+def repeated(journal: Iterable[Mapping[str, Any]], lines: Iterable[RoundRecord | StartRecord]) -> int:
     """Inner steps whose batch somebody had read before, as far as anybody heard of both."""
     views = views_of(journal)
     read, count = set[int](), 0
     for line in lines:
-        view = views.get(line.view) if isinstance(line, RoundLine) else None
-        place = None if view is None else view.place(line.seat)
-        if isinstance(line, RoundLine) and view is not None and place is not None:
+        view = views.get(line.view) if isinstance(line, RoundRecord) else None
+        place = None if view is None else view.index(line.member)
+        if isinstance(line, RoundRecord) and view is not None and place is not None:
             places = {int(rows(*one, batch_size=1)[0]) for one in batches(views, view, line.round, place)}
             count += len(places & read)
             read |= places
     return count
 
 
-def recorded(out: Path) -> tuple[list[dict[str, Any]], list[RoundLine | StartLine]]:
+def recorded(out: Path) -> tuple[list[dict[str, Any]], list[RoundRecord | StartRecord]]:
     """(the journal's entries, the lines of its exchanges) of the run in `out`; a last line that was not written whole
     is left out. ValueError for any other that is none.
     """
-    return [dict(entry) for entry in _lines(out / NAME)], [from_line(line) for line in _lines(out / EXCHANGES)]
+    return [dict(entry) for entry in _lines(out / NAME)], [read_record(line) for line in _lines(out / EXCHANGES)]
 
 
 def _lines(path: Path) -> list[Any]:

@@ -26,9 +26,9 @@ from isles.comm.virtual.transport import VirtualTransport
 from isles.data import load_corpus
 from isles.membership.data_ledger import batches
 from isles.membership.rounds import Decision, IslandGroup, RoundLeader
-from isles.membership.run_log import ALONE, LATE, WHOLE, RoundLine, StartLine
-from isles.membership.simulated import VirtualCondition
-from isles.membership.state_transfer import GiftRequest, NotOffered, is_written
+from isles.membership.run_log import ALONE, LATE, WHOLE, RoundRecord, StartRecord
+from isles.membership.simulated import SimulatedCondition
+from isles.membership.state_transfer import FetchRequest, StateNotFound, is_written
 from isles.membership.views import View
 from isles.replicas.parts.interfaces import Mixing
 from isles.training.config.sections import Config
@@ -47,44 +47,44 @@ _LOST = "PeerLost"
 class RecordedLife:
     """A worker from one state that it began with to the next. rounds: in their order."""
 
-    start: StartLine
-    rounds: list[RoundLine] = field(default_factory=list)
+    start: StartRecord
+    rounds: list[RoundRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Script:
-    """lives: by seat. views: by number."""
+    """lives: by member. views: by number."""
 
-    lives: Mapping[int, Sequence[RecordedLife]]
+    read_history: Mapping[int, Sequence[RecordedLife]]
     views: Mapping[int, View]
 
-    def line(self, seat: int, round: int) -> RoundLine | None:
-        """The last time that `seat` was in `round`."""
-        found = (line for life in self.lives.get(seat, ()) for line in life.rounds if line.round == round)
+    def line(self, member: int, round: int) -> RoundRecord | None:
+        """The last time that `member` was in `round`."""
+        found = (line for life in self.read_history.get(member, ()) for line in life.rounds if line.round == round)
         return next(iter([*found][::-1]), None)
 
 
-def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundLine | StartLine], *, agrees: bool) -> Script:
+def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundRecord | StartRecord], *, agrees: bool) -> Script:
     """Of the journal's entries and the lines of exchanges. agrees: of a method of one mean for all.
 
     ValueError, in one line, for what cannot be repeated.
     """
-    lives: dict[int, list[RecordedLife]] = {}
+    read_history: dict[int, list[RecordedLife]] = {}
     for line in lines:
-        own = lives.setdefault(line.seat, [])
-        if isinstance(line, StartLine):
+        own = read_history.setdefault(line.member, [])
+        if isinstance(line, StartRecord):
             if line.donor < 0 and line.has:
                 raise ValueError(
-                    f"worker {line.seat} began with a state from the lighthouse's disk, which is not kept: only runs "
+                    f"worker {line.member} began with a state from the lighthouse's disk, which is not kept: only runs "
                     "that never lost all of their workers can be repeated"
                 )
             own.append(RecordedLife(line))
         elif own:
             own[-1].rounds.append(line)
-    for own in lives.values():
+    for own in read_history.values():
         for number, life in enumerate(own):
             own[number] = _landed(life) if agrees else life
-    made = Script(lives, views_of(entries))
+    made = Script(read_history, views_of(entries))
     _unheard(made, agrees=agrees)
     return made
 
@@ -97,7 +97,7 @@ def _landed(life: RecordedLife) -> RecordedLife:
     for line in rounds:
         if line.outcome in (ALONE, LATE):
             raise ValueError(
-                f"worker {line.seat} did not land round {line.round} in time: where rounds are put off, or a quorum is "
+                f"worker {line.member} did not land round {line.round} in time: where rounds are put off, or a quorum is "
                 "enough, a run is not repeated"
             )
     return RecordedLife(life.start, rounds)
@@ -105,14 +105,16 @@ def _landed(life: RecordedLife) -> RecordedLife:
 
 def _unheard(script: Script, *, agrees: bool) -> None:
     """Add the rounds that only others tell of."""
-    for own in list(script.lives.values()):
+    for own in list(script.read_history.values()):
         for line in [line for life in own for line in life.rounds if line.outcome == WHOLE]:
-            for seat in line.seats:
-                if script.line(seat, line.round) is None:
-                    life = next((one for one in script.lives.get(seat, ()) if _ends_before(one, line.round)), None)
+            for member in line.members:
+                if script.line(member, line.round) is None:
+                    life = next(
+                        (one for one in script.read_history.get(member, ()) if _ends_before(one, line.round)), None
+                    )
                     if life is None:
-                        raise ValueError(f"nothing is on record of worker {seat} in round {line.round}")
-                    life.rounds.append(replace(line, seat=seat, spare=0, outcome=WHOLE if agrees else _LOST))
+                        raise ValueError(f"nothing is on record of worker {member} in round {line.round}")
+                    life.rounds.append(replace(line, member=member, spare=0, outcome=WHOLE if agrees else _LOST))
 
 
 def _ends_before(life: RecordedLife, round: int) -> bool:
@@ -138,7 +140,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
     corpus, shelf, ended = load_corpus(config.data), Shelf(made), list[int]()
 
     def open_all(scheduler: Scheduler, wire: Any, transports: Sequence[VirtualTransport]) -> None:
-        shelf.changed = [VirtualCondition(scheduler, worker) for worker in scheduler.workers]
+        shelf.changed = [SimulatedCondition(scheduler, worker) for worker in scheduler.workers]
 
     with held(run), tempfile.TemporaryDirectory(prefix="isles-") as folder:
 
@@ -169,12 +171,12 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
                 ended.append(transport.rank)
 
         with torch_threads(config.world.start_threads):
-            VirtualCluster(max(made.lives) + 1, links="lan", step_seconds=0.0, seed=config.run.seed).run(
+            VirtualCluster(max(made.read_history) + 1, links="lan", step_seconds=0.0, seed=config.run.seed).run(
                 work, before=open_all
             )
         if not ended:
             raise ValueError(f"{run}: nobody came to the run's last round: only runs that have ended are repeated")
-        models = {seat: Path(folder) / str(seat) / f"{MODEL}.safetensors" for seat in sorted(ended)}
+        models = {member: Path(folder) / str(member) / f"{MODEL}.safetensors" for member in sorted(ended)}
         consolidate(models, out, alike=lands_together(config), ratio=config.world.trust_ratio)
     return sorted(ended)
 
@@ -184,8 +186,8 @@ def _decisions(
 ) -> Decisions[None]:
     """Life after life, as they are on record. ValueError where a round comes to something else than it did."""
     every, views, spare = sync_every(config), leader.script.views, 0
-    done: RoundLine | None = None
-    for life in leader.lives:
+    done: RoundRecord | None = None
+    for life in leader.read_history:
         leader.life, gifts.life, start, expected = life, life, life.start, 0
         if start.donor < 0:
             yield Decision(kind="draw")
@@ -201,7 +203,7 @@ def _decisions(
                 steps = (round - 1) * every
                 began_at = steps if worker.states.lacks_moments else None
                 yield Decision(kind="enter", round=round, steps=steps, began_at=began_at)
-            place = None if view is None else view.place(worker.seat)
+            place = None if view is None else view.index(worker.member)
             read = () if view is None or place is None else tuple(batches(views, view, round, place))
             gifts.round, expected = round, round + 1
             yield Decision(
@@ -211,7 +213,7 @@ def _decisions(
             outcome = leader.outcome(round)[1]
             if (outcome == WHOLE) != (done.outcome == WHOLE) or (len(read) or every) != done.steps:
                 raise ValueError(
-                    f"worker {worker.seat}, round {round}: {outcome} after {len(read) or every} steps, and on record "
+                    f"worker {worker.member}, round {round}: {outcome} after {len(read) or every} steps, and on record "
                     f"{done.outcome} after {done.steps}: the record is not of this run, or misses lines"
                 )
             yield Decision(kind="keep", round=round)
@@ -228,113 +230,113 @@ class RecordedLeader(RoundLeader):
 
     def __init__(self, made: Script, alone: Group) -> None:
         super().__init__(cast(Any, None), alone)  # nobody is asked
-        self.script, self.lives = made, made.lives.get(self.seat, ())
+        self.script, self.read_history = made, made.read_history.get(self.member, ())
 
     def exchange(self, round: int) -> Decision:
         """In the newest view in which those who exchanged met; this worker alone where the other one was not there."""
         self.note_begun(round)
-        view, seats = self._met(round)
-        return Decision(kind="exchange", round=round, members=seats, view=max(view, 0), seconds=_FOREVER)
+        view, members = self._met(round)
+        return Decision(kind="exchange", round=round, members=members, view=max(view, 0), seconds=_FOREVER)
 
     def _met(self, round: int) -> tuple[int, tuple[int, ...]]:
-        line, alone = self._told(round), (-1, (self.seat,))
-        if line is None or line.outcome == ALONE or not all(self._sends(seat, line) for seat in line.seats):
+        line, alone = self._told(round), (-1, (self.member,))
+        if line is None or line.outcome == ALONE or not all(self._sends(member, line) for member in line.members):
             return alone
         if self.mixing.agrees:
-            return line.view, line.seats
+            return line.view, line.members
         for number in sorted(self.script.views, reverse=True):
             view = self.script.views[number]
-            place = view.place(self.seat)
+            place = view.index(self.member)
             if view.since <= round and place is not None:
-                members = self.mixing.members(round, len(view.seats), place)
-                if sorted(view.seats[one] for one in members) == sorted(line.seats):
-                    return number, view.seats
+                members = self.mixing.members(round, len(view.members), place)
+                if sorted(view.members[one] for one in members) == sorted(line.members):
+                    return number, view.members
         return alone
 
-    def _told(self, round: int) -> RoundLine | None:
+    def _told(self, round: int) -> RoundRecord | None:
         return next((line for line in self.life.rounds if line.round == round), None)
 
-    def _sends(self, seat: int, line: RoundLine) -> bool:
-        """Whether `seat` took part in the exchange of that line."""
-        other = self.script.line(seat, line.round)
-        return other is not None and sorted(other.seats) == sorted(line.seats)
+    def _sends(self, member: int, line: RoundRecord) -> bool:
+        """Whether `member` took part in the exchange of that line."""
+        other = self.script.line(member, line.round)
+        return other is not None and sorted(other.members) == sorted(line.members)
 
-    def lost(self, seat: int) -> bool:
+    def lost(self, member: int) -> bool:
         return False
 
-    def is_answer_used(self, round: int, seats: Sequence[int]) -> bool:
+    def is_answer_used(self, round: int, members: Sequence[int]) -> bool:
         line = self._told(round)
-        return len(seats) <= 1 or (line is not None and line.outcome == WHOLE)
+        return len(members) <= 1 or (line is not None and line.outcome == WHOLE)
 
-    def accuse(self, round: int, error: CommError) -> None:
+    def report_peer(self, round: int, error: CommError) -> None:
         """Nothing follows from it."""
 
     def start_round(self, round: int) -> Decision:
-        view, seats = self._met(round)
+        view, members = self._met(round)
         if view < 0:
             return Decision(kind="postpone", round=round)
-        return Decision(kind="exchange", round=round, members=seats, view=view, seconds=_FOREVER)
+        return Decision(kind="exchange", round=round, members=members, view=view, seconds=_FOREVER)
 
     def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None) -> Decision:
         line = self._told(round)
         if digest is None or line is None:
             return Decision(kind="postpone", round=round)
-        self.note(round, line.seats, WHOLE)
+        self.note(round, line.members, WHOLE)
         return Decision(kind="land", round=round)
 
 
 class Shelf:
-    """States and means of all workers, by giver, name and round, for those who used them. changed: by seat."""
+    """States and means of all workers, by giver, name and round, for those who used them. changed: by member."""
 
-    changed: Sequence[VirtualCondition]
+    changed: Sequence[SimulatedCondition]
 
     def __init__(self, made: Script) -> None:
-        self.used = {(life.start.donor, life.start.copied) for each in made.lives.values() for life in each}
+        self.used = {(life.start.donor, life.start.copied) for each in made.read_history.values() for life in each}
         self._kept: dict[tuple[str, str, int], tuple[bytes, dict[str, Any]]] = {}
 
-    def put(self, seat: int, key: tuple[str, str, int], content: bytes, facts: dict[str, Any]) -> None:
-        """Keep it, in the turn of `seat`."""
+    def put(self, member: int, key: tuple[str, str, int], content: bytes, facts: dict[str, Any]) -> None:
+        """Keep it, in the turn of `member`."""
         self._kept[key] = content, facts
-        with self.changed[seat]:
+        with self.changed[member]:
             for other in self.changed:
                 other.notify_all()
 
-    def take(self, seat: int, key: tuple[str, str, int], seconds: float) -> tuple[bytes, dict[str, Any]]:
-        """Wait for it. NotOffered where nobody gives it."""
-        with self.changed[seat]:
-            if not self.changed[seat].wait_for(lambda: key in self._kept, seconds):
-                raise NotOffered("it is not on record")
+    def take(self, member: int, key: tuple[str, str, int], seconds: float) -> tuple[bytes, dict[str, Any]]:
+        """Wait for it. StateNotFound where nobody gives it."""
+        with self.changed[member]:
+            if not self.changed[member].wait_for(lambda: key in self._kept, seconds):
+                raise StateNotFound("it is not on record")
         return self._kept[key]
 
 
 class RecordedGifts:
-    """What the worker in `seat` gives and takes: what those who used it got. round: that it is in."""
+    """What the worker in `member` gives and takes: what those who used it got. round: that it is in."""
 
     life: RecordedLife
 
-    def __init__(self, seat: int, shelf: Shelf) -> None:
-        self._seat, self._shelf, self.round = seat, shelf, 0
+    def __init__(self, member: int, shelf: Shelf) -> None:
+        self._member, self._shelf, self.round = member, shelf, 0
 
-    def is_wanted(self, what: str) -> bool:
-        return what in (STATE, ANCHORS) and (self._seat, self.round) in self._shelf.used
+    def is_requested(self, what: str) -> bool:
+        return what in (STATE, ANCHORS) and (self._member, self.round) in self._shelf.used
 
-    def offer(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = is_written) -> None:
+    def publish(self, what: str, path: Path, facts: dict[str, Any], write: Callable[[Path], None] = is_written) -> None:
         if "round" in facts:
             write(path)
-            self._shelf.put(self._seat, (str(self._seat), what, facts["round"]), path.read_bytes(), facts)
+            self._shelf.put(self._member, (str(self._member), what, facts["round"]), path.read_bytes(), facts)
 
-    def shut(self, what: str) -> None:
+    def freeze(self, what: str) -> None:
         """Who used it may still come."""
 
-    def withdraw(self, what: str) -> None:
+    def unpublish(self, what: str) -> None:
         """Who used it may still come."""
 
-    def expect(self, comes: Callable[[str], bool]) -> None:
+    def announce(self, comes: Callable[[str], bool]) -> None:
         """Whatever was used comes."""
 
-    def take(self, asked: GiftRequest, path: Path) -> dict[str, Any]:
+    def fetch(self, asked: FetchRequest, path: Path) -> dict[str, Any]:
         is_state = asked.what in (STATE, ANCHORS)
         round = self.life.start.copied if is_state else int(asked.what.rpartition("-")[2])
-        content, facts = self._shelf.take(self._seat, (asked.giver, asked.what, round), asked.seconds)
+        content, facts = self._shelf.take(self._member, (asked.source, asked.what, round), asked.seconds)
         path.write_bytes(content)
         return facts

@@ -4,7 +4,7 @@ RUN/config.toml       at once
 RUN/churn.jsonl       what happens to whom when, as `isles.network.churn` reads it
 RUN/members.jsonl     the lighthouse's memory
 RUN/exchanges.jsonl   what became of each round of each worker
-RUN/metrics.jsonl     what the workers report, by seat
+RUN/metrics.jsonl     what the workers report, by member
 RUN/model.safetensors, RUN/summary.json   at the end
 """
 
@@ -23,9 +23,9 @@ from isles.base.durable import write_text
 from isles.comm.virtual.transport import VirtualTransport
 from isles.data import Corpus
 from isles.membership.journal import NAME
-from isles.membership.run_log import EXCHANGES, from_line
-from isles.membership.simulated import VirtualMeeting
-from isles.membership.state_transfer import Giver
+from isles.membership.run_log import EXCHANGES, read_record
+from isles.membership.simulated import SimulatedMembership
+from isles.membership.state_transfer import StateServer
 from isles.training.config.sections import Config
 from isles.training.elastic.leader import Participant
 from isles.training.elastic.metrics import figures
@@ -44,7 +44,7 @@ class ChurnedRun(ChurnedWorld):
         self._notices: dict[str, None] = {}
         self._made = made
         governed = replace(rules(config), founders=self.founders, most=1 << 20)
-        self.meeting = VirtualMeeting(governed, self.trace, config.world.elastic.lease, self._heard)
+        self.meeting = SimulatedMembership(governed, self.trace, config.world.elastic.lease, self._heard)
         self.lines: list[dict[str, Any]] = []
 
     @override
@@ -54,25 +54,27 @@ class ChurnedRun(ChurnedWorld):
             for name, entries in ((NAME, self.meeting.journal), (EXCHANGES, self.lines)):
                 lines = (f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries)
                 write_text(self.out / name, "".join(lines))
-            self._seats = self._mean(Path(folder))
-        return [self.results[seat] for seat in self._seats]
+            self._members = self._mean(Path(folder))
+        return [self.results[member] for member in self._members]
 
     def _train(self, corpus: Corpus, folder: Path) -> None:
         def work(transport: VirtualTransport) -> None:
-            company = self.meeting.seated(transport.rank)
-            if company is None:
+            client = self.meeting.seated(transport.rank)
+            if client is None:
                 return
             own = folder / str(transport.rank)
             own.mkdir()
 
-            def lost(giver: str) -> bool:
-                return giver.isdecimal() and company.lost(int(giver))
+            def lost(state_server: str) -> bool:
+                return state_server.isdecimal() and client.lost(int(state_server))
 
-            gifts = Giver(company.session, giver_of(company.seat, 0), self._notice, lost=lost, changed=company.changed)
+            gifts = StateServer(
+                client.session, giver_of(client.member, 0), self._notice, lost=lost, changed=client.changed
+            )
             leaving = self.meeting.leaving[transport.rank]
             worker = Participant(
                 self.config,
-                company,
+                client,
                 transport,
                 gifts,
                 corpus,
@@ -83,11 +85,11 @@ class ChurnedRun(ChurnedWorld):
             self._made(worker)
             try:
                 worker.run()
-                company.close()
-                with company.changed:
-                    self.meeting.gone(company.seat)
+                client.close()
+                with client.changed:
+                    self.meeting.ended(client.member)
             except Exception:
-                with company.changed:
+                with client.changed:
                     self.meeting.end()  # else the others wait for this one for ever
                 raise
             finally:
@@ -95,9 +97,9 @@ class ChurnedRun(ChurnedWorld):
 
         self.let_work(work, before=self.meeting.open)
 
-    def _heard(self, seat: int, event: Mapping[str, Any]) -> None:
+    def _heard(self, member: int, event: Mapping[str, Any]) -> None:
         if "result" in event:
-            self.results[seat] = event["result"]
+            self.results[member] = event["result"]
         elif "round" in event or "start" in event:
             self.lines.append(event.get("round") or event["start"])
         elif "loss" in event:
@@ -111,20 +113,20 @@ class ChurnedRun(ChurnedWorld):
 
     def _mean(self, folder: Path) -> list[int]:
         """Write the one model; whose mean it is."""
-        seats = sorted(seat for seat in self.meeting.finished if seat in self.results)
-        models = {seat: folder / str(seat) / f"{MODEL}.safetensors" for seat in seats}
+        members = sorted(member for member in self.meeting.finished if member in self.results)
+        models = {member: folder / str(member) / f"{MODEL}.safetensors" for member in members}
         alike, ratio = lands_together(self.config), self.config.world.trust_ratio
         left = consolidate(models, self.out / MODEL_FILE, alike=alike, ratio=ratio)
-        seats = [seat for seat in seats if seat not in left]
-        self.spread = spread([models[seat] for seat in seats], self.out / MODEL_FILE)
-        return seats
+        members = [member for member in members if member not in left]
+        self.spread = spread([models[member] for member in members], self.out / MODEL_FILE)
+        return members
 
     @override
     def told(self) -> dict[str, Any]:
-        lines = [from_line(line) for line in self.lines]
+        lines = [read_record(line) for line in self.lines]
         computed = sum(transport.compute_seconds for transport in self.meeting.transports)
         membership = self.meeting.membership
         assert membership is not None, "it was there at the end"
         last = last_round(self.config, membership.view)
         told = figures(self.meeting.journal, lines, membership, last, computed).record()
-        return {"workers": len(self._seats), "replica_std": self.spread, **told}
+        return {"workers": len(self._members), "replica_std": self.spread, **told}

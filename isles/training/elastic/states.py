@@ -28,9 +28,9 @@ from safetensors.torch import load_file
 
 from isles.base.parsing import integer
 from isles.membership.keys import LIGHTHOUSE
-from isles.membership.late_shares import KEEPERS, Missed
-from isles.membership.round_commit import Word
-from isles.membership.state_transfer import GiftRequest, Gifts, NotGiven
+from isles.membership.late_shares import MEAN_HOLDERS, MissedMean
+from isles.membership.round_commit import RoundDecision
+from isles.membership.state_transfer import FetchRequest, StateTransfer, StateUnavailable
 from isles.replicas.loop.outer import OuterSync, adopt, donor_state, land_missed
 from isles.training.config.world import JoinState
 from isles.training.records.shard import StateCopy, first_nan, read_state, write_tensors
@@ -43,9 +43,9 @@ COPIES, BESIDE = 16, 1 << 20
 """Of the model's bytes, that a state may have at most; bytes of a file beside its tensors."""
 
 
-def giver_of(seat: int, place: int) -> str:
-    """The giver's name of the worker at `place` in the island of `seat`."""
-    return f"{seat}/{place}" if place else str(seat)
+def giver_of(member: int, place: int) -> str:
+    """The giver's name of the worker at `place` in the island of `member`."""
+    return f"{member}/{place}" if place else str(member)
 
 
 def kept_as(place: int) -> str:
@@ -76,7 +76,13 @@ class States:
     """
 
     def __init__(
-        self, optimizer: OuterSync, gifts: Gifts, folder: Path, kind: JoinState, last: Callable[[], int], place: int = 0
+        self,
+        optimizer: OuterSync,
+        gifts: StateTransfer,
+        folder: Path,
+        kind: JoinState,
+        last: Callable[[], int],
+        place: int = 0,
     ) -> None:
         self._place, self._fetched, self.left_out = place, folder / "taken.safetensors", dict[int, int]()
         self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
@@ -86,7 +92,7 @@ class States:
 
     def wanted(self) -> list[bool]:
         """Whether somebody has asked this worker for `STATE`, and for `ANCHORS`."""
-        return [self._gifts.is_wanted(what) for what in (STATE, ANCHORS)]
+        return [self._gifts.is_requested(what) for what in (STATE, ANCHORS)]
 
     def landed(self, round: int, left_out: dict[int, int], wanted: Sequence[bool]) -> bool:
         """Right after the landing of `round`: copy what is `wanted`; whether something was. left_out: who was told by
@@ -95,7 +101,7 @@ class States:
         done = False
         for what, is_wanted in zip((STATE, ANCHORS), wanted, strict=True):
             if round - self._copied[what] >= FRESH:
-                self._gifts.shut(what)
+                self._gifts.freeze(what)
             if is_wanted:
                 self._copied[what], done = round, True
                 self._offer(what, round, left_out)
@@ -104,7 +110,7 @@ class States:
     def forget(self) -> None:
         """What this worker has is nobody's any more: no copy of it is given."""
         for what in (STATE, ANCHORS):
-            self._gifts.withdraw(what)
+            self._gifts.unpublish(what)
             self._copied[what] = -FRESH
 
     def _offer(self, what: str, round: int, left_out: dict[int, int]) -> None:
@@ -115,7 +121,7 @@ class States:
             weights = {name: weights[name] for name in self._beside_anchors()}
         copy = StateCopy({"optimizer": state, "model": weights, "round": round})
         facts = {"round": round, "left_out": dict(left_out)}
-        self._gifts.offer(what, self._folder / f"{what}-{round}.safetensors", facts, copy.write)
+        self._gifts.publish(what, self._folder / f"{what}-{round}.safetensors", facts, copy.write)
 
     def _beside_anchors(self) -> set[str]:
         trained = {id(parameter) for parameter in self._optimizer.parameters}
@@ -128,27 +134,33 @@ class States:
     def fetch(self, donor: int, seconds: float, *, after: int = -1, wait: float | None = None) -> int:
         """Fetch the state of `donor` (-1: the one that the lighthouse keeps) for `adopt`; nothing changes here yet.
 
-        seconds, wait, after: as in `GiftRequest`. Returns the round that it is said to be of, 0 where nothing is said.
-        NotGiven where none came.
+        seconds, wait, after: as in `FetchRequest`. Returns the round that it is said to be of, 0 where nothing is said.
+        StateUnavailable where none came.
         """
-        giver, what = giver_of(donor, self._place), self._joins_with
+        state_server, what = giver_of(donor, self._place), self._joins_with
         if donor < 0:
-            giver, what = LIGHTHOUSE, kept_as(self._place)
+            state_server, what = LIGHTHOUSE, kept_as(self._place)
         weights = sum(one.numel() * one.element_size() for one in self._optimizer.parameters)
         most = COPIES * weights + BESIDE
-        asked = GiftRequest(
-            giver=giver, what=what, most=most, seconds=seconds, wait=wait, after=after, newest=self._last()
+        asked = FetchRequest(
+            source=state_server,
+            what=what,
+            most=most,
+            seconds=seconds,
+            wait=wait,
+            after=after,
+            newest=self._last(),
         )
         try:
-            facts = self._gifts.take(asked, self._fetched)
-        except NotGiven:
+            facts = self._gifts.fetch(asked, self._fetched)
+        except StateUnavailable:
             self._fetched.unlink(missing_ok=True)
             raise
         self.left_out = facts.get("left_out", {})
         return facts.get("round", 0)
 
     def adopt(self) -> int:
-        """Take on the state that was fetched; the round that it is of. NotGiven where it is not one of this run."""
+        """Take on the state that was fetched; the round that it is of. StateUnavailable where it is not one of this run."""
         try:
             self.taken = self._fetched.stat().st_size
             self.of = self._adopt(self._fetched)
@@ -161,13 +173,13 @@ class States:
         try:
             state: Any = read_state(path)[0]
             if first_nan(state) is not None:
-                raise NotGiven("it holds numbers that are none")
+                raise StateUnavailable("it holds numbers that are none")
             round = integer(state, "round", 0, self._last())
             own = {} if "inner" in state["optimizer"] else {"inner": optimizer.inner_state()}
             optimizer.load_weights({**optimizer.weights(), **state["model"]})
             adopt(optimizer, {**own, **state["optimizer"]})
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise NotGiven(f"it is not one of this run: {str(error).splitlines()[0][:120]}") from error
+            raise StateUnavailable(f"it is not one of this run: {str(error).splitlines()[0][:120]}") from error
         self.lacks_moments = bool(own)
         for fragment in optimizer.fragments:
             if own:
@@ -191,11 +203,11 @@ _SPARE = 1 << 16  # bytes of a file beside its tensor
 class Means:
     """The means that a donor keeps for joiners. folder: for their files."""
 
-    def __init__(self, optimizer: OuterSync, gifts: Gifts, folder: Path) -> None:
+    def __init__(self, optimizer: OuterSync, gifts: StateTransfer, folder: Path) -> None:
         self._optimizer, self._gifts, self._folder = optimizer, gifts, folder
         self._offered: list[int] = []
         self._next = math.inf  # the first round whose mean may still be had here
-        gifts.expect(self._comes)
+        gifts.announce(self._comes)
 
     def begins(self, round: int) -> None:
         """This worker takes part from `round` on."""
@@ -206,9 +218,9 @@ class Means:
         (fragment,) = self._optimizer.fragments
         fragment.retain_until, self._next = 0, math.inf
         for round in self._offered:
-            self._gifts.withdraw(_name(round))
+            self._gifts.unpublish(_name(round))
         self._offered = []
-        self._gifts.expect(self._comes)
+        self._gifts.announce(self._comes)
 
     def _comes(self, what: str) -> bool:
         """A round that went on without this worker, or that it has landed and not kept, never does."""
@@ -221,7 +233,7 @@ class Means:
         fragment.retain_until = round + KEPT
 
     def landed(self, round: int, left_out: Mapping[Any, int]) -> None:
-        """Right after the landing of `round`: its mean, where it was kept. left_out: see `Missed`."""
+        """Right after the landing of `round`: its mean, where it was kept. left_out: see `MissedMean`."""
         (fragment,) = self._optimizer.fragments
         answer = fragment.latest
         if fragment.landed_mean is not None and answer is not None:
@@ -229,57 +241,66 @@ class Means:
             facts = {"round": round, "whole": answer.whole, "participants": answer.participants}
             facts |= {"digest": fragment.digest, "left_out": dict(left_out)}
             kept = {_MEAN: fragment.landed_mean}
-            self._gifts.offer(_name(round), path, facts, lambda path: write_tensors(path, kept))
+            self._gifts.publish(_name(round), path, facts, lambda path: write_tensors(path, kept))
             self._offered.append(round)
         self._next = round + 1
         for old in [old for old in self._offered if old <= round - KEPT]:
-            self._gifts.withdraw(_name(old))
+            self._gifts.unpublish(_name(old))
             self._offered.remove(old)
 
 
-def shadow(optimizer: OuterSync, gifts: Gifts, donor: str, rounds: range, path: Path, seconds: float) -> dict[int, int]:
+def shadow(
+    optimizer: OuterSync, gifts: StateTransfer, donor: str, rounds: range, path: Path, seconds: float
+) -> dict[int, int]:
     """Land the means of `rounds` as `donor` has. path: for a file that is gone afterwards. Whom the others have left
-    out meanwhile, see `Missed`.
+    out meanwhile, see `MissedMean`.
 
-    NotGiven where one does not come within `seconds`, or leads elsewhere.
+    StateUnavailable where one does not come within `seconds`, or leads elsewhere.
     """
     out: dict[int, int] = {}
     for round in rounds:
         mean = _taken(optimizer, gifts, donor, round, path, seconds)
         if land_missed(optimizer, round, mean.mean, mean.participants, whole=mean.whole) != mean.digest:
-            raise NotGiven(f"with the mean of round {round} this worker is elsewhere than worker {donor}")
+            raise StateUnavailable(f"with the mean of round {round} this worker is elsewhere than worker {donor}")
         out |= mean.left_out
     return out
 
 
 def missed(
-    optimizer: OuterSync, gifts: Gifts, word: Word, path: Path, seconds: float, is_lost: Callable[[int], bool]
-) -> Missed | None:
+    optimizer: OuterSync,
+    gifts: StateTransfer,
+    decision: RoundDecision,
+    path: Path,
+    seconds: float,
+    is_lost: Callable[[int], bool],
+) -> MissedMean | None:
     """The mean of a round that others have landed on that word; None where none of its keepers gives it."""
-    for seat in word.seats[:KEEPERS]:
-        if not is_lost(seat):
-            with contextlib.suppress(NotGiven):
-                return _taken(optimizer, gifts, str(seat), word.round, path, seconds)
+    for member in decision.members[:MEAN_HOLDERS]:
+        if not is_lost(member):
+            with contextlib.suppress(StateUnavailable):
+                return _taken(optimizer, gifts, str(member), decision.round, path, seconds)
     return None
 
 
-def _taken(optimizer: OuterSync, gifts: Gifts, donor: str, round: int, path: Path, seconds: float) -> Missed:
-    """The mean of `round`, as `donor` has it. NotGiven."""
+def _taken(
+    optimizer: OuterSync, gifts: StateTransfer, donor: str, round: int, path: Path, seconds: float
+) -> MissedMean:
+    """The mean of `round`, as `donor` has it. StateUnavailable."""
     (fragment,) = optimizer.fragments
     try:
         most = fragment.anchor.nbytes + _SPARE
-        facts = gifts.take(GiftRequest(giver=donor, what=_name(round), most=most, seconds=seconds), path)
+        facts = gifts.fetch(FetchRequest(source=donor, what=_name(round), most=most, seconds=seconds), path)
         mean = load_file(str(path))[_MEAN]
         if mean.shape != fragment.anchor.shape or mean.dtype != fragment.anchor.dtype:
-            raise NotGiven("it is of another model")
+            raise StateUnavailable("it is of another model")
         if not mean.isfinite().all():
-            raise NotGiven("it holds numbers that are none")
+            raise StateUnavailable("it holds numbers that are none")
         participants, whole, digest = facts["participants"], facts["whole"], facts["digest"]
     except (SafetensorError, KeyError, ValueError) as error:
-        raise NotGiven(f"the mean of round {round} is none: {str(error).splitlines()[0][:120]}") from error
+        raise StateUnavailable(f"the mean of round {round} is none: {str(error).splitlines()[0][:120]}") from error
     finally:
         path.unlink(missing_ok=True)
-    return Missed(mean, participants, whole, digest, facts.get("left_out", {}))
+    return MissedMean(mean, participants, whole, digest, facts.get("left_out", {}))
 
 
 def _name(round: int) -> str:

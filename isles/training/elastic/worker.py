@@ -20,12 +20,12 @@ from isles.comm.mesh import Mesh
 from isles.data import Corpus
 from isles.data.order import rows, spare_rows
 from isles.membership.data_ledger import Batch
-from isles.membership.messages import MOST, told_paths
+from isles.membership.messages import MOST, read_paths
 from isles.membership.p2p.stream import CARRIED
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.rounds import Decision, DecisionKind, ElasticRoster, IslandGroup, RoundLeader
-from isles.membership.session import Refusals, together, told_rows
-from isles.membership.state_transfer import Gifts, NotAdopted, NotGiven
+from isles.membership.session import Rejections, read_rejections, together
+from isles.membership.state_transfer import StateRejected, StateTransfer, StateUnavailable
 from isles.models import build
 from isles.replicas.loop.outer import OuterSync, enter
 from isles.training.config.sections import Config
@@ -40,7 +40,7 @@ T = TypeVar("T")
 _TRIES = 5
 _MEANS = ("bytes_sent", "bytes_received", "compute_seconds", "blocked_seconds")  # of what a worker has counted
 Decisions = Generator[Decision, Any, T]
-"""Decisions one after another; each `yield` comes back with what came of it, or raises `NotGiven`."""
+"""Decisions one after another; each `yield` comes back with what came of it, or raises `StateUnavailable`."""
 
 
 class ElasticWorker:
@@ -60,7 +60,7 @@ class ElasticWorker:
         alone: Group,
         leader: RoundLeader | None,
         places: IslandGroup,
-        gifts: Gifts,
+        gifts: StateTransfer,
         corpus: Corpus,
         folder: Path,
         *,
@@ -72,9 +72,9 @@ class ElasticWorker:
         if places.mesh is not None:
             world = replace(places.mesh, layout=grid_of(places.size, inner=places.size), report=report)
         self.reader = world.reader
-        self.seat = alone.transport.rank
+        self.member = alone.transport.rank
         place, workers = self.reader
-        torch.manual_seed(draws_seed(config.run.seed, self.seat * workers + place))
+        torch.manual_seed(draws_seed(config.run.seed, self.member * workers + place))
         self._world, self._roster = world, ElasticRoster(alone, places, leader)
         self.trainer = trainer_of(config, world, corpus, self._roster)
         assert isinstance(self.trainer.optimizer, OuterSync) and self.trainer.text is not None
@@ -84,7 +84,7 @@ class ElasticWorker:
         self._gifts, self._places = gifts, places
         self.paced: Callable[[float], None] = lambda seconds: None
         self._paced = False
-        self.refusals = Refusals()
+        self.refusals = Rejections()
         self._began_at: int | None = None  # inner steps, where this worker began without moments
         self._does: dict[DecisionKind, Callable[[Decision], Any]] = {
             "idle": lambda said: None,
@@ -112,12 +112,12 @@ class ElasticWorker:
                 raise Malformed(-1, f"between rounds the leader of this island decides to {said.kind}")
             try:
                 came = self._does[said.kind](said)
-            except NotGiven as reason:
+            except StateUnavailable as reason:
                 why = reason  # the leader knows, and decides what then
 
     def load(self, said: Decision) -> tuple[int, dict[int, int]]:
         """Take on the state of `donor`, see `States.fetch`: its round, and whom the donor knew by then to be left out.
-        All of an island take states of one round. NotGiven for all where one has none: all are as before, but for
+        All of an island take states of one round. StateUnavailable for all where one has none: all are as before, but for
         NotAdopted.
         """
         apart = "the workers of this island got states of different rounds"
@@ -126,27 +126,27 @@ class ElasticWorker:
             if self._same(fetch) is not None:
                 break
         else:
-            raise NotGiven(apart)
+            raise StateUnavailable(apart)
         try:
             round = self._same(self.states.adopt)
-        except NotGiven as why:
-            raise NotAdopted(str(why)) from why
+        except StateUnavailable as why:
+            raise StateRejected(str(why)) from why
         if round is None:
-            raise NotAdopted(apart)
+            raise StateRejected(apart)
         return round, self.states.left_out
 
     def _same(self, call: Callable[[], int]) -> int | None:
-        """What `call` comes to at all of the island, 0 or more; None where that differs. NotGiven for all where it is
+        """What `call` comes to at all of the island, 0 or more; None where that differs. StateUnavailable for all where it is
         that at one.
         """
-        number, why = -1, NotGiven("")
+        number, why = -1, StateUnavailable("")
         try:
             number = call()
-        except NotGiven as reason:
+        except StateUnavailable as reason:
             why = reason
         numbers = [told[0] for told in self._places.gather(number)]
         if min(numbers) < 0:
-            raise why if str(why) else NotGiven(f"worker {numbers.index(min(numbers))} of this island got none")
+            raise why if str(why) else StateUnavailable(f"worker {numbers.index(min(numbers))} of this island got none")
         return number if min(numbers) == max(numbers) else None
 
     def draw(self, said: Decision) -> None:
@@ -159,16 +159,16 @@ class ElasticWorker:
 
     def catch_up(self, said: Decision) -> dict[int, int]:
         """Land the means of rounds `round` to `until - 1` as `donor` has; whom the others have left out meanwhile (see
-        `Missed`). NotGiven for all where one could not, or none came within `seconds`.
+        `MissedMean`). StateUnavailable for all where one could not, or none came within `seconds`.
         """
-        giver, rounds = giver_of(said.donor, self.reader[0]), range(said.round, said.until)
+        state_server, rounds = giver_of(said.donor, self.reader[0]), range(said.round, said.until)
         path, why, left_out = self.folder / "taken.safetensors", "", dict[int, int]()
         try:
-            left_out = shadow(self.optimizer, self._gifts, giver, rounds, path, said.seconds)
-        except NotGiven as reason:
+            left_out = shadow(self.optimizer, self._gifts, state_server, rounds, path, said.seconds)
+        except StateUnavailable as reason:
             why = str(reason)
         if not all(told[0] for told in self._places.gather(int(not why))):
-            raise NotGiven(why or "another worker of this island could not land them")
+            raise StateUnavailable(why or "another worker of this island could not land them")
         return left_out
 
     def enter(self, said: Decision) -> None:
@@ -200,7 +200,7 @@ class ElasticWorker:
         """Inner steps after so many `steps`, one a slice; the last one exchanges."""
         count = len(said.slices) or sync_every(self._config)
         self.states.are_drawn = False
-        self._text.positions = positions(self._config, self.seat, said.slices, said.spare, self.reader)
+        self._text.positions = positions(self._config, self.member, said.slices, said.spare, self.reader)
         self.optimizer.steps = said.steps
         self.schedule_at(said.steps)
         clock, began = self.trainer.step_clock, self.trainer.step_clock.reading()
@@ -245,8 +245,8 @@ class ElasticWorker:
         carried = {way: sum(numbers) for way, numbers in zip(CARRIED, zip(*told, strict=True), strict=True)}
         rows = [self.refusals.rows(), transport.paths()]
         told = [parse_json(one) for one in self._places.gather_text(json.dumps(rows).encode("ascii"))]
-        paths = [row for _, one in told for row in told_paths(one)]
-        refused = together(told_rows(one) for one, _ in told)
+        paths = [row for _, one in told for row in read_paths(one)]
+        refused = together(read_rejections(one) for one, _ in told)
         return {"carried": carried, "refused": refused, "paths": sorted(paths, key=lambda row: -row[3])[:MOST]}
 
     def judge(self, file: Path) -> float | None:
@@ -262,7 +262,7 @@ class ElasticWorker:
         self.trainer.memory.close()
 
 
-def _next(decisions: Decisions[Any] | None, came: Any, why: NotGiven | None) -> Decision:
+def _next(decisions: Decisions[Any] | None, came: Any, why: StateUnavailable | None) -> Decision:
     """What comes of `came`, or of why the last decision could not be carried out."""
     assert decisions is not None, "a follower is never asked"
     try:
@@ -272,9 +272,9 @@ def _next(decisions: Decisions[Any] | None, came: Any, why: NotGiven | None) -> 
 
 
 def positions(
-    config: Config, seat: int, batches: Iterable[Batch], spare: int, reader: tuple[int, int] = (0, 1)
+    config: Config, member: int, batches: Iterable[Batch], spare: int, reader: tuple[int, int] = (0, 1)
 ) -> Iterator[np.ndarray]:
-    """What `seat` reads: (b,) places of the data's order for each backward pass.
+    """What `member` reads: (b,) places of the data's order for each backward pass.
 
     batches: one an inner step; where there are none, a round's out of turn from its own stretch, of which it has read
     `spare`. reader: see `isles.data.order.rows`.
@@ -283,6 +283,6 @@ def positions(
     steps = [rows(*batch, batch_size=size * accumulation, reader=reader) for batch in batches]
     if not steps:
         stretch = range(spare, spare + sync_every(config))
-        steps = [spare_rows(seat, number, batch_size=size * accumulation, reader=reader) for number in stretch]
+        steps = [spare_rows(member, number, batch_size=size * accumulation, reader=reader) for number in stretch]
     for step in steps:
         yield from np.split(step, accumulation)

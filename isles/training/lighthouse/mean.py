@@ -21,31 +21,31 @@ _AT_ONCE = 1 << 24  # bytes of all files together
 
 
 def consolidate(models: Mapping[int, Path], out: Path, *, alike: bool, ratio: float) -> dict[int, str]:
-    """Write the one model of those of `models`, by seat, to `out`, where there is one; by seat, why one is left out.
+    """Write the one model of those of `models`, by member, to `out`, where there is one; by member, why one is left out.
 
     alike: all have landed the same means, so it is the one that most of them have, bit for bit; else the mean of those
     that are at most `ratio` (`world.trust_ratio`) times as far from the median of all, entry by entry, as is usual.
     """
     left, marks = dict[int, str](), dict[int, str]()
-    for seat, path in models.items():
+    for member, path in models.items():
         try:
-            marks[seat] = _Model(path).mark(whole=alike)
+            marks[member] = _Model(path).mark(whole=alike)
         except ValueError as error:
-            left[seat] = str(error)
+            left[member] = str(error)
     most = _most([*marks.values()]) if marks else ""
     why = "it is not the one that the others have landed" if alike else "its tensors are not those of the others"
-    left |= {seat: why for seat in marks if marks[seat] != most}
-    kept = [seat for seat in marks if marks[seat] == most]
+    left |= {member: why for member in marks if marks[member] != most}
+    kept = [member for member in marks if marks[member] == most]
     if kept and not alike:
-        far = _apart([models[seat] for seat in kept], lambda every: np.median(every, axis=0))[0] ** 0.5
+        far = _apart([models[member] for member in kept], lambda every: np.median(every, axis=0))[0] ** 0.5
         usual = np.sort(far)[(len(far) - 1) // 2]
         if not usual:  # half of them are equal bit for bit, as of a pair: the measure is a tenth of their own size
             usual = _apart([models[kept[far.argmin()]]], np.zeros_like)[0][0] ** 0.5 / 10 or 1e-30
-        for seat, times in zip(kept, far / usual, strict=True):
+        for member, times in zip(kept, far / usual, strict=True):
             if times > ratio:
-                left[seat] = f"it is {times:.3g} times as far from the others as usual (world.trust_ratio)"
-    if kept := [seat for seat in kept if seat not in left]:
-        write_mean([models[seat] for seat in kept[: 1 if alike else None]], out)
+                left[member] = f"it is {times:.3g} times as far from the others as usual (world.trust_ratio)"
+    if kept := [member for member in kept if member not in left]:
+        write_mean([models[member] for member in kept[: 1 if alike else None]], out)
     return left
 
 

@@ -20,11 +20,11 @@ from typing_extensions import override
 
 from isles.base.durable import settle, write_text
 from isles.base.parsing import integer, table
-from isles.membership.effects import Assembly
+from isles.membership.effects import Coordinator
 from isles.membership.journal import Journal
-from isles.membership.messages import SwarmNow
-from isles.membership.state_transfer import NotGiven
-from isles.membership.swarm_coordinator import Muster, MusterRules
+from isles.membership.messages import SwarmStatus
+from isles.membership.state_transfer import StateUnavailable
+from isles.membership.swarm_coordinator import SwarmCoordinator, SwarmRules
 from isles.training.elastic.states import MODEL, state_of
 from isles.training.lighthouse.server import LOOK, MODEL_FILE, RunKeeper
 from isles.training.records.checkpoint import Checkpoints
@@ -39,26 +39,26 @@ _PATIENCE = 10.0  # seconds for the last words of peers
 
 
 class SwarmKeeper(RunKeeper):
-    """Peers of stages: `Muster`."""
+    """Peers of stages: `SwarmCoordinator`."""
 
     joins_with = "isles swarm peer --join"
 
     @override
-    def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Assembly:
-        self.muster = Muster(self.muster_rules(), journal.entries, until)
+    def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
+        self.coordinator = SwarmCoordinator(self.swarm_rules(), journal.entries, until)
         self._journal = journal
         self._parts: dict[int, int] = {}  # by step, of how many parts its state is, as those who offer it have told
         self._offers: dict[int, dict[int, list[int]]] = {}  # by step and part: who has it
         self._offering = threading.Lock()
         self._states = Checkpoints(self.out, "states")
-        for step in sorted({self.muster.kept} - {0}):
+        for step in sorted({self.coordinator.saved} - {0}):
             self._offer_states(step)
-        return self.muster
+        return self.coordinator
 
-    def muster_rules(self) -> MusterRules:
+    def swarm_rules(self) -> SwarmRules:
         rules = self.rules
         peers = tuple(len(ranks) for ranks in self.config.pipeline.peers_of(rules.founders))
-        return MusterRules(peers=peers, most=rules.most, last=self.config.run.steps)
+        return SwarmRules(peers=peers, most=rules.most, last=self.config.run.steps)
 
     def parts(self, step: int) -> int:
         """Of how many files the state after `step` is made."""
@@ -67,17 +67,20 @@ class SwarmKeeper(RunKeeper):
 
     @override
     def members(self) -> list[int]:
-        return self.lighthouse.look(lambda now: sorted(self.muster.alive()))
+        return self.lighthouse.look(lambda now: sorted(self.coordinator.alive()))
 
     @override
     def keep(self) -> SummaryTable | None:
         began = time.perf_counter()
-        holder, begun = None, max(self.muster.epoch, 1)
+        holder, begun = None, max(self.coordinator.epoch, 1)
         while holder is None:
             self.lighthouse.wait(self._is_asked, LOOK)
             self.refused.look()
-            if self.muster.epoch > begun:
-                begun, step = self.muster.epoch, self.muster.kept or "0, for no state is kept (run.checkpoint_every)"
+            if self.coordinator.epoch > begun:
+                begun, step = (
+                    self.coordinator.epoch,
+                    self.coordinator.saved or "0, for no state is kept (run.checkpoint_every)",
+                )
                 self.on_notice(f"all peers were lost: the run begins again at step {step}")
             if self.stopping.is_set():
                 return None
@@ -85,11 +88,11 @@ class SwarmKeeper(RunKeeper):
                 holder = self._collect()
             else:
                 self._save()
-        self.lighthouse.wait(lambda: all(seat in self.results for seat in self.muster.alive()), _PATIENCE)
+        self.lighthouse.wait(lambda: all(member in self.results for member in self.coordinator.alive()), _PATIENCE)
         summary = self._summary(holder, time.perf_counter() - began)
         write_text(self.out / SUMMARY, as_json(summary, indent=2) + "\n")
-        self.lighthouse.act(self.muster.end)
-        self.lighthouse.wait(lambda: not self.muster.alive(), _PATIENCE)  # they hear it, and go
+        self.lighthouse.act(self.coordinator.end)
+        self.lighthouse.wait(lambda: not self.coordinator.alive(), _PATIENCE)  # they hear it, and go
         return summary
 
     def _is_asked(self) -> bool:
@@ -98,36 +101,39 @@ class SwarmKeeper(RunKeeper):
         return is_offered or self.stopping.is_set() or self._holder() is not None
 
     @override
-    def now(self) -> SwarmNow:
+    def now(self) -> SwarmStatus:
         refused = self.refused.rows()
-        return self.lighthouse.look(lambda now: self.muster.now(now, refused))
+        return self.lighthouse.look(lambda now: self.coordinator.now(now, refused))
 
     # The model
 
     def _holder(self) -> int | None:
         """Who has the model put together, and is there."""
-        finished = self.lighthouse.finished & set(self.muster.alive())
-        return min((seat for seat in finished if self.results.get(seat, {}).get("parameters")), default=None)
+        finished = self.lighthouse.finished & set(self.coordinator.alive())
+        return min((member for member in finished if self.results.get(member, {}).get("parameters")), default=None)
 
     def _collect(self) -> int | None:
         """Fetch the model; from whom, None where it did not come: then another one puts it together."""
-        seat, partial = self.lighthouse.look(lambda now: self._holder()), self.out / f"{MODEL_FILE}.partial"
-        if seat is None:
+        member, partial = self.lighthouse.look(lambda now: self._holder()), self.out / f"{MODEL_FILE}.partial"
+        if member is None:
             return None
         try:
-            self.fetch(str(seat), MODEL, partial, _SLOW)
+            self.fetch(str(member), MODEL, partial, _SLOW)
             safe_open(str(partial), framework="np").keys()
-        except (NotGiven, SafetensorError) as why:
-            self.on_notice(f"worker {seat}'s model did not come ({why}): the others put it together again")
-            self.lighthouse.finished.discard(seat)
+        except (StateUnavailable, SafetensorError) as why:
+            self.on_notice(f"worker {member}'s model did not come ({why}): the others put it together again")
+            self.lighthouse.finished.discard(member)
             return None
         settle(partial, self.out / MODEL_FILE)
-        return seat
+        return member
 
     def _summary(self, holder: int, seconds: float) -> SummaryTable:
-        results = [self.results[holder], *(one for seat, one in self.results.items() if seat != holder)]
+        results = [self.results[holder], *(one for member, one in self.results.items() if member != holder)]
         summary = summarise(self.config, results, seconds)
-        peers, lit = self.muster.peers.values(), [one for one in self._journal.entries if one["event"] == "lit"]
+        peers, lit = (
+            self.coordinator.peers.values(),
+            [one for one in self._journal.entries if one["event"] == "restart"],
+        )
         summary |= {
             "replicas": 1,
             "replica_std": 0.0,
@@ -135,7 +141,7 @@ class SwarmKeeper(RunKeeper):
             "joins": len(peers),
             "deaths": sum(not peer.connected and not peer.left for peer in peers),
             "leaves": sum(peer.left for peer in peers),
-            "begun": self.muster.epoch,
+            "begun": self.coordinator.epoch,
             "outages": len(lit) + bool(self._journal.entries),
             "links": self.links(),
             "refused": self.refused.table(),
@@ -145,19 +151,19 @@ class SwarmKeeper(RunKeeper):
     # States
 
     @override
-    def hear(self, seat: int, kind: str, value: Any) -> bool:
+    def hear(self, member: int, kind: str, value: Any) -> bool:
         if kind != "offered":
             return False
         told, stages = table(value, "offered"), self.config.pipeline.stages
         step = integer(told, "step", 1, self.config.run.steps)
-        parts = integer(told, "parts", *((1, _MOST_PARTS) if self.muster.rules.clustered else (stages, stages)))
+        parts = integer(told, "parts", *((1, _MOST_PARTS) if self.coordinator.rules.clustered else (stages, stages)))
         stage = integer(told, "stage", 0, parts - 1)
         with self._offering:
-            if step > self.muster.kept and seat in self.muster.members:
+            if step > self.coordinator.saved and member in self.coordinator.members:
                 if self._parts.setdefault(step, parts) != parts:  # of another cluster, which fit with none of before
                     self._parts[step] = parts
                     self._offers.pop(step, None)
-                self._offers.setdefault(step, {}).setdefault(stage, []).append(seat)
+                self._offers.setdefault(step, {}).setdefault(stage, []).append(member)
         return True
 
     def _newest(self) -> int | None:
@@ -177,24 +183,24 @@ class SwarmKeeper(RunKeeper):
             self._offers = {other: each for other, each in self._offers.items() if other > step}
         try:
             self._states.take_in(stages, lambda stage, path: self._fetch_state(offers[stage], step, stage, path))
-        except NotGiven:
+        except StateUnavailable:
             self.on_notice(f"a state after step {step} did not come: those of before are kept")
             return
         self._offer_states(step)
-        self.lighthouse.act(lambda now: self.muster.keep(step))
+        self.lighthouse.act(lambda now: self.coordinator.keep(step))
         for old in self._states.steps()[:-_KEPT]:
             for stage in self._states.seats(old):
-                self.giver.withdraw(state_of(stage, old))
+                self.state_server.unpublish(state_of(stage, old))
         self._states.thin(_KEPT)
 
-    def _fetch_state(self, seats: list[int], step: int, stage: int, path: Path) -> int:
-        """Of one stage, from the first of `seats` that gives it; its step. NotGiven."""
-        for seat in seats:
-            with contextlib.suppress(NotGiven):
-                self.fetch(str(seat), state_of(stage, step), path, _SLOW)
+    def _fetch_state(self, members: list[int], step: int, stage: int, path: Path) -> int:
+        """Of one stage, from the first of `members` that gives it; its step. StateUnavailable."""
+        for member in members:
+            with contextlib.suppress(StateUnavailable):
+                self.fetch(str(member), state_of(stage, step), path, _SLOW)
                 if is_whole(path):
                     return step
-        raise NotGiven(f"nobody gives the state of stage {stage}")
+        raise StateUnavailable(f"nobody gives the state of stage {stage}")
 
     def _offer_states(self, step: int) -> None:
         """To those who begin with them. ValueError where they are missing, or damaged."""
@@ -206,18 +212,18 @@ class SwarmKeeper(RunKeeper):
         for stage, path in enumerate(self._states.shards(step)):
             if not is_whole(path):
                 raise ValueError(f"{path}: is damaged, and the run goes on from it: restore it, or start a new run")
-            self.giver.offer(state_of(stage, step), path, {"step": step, "parts": self.parts(step)})
+            self.state_server.publish(state_of(stage, step), path, {"step": step, "parts": self.parts(step)})
 
 
 class ClusterKeeper(SwarmKeeper):
     """A `SwarmKeeper` for nodes of clusters, which agree among themselves about who is in which cluster."""
 
     @override
-    def muster_rules(self) -> MusterRules:
+    def swarm_rules(self) -> SwarmRules:
         pipeline, rules = self.config.pipeline, self.rules
         least = min(map(len, pipeline.ravnest.clusters)) + 1 if pipeline.ravnest.clusters else pipeline.stages
         peers = (rules.founders,)
-        return MusterRules(peers=peers, least=least, most=rules.most, last=self.config.run.steps, clustered=True)
+        return SwarmRules(peers=peers, least=least, most=rules.most, last=self.config.run.steps, clustered=True)
 
     @override
     def _summary(self, holder: int, seconds: float) -> SummaryTable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from isles.membership.session import RefusalRow, Refusals, told_rows
+from isles.membership.session import RejectionRow, Rejections, read_rejections
 
 LIGHTHOUSE = -1
 _MOST = 100  # lines for a person
@@ -14,14 +14,14 @@ _MOST = 100  # lines for a person
 class RefusalBook:
     """own: the lighthouse's, as it grows. notice: called with a line for each (by whom, of whom, why) that is new."""
 
-    def __init__(self, own: Refusals, notice: Callable[[str], None]) -> None:
+    def __init__(self, own: Rejections, notice: Callable[[str], None]) -> None:
         self._own, self._notice = own, notice
-        self._told: dict[int, list[RefusalRow]] = {}  # by the seat that refuses
+        self._told: dict[int, list[RejectionRow]] = {}  # by the member that refuses
         self._named: set[tuple[int, int, str]] = set()
 
     def told(self, by: int, rows: Any) -> None:
         """What worker `by` says that it has refused so far. ValueError where that is no such list."""
-        self._told[by] = told_rows(rows)
+        self._told[by] = read_rejections(rows)
         self._name(by, self._told[by])
 
     def look(self) -> None:
@@ -29,19 +29,19 @@ class RefusalBook:
         self._name(LIGHTHOUSE, self._own.rows())
 
     def rows(self) -> list[tuple[int, int, str, int]]:
-        """(by whom, of whom, why, how often). -1: the lighthouse; somebody without a seat, or in another's name."""
+        """(by whom, of whom, why, how often). -1: the lighthouse; somebody without a member, or in another's name."""
         every = {LIGHTHOUSE: self._own.rows(), **self._told}
         return [(by, *row) for by, rows in sorted(every.items()) for row in rows]
 
     def table(self) -> list[dict[str, Any]]:
         """`rows`, for the summary."""
-        return [dict(zip(("by", "seat", "reason", "times"), row, strict=True)) for row in self.rows()]
+        return [dict(zip(("by", "member", "reason", "times"), row, strict=True)) for row in self.rows()]
 
-    def _name(self, by: int, rows: Iterable[RefusalRow]) -> None:
-        for seat, why, _ in rows:
-            if (by, seat, why) in self._named or len(self._named) >= _MOST:
+    def _name(self, by: int, rows: Iterable[RejectionRow]) -> None:
+        for member, why, _ in rows:
+            if (by, member, why) in self._named or len(self._named) >= _MOST:
                 continue
-            self._named.add((by, seat, why))
+            self._named.add((by, member, why))
             where = "the lighthouse" if by == LIGHTHOUSE else f"worker {by}"
-            whom = "somebody" if seat < 0 else f"worker {seat}"
+            whom = "somebody" if member < 0 else f"worker {member}"
             self._notice(f"{where} refuses {whom}: {why}")

@@ -19,12 +19,12 @@ from typing_extensions import override
 
 from isles.base.durable import no_room, write_text
 from isles.comm.errors import PeerLost
-from isles.membership.coordinator import RoundsAssembly
-from isles.membership.effects import Assembly
+from isles.membership.coordinator import RoundsCoordinator
+from isles.membership.effects import Coordinator
 from isles.membership.journal import Journal
-from isles.membership.messages import MARGIN, Examine, Over, RunNow
-from isles.membership.run_log import EXCHANGES, RoundLine, as_line, from_line
-from isles.membership.state_transfer import NotGiven
+from isles.membership.messages import MARGIN, Examine, Over, RunStatus
+from isles.membership.run_log import EXCHANGES, RoundRecord, as_line, read_record
+from isles.membership.state_transfer import StateUnavailable
 from isles.training.elastic.metrics import figures, recorded
 from isles.training.elastic.states import MODEL, STATE, giver_of, kept_as
 from isles.training.lighthouse.mean import consolidate, spread
@@ -43,13 +43,13 @@ class Keeper(RunKeeper):
     joins_with = "isles join"
 
     @override
-    def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Assembly:
+    def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
         self.judged: list[float | None] = []
         self.spread = 0.0
         self._exchanges = stack.enter_context((self.out / EXCHANGES).open("a", encoding="utf-8"))
         self._states = Checkpoints(self.out, "states")
         self._offer(self._states.newest_sound(self.on_notice))
-        self.membership = RoundsAssembly(self.rules, journal.entries, until=until)
+        self.membership = RoundsCoordinator(self.rules, journal.entries, until=until)
         return self.membership
 
     @override
@@ -70,7 +70,9 @@ class Keeper(RunKeeper):
         self._judge(sorted(taken))
         if self.stopping.is_set():
             return None
-        summary = summarise(self.config, [self.results[seat] for seat in sorted(taken)], time.perf_counter() - began)
+        summary = summarise(
+            self.config, [self.results[member] for member in sorted(taken)], time.perf_counter() - began
+        )
         if self.judged:
             summary["val_loss"] = self.judged[0]
         ddp = parallel_bytes(summary["parameters"], len(taken), self.config.run.steps)
@@ -92,7 +94,7 @@ class Keeper(RunKeeper):
         return self.lighthouse.look(lambda now: list(self.membership.members()))
 
     @override
-    def now(self) -> RunNow:
+    def now(self) -> RunStatus:
         refused = self.refused.rows()
         return self.lighthouse.look(lambda now: self.membership.now(self.lighthouse.seen, refused))
 
@@ -103,14 +105,14 @@ class Keeper(RunKeeper):
 
     def _save(self) -> bool:
         """Fetch a member's state, so that the run outlives its workers; whether that is over until the next one."""
-        for seat in self.members():
+        for member in self.members():
             try:
-                kept = self._states.take_in(range(self.config.world.inner), partial(self._fetch, seat))
+                kept = self._states.take_in(range(self.config.world.inner), partial(self._fetch, member))
                 if kept is not None:
                     self._offer(kept)
                     self._states.thin(_KEPT)
                     return True
-            except NotGiven:
+            except StateUnavailable:
                 continue
             except OSError as error:
                 if not no_room(error):
@@ -119,60 +121,60 @@ class Keeper(RunKeeper):
                 return True
         return False
 
-    def _fetch(self, seat: int, place: int, path: Path) -> int:
+    def _fetch(self, member: int, place: int, path: Path) -> int:
         rounds = sorted(self.membership.workers[one].round for one in self.members())
         newest = rounds[(len(rounds) - 1) // 2] + MARGIN  # so far half of them say that they are, or soon
-        facts = self.fetch(giver_of(seat, place), STATE, path, self.config.world.outer_deadline, newest=newest)
+        facts = self.fetch(giver_of(member, place), STATE, path, self.config.world.outer_deadline, newest=newest)
         if not is_whole(path) or "round" not in facts:
-            raise NotGiven("it is no state, or of no round")
+            raise StateUnavailable("it is no state, or of no round")
         return facts["round"]
 
     def _offer(self, round: int | None) -> None:
         for place, path in enumerate([] if round is None else self._states.shards(round)):
-            self.giver.offer(kept_as(place), path, {})
+            self.state_server.publish(kept_as(place), path, {})
 
-    def _collect(self, seats: Sequence[int]) -> list[int]:
-        """Fetch the models of `seats`, and write the one model; whose it is of. Who is lost costs its share."""
-        left, paths = dict[int, str](), {seat: self.out / f"model-{seat}.partial" for seat in seats}
-        for seat, path in paths.items():
+    def _collect(self, members: Sequence[int]) -> list[int]:
+        """Fetch the models of `members`, and write the one model; whose it is of. Who is lost costs its share."""
+        left, paths = dict[int, str](), {member: self.out / f"model-{member}.partial" for member in members}
+        for member, path in paths.items():
             try:
-                self.fetch(str(seat), MODEL, path, self.config.world.outer_deadline, copies=1)
-            except NotGiven as why:
-                left[seat] = str(why)
-        taken, out = {seat: path for seat, path in paths.items() if seat not in left}, self.out / MODEL_FILE
+                self.fetch(str(member), MODEL, path, self.config.world.outer_deadline, copies=1)
+            except StateUnavailable as why:
+                left[member] = str(why)
+        taken, out = {member: path for member, path in paths.items() if member not in left}, self.out / MODEL_FILE
         left |= consolidate(taken, out, alike=self.rules.agrees, ratio=self.config.world.trust_ratio)
-        for seat, why in left.items():
-            self.on_notice(f"worker {seat}'s model is left out: {why}")
-        kept = [seat for seat in seats if seat not in left]
-        self.spread = spread([paths[seat] for seat in kept], out) if kept else 0.0
+        for member, why in left.items():
+            self.on_notice(f"worker {member}'s model is left out: {why}")
+        kept = [member for member in members if member not in left]
+        self.spread = spread([paths[member] for member in kept], out) if kept else 0.0
         for path in paths.values():
             path.unlink(missing_ok=True)
         return kept
 
-    def _judge(self, seats: Sequence[int]) -> None:
-        """Have one of `seats` judge the one model."""
-        self.giver.offer(MODEL, self.out / MODEL_FILE, {})
-        for seat in seats:
+    def _judge(self, members: Sequence[int]) -> None:
+        """Have one of `members` judge the one model."""
+        self.state_server.publish(MODEL, self.out / MODEL_FILE, {})
+        for member in members:
             if not self.judged:
-                self.lighthouse.tell([seat], Examine())
+                self.lighthouse.tell([member], Examine())
                 patience = self.config.world.eval_deadline
                 self.lighthouse.wait(lambda: bool(self.judged) or self.stopping.is_set(), patience)
 
     @override
-    def hear(self, seat: int, kind: str, value: Any) -> bool:
+    def hear(self, member: int, kind: str, value: Any) -> bool:
         if kind == "judged":
             self.judged.append(value if isinstance(value, float) else None)
         elif kind in ("round", "start"):
-            self._note(seat, value)
+            self._note(member, value)
         else:
             return False
         return True
 
-    def _note(self, seat: int, told: Any) -> None:
+    def _note(self, member: int, told: Any) -> None:
         """A line of its rounds, by this machine's clock. ValueError where it is none of its own."""
-        line = from_line(told)
-        rounds = (line.round,) if isinstance(line, RoundLine) else (line.first, line.copied, line.has)
-        if line.seat != seat or max(rounds) > (self.membership.last or max(rounds)) + 1:
-            raise ValueError("a line of another seat's rounds, or of rounds that this run has not")
+        line = read_record(told)
+        rounds = (line.round,) if isinstance(line, RoundRecord) else (line.first, line.copied, line.has)
+        if line.member != member or max(rounds) > (self.membership.last or max(rounds)) + 1:
+            raise ValueError("a line of another member's rounds, or of rounds that this run has not")
         self._exchanges.write(as_json(as_line(replace(line, at=round(time.time(), 3)))) + "\n")
         self._exchanges.flush()

@@ -2,7 +2,7 @@
 
 RUN/config.toml         at once
 RUN/members.jsonl       the assembly's journal: the lighthouse's memory
-RUN/metrics.jsonl       what the workers report, by seat
+RUN/metrics.jsonl       what the workers report, by member
 RUN/summary.json        at the end: its presence means that the run is complete
 
 Started again on its directory it goes on: workers come back by themselves. No torch: models and states are files here.
@@ -24,13 +24,13 @@ from isles.base.durable import no_room
 from isles.base.parsing import Unfit, integer, table
 from isles.base.version import __version__
 from isles.comm.tcp import room_for
-from isles.membership.effects import Assembly
+from isles.membership.effects import Coordinator
 from isles.membership.journal import NAME, Journal
-from isles.membership.keys import LIGHTHOUSE, STATUS, SeatKeys
+from isles.membership.keys import LIGHTHOUSE, STATUS, MemberKeys
 from isles.membership.lighthouse import GRACE, Lighthouse
-from isles.membership.messages import PathRow, SeatPaths, encode, told_paths
+from isles.membership.messages import MemberPaths, PathRow, encode, read_paths
 from isles.membership.p2p.stream import CARRIED
-from isles.membership.state_transfer import GiftRequest, Giver, NotGiven, take
+from isles.membership.state_transfer import FetchRequest, StateServer, StateUnavailable, fetch_state
 from isles.membership.tls_session import open_router
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
@@ -115,8 +115,8 @@ class RunKeeper(ABC):
             if not (self.out / CONFIG).exists():
                 keep_config(self.text, self.out)
             self._lines = stack.enter_context((self.out / METRICS).open("a", encoding="utf-8"))
-            self.keys = SeatKeys(self.out / CREDENTIALS)
-            self.giver = Giver(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
+            self.keys = MemberKeys(self.out / CREDENTIALS)
+            self.state_server = StateServer(self.session, LIGHTHOUSE, self.on_notice, comes=lambda what: False)
             self.lighthouse = Lighthouse(
                 self.session,
                 self._assembled(journal, stack),
@@ -124,8 +124,8 @@ class RunKeeper(ABC):
                 self.keys,
                 config=self.text,
                 version=__version__,
-                heard=self._heard,
-                places=self.config.world.inner,
+                on_report=self._heard,
+                island_size=self.config.world.inner,
             )
             stack.callback(self.lighthouse.close)
             self.refused = RefusalBook(self.lighthouse.refused, self.on_notice)
@@ -142,7 +142,7 @@ class RunKeeper(ABC):
             forget(self.out)
         return summary
 
-    def _assembled(self, journal: Journal, stack: ExitStack) -> Assembly:
+    def _assembled(self, journal: Journal, stack: ExitStack) -> Coordinator:
         try:
             return self.assembly(journal, time.monotonic() + GRACE, stack)
         except (LookupError, TypeError, AttributeError) as error:
@@ -150,7 +150,7 @@ class RunKeeper(ABC):
             raise ValueError(f"{journal.path}: {why}") from error
 
     @abstractmethod
-    def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Assembly:
+    def assembly(self, journal: Journal, until: float, stack: ExitStack) -> Coordinator:
         """The state machine of this kind of run, which gives those a while who were there before. What else it needs is
         made here, until `stack` ends.
         """
@@ -168,19 +168,19 @@ class RunKeeper(ABC):
         """How the run stands: the message for whoever asks."""
 
     @abstractmethod
-    def hear(self, seat: int, kind: str, value: Any) -> bool:
+    def hear(self, member: int, kind: str, value: Any) -> bool:
         """An event of one key that is of this kind of run alone; False where it is none. ValueError refuses it."""
 
     def fetch(
-        self, giver: str, what: str, path: Path, seconds: float, copies: int = COPIES, newest: int = 1 << 53
+        self, state_server: str, what: str, path: Path, seconds: float, copies: int = COPIES, newest: int = 1 << 53
     ) -> dict[str, Any]:
-        """`take`, of no more than so many copies of the first model. InterruptedError where the lighthouse stops."""
-        weights, keys, stops = self.rules.weights, self.keys.introduction, self.stopping.is_set
+        """`fetch_state`, of no more than so many copies of the first model. InterruptedError where the lighthouse stops."""
+        weights, keys, stops = self.rules.weights, self.keys.peer_key, self.stopping.is_set
         most = copies * weights + BESIDE if weights else _MOST
         try:
-            asked = GiftRequest(giver=giver, what=what, most=most, seconds=seconds, newest=newest)
-            return take(self.session, asked, path, introduction=keys, lost=stops)
-        except NotGiven as why:
+            asked = FetchRequest(source=state_server, what=what, most=most, seconds=seconds, newest=newest)
+            return fetch_state(self.session, asked, path, peer_key=keys, lost=stops)
+        except StateUnavailable as why:
             raise InterruptedError if stops() else why from None
 
     def links(self) -> dict[str, Any]:
@@ -189,19 +189,19 @@ class RunKeeper(ABC):
         pairs = [dict(zip(_PAIR, row, strict=True)) for row in self.paths()]
         return {**ways, "relayed_here": self.lighthouse.relayed, "pairs": pairs}
 
-    def paths(self) -> SeatPaths:
+    def paths(self) -> MemberPaths:
         """What workers have told; those with the most bytes first."""
-        told = [(seat, *row) for seat, rows in sorted(self._paths.items()) for row in rows]
+        told = [(member, *row) for member, rows in sorted(self._paths.items()) for row in rows]
         return tuple(sorted(told, key=lambda row: -row[4]))
 
-    def _heard(self, seat: int, event: Any) -> None:
+    def _heard(self, member: int, event: Any) -> None:
         """What a worker reports, in the session's thread. ValueError refuses it."""
         try:
-            if isinstance(event, dict) and len(event) == 1 and self._hear_one(seat, *next(iter(event.items()))):
+            if isinstance(event, dict) and len(event) == 1 and self._hear_one(member, *next(iter(event.items()))):
                 return
-            line = self.schema("event", event, {seat})
+            line = self.schema("event", event, {member})
             if set(line) == {"notice"}:
-                self.on_notice(f"worker {seat}: {line['notice']}")
+                self.on_notice(f"worker {member}: {line['notice']}")
                 return
             self._lines.write(as_json({key: value for key, value in line.items() if value is not None}) + "\n")
             self._lines.flush()
@@ -209,16 +209,16 @@ class RunKeeper(ABC):
         except Unfit as error:
             raise ValueError(str(error)) from None
 
-    def _hear_one(self, seat: int, kind: str, value: Any) -> bool:
+    def _hear_one(self, member: int, kind: str, value: Any) -> bool:
         if kind == "result":
-            self.results[seat] = self.schema("done", value, {seat})
+            self.results[member] = self.schema("done", value, {member})
         elif kind == "carried":
             carried = table(value, "carried")
-            self.carried[seat] = {way: integer(carried, way, 0, 1 << 62) for way in CARRIED}
+            self.carried[member] = {way: integer(carried, way, 0, 1 << 62) for way in CARRIED}
         elif kind == "paths":
-            self._paths[seat] = told_paths(value)
+            self._paths[member] = read_paths(value)
         elif kind == "refused":
-            self.refused.told(seat, value)
+            self.refused.told(member, value)
         else:
-            return self.hear(seat, kind, value)
+            return self.hear(member, kind, value)
         return True

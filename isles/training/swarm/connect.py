@@ -1,11 +1,11 @@
 """Taking part in a swarm over a lighthouse, as one peer, until the run ends or this peer is told to leave.
 
-    seat -> "what am I to do?" -> begin with the others, or ask those at work to be let in -> train -> the end
+    member -> "what am I to do?" -> begin with the others, or ask those at work to be let in -> train -> the end
       ^                                                                                         |
-      +--------- again, in another seat: the others have lost this peer, or a stage its last ---+
+      +--------- again, in another member: the others have lost this peer, or a stage its last ---+
 
 Seats are never used twice. So a peer that the others have counted out, that stood still for too long, or whose swarm
-has lost a whole stage gives its seat back and comes again. Nothing is lost with that: its state is that of the others,
+has lost a whole stage gives its member back and comes again. Nothing is lost with that: its state is that of the others,
 or is kept by the lighthouse.
 """
 
@@ -23,20 +23,20 @@ from isles.base.errors import printable
 from isles.comm.credentials import Token
 from isles.comm.errors import CommError, Diverged, Malformed, Refused, RendezvousFailed
 from isles.membership.keys import LIGHTHOUSE
-from isles.membership.messages import Begin, Enter, Finished, Leave, Over, Refusal, Wait
-from isles.membership.requests import SwarmLine
+from isles.membership.messages import Finished, JoinSwarm, Leave, Over, Refusal, StartSwarm, Wait
+from isles.membership.requests import SwarmClient
 from isles.membership.rounds import IslandGroup
-from isles.membership.state_transfer import GiftRequest, NotGiven
-from isles.membership.swarm_coordinator import MOST_SEATS
+from isles.membership.state_transfer import FetchRequest, StateUnavailable
+from isles.membership.swarm_coordinator import MAX_MEMBERS
 from isles.models import choose_device
-from isles.training.elastic.connect import Entrance, Here, admitted, connect, seat_of
+from isles.training.elastic.connect import Entrance, Here, admitted, connect, member_of
 from isles.training.elastic.states import MODEL, state_of
 from isles.training.elastic.support import among_peers
 from isles.training.interrupts import first_interrupt
 from isles.training.kinds import kind_of
 from isles.training.stage_runner import planned_cut
-from isles.training.swarm.step import identity, number_of
-from isles.training.swarm.trainer import ANYWHERE, OwnSeat, SeatedTrainer, SeatedWork
+from isles.training.swarm.step import identity, split_sequence
+from isles.training.swarm.trainer import ANYWHERE, OwnMember, SeatedTrainer, SeatedWork
 
 _ASK = 0.2  # seconds from one question to the next while there is nothing to do
 _SOON = 1.0  # seconds until a peer comes again
@@ -44,7 +44,7 @@ _SLOW = 60.0  # seconds without a piece of a state
 _LAST = 3.0  # seconds for the last reports
 _MOST = 1 << 40  # bytes of a state
 _LONGEST_OUTAGE = 600.0  # seconds without the lighthouse, where there is nothing to do without it
-SeatEnding = Literal["finished", "left", "again"]
+MemberEnding = Literal["finished", "left", "again"]
 
 
 def take_part(address: str, token: Token, here: Here, wish: int, *, tell: Callable[[str], None]) -> str:
@@ -72,7 +72,7 @@ def take_part(address: str, token: Token, here: Here, wish: int, *, tell: Callab
                 peer = kind_of(entrance.config.pipeline).seated(stack, entrance, wish, leaving, tell)
                 current[:] = [peer]
                 device = choose_device(entrance.config.model, int(os.environ.get("LOCAL_RANK", 0)))
-                tell(f"in: seat {peer.line.seat} at {address}, on {device}")
+                tell(f"in: member {peer.line.member} at {address}, on {device}")
                 ending = peer.run()
                 current.clear()
                 step = peer.step
@@ -84,7 +84,7 @@ def take_part(address: str, token: Token, here: Here, wish: int, *, tell: Callab
 
 
 class SeatedPeer:
-    """One peer in one seat, until `stack` ends. wish, tell, errors: as in `take_part`. leaving: set once this peer is
+    """One peer in one member, until `stack` ends. wish, tell, errors: as in `take_part`. leaving: set once this peer is
     to leave.
     """
 
@@ -101,15 +101,15 @@ class SeatedPeer:
         self._session, self._refused = entrance.session, entrance.session.refused
         alone = IslandGroup()
         certificates = entrance.shown(alone)
-        entry = seat_of(entrance.session, self._corpus.sha256, certificates, tell)
-        self.line = SwarmLine(entrance.session, entry, self._meet)
+        entry = member_of(entrance.session, self._corpus.sha256, certificates, tell)
+        self.line = SwarmClient(entrance.session, entry, self._meet)
         self._transport, self._gifts = connect(
-            stack, entrance, self.line, alone, certificates, size=MOST_SEATS, tell=tell
+            stack, entrance, self.line, alone, certificates, size=MAX_MEMBERS, tell=tell
         )
 
     def number(self) -> int:
         """A number that all peers of one configuration and the same cut points share."""
-        return number_of(identity(self.config, planned_cut(self.config)))
+        return split_sequence(identity(self.config, planned_cut(self.config)))
 
     @property
     def step(self) -> int:
@@ -120,10 +120,10 @@ class SeatedPeer:
         if self._trainer is not None:
             self._trainer.leave()
 
-    def run(self) -> SeatEnding:
-        """Train until there is nothing more to do in this seat; "again": come back in another one."""
+    def run(self) -> MemberEnding:
+        """Train until there is nothing more to do in this member; "again": come back in another one."""
         part = self._part()
-        if not isinstance(part, Begin | Enter):
+        if not isinstance(part, StartSwarm | JoinSwarm):
             return part
         try:
             return self._work(part)
@@ -136,13 +136,13 @@ class SeatedPeer:
             self.tell(f"{printable(str(error), 300)}: coming again")
             return self._again()
 
-    def _part(self) -> Begin | Enter | SeatEnding:
-        """Ask the lighthouse what to do until it says so, or how this seat has ended."""
+    def _part(self) -> StartSwarm | JoinSwarm | MemberEnding:
+        """Ask the lighthouse what to do until it says so, or how this member has ended."""
         told, heard = "", time.monotonic()
         while not self.leaving.is_set():
             part = self.line.part(self.wish, self._run)
             match part:
-                case Begin() | Enter():
+                case StartSwarm() | JoinSwarm():
                     return part
                 case Over():
                     return self._over(part)
@@ -161,16 +161,16 @@ class SeatedPeer:
             self.leaving.wait(_ASK)
         return self._left()
 
-    def _over(self, over: Over) -> SeatEnding:
+    def _over(self, over: Over) -> MemberEnding:
         if over.reason:
             raise OSError(f"the run has ended: {printable(over.reason, 300)}")
         return "finished"
 
-    def _work(self, part: Begin | Enter) -> SeatEnding:
+    def _work(self, part: StartSwarm | JoinSwarm) -> MemberEnding:
         trainer = self._trainer = self.made(part)
-        for seat in [*self._there]:
-            trainer.post.mail.meet(seat)
-        if isinstance(part, Begin) and part.step:
+        for member in [*self._there]:
+            trainer.post.mail.meet(member)
+        if isinstance(part, StartSwarm) and part.step:
             self._resume(trainer, part.step)
         if self.leaving.is_set():
             trainer.leave()
@@ -182,18 +182,18 @@ class SeatedPeer:
         self._conclude(trainer, result)
         return self._over(self.line.ended) if isinstance(self.line.ended, Over) else self._again()
 
-    def _left(self) -> SeatEnding:
+    def _left(self) -> MemberEnding:
         self.line.ask(Leave())
         return "left"
 
-    def _again(self) -> SeatEnding:
+    def _again(self) -> MemberEnding:
         return self._left() if self.leaving.is_set() else "again"
 
-    def made(self, part: Begin | Enter) -> SeatedWork:
-        return SeatedTrainer(self.seat(), part, wish=self.wish, await_kept=self.line.await_kept)
+    def made(self, part: StartSwarm | JoinSwarm) -> SeatedWork:
+        return SeatedTrainer(self.member(), part, wish=self.wish, await_saved=self.line.await_saved)
 
-    def seat(self) -> OwnSeat:
-        return OwnSeat(
+    def member(self) -> OwnMember:
+        return OwnMember(
             self.config,
             self._transport,
             self._corpus,
@@ -226,20 +226,20 @@ class SeatedPeer:
         """
         path = self.folder / f"kept-{stage}.safetensors"
         try:
-            asked = GiftRequest(giver=LIGHTHOUSE, what=state_of(stage, step), most=_MOST, seconds=_SLOW)
-            return path, self._gifts.take(asked, path)
-        except NotGiven as why:
+            asked = FetchRequest(source=LIGHTHOUSE, what=state_of(stage, step), most=_MOST, seconds=_SLOW)
+            return path, self._gifts.fetch(asked, path)
+        except StateUnavailable as why:
             raise CommError(f"the state of stage {stage} after step {step} did not come ({why})") from None
 
     def _conclude(self, trainer: SeatedWork, result: dict[str, Any]) -> None:
         """Hand in the model, or wait while the first peer does; where that one is lost, put it together again."""
         while True:
             if result["parameters"]:
-                self._gifts.offer(MODEL, self.folder / "model.safetensors", {})
+                self._gifts.publish(MODEL, self.folder / "model.safetensors", {})
             self._tell()
             self.line.report({"result": result})
             heard, first = time.monotonic(), trainer.first
-            while self.line.ended is None and (first == self.line.seat or first not in trainer.post.mail.lost):
+            while self.line.ended is None and (first == self.line.member or first not in trainer.post.mail.lost):
                 if self.line.ask(Finished()) is not None:
                     heard = time.monotonic()
                 elif time.monotonic() - heard > self.config.world.eval_deadline:
@@ -251,11 +251,11 @@ class SeatedPeer:
                 return
             result = trainer.conclude(self.folder)
 
-    def _meet(self, seat: int) -> None:
+    def _meet(self, member: int) -> None:
         """Somebody is there. In a session's thread."""
-        self._there.add(seat)
+        self._there.add(member)
         if self._trainer is not None:
-            self._trainer.post.mail.meet(seat)
+            self._trainer.post.mail.meet(member)
 
     def _report(self, event: Any) -> None:
         """What the trainer tells whoever started it."""
@@ -269,10 +269,10 @@ class SeatedPeer:
     def _tell(self) -> None:
         """What was sent which way, and what was refused."""
         lost = {} if self._trainer is None else dict(self._trainer.post.mail.lost)
-        for seat, why in lost.items():
-            if isinstance(why, Malformed | Refused) and seat not in self._named:
-                self._refused.note(seat, why.detail)
-                self._named.add(seat)
+        for member, why in lost.items():
+            if isinstance(why, Malformed | Refused) and member not in self._named:
+                self._refused.note(member, why.detail)
+                self._named.add(member)
         self.line.report({"carried": dict(self._transport.carried)})
         self.line.report({"paths": self._transport.paths()})
         self.line.report({"refused": self._refused.rows()})

@@ -120,7 +120,7 @@ class Swarmed:
             microbatches=config.pipeline.microbatches,
             ever=world.size,
         )
-        group, run = world.world.among(range(world.size), "pipeline"), number_of(identity(config, self.cut))
+        group, run = world.world.among(range(world.size), "pipeline"), split_sequence(identity(config, self.cut))
         return Post(MessageQueue(group, run=run, lengths=lengths, channels=ASIDE, met=met))
 
     def _swarm(self, post: Post, present: Sequence[int], autocast: Context) -> Swarm:
@@ -328,7 +328,7 @@ def of_all(config: Config) -> str:
     return to_toml(replace(config, data=data, model=model, world=world))
 
 
-def number_of(identity: str) -> int:
+def split_sequence(identity: str) -> int:
     """56 bits of the hash of `identity`, for the heads of letters."""
     return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7], "little")
 

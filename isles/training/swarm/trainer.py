@@ -1,9 +1,9 @@
 """One peer of a run in a swarm: `Trainer`, whose steps are the swarm's.
 
-What a peer has in its seat of a lighthouse's run, what its peer asks of whatever trains there, and the trainer of a
+What a peer has in its member of a lighthouse's run, what its peer asks of whatever trains there, and the trainer of a
 swarm there, which offers its states to the lighthouse.
 
-Ranks are seats, so its world has as many ranks as a run can give seats. Who serves in the other seats the peers agree
+Ranks are members, so its world has as many ranks as a run can give members. Who serves in the other members the peers agree
 on among themselves.
 """
 
@@ -29,9 +29,9 @@ from isles.comm.layout import Coordinate, Layout
 from isles.comm.mesh import Mesh
 from isles.comm.transport import Transport
 from isles.data import Corpus
-from isles.membership.messages import Begin, Enter, SwarmBeat
-from isles.membership.state_transfer import Gifts
-from isles.membership.swarm_coordinator import MOST_SEATS
+from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat
+from isles.membership.state_transfer import StateTransfer
+from isles.membership.swarm_coordinator import MAX_MEMBERS
 from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.scheme import Scheme
@@ -291,42 +291,42 @@ _KEPT = 2  # steps of which a peer goes on to offer its state
 
 
 @dataclass
-class OwnSeat:
+class OwnMember:
     """What a seated trainer is made with.
 
-    transport: between seats. gifts: through which this peer gives its states. folder: for files on their way. report:
+    transport: between members. gifts: through which this peer gives its states. folder: for files on their way. report:
     called with events for the lighthouse. stop_here: asked after each step whether this peer ends.
     """
 
     config: Config
     transport: Transport
     corpus: Corpus
-    gifts: Gifts
+    gifts: StateTransfer
     folder: Path
     report: Callable[[Any], None]
     stop_here: Callable[[int], bool]
     _offered: list[str] = field(default_factory=list)
 
     def mesh(self, stages: Mapping[int, int]) -> Mesh:
-        """The world as this peer sees it. stages: of the seats that are known, its own included."""
-        seats = range(MOST_SEATS)
-        places = [Coordinate(seat, stages.get(seat, 0), 0 if seat in stages else 1) for seat in seats]
-        world = Group(self.transport, tuple(seats), "control", deadlines(self.config), Ledger())
+        """The world as this peer sees it. stages: of the members that are known, its own included."""
+        members = range(MAX_MEMBERS)
+        places = [Coordinate(member, stages.get(member, 0), 0 if member in stages else 1) for member in members]
+        world = Group(self.transport, tuple(members), "control", deadlines(self.config), Ledger())
         return Mesh(world=world, layout=Layout(tuple(places)), report=self.report, stop_here=self.stop_here)
 
-    def offer(self, name: str, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
+    def publish(self, name: str, facts: dict[str, Any], write: Callable[[Path], None]) -> None:
         """Offer a state under `name` in place of the one before the last. facts: told beside it, JSON-able. write: puts
         the state into a file.
         """
-        self.gifts.offer(name, self.folder / f"{name}.safetensors", facts, write)
+        self.gifts.publish(name, self.folder / f"{name}.safetensors", facts, write)
         self._offered.append(name)
         for old in self._offered[:-_KEPT]:
-            self.gifts.withdraw(old)
+            self.gifts.unpublish(old)
         del self._offered[:-_KEPT]
 
 
 class SeatedWork(ABC):
-    """What trains in one seat. post: its letters to those in the others."""
+    """What trains in one member. post: its letters to those in the others."""
 
     post: Post
 
@@ -342,7 +342,7 @@ class SeatedWork(ABC):
     @property
     @abstractmethod
     def first(self) -> int:
-        """The seat that puts the model together at the end."""
+        """The member that puts the model together at the end."""
 
     @abstractmethod
     def go_on_from(self, step: int, kept: KeptParts) -> None:
@@ -371,10 +371,10 @@ ANYWHERE = -1
 
 
 class SeatedTrainer(SwarmTrainer, SeatedWork):
-    """A `SwarmTrainer` whose ranks are seats.
+    """A `SwarmTrainer` whose ranks are members.
 
     part: who begin together and at which stages, or whom of a swarm that is at work this peer asks to be let in. wish:
-    the stage that it wants to serve. await_kept: see `SwarmLine.await_kept`.
+    the stage that it wants to serve. await_kept: see `SwarmClient.await_saved`.
 
     No step begins that would take the run further than `run.checkpoint_every` steps from the newest states that the
     lighthouse keeps, so no more is lost with all peers. States are offered twice in so many steps: those of before are
@@ -383,18 +383,18 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
     """
 
     def __init__(
-        self, seat: OwnSeat, part: Begin | Enter, *, wish: int = ANYWHERE, await_kept: Callable[..., bool]
+        self, member: OwnMember, part: StartSwarm | JoinSwarm, *, wish: int = ANYWHERE, await_saved: Callable[..., bool]
     ) -> None:
-        stages = dict(zip(part.seats, part.stages, strict=True)) if isinstance(part, Begin) else {}
-        self._asked = part.members if isinstance(part, Enter) else ()
+        stages = dict(zip(part.members, part.stages, strict=True)) if isinstance(part, StartSwarm) else {}
+        self._asked = part.members if isinstance(part, JoinSwarm) else ()
         self.epoch, self._wish = part.epoch, wish
-        self._await_kept = await_kept
+        self._await_saved = await_saved
         self._not_awaited = self._told_until = 0  # steps
-        self._seat = seat
-        self._ended_at, self.handed_over = seat.transport.now(), 0
+        self._member = member
+        self._ended_at, self.handed_over = member.transport.now(), 0
         """The step of which all gave their states, for a stage's last peer wants to go."""
-        world = seat.mesh(stages or {seat.transport.rank: max(wish, 0)})
-        super().__init__(seat.config, world, seat.corpus, present=sorted(stages), met=sorted(stages))
+        world = member.mesh(stages or {member.transport.rank: max(wish, 0)})
+        super().__init__(member.config, world, member.corpus, present=sorted(stages), met=sorted(stages))
         self.post = self.model_step.swarm.agreement.post
 
     @override
@@ -434,8 +434,8 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
         self._ended_at, swarm = self.world.transport.now(), self.model_step.swarm
         if swarm.bare and not self.handed_over:
             self.handed_over = self.optimizer.steps
-            self._save(self._seat.folder, self.handed_over)
-            self._await_kept(self.handed_over, self.config.run.grace / 2, though_away=True)
+            self._save(self._member.folder, self.handed_over)
+            self._await_saved(self.handed_over, self.config.run.grace / 2, though_away=True)
         elif not swarm.bare:
             self.handed_over = 0
 
@@ -446,7 +446,7 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
         members = swarm.agreement.members
         if me not in members:
             return None
-        stages = tuple(swarm.stages[seat] for seat in members)
+        stages = tuple(swarm.stages[member] for member in members)
         told = None if last is None else last.told.get(me)
         seconds, queue, counted = (0.0, 0.0, 0) if told is None else (told.seconds, told.queue, told.counted)
         since = round(self.world.transport.now() - self._ended_at, 1)
@@ -460,7 +460,7 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
         if not every or oldest <= self._not_awaited:
             return
         began = time.monotonic()
-        if self._await_kept(oldest, seconds):
+        if self._await_saved(oldest, seconds):
             return
         if time.monotonic() - began >= seconds:
             self._not_awaited = done  # the states after that are waited for again
@@ -483,5 +483,5 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
         if me not in swarm.peers(stage)[:HOLDERS]:
             return
         self._refuse_broken(step, {"model": self.optimizer.weights()})
-        self._seat.offer(state_of(stage, step), {"step": step}, self._state().write)
+        self._member.publish(state_of(stage, step), {"step": step}, self._state().write)
         self.world.report({"offered": {"step": step, "stage": stage, "parts": len(self.model_step.cut.pieces)}})

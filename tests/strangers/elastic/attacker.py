@@ -1,4 +1,4 @@
-"""Somebody who has the token of an elastic run, a seat of it, and bad intentions; and one who has neither."""
+"""Somebody who has the token of an elastic run, a member of it, and bad intentions; and one who has neither."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from isles.comm.credentials import Credentials, Token
 from isles.comm.sockets.connection import HEAD, MARK, URGENT, LinkLost
 from isles.comm.tags import Tag
 from isles.membership.hub import Frame, FrameKind, packed
-from isles.membership.keys import ASKED, HELLO, TIES, TOLD, gift_at, sealed, signature
-from isles.membership.messages import Entry, Find, Found, Hello, decode, encode
+from isles.membership.keys import HELLO, NOTIFY, RELAY_TICKETS, REQUESTS, authenticate, signature, state_key
+from isles.membership.messages import Entry, Hello, Lookup, PeerAddress, decode, encode
 from isles.membership.p2p.stream import TICKET_SIZE, Head, PairHello, Stream, as_dialler, show
 from isles.membership.tls_session import Session, open_session
 from tests.membership.sessions import free_port
@@ -33,7 +33,7 @@ UNASKED = Tag("outer", 1 << 50)
 
 
 class Attacker:
-    """folder: its own. victim: a seat that trains."""
+    """folder: its own. victim: a member that trains."""
 
     def __init__(self, address: str, token: Token, folder: Path, *, version: str, corpus: str, victim: int) -> None:
         self.address, self.token, self.folder, self.victim = address, token, folder, victim
@@ -43,11 +43,11 @@ class Attacker:
         self.session = open_session(token, address)
         self.entry: Any = self.hello()
         assert isinstance(self.entry, Entry)
-        self.word: Sign = partial(signature, self.entry.seat, self.entry.key)
-        self.session.present(f"isles/seat/{self.entry.seat}")
-        found = decode(self.ask(ASKED, encode(Find(victim)), self.word)[0] or b"")
-        assert isinstance(found, Found)
-        self.introduction, (self.certificate,) = bytes.fromhex(found.introduction), found.certificates
+        self.word: Sign = partial(signature, self.entry.member, self.entry.key)
+        self.session.present(f"isles/member/{self.entry.member}")
+        found = decode(self.ask(REQUESTS, encode(Lookup(victim)), self.word)[0] or b"")
+        assert isinstance(found, PeerAddress)
+        self.peer_key, (self.certificate,) = bytes.fromhex(found.peer_key), found.certificates
 
     def hello(self) -> Any:
         """The answer to a greeting as it should be."""
@@ -93,30 +93,30 @@ class Attacker:
 
     def told(self, message: Any, word: bytes | Sign | None) -> Answer:
         """An order to the victim."""
-        return self.ask(f"{TOLD}/{self.victim}", encode(message), word)
+        return self.ask(f"{NOTIFY}/{self.victim}", encode(message), word)
 
     def call(self, said: bytes, word: bytes | None) -> Answer:
         """Ask the victim to dial somebody."""
-        return self.ask(f"isles/mail/{self.victim}", said, word)
+        return self.ask(f"isles/dial/{self.victim}", said, word)
 
-    def called(self, seat: int, place: int = 0, ticket: bytes = bytes(TICKET_SIZE)) -> tuple[bytes, bytes]:
-        """What one says to be dialled, in the name of a seat, and the proof that this one can make."""
-        said = struct.pack("<qHBq24s", seat, place, 0, -1, ticket)
-        return said, sealed(self.introduction, b"isles dials\0", said)
+    def called(self, member: int, island_rank: int = 0, ticket: bytes = bytes(TICKET_SIZE)) -> tuple[bytes, bytes]:
+        """What one says to be dialled, in the name of a member, and the proof that this one can make."""
+        said = struct.pack("<qHBq24s", member, island_rank, 0, -1, ticket)
+        return said, authenticate(self.peer_key, b"isles dials\0", said)
 
     @contextmanager
     def paired(
-        self, *, seat: int | None = None, word: bytes | None = None, shows: Credentials | None = None
+        self, *, member: int | None = None, word: bytes | None = None, shows: Credentials | None = None
     ) -> Iterator[Stream]:
-        """A connection to the victim, over the lighthouse. seat: whose name it says; word: in place of the
+        """A connection to the victim, over the lighthouse. member: whose name it says; word: in place of the
         introduction; shows: the certificate, and the key, in place of its own. LinkLost where it is not let in.
         """
-        ticket = self.session.answer(TIES, b"", seconds=5.0)[0]
+        ticket = self.session.answer(RELAY_TICKETS, b"", seconds=5.0)[0]
         assert ticket is not None
-        said, proof = self.called(self.entry.seat, ticket=ticket)
+        said, proof = self.called(self.entry.member, ticket=ticket)
         assert self.call(said, proof) == (b"", None)
-        token = Token(self.certificate, (self.introduction if word is None else word).hex())
-        hello = PairHello(self.entry.seat if seat is None else seat, 0, True)
+        token = Token(self.certificate, (self.peer_key if word is None else word).hex())
+        hello = PairHello(self.entry.member if member is None else member, 0, True)
         talk = as_dialler(self.session.tied(ticket, 5.0), token, hello)
         shows = shows or self.own
         show(talk, shows, (shows.token.fingerprint,), self.certificate)
@@ -154,7 +154,7 @@ class Attacker:
 
     def gift(self, said: Any) -> Answer:
         """A request for a file of the victim's."""
-        return self.ask(gift_at(str(self.victim)), said if isinstance(said, bytes) else json.dumps(said).encode())
+        return self.ask(state_key(str(self.victim)), said if isinstance(said, bytes) else json.dumps(said).encode())
 
     def close(self) -> None:
         """Be gone."""

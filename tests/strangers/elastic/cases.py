@@ -14,28 +14,28 @@ import pytest
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.sockets.proof import TokenRefused
 from isles.comm.tags import Tag
-from isles.membership.keys import ASKED, CONFIG, HELLO, LIGHTHOUSE, REPORTED, gift_at, signature
+from isles.membership.keys import CONFIG, HELLO, LIGHTHOUSE, REPORTS, REQUESTS, signature, state_key
 from isles.membership.lighthouse import JOINS
 from isles.membership.messages import (
-    Accusation,
     Ack,
+    AnnounceAddress,
     Beat,
     BeatReply,
     Done,
     Entry,
-    Find,
     Hello,
     Later,
     Leave,
-    Listening,
+    Lookup,
     Over,
+    PeerReport,
     Proposal,
     Reload,
-    Word,
+    RoundDecision,
     decode,
     encode,
 )
-from isles.membership.p2p.stream import CHUNK, KEPT, PIECE, REFUSED, TICKET_SIZE, Head
+from isles.membership.p2p.stream import CHUNK, PIECE, REFUSED, TAKEN, TICKET_SIZE, Head
 from isles.membership.tls_session import open_session
 from tests.strangers.callers import GARBAGE
 from tests.strangers.elastic.attacker import NEVER, UNASKED, Attacker, other_run
@@ -45,7 +45,7 @@ ANYBODY, OWN = "anybody", "own"
 
 
 class Case(NamedTuple):
-    """by: who refuses; seat: in whose name that is counted, nobody's or the attacker's own; reason: as counted. `do`
+    """by: who refuses; member: in whose name that is counted, nobody's or the attacker's own; reason: as counted. `do`
     asserts what is answered.
     """
 
@@ -53,15 +53,15 @@ class Case(NamedTuple):
     do: Callable[[Attacker], None]
     by: By
     reason: str = ""
-    seat: Literal["anybody", "own"] = ANYBODY
+    member: Literal["anybody", "own"] = ANYBODY
 
 
 CASES: list[Case] = []
 
 
-def case(by: By, reason: str = "", seat: Literal["anybody", "own"] = ANYBODY) -> Callable[..., Callable[..., None]]:
+def case(by: By, reason: str = "", member: Literal["anybody", "own"] = ANYBODY) -> Callable[..., Callable[..., None]]:
     def add(do: Callable[[Attacker], None]) -> Callable[[Attacker], None]:
-        CASES.append(Case(do.__name__.replace("_", " "), do, by, reason, seat))
+        CASES.append(Case(do.__name__.replace("_", " "), do, by, reason, member))
         return do
 
     return add
@@ -119,10 +119,10 @@ def connections_broken_off(one: Attacker) -> None:
 
 @case("engine")
 def eight_megabytes_in_one_message(one: Attacker) -> None:
-    assert one.flood(ASKED, [bytes(8 << 20)], one.word, seconds=0.5) == [(None, None)]
+    assert one.flood(REQUESTS, [bytes(8 << 20)], one.word, seconds=0.5) == [(None, None)]
 
 
-# With the token, and no seat.
+# With the token, and no member.
 
 
 @case("lighthouse", "a message that is not JSON")
@@ -157,34 +157,40 @@ def joins_too_often(one: Attacker) -> None:
     assert sum(isinstance(answer, Entry) for answer in answers) <= JOINS + 2
 
 
-@case("lighthouse", "a word without the key of its seat")
+@case("lighthouse", "a word without the key of its member")
 def no_seat(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(Beat())) == one.ask(ASKED, encode(Leave()), b"\xff" * 100) == NEVER
+    assert one.ask(REQUESTS, encode(Beat())) == one.ask(REQUESTS, encode(Leave()), b"\xff" * 100) == NEVER
 
 
-@case("lighthouse", "a word without the key of its seat")
+@case("lighthouse", "a word without the key of its member")
 def a_seat_that_nobody_has(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(Beat()), partial(signature, 1 << 20, one.entry.key)) == NEVER
+    assert one.ask(REQUESTS, encode(Beat()), partial(signature, 1 << 20, one.entry.key)) == NEVER
 
 
-@case("lighthouse", "a word without the key of its seat")
+@case("lighthouse", "a word without the key of its member")
 def the_seat_of_another(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(Leave()), partial(signature, one.victim, one.entry.key)) == NEVER
+    assert one.ask(REQUESTS, encode(Leave()), partial(signature, one.victim, one.entry.key)) == NEVER
 
 
 @case("victim", "an order that is not the lighthouse's")
 def orders_in_the_name_of_the_lighthouse(one: Attacker) -> None:
     for word in (None, b"", one.word, partial(signature, one.victim, one.entry.key)):
-        for order in (Over("go home"), Proposal(9, 8, 1, (one.entry.seat,), (one.victim,)), Word(1, "land", 0, (9,))):
+        for order in (
+            Over("go home"),
+            Proposal(9, 8, 1, (one.entry.member,), (one.victim,)),
+            RoundDecision(1, "land", 0, (9,)),
+        ):
             assert one.told(order, word) == NEVER
 
 
 @case("engine")
 def answers_in_place_of_the_lighthouse(one: Attacker) -> None:
     """Whatever it offers to serve there, nobody asks it: the victim, which beats each second, least of all."""
-    with one.overhearing(ASKED, REPORTED, HELLO, CONFIG, gift_at(LIGHTHOUSE), "isles/*", "isles/gift/*", "**") as heard:
+    with one.overhearing(
+        REQUESTS, REPORTS, HELLO, CONFIG, state_key(LIGHTHOUSE), "isles/*", "isles/state/*", "**"
+    ) as heard:
         time.sleep(2.0)
-        assert one.ask(ASKED, encode(Find(one.victim)), one.word)[0] and not heard
+        assert one.ask(REQUESTS, encode(Lookup(one.victim)), one.word)[0] and not heard
 
 
 @case("victim", "a message in another's name")
@@ -195,9 +201,9 @@ def a_call_in_the_name_of_another(one: Attacker) -> None:
 
 @case("victim", "a message of nobody who is there")
 def a_call_of_no_seat(one: Attacker) -> None:
-    for seat in (-1, 1 << 20, -(1 << 63), (1 << 63) - 1):
-        assert one.call(*one.called(seat)) == (None, b"later")
-    assert one.call(*one.called(one.entry.seat, place=1)) == (None, b"later")
+    for member in (-1, 1 << 20, -(1 << 63), (1 << 63) - 1):
+        assert one.call(*one.called(member)) == (None, b"later")
+    assert one.call(*one.called(one.entry.member, island_rank=1)) == (None, b"later")
 
 
 @case("victim", "no message of this library")
@@ -208,8 +214,8 @@ def a_call_of_another_library(one: Attacker) -> None:
 @case("engine")
 def a_pair_in_the_name_of_another(one: Attacker) -> None:
     """Neither with another's number, nor without what the lighthouse gives to who is to know it."""
-    for seat, word in ((one.victim, None), (77, None), (-1, None), (None, bytes(16))):
-        with pytest.raises(LinkLost), one.paired(seat=seat, word=word):
+    for member, word in ((one.victim, None), (77, None), (-1, None), (None, bytes(16))):
+        with pytest.raises(LinkLost), one.paired(member=member, word=word):
             pass
 
 
@@ -225,57 +231,64 @@ def a_ticket_of_nobody(one: Attacker) -> None:
 @case("lighthouse", "a round that this run has not", OWN)
 def a_beat_from_the_end_of_time(one: Attacker) -> None:
     for beat in (Beat(round=1 << 61), Beat(skipped=(-5,)), Beat(seen=((one.victim, 1 << 50),))):
-        assert one.ask(ASKED, encode(beat), one.word) == one.ask(ASKED, encode(Ack(0, True, beat)), one.word) == NEVER
+        assert (
+            one.ask(REQUESTS, encode(beat), one.word)
+            == one.ask(REQUESTS, encode(Ack(0, True, beat)), one.word)
+            == NEVER
+        )
 
 
-@case("lighthouse", "the work of a seat that this run has not", OWN)
+@case("lighthouse", "the work of a member that this run has not", OWN)
 def the_work_of_nobody(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(Beat(seen=((1 << 40, 1),))), one.word) == NEVER
+    assert one.ask(REQUESTS, encode(Beat(seen=((1 << 40, 1),))), one.word) == NEVER
 
 
 @case("lighthouse", "an answer of a round that nobody is in", OWN)
 def answers_of_rounds_that_nobody_is_in(one: Attacker) -> None:
-    for said in (Done(1 << 40, 0, 5), Done(0, 0, 5), Done(1, 1 << 40, 5), Accusation(-1, 0, one.victim, "refused")):
-        assert one.ask(ASKED, encode(said), one.word) == NEVER
+    for said in (Done(1 << 40, 0, 5), Done(0, 0, 5), Done(1, 1 << 40, 5), PeerReport(-1, 0, one.victim, "refused")):
+        assert one.ask(REQUESTS, encode(said), one.word) == NEVER
 
 
 @case("lighthouse", "a word that no worker says", OWN)
 def a_word_of_the_lighthouse(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(Word(1, "land", 0, (one.entry.seat,))), one.word) == NEVER
+    assert one.ask(REQUESTS, encode(RoundDecision(1, "land", 0, (one.entry.member,))), one.word) == NEVER
 
 
 @case("lighthouse", "a message without a kind", OWN)
 def words_that_are_none(one: Attacker) -> None:
     junk = [b"", b"{", b"null", b"\0" * 70_000, b'{"kind":"beat"}', b'{"kind":["beat"]}', b'{"kind":"__init__"}']
-    assert all(one.ask(ASKED, said, one.word) == NEVER for said in junk)
+    assert all(one.ask(REQUESTS, said, one.word) == NEVER for said in junk)
 
 
 @case("lighthouse", "an address that is none", OWN)
 def addresses_that_are_none(one: Attacker) -> None:
     for port in (0, -1, 1 << 40):
-        said = Listening("127.0.0.1", port, "", one.own.token.fingerprint)
-        assert one.ask(ASKED, encode(said), one.word) == NEVER
+        said = AnnounceAddress("127.0.0.1", port, "", one.own.token.fingerprint)
+        assert one.ask(REQUESTS, encode(said), one.word) == NEVER
 
 
 @case("lighthouse", "Listening.certificate: String should match pattern '^[0-9a-f]{32}$'", OWN)
 def a_certificate_that_is_none(one: Attacker) -> None:
-    assert one.ask(ASKED, encode(Listening("127.0.0.1", 9, "", "%%%")), one.word) == NEVER
+    assert one.ask(REQUESTS, encode(AnnounceAddress("127.0.0.1", 9, "", "%%%")), one.word) == NEVER
 
 
 @case("lighthouse", "another certificate than that with which it joined", OWN)
 def another_certificate_than_before(one: Attacker) -> None:
-    for said in (Listening("127.0.0.1", 9, "", one.certificate), Listening("", 0, "", one.own.token.fingerprint, 1)):
-        assert one.ask(ASKED, encode(said), one.word) == NEVER
+    for said in (
+        AnnounceAddress("127.0.0.1", 9, "", one.certificate),
+        AnnounceAddress("", 0, "", one.own.token.fingerprint, 1),
+    ):
+        assert one.ask(REQUESTS, encode(said), one.word) == NEVER
 
 
 @case("lighthouse", "a report that cannot be", OWN)
 def a_report_of_two_megabytes(one: Attacker) -> None:
-    assert one.ask(REPORTED, b"[" + b"0," * (1 << 20) + b"0]", one.word) == NEVER
+    assert one.ask(REPORTS, b"[" + b"0," * (1 << 20) + b"0]", one.word) == NEVER
 
 
 @case("lighthouse", "it nests too deep", OWN)
 def a_report_that_nests(one: Attacker) -> None:
-    one.ask(REPORTED, b"[" * 500_000, one.word)
+    one.ask(REPORTS, b"[" * 500_000, one.word)
 
 
 @case("victim", "pieces that do not fit together", OWN)
@@ -310,19 +323,19 @@ def sixty_four_megabytes_unasked(one: Attacker) -> None:
     """
     heads = [Head(PIECE, (1 << 40) + number, 0, CHUNK, Tag("outer", 1 << 50, number)) for number in range(64)]
     left, said = one.flooded(heads, seconds=6.0)  # two leases
-    assert left < 64 and 0 < [kind for kind, _ in said].count(KEPT) <= 16, (left, said)
+    assert left < 64 and 0 < [kind for kind, _ in said].count(TAKEN) <= 16, (left, said)
 
 
 @case("lighthouse")
 def reports_all_at_once(one: Attacker) -> None:
-    one.flood(REPORTED, [bytes(1 << 20)] * 100, one.word)
+    one.flood(REPORTS, [bytes(1 << 20)] * 100, one.word)
 
 
 @case("lighthouse")
 def a_donor_who_gives_nothing(one: Attacker) -> None:
     """A word that may be said at any time: it costs a line."""
-    assert one.ask(ASKED, encode(Reload()), one.word) == (b"", None)
-    assert isinstance(decode(one.ask(ASKED, encode(Beat()), one.word)[0] or b""), BeatReply)
+    assert one.ask(REQUESTS, encode(Reload()), one.word) == (b"", None)
+    assert isinstance(decode(one.ask(REQUESTS, encode(Beat()), one.word)[0] or b""), BeatReply)
 
 
 @case("lighthouse", "another version, text or number of workers")

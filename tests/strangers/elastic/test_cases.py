@@ -13,14 +13,14 @@ import torch
 
 from isles.comm import credentials
 from isles.comm.tags import Tag
-from isles.membership.client import Company
-from isles.membership.coordinator import RoundsAssembly
+from isles.membership.client import MembershipClient
+from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
 from isles.membership.journal import Journal
-from isles.membership.keys import HELLO, SeatKeys
+from isles.membership.keys import HELLO, MemberKeys
 from isles.membership.lighthouse import Lighthouse
 from isles.membership.messages import Entry, Hello, decode, encode
-from isles.membership.p2p.pairs import Pairs
+from isles.membership.p2p.pairs import PeerConnections
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.tls_session import Session, open_session
 from tests.membership.sessions import router, settled
@@ -39,32 +39,32 @@ class Worker:
         said = encode(Hello(VERSION, CORPUS, session.name(), (own.token.fingerprint,)))
         entry = decode(ask(session, HELLO, said)[0] or b"")
         assert isinstance(entry, Entry)
-        self.session, self.company, self.notices = session, Company(session, entry), list[str]()
-        self.links = Pairs(session, entry, self.company.ask, own, lease=3.0, notice=self.notices.append)
-        self.transport = ElasticTransport(session, entry.seat, 2, guide=self.links)
+        self.session, self.client, self.notices = session, MembershipClient(session, entry), list[str]()
+        self.links = PeerConnections(session, entry, self.client.ask, own, lease=3.0, notice=self.notices.append)
+        self.transport = ElasticTransport(session, entry.member, 2, guide=self.links)
         self.links.start(self.transport)
 
     def close(self) -> None:
         self.transport.close()
         self.links.close()
-        self.company.close()
+        self.client.close()
         self.session.close()
 
 
 class World:
-    """A lighthouse, seats 0 and 1, and the attacker."""
+    """A lighthouse, members 0 and 1, and the attacker."""
 
     def __init__(self, folder: Path, mine: Any, address: str, session: Session) -> None:
         self.reported: list[Any] = []
         self.journal = Journal(folder)
         self.lighthouse = Lighthouse(
             session,
-            RoundsAssembly(Rules(founders=2, sync_every=5, last=1000)),
+            RoundsCoordinator(Rules(founders=2, sync_every=5, last=1000)),
             self.journal,
-            SeatKeys(folder),
+            MemberKeys(folder),
             config="[run]\n",
             version=VERSION,
-            heard=lambda seat, event: self.reported.append((seat, event)),
+            on_report=lambda member, event: self.reported.append((member, event)),
         )
         self.pair = [
             Worker(open_session(mine.token, address), mine.token.secret, folder / f"links-{number}")
@@ -76,8 +76,8 @@ class World:
     def counted(self, case: Case) -> Counter[str]:
         """What was refused so far, by whom the case says."""
         refused = self.pair[0].session.refused if case.by == "victim" else self.lighthouse.refused
-        seat = -1 if case.seat == ANYBODY else self.attacker.entry.seat
-        return Counter({why: times for one, why, times in refused.rows() if one == seat})
+        member = -1 if case.member == ANYBODY else self.attacker.entry.member
+        return Counter({why: times for one, why, times in refused.rows() if one == member})
 
     def exchange(self) -> None:
         """The honest ones do what they do all the time."""
@@ -119,7 +119,7 @@ def test_it_is_refused_counted_and_named(world: World, case: Case) -> None:
             assert time.monotonic() < ends, now
             time.sleep(0.01)
     world.exchange()
-    assert all(one.company.has_answers and one.company.ended is None for one in world.pair)
+    assert all(one.client.has_answers and one.client.ended is None for one in world.pair)
 
 
 def test_the_table_is_long_enough() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isles.cli.elastic import status as command
-from isles.membership.messages import Find, Found
+from isles.membership.messages import Lookup, PeerAddress
 from isles.membership.views import spoken
 from tests.training.elastic.runs import Run
 from tests.training.elastic.test_runs import small
@@ -24,14 +24,14 @@ def test_a_lighthouse_that_vouches_for_another_one_to_one_worker(
     run = Run(
         small(tmp_path, 2000, 3, "run.log_every=1", "replicas.sync_every=1", "world.outer_deadline=1"), tmp_path / "run"
     )
-    whereabouts = run.keeper.lighthouse._whereabouts
-    find = whereabouts.find
+    address_book = run.keeper.lighthouse._whereabouts
+    find = address_book.find
 
-    def falsely(asker: int, said: Find) -> Found:
+    def falsely(asker: int, said: Lookup) -> PeerAddress:
         found = find(asker, said)
-        return replace(found, certificates=(FALSE,)) if (asker, said.seat) == (0, 1) and found.certificates else found
+        return replace(found, certificates=(FALSE,)) if (asker, said.member) == (0, 1) and found.certificates else found
 
-    monkeypatch.setattr(whereabouts, "find", falsely)
+    monkeypatch.setattr(address_book, "find", falsely)
     monkeypatch.setattr(command, "end_in_order", lambda: None)  # pytest keeps its own handlers
 
     def shown() -> list[str]:
@@ -52,7 +52,7 @@ def test_a_lighthouse_that_vouches_for_another_one_to_one_worker(
     assert head.startswith("round ") and head.endswith("of 2000; view 0")
     assert heads.split() == ["fingerprint", "seen", "at", "state", "worker", "round", "inner", "step"]
     assert [row.split()[:4] for row in rows[:3]] == [
-        [spoken(identity), "127.0.0.1", "in", str(seat)] for seat, identity in enumerate(named)
+        [spoken(identity), "127.0.0.1", "in", str(member)] for member, identity in enumerate(named)
     ]
     assert sum("the lighthouse sees it at 127.0.0.1" in line for line in run.notices) == 3
     assert all(any(f"fingerprint: {spoken(one)};" in line for line in run.notices) for one in named)

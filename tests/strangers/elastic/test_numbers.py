@@ -13,13 +13,13 @@ from safetensors.torch import save
 
 from isles.base.parsing import Unfit
 from isles.comm.errors import Malformed
-from isles.membership.coordinator import RoundsAssembly
+from isles.membership.coordinator import RoundsCoordinator
 from isles.membership.effects import Rules
-from isles.membership.keys import LIGHTHOUSE, SeatKeys
-from isles.membership.messages import Accusation, Ack, Beat, Delivered, Later, Load, Silent
-from isles.membership.round_commit import Word
-from isles.membership.run_log import RoundLine, StartLine, as_line, from_line
-from isles.membership.state_transfer import Giver, NotGiven, _facts
+from isles.membership.keys import LIGHTHOUSE, MemberKeys
+from isles.membership.messages import Ack, Beat, Delivered, Later, Load, PeerReport, Silent
+from isles.membership.round_commit import RoundDecision
+from isles.membership.run_log import RoundRecord, StartRecord, as_line, read_record
+from isles.membership.state_transfer import StateServer, StateUnavailable, _facts
 from isles.membership.tls_session import open_session
 from isles.pipeline.ravnest.agreement import ClusterWelcome
 from isles.training.clusters.member import _restore
@@ -38,14 +38,14 @@ HUGE = 1 << 61
 WRONG = ["7", 7.5, True, None, [7], -1, HUGE]
 
 
-def run_of(seats: int) -> RoundsAssembly:
+def run_of(members: int) -> RoundsCoordinator:
     """All in round 5 of 20."""
-    run = RoundsAssembly(Rules(founders=seats, sync_every=5, last=20, agrees=True, quorum=0.5))
-    for seat in range(seats):
+    run = RoundsCoordinator(Rules(founders=members, sync_every=5, last=20, agrees=True, quorum=0.5))
+    for member in range(members):
         run.join(0.0, "text")
-        run.hear(0.0, seat, Beat(ready=0))
-    for seat in range(seats):
-        run.hear(0.0, seat, Beat(5, 0, 0))
+        run.hear(0.0, member, Beat(ready=0))
+    for member in range(members):
+        run.hear(0.0, member, Beat(5, 0, 0))
     return run
 
 
@@ -55,7 +55,7 @@ def run_of(seats: int) -> RoundsAssembly:
         Beat(21, 0, 0),
         Beat(5, 0, 0, seconds=1e299),
         Ack(1, True, Beat(5, 0, 0, seconds=-1.0)),
-        Accusation(5, 0, 9, "refused"),
+        PeerReport(5, 0, 9, "refused"),
         *(Delivered(round, 5, 1.0) for round in (-1, 0, 9, HUGE)),
         *(Delivered(5, steps, 1.0) for steps in (-1, 0, 101, HUGE)),
         *(Delivered(5, 5, seconds) for seconds in (-1.0, 1e299)),
@@ -72,7 +72,7 @@ def test_words_of_members(said: Any) -> None:
 def test_words_that_no_member_says_are_nobody_s() -> None:
     """Whatever they hold: of every kind that there is."""
     run = run_of(3)
-    for said in (Word(5, "land", 0, (1,), steps=(5,)), Later(1e300, "x"), Load(0, HUGE, -1.0), Silent(HUGE)):
+    for said in (RoundDecision(5, "land", 0, (1,), steps=(5,)), Later(1e300, "x"), Load(0, HUGE, -1.0), Silent(HUGE)):
         assert run.hear(1.0, 1, said) is None
 
 
@@ -83,7 +83,7 @@ def test_what_is_said_beside_a_file(key: str) -> None:
     assert _facts(json.dumps(good).encode(), range(6, 8)) == good | {"left_out": {3: 1}}
     fine = {"digest": (-1, HUGE), "size": (HUGE,)}.get(key, ())
     for wrong in [*(one for one in WRONG if one not in fine), HUGE**2]:
-        with pytest.raises(NotGiven, match=f"{key} is no whole number"):
+        with pytest.raises(StateUnavailable, match=f"{key} is no whole number"):
             _facts(json.dumps(good | {key: wrong}).encode(), range(6, 8))
 
 
@@ -101,11 +101,11 @@ def test_what_is_said_beside_a_file(key: str) -> None:
     ],
 )
 def test_what_else_is_said_beside_a_file(more: dict[str, Any]) -> None:
-    with pytest.raises(NotGiven, match="makes no sense"):
+    with pytest.raises(StateUnavailable, match="makes no sense"):
         _facts(json.dumps({"size": 9, "number": 1, "crc32": 5, **more}).encode(), range(6, 8))
 
 
-class Lying(Giver):
+class Lying(StateServer):
     """says: of which round its file is."""
 
     says: Any = 5
@@ -116,7 +116,7 @@ class Lying(Giver):
 
 def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> None:
     """Six members say that theirs is of a text, of a path, of 2^61, of 2^61 + 1; the seventh's is kept."""
-    keys, folder = SeatKeys(tmp_path), tmp_path / "states"
+    keys, folder = MemberKeys(tmp_path), tmp_path / "states"
     rounds = [HUGE, HUGE + 1, "../../5", 9, True, "5", 5]
     with router(tmp_path) as (mine, address, host):
         end = open_session(mine.token, address)
@@ -124,7 +124,7 @@ def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> Non
             kept = Checkpoints(tmp_path, "states")
             for round in (3, 4):
 
-                def before(place: int, path: Path, round: int = round) -> int:
+                def before(island_rank: int, path: Path, round: int = round) -> int:
                     write_state(path, {"w": torch.zeros(2)})
                     return round
 
@@ -135,13 +135,13 @@ def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> Non
             made.membership = run_of(len(rounds))
             made.membership.hear(0.0, 0, Beat(20, 0, 0))  # one of them alone says that it is there
             made.lighthouse = SimpleNamespace(look=lambda at: at(0.0))  # type: ignore[assignment]
-            made.giver = Giver(host, LIGHTHOUSE, print)
-            for seat, told in enumerate(rounds):
-                path = tmp_path / f"given-{seat}"
-                write_state(path, {"w": torch.full((2,), float(seat))})
-                giver = Lying(end, str(seat), print, guide=Known(keys, seat))
-                giver.says = told
-                giver.offer(STATE, path, {"round": 5})
+            made.state_server = StateServer(host, LIGHTHOUSE, print)
+            for member, told in enumerate(rounds):
+                path = tmp_path / f"given-{member}"
+                write_state(path, {"w": torch.full((2,), float(member))})
+                state_server = Lying(end, str(member), print, guide=Known(keys, member))
+                state_server.says = told
+                state_server.publish(STATE, path, {"round": 5})
             assert made._save()
         finally:
             end.close()
@@ -150,15 +150,17 @@ def test_a_state_of_no_round_deletes_none_and_ends_nobody(tmp_path: Path) -> Non
 
 
 def test_lines_of_rounds_that_this_run_has_not(tmp_path: Path) -> None:
-    line = RoundLine(seat=1, round=4, view=0, spare=0, steps=5, seconds=1.0, seats=(0, 1), outcome="whole", at=1.0)
-    assert from_line(as_line(line)) == line
+    line = RoundRecord(
+        member=1, round=4, view=0, spare=0, steps=5, seconds=1.0, members=(0, 1), outcome="whole", at=1.0
+    )
+    assert read_record(as_line(line)) == line
     for key in ("round", "steps", "spare", "view"):
         for wrong in ["7", 7.5, True, None, [7], -2, HUGE]:
             with pytest.raises(ValueError, match=key):
-                from_line(as_line(line) | {key: wrong})
+                read_record(as_line(line) | {key: wrong})
     made = Keeper(config("run.steps=20"), tmp_path, "127.0.0.1:1", print, print, print)  # 4 rounds
-    made.membership = RoundsAssembly(made.rules)
-    start = StartLine(seat=1, first=4, donor=0, copied=3, has=1 << 39, size=5, at=1.0)
+    made.membership = RoundsCoordinator(made.rules)
+    start = StartRecord(member=1, first=4, donor=0, copied=3, has=1 << 39, size=5, at=1.0)
     for told in (as_line(line) | {"round": 1 << 39}, as_line(start)):
         with pytest.raises(ValueError, match="rounds that this run has not"):
             made._note(1, told)
@@ -208,6 +210,6 @@ def test_clusters_begin_at_a_step_of_the_run() -> None:
     assert begun == [(3, 5)]
     good = {"step": 3, "since": 0, "before": 0, "most": 4, "judges": 1}
     for more in ({"step": HUGE}, {"since": 21}, {"step": True}, {"before": 1 << 60}):
-        welcome = ClusterWelcome(turn=1, seats=None, facts=good | more)  # type: ignore[arg-type]
+        welcome = ClusterWelcome(turn=1, members=None, facts=good | more)  # type: ignore[arg-type]
         with pytest.raises(Unfit):
             ClusterWorker.come(worker, welcome)

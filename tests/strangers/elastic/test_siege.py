@@ -62,11 +62,11 @@ def test_everything_at_once(world: Processes, tmp_path: Path) -> None:
     print(f"{len(CASES)} cases: gap {gap:.2f} s, median {usual:.2f} s, grown by {[g >> 20 for g in most.values()]} MB")
     assert gap <= usual + 2.0 and max(most.values()) <= MOST
     said = (world.folder / "0.log").read_text()
-    own = f"worker {attacker.entry.seat}"
+    own = f"worker {attacker.entry.member}"
     for case in CASES:
         by = {"lighthouse": "the lighthouse", "victim": "worker 0"}.get(case.by, "")
         if case.reason:
-            assert f"{by} refuses {own if case.seat == 'own' else 'somebody'}: {case.reason}" in said, case.name
+            assert f"{by} refuses {own if case.member == 'own' else 'somebody'}: {case.reason}" in said, case.name
     assert "Traceback" not in said
 
 

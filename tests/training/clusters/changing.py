@@ -126,10 +126,10 @@ class Watched(ChurnedClusters):
         return [self.workers[rank] for rank in sorted(self.results)]
 
     def check(self) -> None:
-        """Those who came to the end are in the same seats, and all whole clusters hold the same."""
-        seats = self.finished[0].agreement.seats
-        assert all(worker.agreement.seats == seats for worker in self.finished)
-        alike(self.after[self.config.run.steps], seats.clusters)
+        """Those who came to the end are in the same members, and all whole clusters hold the same."""
+        members = self.finished[0].agreement.members
+        assert all(worker.agreement.members == members for worker in self.finished)
+        alike(self.after[self.config.run.steps], members.clusters)
         for own in (worker.serving for worker in self.finished if worker.serving is not None and worker.trains):
             counts = {int(state["step"]) for state in own.optimizer.state.values()}
             assert counts == {self.config.run.steps}, counts

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.training.swarm.members import SwarmRun, seated
 
 from isles.network.clusters.nodes import ClusterNode
 from isles.training.clusters.member import SeatedClusterPeer
 from isles.training.clusters.node import growth_of
 from isles.training.lighthouse.peers import ClusterKeeper
 from tests.training.clusters.changing import FOUR
-from tests.training.swarm.seats import SwarmRun, seated
 
 LONG = pytest.mark.long
 SEATED = [one for one in FOUR if "backend" not in one and "links" not in one]
@@ -35,13 +35,13 @@ class ClusterRun(SwarmRun):
         super().__init__(made, out)
 
 
-def seats_of(run: ClusterRun, number: int) -> Any:
+def members_of(run: ClusterRun, number: int) -> Any:
     peer: Any = run.peers[number]
-    return peer._trainer._worker.agreement.seats
+    return peer._trainer._worker.agreement.members
 
 
-def seat(run: ClusterRun, number: int) -> int:
-    return run.peers[number].line.seat
+def member(run: ClusterRun, number: int) -> int:
+    return run.peers[number].line.member
 
 
 @LONG
@@ -68,17 +68,17 @@ def test_who_comes_makes_a_cluster_takes_a_place_and_leaves(tmp_path: Path) -> N
         run.join()
     run.until(lambda: run.step(0) >= 8)
     pair = [run.join(), run.join()]
-    run.until(lambda: len(seats_of(run, 0).whole) == 3)
-    assert seats_of(run, 0).clusters[2] == tuple(sorted(seat(run, number) for number in pair))
+    run.until(lambda: len(members_of(run, 0).whole) == 3)
+    assert members_of(run, 0).clusters[2] == tuple(sorted(member(run, number) for number in pair))
     run.vanish(1)
-    run.until(lambda: len(seats_of(run, 0).whole) == 2)
+    run.until(lambda: len(members_of(run, 0).whole) == 2)
     last = run.join()
-    run.until(lambda: len(seats_of(run, 0).whole) == 3)
-    seats = seats_of(run, 0)
-    assert seats.place(seat(run, last)) is not None and seat(run, 1) in seats.lost
+    run.until(lambda: len(members_of(run, 0).whole) == 3)
+    members = members_of(run, 0)
+    assert members.place(member(run, last)) is not None and member(run, 1) in members.lost
     run.peers[pair[0]].leave()
     run.until(lambda: run.endings.get(pair[0]) == "left")
-    run.until(lambda: len(seats_of(run, 0).whole) == 2)
+    run.until(lambda: len(members_of(run, 0).whole) == 2)
     summary = run.end(300)
     assert summary["workers"] == 5 and summary["leaves"] == 1 and summary["deaths"] == 1
     assert (tmp_path / "run" / "model.safetensors").exists()
@@ -89,13 +89,13 @@ def test_a_run_that_lost_all_goes_on_from_what_the_lighthouse_keeps(tmp_path: Pa
     run = ClusterRun(tmp_path / "run", "run.steps=200", "run.validate_every=0", "run.checkpoint_every=20")
     for _ in range(4):
         run.join()
-    run.until(lambda: run.keeper.muster.kept >= 40)
-    kept = run.keeper.muster.kept
+    run.until(lambda: run.keeper.coordinator.saved >= 40)
+    kept = run.keeper.coordinator.saved
     for number in range(4):
         run.vanish(number)
     fresh = [run.join() for _ in range(4)]
     run.until(lambda: run.step(fresh[0]) > kept)
-    assert run.keeper.muster.epoch == 2
+    assert run.keeper.coordinator.epoch == 2
     summary = run.end(300)
     assert summary["begun"] == 2 and all(run.endings[number] == "finished" for number in fresh)
 
@@ -117,19 +117,19 @@ def test_who_asks_those_who_are_gone_asks_the_lighthouse_again(tmp_path: Path) -
     more = ("run.steps=200", "run.validate_every=0", "run.checkpoint_every=20", "pipeline.ravnest.clusters=[[2]]")
     run = ClusterRun(tmp_path / "run", *more, "world.workers=2")
     first, plain = [run.join() for _ in range(2)], run.kind
-    run.until(lambda: run.keeper.muster.kept >= 20)
+    run.until(lambda: run.keeper.coordinator.saved >= 20)
     run.kind = partial(Late, *plain.args, **plain.keywords)
     late = run.join()
-    run.until(lambda: late in run.peers and run.peers[late].line.seat >= 2)
+    run.until(lambda: late in run.peers and run.peers[late].line.member >= 2)
     time.sleep(1.0)  # it has been told to ask the first ones
     for number in first:
         run.vanish(number)
-    run.until(lambda: not run.keeper.muster.alive())
+    run.until(lambda: not run.keeper.coordinator.alive())
     run.kind = plain
     Late.asks.set()
     fresh = run.join()
     run.until(lambda: run.step(fresh) > 0 and run.step(late) > 0, 60.0)
-    assert run.keeper.muster.epoch == 2
+    assert run.keeper.coordinator.epoch == 2
     assert run.end(120)["begun"] == 2
 
 
@@ -144,11 +144,11 @@ def test_a_joiner_tells_what_was_measured(tmp_path: Path) -> None:
     run.until(lambda: run.step(0) >= 8)
     run.kind = SeatedClusterPeer
     last = run.join()
-    run.until(lambda: len(seats_of(run, 0).whole) == 3)
-    seats = seats_of(run, 0)
-    node = decode_node(seats.told[seat(run, last)], "")
-    assert seats.clusters[2] == (seat(run, last),) and node is not None
+    run.until(lambda: len(members_of(run, 0).whole) == 3)
+    members = members_of(run, 0)
+    node = decode_node(members.told[member(run, last)], "")
+    assert members.clusters[2] == (member(run, last),) and node is not None
     assert node.bandwidth != pytest.approx(run.config.world.slowest_link, rel=0.01) and 0 < node.latency < 1.0
-    now = run.keeper.muster.now(0.0, [])
-    assert now.clustered and {one.place[2:] for one in now.peers if one.seat == seat(run, last)} <= {(1, 1), ()}
+    now = run.keeper.coordinator.now(0.0, [])
+    assert now.clustered and {one.place[2:] for one in now.peers if one.member == member(run, last)} <= {(1, 1), ()}
     run.end(300)

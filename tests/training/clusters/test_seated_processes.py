@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.training.swarm.members import seated
 from typing_extensions import override
 
-from isles.cli.elastic.query import run_now
+from isles.cli.elastic.query import run_status
 from isles.comm.credentials import parse_token
-from isles.membership.messages import SwarmNow
+from isles.membership.messages import SwarmStatus
 from isles.network.clusters.nodes import ClusterNode
 from isles.training.clusters.node import growth_of
 from tests.cli.command import isles
 from tests.training.clusters.test_seated import SEATED
-from tests.training.swarm.seats import seated
 from tests.training.swarm.test_seated_processes import Commands
 
 pytestmark = pytest.mark.long
@@ -44,16 +44,16 @@ class ClusterCommands(Commands):
         """One more, that says what it has."""
         return self.peer("--node", str(self.folder / "half.toml"), *words)
 
-    def now(self) -> SwarmNow:
+    def now(self) -> SwarmStatus:
         """What the lighthouse says."""
-        return run_now(self.address, parse_token((self.folder / "token").read_text().strip()))
+        return run_status(self.address, parse_token((self.folder / "token").read_text().strip()))
 
     def whole(self) -> dict[int, list[int]]:
-        """By cluster that trains, the seats of its nodes by stage."""
+        """By cluster that trains, the members of its nodes by stage."""
         found: dict[int, dict[int, int]] = {}
         for one in self.now().peers:
             if one.place and one.place[3]:
-                found.setdefault(one.place[0], {})[one.place[1]] = one.seat
+                found.setdefault(one.place[0], {})[one.place[1]] = one.member
         complete = {place[0]: place[2] for place in (one.place for one in self.now().peers) if place}
         return {
             number: [own[stage] for stage in sorted(own)]
@@ -126,11 +126,11 @@ def test_all_and_the_lighthouse_are_killed(commands: Make) -> None:
     run = commands("run.steps=300")
     for _ in range(4):
         run.node()
-    run.until(lambda: len(run.journal("kept")) >= 2)
+    run.until(lambda: len(run.journal("saved")) >= 2)
     for process in run.started:
         process.kill()
         process.wait()
-    kept = run.journal("kept")[-1]["step"]
+    kept = run.journal("saved")[-1]["step"]
     assert run.step() - kept <= 3 * EVERY
     light = run.start("resume", str(run.out))
     again = [run.node() for _ in range(4)]
@@ -147,7 +147,7 @@ def test_who_leaves_and_cannot_be_replaced_is_gone_within_its_grace(commands: Ma
     run.until(lambda: run.step() >= 20)
     leaves.terminate()
     assert leaves.wait(25.0 + 10.0) == 0
-    (kept,) = run.journal("kept")
+    (kept,) = run.journal("saved")
     assert kept["step"] % 4 == 0 and len(run.journal("leave")) == 1
     fresh = run.node()
     run.until(lambda: len(run.journal("begin")) == 2)

@@ -36,7 +36,7 @@ ROW = np.dtype(
     [
         ("kind", "i1"),
         ("fate", "i1"),
-        ("seat", "i4"),
+        ("member", "i4"),
         ("peer", "i4"),
         ("tag", "i8", (6,)),
         ("bytes", "i8"),
@@ -74,18 +74,18 @@ class Book:
             rows = [] if watch is None else [work.row for work in watch.works if hasattr(work, "row")]
             if error is not None and rows:
                 kept = self._rows[rows[0]]
-                row = self._add(_EXCHANGE, int(kept["seat"]), -1, kept["tag"], np.zeros(0, np.uint8))
+                row = self._add(_EXCHANGE, int(kept["member"]), -1, kept["tag"], np.zeros(0, np.uint8))
                 self._rows["fate"][row] = _fate(error)
             end(transfer, result, error)
 
         ElasticTransport.send, ElasticTransport.recv = sends, receives  # type: ignore[method-assign]
         BackgroundTransfer._end = ends  # type: ignore[method-assign]
 
-    def _add(self, kind: int, seat: int, peer: int, tag: Sequence[Any], data: np.ndarray) -> int:
+    def _add(self, kind: int, member: int, peer: int, tag: Sequence[Any], data: np.ndarray) -> int:
         numbers = [CHANNELS.index(tag[0]), *tag[1:]] if isinstance(tag[0], str) else tag
         with self._lock:
             row = int(self._rows["bytes"][0]) + 1
-            self._rows[row] = kind, _UNDER_WAY, seat, peer, numbers, data.nbytes, 0
+            self._rows[row] = kind, _UNDER_WAY, member, peer, numbers, data.nbytes, 0
             self._rows["bytes"][0] = row
         return row
 
@@ -129,28 +129,28 @@ def ended(rows: np.ndarray) -> Counter[str]:
     return Counter(FATES[fate] for fate in rows["fate"][rows["kind"] == _EXCHANGE])
 
 
-def account(books: Iterable[np.ndarray], last: Mapping[int, int]) -> Counter[str]:
+def ledger(books: Iterable[np.ndarray], last: Mapping[int, int]) -> Counter[str]:
     """Bytes of all messages: "sent"; of these "received", and by what ended the others; "unexplained". last: the last
-    round of each, by seat, after all have ended: what is of that one or later its end explains. AssertionError for what
+    round of each, by member, after all have ended: what is of that one or later its end explains. AssertionError for what
     somebody received that nobody sent like that.
     """
     rows = np.concatenate([*books])
     sent, failed = rows[rows["kind"] == _SENT], rows[(rows["kind"] != _SENT) & (rows["fate"] > _DONE)]
     why: dict[tuple[int, ...], str] = {}
     for row in np.concatenate([failed, sent[sent["fate"] > _DONE]]):
-        why.setdefault(_part(row["seat"], row["tag"]), FATES[row["fate"]])
+        why.setdefault(_part(row["member"], row["tag"]), FATES[row["fate"]])
     waiting: dict[tuple[int, ...], list[Any]] = defaultdict(list)
     for row in sent:
-        waiting[_address(row["seat"], row["peer"], row["tag"])].append((row["bytes"], row["crc"]))
+        waiting[_address(row["member"], row["peer"], row["tag"])].append((row["bytes"], row["crc"]))
     told: Counter[str] = Counter(sent=int(sent["bytes"].sum()))
     for row in rows[(rows["kind"] == _RECEIVED) & (rows["fate"] == _DONE)]:
-        address = _address(row["peer"], row["seat"], row["tag"])
+        address = _address(row["peer"], row["member"], row["tag"])
         assert (row["bytes"], row["crc"]) in waiting[address], f"{row} was never sent"
         waiting[address].remove((row["bytes"], row["crc"]))
         told["received"] += int(row["bytes"])
     for (source, target, *tag), left in waiting.items():
         ends = why.get(_part(target, tag)) or why.get(_part(source, tag))
-        over = any(tag[1] >= last.get(seat, 0) for seat in (source, target))
+        over = any(tag[1] >= last.get(member, 0) for member in (source, target))
         ends = ends or ("the end of its worker" if over else "unexplained")
         told[ends] += int(sum(size for size, _ in left))
     return told
@@ -160,7 +160,7 @@ def _address(source: int, target: int, tag: Iterable[int]) -> tuple[int, ...]:
     return (int(source), int(target), *map(int, tag))
 
 
-def _part(seat: int, tag: Sequence[int]) -> tuple[int, ...]:
+def _part(member: int, tag: Sequence[int]) -> tuple[int, ...]:
     """Whose part in which exchange: channel, round, fragment and attempt."""
     channel, round, fragment, _, _, attempt = tag
-    return (int(seat), int(channel), int(round), int(fragment), int(attempt))
+    return (int(member), int(channel), int(round), int(fragment), int(attempt))

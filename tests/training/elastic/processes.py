@@ -135,9 +135,9 @@ def connected(out: Path) -> set[int]:
     for line in (out / "members.jsonl").read_text().splitlines():
         entry = json.loads(line)
         if entry["event"] in ("join", "back"):
-            there.add(entry["seat"])
-        elif entry["event"] == "gone":
-            there.discard(entry["seat"])
+            there.add(entry["member"])
+        elif entry["event"] == "lost":
+            there.discard(entry["member"])
     return there
 
 
@@ -145,20 +145,20 @@ class Diary:
     """When each line of a run's metrics and journal came, seen from beside it."""
 
     def __init__(self, out: Path) -> None:
-        self.rounds: dict[int, list[float]] = {}  # by seat: when its lines came
+        self.rounds: dict[int, list[float]] = {}  # by member: when its lines came
         self.events: list[tuple[float, dict[str, Any]]] = []
         self._out, self._over = out, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def when(self, event: str, seat: int, since: float) -> float | None:
+    def when(self, event: str, member: int, since: float) -> float | None:
         """When the journal had it."""
-        found = (at for at, e in list(self.events) if e["event"] == event and e.get("seat") == seat and at >= since)
+        found = (at for at, e in list(self.events) if e["event"] == event and e.get("member") == member and at >= since)
         return next(found, None)
 
-    def gaps(self, seats: Sequence[int], start: float, end: float) -> list[float]:
-        """Seconds between two rounds of one of `seats`."""
-        times = [[at for at in self.rounds.get(seat, []) if start <= at <= end] for seat in seats]
+    def gaps(self, members: Sequence[int], start: float, end: float) -> list[float]:
+        """Seconds between two rounds of one of `members`."""
+        times = [[at for at in self.rounds.get(member, []) if start <= at <= end] for member in members]
         return [late - early for one in times for early, late in pairwise(one)]
 
     def close(self) -> None:

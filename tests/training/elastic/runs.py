@@ -25,7 +25,7 @@ from tests.training.lit import LitRun
 
 @contextmanager
 def in_run(run: LitRun, here: Here) -> Iterator[Participant]:
-    """A worker of it in a seat."""
+    """A worker of it in a member."""
     with ExitStack() as stack:
         entrance = admitted(stack, run.address, parse_token(run.token), here, tell=run.notices.append)
         yield stack.enter_context(seated(entrance, IslandGroup(), tell=run.notices.append))
@@ -88,7 +88,7 @@ class Run(LitRun):
         transport = self.workers[number].transport
         assert isinstance(transport, ElasticTransport)
         vanish(transport)
-        self.workers[number].company.ended = Over()
+        self.workers[number].client.ended = Over()
 
     def step(self, number: int) -> int:
         """Inner steps that a worker has done."""

@@ -16,11 +16,11 @@ from unittest.mock import patch
 import numpy as np
 
 from isles.data.order import rows
-from isles.membership.coordinator import Membership
-from isles.membership.data_ledger import Account, lot_batches
+from isles.membership.coordinator import RoundsCoordinator
+from isles.membership.data_ledger import DataLedger, range_batches
 from isles.membership.effects import Rules
 from isles.membership.run_log import ALONE, WHOLE
-from tests.training.elastic.mapped import account, ended
+from tests.training.elastic.mapped import ended, ledger
 from tests.training.elastic.processes import Processes, connected
 from tests.training.elastic.test_runs import EVERY, events
 from tests.training.elastic.warm import Worker
@@ -109,9 +109,9 @@ class Soak:
         world, living = self.world, self.living
         lines = [len(worker.rounds()) for worker in living]
         world.until(lambda: all(len(w.rounds()) > before + 2 for w, before in zip(living, lines, strict=True)))
-        wanted = {worker.rounds()[-1]["seat"] for worker in living}
+        wanted = {worker.rounds()[-1]["member"] for worker in living}
         world.until(lambda: connected(world.out) == wanted)
-        world.until(lambda: set(events(world.out, "view")[-1]["view"]["seats"]) == wanted)
+        world.until(lambda: set(events(world.out, "view")[-1]["view"]["members"]) == wanted)
         self._entries = self._journal()
         since = events(world.out, "view")[-1]["view"]["since"]
         world.until(lambda: all(worker.rounds()[-1]["round"] > since for worker in living))
@@ -138,31 +138,37 @@ class Soak:
         """Of every batch before the view in which all settled the work is in the weights of who is there, or it is
         owed; of at most a cell a loss it is there twice.
         """
-        losses, forgo = list[int](), Account.forgo  # of members whose work was given up
+        losses, forgo = list[int](), DataLedger.forgo  # of members whose work was given up
 
-        def noted(account: Account, seat: int) -> None:
-            losses.append(seat)
-            forgo(account, seat)
+        def noted(ledger: DataLedger, member: int) -> None:
+            losses.append(member)
+            forgo(ledger, member)
 
-        with patch.object(Account, "forgo", noted):
-            kept = Membership(Rules(founders=self.least, sync_every=EVERY, agrees=agrees), self._entries).account
+        with patch.object(DataLedger, "forgo", noted):
+            kept = RoundsCoordinator(Rules(founders=self.least, sync_every=EVERY, agrees=agrees), self._entries).ledger
         view = kept.newest
         assert view is not None
-        owed = {int(rows(*one, batch_size=1)[0]) for lot in view.owed for one in lot_batches(kept.views[lot.view], lot)}
-        held = Counter(work_of(self.world.warm, view.seats, agrees=agrees))
-        never, twice = {*range(view.start)} - held.keys() - owed, sum(held.values()) - len(held)
+        backlog = {
+            int(rows(*one, batch_size=1)[0])
+            for sample_range in view.backlog
+            for one in range_batches(kept.views[sample_range.view], sample_range)
+        }
+        held = Counter(work_of(self.world.warm, view.members, agrees=agrees))
+        never, twice = {*range(view.start)} - held.keys() - backlog, sum(held.values()) - len(held)
         assert not never, f"{len(never)} batches are in nobody's weights, the first {sorted(never)[:20]}"
         assert twice <= EVERY * len(losses), f"{twice} batches twice, {len(losses)} losses"
         done = sum(len(worker.reads()) for worker in self.world.warm)
-        return f"{done} batches read, {len(held)} in the weights, {twice} twice, {len(owed)} owed, {len(losses)} losses"
+        return (
+            f"{done} batches read, {len(held)} in the weights, {twice} twice, {len(backlog)} owed, {len(losses)} losses"
+        )
 
     def messages(self) -> str:
         """What was sent was received, or there is what ended it."""
-        last: dict[int, int] = {}  # round that a worker has told of, by seat
+        last: dict[int, int] = {}  # round that a worker has told of, by member
         for worker in self.world.warm:
             if len(book := worker.book()):
-                last[int(book["seat"][0])] = max((line["round"] for line in worker.rounds()), default=0)
-        told = account([worker.book() for worker in self.world.warm], last)
+                last[int(book["member"][0])] = max((line["round"] for line in worker.rounds()), default=0)
+        told = ledger([worker.book() for worker in self.world.warm], last)
         assert told["unexplained"] == 0, told
         assert told["sent"] == sum(told.values()) - told["sent"]
         assert told["received"] > 0.8 * told["sent"]
@@ -176,12 +182,12 @@ class Soak:
         return did, late
 
 
-def work_of(workers: Sequence[Worker], seats: Sequence[int], *, agrees: bool) -> list[int]:
-    """The batches whose work is in the weights of `seats` at the end, each as often as it was read by somebody whose
+def work_of(workers: Sequence[Worker], members: Sequence[int], *, agrees: bool) -> list[int]:
+    """The batches whose work is in the weights of `members` at the end, each as often as it was read by somebody whose
     work came there: at its own reading, in a whole exchange, or with the state that somebody began with.
     """
     numbers: list[int] = []  # of each reading
-    reads: dict[int, dict[int, int]] = {}  # by round and seat, as bits
+    reads: dict[int, dict[int, int]] = {}  # by round and member, as bits
     whole: dict[int, dict[int, list[int]]] = {}
     starts: dict[int, list[dict[str, int]]] = {}
     for worker in workers:
@@ -189,28 +195,28 @@ def work_of(workers: Sequence[Worker], seats: Sequence[int], *, agrees: bool) ->
             continue
         for line in lines:
             starts.setdefault(line["first"], []).append(line)
-        seat = lines[0]["seat"]
+        member = lines[0]["member"]
         for round, number in worker.reads():
             own = reads.setdefault(round, {})
-            own[seat] = own.get(seat, 0) | 1 << len(numbers)
+            own[member] = own.get(member, 0) | 1 << len(numbers)
             numbers.append(number)
         for line in worker.rounds():
             if line["outcome"] == WHOLE:
-                whole.setdefault(line["round"], {})[seat] = line["seats"]
+                whole.setdefault(line["round"], {})[member] = line["members"]
     copies = {(line["donor"], line["has" if agrees else "copied"]) for lines in starts.values() for line in lines}
     held: dict[int, int] = {}
     copied: dict[tuple[int, int], int] = {}
     for round in range(max(reads) + 1):
         for line in starts.get(round, ()):
-            held[line["seat"]] = copied.get((line["donor"], line["has" if agrees else "copied"]), 0)
-        for seat, read in reads.get(round, {}).items():
-            held[seat] = held.get(seat, 0) | read
+            held[line["member"]] = copied.get((line["donor"], line["has" if agrees else "copied"]), 0)
+        for member, read in reads.get(round, {}).items():
+            held[member] = held.get(member, 0) | read
         before = dict(held)
-        for seat, others in whole.get(round, {}).items():
+        for member, others in whole.get(round, {}).items():
             for other in others:
-                held[seat] |= before.get(other, 0)
-        copied |= {(seat, round): mask for seat, mask in held.items() if (seat, round) in copies}
-    there = f"{functools.reduce(operator.or_, (held.get(seat, 0) for seat in seats)):b}"[::-1]
+                held[member] |= before.get(other, 0)
+        copied |= {(member, round): mask for member, mask in held.items() if (member, round) in copies}
+    there = f"{functools.reduce(operator.or_, (held.get(member, 0) for member in members)):b}"[::-1]
     return [number for number, bit in zip(numbers, there, strict=False) if bit == "1"]
 
 

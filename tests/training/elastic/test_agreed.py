@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from isles.membership.lighthouse import Lighthouse
-from isles.membership.round_commit import Word
+from isles.membership.round_commit import RoundDecision
 from isles.membership.rounds import Decision
 from isles.training.elastic.leader import Participant
 from isles.training.elastic.worker import Decisions, ElasticWorker
@@ -24,12 +24,12 @@ Digests = Mapping[int, Mapping[int, int]]
 
 @pytest.fixture
 def digests(monkeypatch: pytest.MonkeyPatch) -> Digests:
-    """By round and seat, of what was landed; rounds take 50 ms."""
+    """By round and member, of what was landed; rounds take 50 ms."""
     found: defaultdict[int, dict[int, int]] = defaultdict(dict)
     one_round, keep = Participant._round, ElasticWorker.keep
 
     def noted(worker: ElasticWorker, said: Decision) -> None:
-        found[said.round][worker.seat] = worker.optimizer.fragments[0].digest
+        found[said.round][worker.member] = worker.optimizer.fragments[0].digest
         keep(worker, said)
 
     def slowly(worker: Participant, *place: int) -> Decisions[int]:
@@ -41,8 +41,8 @@ def digests(monkeypatch: pytest.MonkeyPatch) -> Digests:
     return found
 
 
-def landed(digests: Digests, seat: int) -> list[int]:
-    return sorted(round for round, seats in list(digests.items()) if seat in seats)
+def landed(digests: Digests, member: int) -> list[int]:
+    return sorted(round for round, members in list(digests.items()) if member in members)
 
 
 def end(world: Run) -> None:
@@ -55,13 +55,13 @@ def end(world: Run) -> None:
     world.rest()
 
 
-def seat_of(world: Run, number: int) -> int:
+def member_of(world: Run, number: int) -> int:
     world.until(lambda: number in world.workers)
-    return world.workers[number].company.seat
+    return world.workers[number].client.member
 
 
 def all_alike(digests: Digests) -> bool:
-    return all(len(set(seats.values())) == 1 for seats in digests.values())
+    return all(len(set(members.values())) == 1 for members in digests.values())
 
 
 @pytest.mark.parametrize("settings", [INT8, pytest.param(ADAM, marks=pytest.mark.long)])
@@ -73,11 +73,11 @@ def test_who_lands_a_round_has_what_the_others_have(
     first, _, third = (world.join() for _ in range(3))
     world.until(lambda: len(digests) >= 4)
     world.vanish(third)
-    lost = seat_of(world, third)
+    lost = member_of(world, third)
     last = max(landed(digests, lost))
-    world.until(lambda: max(landed(digests, seat_of(world, first))) >= last + 3)
+    world.until(lambda: max(landed(digests, member_of(world, first))) >= last + 3)
     fourth = world.join()
-    joined = seat_of(world, fourth)
+    joined = member_of(world, fourth)
     world.until(lambda: len(landed(digests, joined)) >= 4)
     begun = landed(digests, joined)[0]
     end(world)
@@ -87,8 +87,8 @@ def test_who_lands_a_round_has_what_the_others_have(
     assert len(shared) >= 3  # with both founders
     every_round = sorted(digests)
     assert every_round == list(range(1, len(every_round) + 1))  # none was left out
-    words = [word["word"] for word in events(world.out, "word")]
-    assert any(word["verdict"] == "land" and lost not in word["seats"] for word in words)
+    decisions = [decision["decision"] for decision in events(world.out, "decision")]
+    assert any(decision["outcome"] == "land" and lost not in decision["members"] for decision in decisions)
 
 
 @pytest.mark.long
@@ -107,7 +107,7 @@ def test_nothing_lands_without_the_lighthouse_and_training_goes_on(tmp_path: Pat
     world.until(lambda: max(digests) > before + 3)
     took = time.monotonic() - lit
     fourth = world.join()
-    world.until(lambda: len(landed(digests, seat_of(world, fourth))) >= 3)
+    world.until(lambda: len(landed(digests, member_of(world, fourth))) >= 3)
     end(world)
     assert all_alike(digests) and took < 30.0  # 10 s are promised, on a machine with nothing else to do
     assert all(len(digests[round]) >= 3 for round in range(before + 2, max(digests) - 8))
@@ -124,9 +124,9 @@ def test_the_journalled_word_holds(tmp_path: Path, digests: Digests, monkeypatch
     carry_out = Lighthouse._carry_out
 
     def struck(lighthouse, orders, query=None):
-        words = [order.message for order in orders if isinstance(getattr(order, "message", None), Word)]
-        if silent or any(word.verdict == "land" for word in words):
-            silent.extend(word.round for word in words)
+        decisions = [order.message for order in orders if isinstance(getattr(order, "message", None), RoundDecision)]
+        if silent or any(decision.outcome == "land" for decision in decisions):
+            silent.extend(decision.round for decision in decisions)
             for order in orders:
                 if hasattr(order, "entry"):
                     lighthouse._journal.append(order.entry)
@@ -144,5 +144,7 @@ def test_the_journalled_word_holds(tmp_path: Path, digests: Digests, monkeypatch
     world.until(lambda: round + 3 in digests)
     end(world)
     assert all_alike(digests) and len(digests[round]) == 3
-    word = next(word["word"] for word in events(world.out, "word") if word["word"]["round"] == round)
-    assert word["verdict"] == "land" and word["attempt"] == 0
+    decision = next(
+        decision["decision"] for decision in events(world.out, "decision") if decision["decision"]["round"] == round
+    )
+    assert decision["outcome"] == "land" and decision["attempt"] == 0

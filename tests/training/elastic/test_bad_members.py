@@ -30,12 +30,12 @@ def immense(sent: Tensor) -> Tensor:
     return torch.full((len(sent) // 4 + 1,), 1e30).view(torch.uint8)[: len(sent)].clone()
 
 
-def lies(transport: ElasticTransport, seat: int, how: Callable[[Tensor], Tensor], monkeypatch: Any) -> None:
-    """From now on what this seat sends is not what it has; its headers say that all is well."""
+def lies(transport: ElasticTransport, member: int, how: Callable[[Tensor], Tensor], monkeypatch: Any) -> None:
+    """From now on what this member sends is not what it has; its headers say that all is well."""
     send = ElasticTransport.send
 
     def sends(self: ElasticTransport, peer: int, data: Tensor, tag: Tag) -> Any:
-        bad = self.rank == seat and tag.channel == "outer" and data.numel() > 1000
+        bad = self.rank == member and tag.channel == "outer" and data.numel() > 1000
         return send(self, peer, how(data) if bad else data, tag)
 
     monkeypatch.setattr(ElasticTransport, "send", sends)
@@ -60,12 +60,12 @@ def test_it_is_shut_out(
     numbers = [world.join() for _ in range(3)]
     world.until(lambda: min(map(world.step, numbers)) >= 8 * EVERY)
     bad = world.workers[numbers[2]]
-    seat = bad.company.seat
-    lies(bad.transport, seat, how, monkeypatch)  # type: ignore[arg-type]
-    world.until(lambda: bool(events(world.out, "shut")))
-    assert [one["seat"] for one in events(world.out, "shut")] == [seat]
+    member = bad.client.member
+    lies(bad.transport, member, how, monkeypatch)  # type: ignore[arg-type]
+    world.until(lambda: bool(events(world.out, "ban")))
+    assert [one["member"] for one in events(world.out, "ban")] == [member]
     world.until(lambda: numbers[2] in world.endings)
-    assert bad.company.ended is not None and why in str(bad.company.ended), bad.company.ended
+    assert bad.client.ended is not None and why in str(bad.client.ended), bad.client.ended
     reached = max(map(world.step, numbers[:2]))
     world.until(lambda: min(map(world.step, numbers[:2])) >= reached + 3 * EVERY)
     for number in numbers[:2]:
@@ -73,9 +73,9 @@ def test_it_is_shut_out(
         assert weights.isfinite().all() and weights.norm() < 1e4
         world.workers[number].leaving.set()
     world.until(lambda: len(world.endings) == 3)
-    (row,) = [row for row in world.keeper.refused.table() if row["seat"] == seat and row["by"] < 0]
+    (row,) = [row for row in world.keeper.refused.table() if row["member"] == member and row["by"] < 0]
     assert row["reason"] == "a share that another worker refuses" and row["times"] >= 3
-    said = f"the lighthouse refuses worker {seat}: {row['reason']}"
+    said = f"the lighthouse refuses worker {member}: {row['reason']}"
     world.until(lambda: said in world.notices)  # it looks now and then
     world.stop()
     world.rest()

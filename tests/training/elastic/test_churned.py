@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from isles.data.order import rows
 from isles.membership.data_ledger import batches
 from isles.membership.messages import from_plain
-from isles.membership.run_log import RoundLine, StartLine
+from isles.membership.run_log import RoundRecord, StartRecord
 from isles.network.churn import ChurnEvent, rate_of, write_trace
 from isles.plan.worker_classes import churn_costs
 from isles.training.config.reading import over, resolve
@@ -64,8 +64,8 @@ def read_by(out: Path, lines: list[Any]) -> list[int]:
     views = {v.number: v for v in (from_plain(entry["view"]) for entry in entries if entry["event"] == "view")}
     found = []
     for line in lines:
-        if isinstance(line, RoundLine) and line.view >= 0:
-            place = views[line.view].place(line.seat)
+        if isinstance(line, RoundRecord) and line.view >= 0:
+            place = views[line.view].index(line.member)
             assert place is not None
             found += [int(rows(*one, batch_size=1)[0]) for one in batches(views, views[line.view], line.round, place)]
     return found
@@ -91,16 +91,16 @@ def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
     config = small(tmp_path, 4, 40)
     one = churned(config, EVERYTHING, tmp_path, "one")
     assert one.meeting.counts == {"deaths": 1, "pauses": 2, "outages": 1, "leaves": 1}
-    assert set(one.results) == {2, 3, 4, 5, 6} == set(one.meeting.membership.view.seats)
+    assert set(one.results) == {2, 3, 4, 5, 6} == set(one.meeting.membership.view.members)
 
     _, lines = recorded(one.out)
-    starts = {line.seat: line for line in lines if isinstance(line, StartLine)}
-    assert all(starts[seat].donor >= 0 and starts[seat].size > 0 for seat in (4, 5, 6))
-    rounds = [line for line in lines if isinstance(line, RoundLine)]
-    assert max(line.round for line in rounds if line.seat == 0) < 20  # it left
-    assert max(line.round for line in rounds if line.seat == 1) <= 3  # it died
-    for seat in (4, 5, 6):  # a joiner keeps step with the others: it meets them in its first rounds
-        own = sorted((line for line in rounds if line.seat == seat), key=lambda line: line.round)
+    starts = {line.member: line for line in lines if isinstance(line, StartRecord)}
+    assert all(starts[member].donor >= 0 and starts[member].size > 0 for member in (4, 5, 6))
+    rounds = [line for line in lines if isinstance(line, RoundRecord)]
+    assert max(line.round for line in rounds if line.member == 0) < 20  # it left
+    assert max(line.round for line in rounds if line.member == 1) <= 3  # it died
+    for member in (4, 5, 6):  # a joiner keeps step with the others: it meets them in its first rounds
+        own = sorted((line for line in rounds if line.member == member), key=lambda line: line.round)
         assert [line.round for line in own] == list(range(own[0].round, 21))
         assert "whole" in {line.outcome for line in own[:4]}
 
@@ -126,7 +126,7 @@ def test_without_churn_it_is_the_fixed_world(tmp_path: Path) -> None:
 
 def test_a_run_ends_whose_last_workers_came_too_late(tmp_path: Path) -> None:
     """All founders die; those who come find no round to begin, and hand in the state that they have."""
-    trace = [ChurnEvent(75.0, "join", 1), *(ChurnEvent(95.0 + seat, "kill", seat) for seat in range(2))]
+    trace = [ChurnEvent(75.0, "join", 1), *(ChurnEvent(95.0 + member, "kill", member) for member in range(2))]
     run = churned(small(tmp_path, 2, 10), trace, tmp_path)
     assert set(run.results) == {2}
 
@@ -135,8 +135,8 @@ def test_who_is_to_leave_while_it_waits_for_its_first_round_does_none(tmp_path: 
     trace = [ChurnEvent(45.0, "join", 1), ChurnEvent(46.0, "leave", 3)]
     run = churned(small(tmp_path, 3, 20), trace, tmp_path)
     _, lines = recorded(run.out)
-    assert {line.seat for line in lines if isinstance(line, RoundLine)} == {0, 1, 2} == set(run.results)
-    assert run.meeting.membership is not None and run.meeting.membership.view.seats == (0, 1, 2)
+    assert {line.member for line in lines if isinstance(line, RoundRecord)} == {0, 1, 2} == set(run.results)
+    assert run.meeting.membership is not None and run.meeting.membership.view.members == (0, 1, 2)
 
 
 @pytest.mark.long
@@ -157,7 +157,7 @@ def test_one_that_stands_still_is_gone_after_the_lease(tmp_path: Path, lease: fl
     config = small(tmp_path, 3, 12, virtual={"step_seconds": 2.0}, elastic={"lease": lease})
     pause = [ChurnEvent(7.0, "pause", 1), ChurnEvent(17.0, "resume", 1)]
     journal = churned(config, pause, tmp_path).meeting.journal
-    without = [entry for entry in journal if entry["event"] == "view" and 1 not in entry["view"]["seats"]]
+    without = [entry for entry in journal if entry["event"] == "view" and 1 not in entry["view"]["members"]]
     assert len(without) == views
 
 
@@ -166,11 +166,11 @@ def test_whoever_waits_for_one_that_stands_still_is_told(tmp_path: Path, method:
     """Within two seconds, where it would wait for up to ten: the round of 4 s then goes on without it, or ends."""
     config = small(tmp_path, 4, 24, method=method, virtual={"step_seconds": 2.0}, elastic={"lease": 60.0})
     run = churned(config, [ChurnEvent(13.0, "pause", 1), ChurnEvent(21.0, "resume", 1)], tmp_path)
-    rounds = [line for line in recorded(run.out)[1] if isinstance(line, RoundLine) and line.seat != 1]
-    without = [line for line in rounds if line.outcome == "PeerSilent" or (line.round == 4 and len(line.seats) == 3)]
+    rounds = [line for line in recorded(run.out)[1] if isinstance(line, RoundRecord) and line.member != 1]
+    without = [line for line in rounds if line.outcome == "PeerSilent" or (line.round == 4 and len(line.members) == 3)]
     assert without
     for line in without:
-        began = max(other.at for other in rounds if (other.seat, other.round) == (line.seat, line.round - 1))
+        began = max(other.at for other in rounds if (other.member, other.round) == (line.member, line.round - 1))
         assert line.at - began < 4.0 + 2.0
 
 
@@ -181,10 +181,10 @@ def test_who_comes_back_after_the_others_went_on_does_not_wait_in_its_round(tmp_
     """
     config = small(tmp_path, 4, 60, method="diloco", virtual={"step_seconds": 1.0})
     run = churned(config, [ChurnEvent(13.0, "pause", 1), ChurnEvent(13.0 + still, "resume", 1)], tmp_path)
-    own = [line for line in recorded(run.out)[1] if line.seat == 1 and line.at > 13.0]
-    assert isinstance(own[0], RoundLine) and (own[0].round, own[0].outcome) == (7, "alone")
+    own = [line for line in recorded(run.out)[1] if line.member == 1 and line.at > 13.0]
+    assert isinstance(own[0], RoundRecord) and (own[0].round, own[0].outcome) == (7, "alone")
     assert own[0].at == pytest.approx(13.0 + still + 1.7, abs=0.1)
-    assert isinstance(own[1], StartLine) and own[1].at - own[0].at < (1 + 3) * 2.1
+    assert isinstance(own[1], StartRecord) and own[1].at - own[0].at < (1 + 3) * 2.1
 
 
 def test_whoever_waits_for_one_that_has_no_part_any_more_is_told(tmp_path: Path) -> None:
@@ -193,19 +193,19 @@ def test_whoever_waits_for_one_that_has_no_part_any_more_is_told(tmp_path: Path)
     """
     config = small(tmp_path, 3, 12, method="diloco", virtual={"step_seconds": 10.0})
     run = churned(config, [ChurnEvent(41.0, "pause", 2), ChurnEvent(44.5, "resume", 2)], tmp_path)
-    rounds = [line for line in recorded(run.out)[1] if isinstance(line, RoundLine) and line.round == 3]
-    (late,) = [line for line in rounds if line.seat == 2]
+    rounds = [line for line in recorded(run.out)[1] if isinstance(line, RoundRecord) and line.round == 3]
+    (late,) = [line for line in rounds if line.member == 2]
     assert late.outcome == "alone" and late.at == pytest.approx(60.4 + 3.5, abs=0.3)
-    others = [line for line in rounds if line.seat != 2]
-    assert [line.seats for line in others] == [(0, 1)] * 2 and all(line.at - late.at < 0.3 for line in others)
+    others = [line for line in rounds if line.member != 2]
+    assert [line.members for line in others] == [(0, 1)] * 2 and all(line.at - late.at < 0.3 for line in others)
 
 
 def test_one_that_says_nothing_for_long_is_gone_whatever_the_lease(tmp_path: Path) -> None:
     """25 s of a lease of 60: within 10 s it counts as gone, and as back once it goes on."""
     config = small(tmp_path, 4, 24, virtual={"step_seconds": 2.0}, elastic={"lease": 60.0})
     run = churned(config, [ChurnEvent(13.0, "pause", 1), ChurnEvent(38.0, "resume", 1)], tmp_path)
-    told = {entry["event"]: entry["at"] for entry in run.meeting.journal if entry.get("seat") == 1}
-    assert 22.0 <= told["gone"] <= 24.0 and 38.0 <= told["back"] <= 38.1
+    told = {entry["event"]: entry["at"] for entry in run.meeting.journal if entry.get("member") == 1}
+    assert 22.0 <= told["lost"] <= 24.0 and 38.0 <= told["back"] <= 38.1
 
 
 def test_nothing_is_saved_and_that_is_said(tmp_path: Path) -> None:
@@ -238,13 +238,22 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_records_lines_are_checked() -> None:
-    from isles.membership.run_log import as_line, from_line
+    from isles.membership.run_log import as_line, read_record
 
-    line = RoundLine(seat=1, round=2, view=-1, spare=0, steps=2, seconds=1.0, seats=(1, 2), outcome="whole", at=3.5)
-    assert from_line(json.loads(json.dumps(as_line(line)))) == line
-    for bad in ({"seat": "1"}, {"seats": [True]}, {"outcome": "a b"}, {"at": -1.0}, {"steps": 1 << 60}, {"more": 1}):
+    line = RoundRecord(
+        member=1, round=2, view=-1, spare=0, steps=2, seconds=1.0, members=(1, 2), outcome="whole", at=3.5
+    )
+    assert read_record(json.loads(json.dumps(as_line(line)))) == line
+    for bad in (
+        {"member": "1"},
+        {"members": [True]},
+        {"outcome": "a b"},
+        {"at": -1.0},
+        {"steps": 1 << 60},
+        {"more": 1},
+    ):
         with pytest.raises(ValueError):
-            from_line({**as_line(line), **bad})
+            read_record({**as_line(line), **bad})
 
 
 @pytest.mark.long(cases=0)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from isles.membership.keys import SeatKeys
-from isles.membership.state_transfer import Giver, NotGiven
+from isles.membership.keys import MemberKeys
+from isles.membership.state_transfer import StateServer, StateUnavailable
 from isles.membership.tls_session import Session, open_session
 from isles.training.elastic.states import MODEL, STATE
 from isles.training.lighthouse.rounds import Keeper
@@ -20,13 +20,13 @@ from tests.training.elastic.test_terms import config
 
 
 @pytest.fixture
-def met(tmp_path: Path) -> Iterator[tuple[Keeper, Session, SeatKeys]]:
+def met(tmp_path: Path) -> Iterator[tuple[Keeper, Session, MemberKeys]]:
     """A lighthouse's keeper, and the session of a member."""
     with router(tmp_path) as (mine, address, host):
         made = config("run.steps=20")
         keeper = Keeper(made, tmp_path / "run", address, print, print, print)
         keeper.out.mkdir()
-        keeper.session, keeper.keys = host, SeatKeys(tmp_path)
+        keeper.session, keeper.keys = host, MemberKeys(tmp_path)
         session = open_session(mine.token, address)
         try:
             yield keeper, session, keeper.keys
@@ -36,7 +36,7 @@ def met(tmp_path: Path) -> Iterator[tuple[Keeper, Session, SeatKeys]]:
 
 @pytest.mark.parametrize(("what", "copies"), [(MODEL, 1), (STATE, 16)])
 def test_it_is_bounded_by_the_first_model(
-    met: tuple[Keeper, Session, SeatKeys], tmp_path: Path, what: str, copies: int
+    met: tuple[Keeper, Session, MemberKeys], tmp_path: Path, what: str, copies: int
 ) -> None:
     """A file that is announced as longer is refused before a byte of it comes. The model: one block of width 16 and an
     embedding of 256 tokens, which is the head as well and may be in a file twice.
@@ -44,21 +44,21 @@ def test_it_is_bounded_by_the_first_model(
     keeper, session, keys = met
     weights = 4 * (4 * 16**2 + 3 * 16 * 24 + 3 * 16 + 2 * 256 * 16)
     most = copies * weights + (1 << 20)
-    for seat, size in (("3", most), ("4", most + 1)):
-        path = tmp_path / seat
+    for member, size in (("3", most), ("4", most + 1)):
+        path = tmp_path / member
         path.write_bytes(bytes(size))
-        Giver(session, seat, print, guide=Known(keys, int(seat))).offer(what, path, {})
+        StateServer(session, member, print, guide=Known(keys, int(member))).publish(what, path, {})
     assert keeper.fetch("3", what, keeper.out / "taken", 20.0, copies)["size"] == most
     before = keeper.session.taken
-    with pytest.raises(NotGiven, match=f"it has {most + 1} bytes, more than the {most} that fit this model"):
+    with pytest.raises(StateUnavailable, match=f"it has {most + 1} bytes, more than the {most} that fit this model"):
         keeper.fetch("4", what, keeper.out / "more", 20.0, copies)
     assert keeper.session.taken - before < 1000 and not (keeper.out / "more").exists()
 
 
-def test_ctrl_c_ends_a_fetch_at_once(met: tuple[Keeper, Session, SeatKeys]) -> None:
+def test_ctrl_c_ends_a_fetch_at_once(met: tuple[Keeper, Session, MemberKeys]) -> None:
     """Of a member that says that its model is on its way, and never gives it."""
     keeper, session, keys = met
-    giver = Giver(session, "3", print, guide=Known(keys, 3))
+    state_server = StateServer(session, "3", print, guide=Known(keys, 3))
     ended = list[float]()
 
     def fetch() -> None:
@@ -69,7 +69,7 @@ def test_ctrl_c_ends_a_fetch_at_once(met: tuple[Keeper, Session, SeatKeys]) -> N
 
     thread = threading.Thread(target=fetch)
     thread.start()
-    while not giver.is_wanted(MODEL):
+    while not state_server.is_requested(MODEL):
         time.sleep(0.01)
     keeper.stopping.set()
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Islands as members of a run whose workers come and go: one seat each, several workers."""
+"""Islands as members of a run whose workers come and go: one member each, several workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from isles.comm.errors import PeerLost
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import Tag
 from isles.membership.p2p.transport import ElasticTransport
-from isles.membership.run_log import EXCHANGES, WHOLE, RoundLine, from_line
+from isles.membership.run_log import EXCHANGES, WHOLE, RoundRecord, read_record
 from isles.replicas.loop.fragment import InFlight
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
@@ -83,12 +83,12 @@ def test_no_place_lands_what_another_has_not(tmp_path: Path, method: str, monkey
     In pairs the loss is known only when the other island has landed: what it sent later would come to a round that is
     over, and it would do that round alone as well.
     """
-    landed = dict[tuple[int, int], dict[str, int]]()  # by seat and round, whose mean it was at each place
+    landed = dict[tuple[int, int], dict[str, int]]()  # by member and round, whose mean it was at each place
     lost = list[PostedWork]()
     recv, land = ElasticTransport.recv, OuterSync.land
 
     def losing(transport: ElasticTransport, peer: int | None, out: Tensor, tag: Tag) -> Any:
-        if (transport.rank, transport._room, tag.round, tag.attempt) == (0, "isles/place/1", 3, 0):
+        if (transport.rank, transport._room, tag.round, tag.attempt) == (0, "isles/rank/1", 3, 0):
             work = PostedWork(peer, out, transport.now)
             lost.append(work)
             tell()
@@ -116,10 +116,10 @@ def test_no_place_lands_what_another_has_not(tmp_path: Path, method: str, monkey
         world.join_island(tmp_path / f"island-{number}")
     world.end()
     world.rest()
-    both = {"isles": 2, "isles/place/1": 2}
+    both = {"isles": 2, "isles/rank/1": 2}
     alone = dict.fromkeys(both, 1) if method == "noloco" else both
     assert landed == {
-        (seat, round): alone if (seat, round) == (0, 3) else both for seat in (0, 1) for round in range(1, 6)
+        (member, round): alone if (member, round) == (0, 3) else both for member in (0, 1) for round in range(1, 6)
     }
     assert [line.outcome == WHOLE for line in rounds(world.out)[0]] == [True, True, method == "diloco", True, True]
 
@@ -138,8 +138,10 @@ def test_nobody_waits_for_an_island_whose_leader_is_lost(tmp_path: Path, method:
     world.vanish(lost)
     world.until(lambda: all(world.step(number) >= step + 25 for number in others), BOUND)
     print(f"{method}: five rounds after {time.monotonic() - began:.1f} s")
-    seats = tuple(sorted(world.workers[number].company.seat for number in others))
-    world.until(lambda: any(line.seats == seats and line.outcome == WHOLE for line in rounds(world.out)[seats[0]][-3:]))
+    members = tuple(sorted(world.workers[number].client.member for number in others))
+    world.until(
+        lambda: any(line.members == members and line.outcome == WHOLE for line in rounds(world.out)[members[0]][-3:])
+    )
     for number in others:
         world.workers[number].leaving.set()
     world.until(lambda: all(number in world.endings for number in others))
@@ -179,13 +181,13 @@ def test_without_churn_they_are_those_of_the_fixed_world(
     same_as_fixed(tmp_path, config, backend)
 
 
-def rounds(out: Path) -> dict[int, list[RoundLine]]:
-    """By seat, as they were reported."""
-    found: dict[int, list[RoundLine]] = {}
+def rounds(out: Path) -> dict[int, list[RoundRecord]]:
+    """By member, as they were reported."""
+    found: dict[int, list[RoundRecord]] = {}
     for text in (out / EXCHANGES).read_text().splitlines() if (out / EXCHANGES).exists() else ():  # none yet
-        line = from_line(json.loads(text))
-        if isinstance(line, RoundLine):
-            found.setdefault(line.seat, []).append(line)
+        line = read_record(json.loads(text))
+        if isinstance(line, RoundRecord):
+            found.setdefault(line.member, []).append(line)
     return found
 
 
@@ -201,9 +203,9 @@ def workers_of(pid: int) -> list[int]:
     return sorted(child for child, parent in parents.items() if parents.get(parent) == pid)
 
 
-def seat_of(log: Path) -> int:
+def member_of(log: Path) -> int:
     """That of the island whose log it is."""
-    found = re.search(r"in: seat (\d+) of", log.read_text())
+    found = re.search(r"in: member (\d+) of", log.read_text())
     assert found is not None
     return int(found[1])
 
@@ -218,24 +220,24 @@ def test_they_come_and_go(tmp_path: Path, method: str) -> None:
     with processes(tmp_path, method, 600_000, 2, "run.checkpoint_every=20") as world:
         founders = [world.join() for _ in range(2)]
 
-        def newest(seat: int) -> int:
-            return max((line.round for line in rounds(world.out).get(seat, [])), default=0)
+        def newest(member: int) -> int:
+            return max((line.round for line in rounds(world.out).get(member, [])), default=0)
 
         world.until(lambda: min(newest(0), newest(1)) >= 10, 240.0)
         third = world.join()
         world.until(lambda: newest(2) > 0)
         since = newest(2)
         world.until(lambda: newest(2) >= since + 10)
-        met = {line.seats for line in rounds(world.out)[2] if line.outcome == WHOLE}
+        met = {line.members for line in rounds(world.out)[2] if line.outcome == WHOLE}
         assert met == ({(0, 1, 2)} if method == "diloco" else {(0, 2), (1, 2)})
         os.kill(workers_of(founders[1].pid)[1], signal.SIGKILL)
         world.until(lambda: founders[1].poll() is not None)
         assert founders[1].returncode == 1 and "lost a worker" in world.logs()
         assert not workers_of(founders[1].pid)
-        left = seat_of(tmp_path / "1.log")
+        left = member_of(tmp_path / "1.log")
         since = newest(left)
         world.until(lambda: min(newest(left), newest(2)) >= since + 12)
-        assert {line.seats for line in rounds(world.out)[2][-8:] if line.outcome == WHOLE} == {(left, 2)}
+        assert {line.members for line in rounds(world.out)[2][-8:] if line.outcome == WHOLE} == {(left, 2)}
         third.send_signal(signal.SIGINT)
         world.until(lambda: third.poll() is not None)
         assert third.returncode == 0, world.logs()
@@ -260,14 +262,14 @@ def test_nobody_waits_for_an_island_of_which_one_worker_stands_still(tmp_path: P
     with processes(tmp_path, method, 600_000, 3, f"world.elastic.lease={LEASE}") as world:
         joined = [world.join() for _ in range(3)]
 
-        def newest(seat: int) -> int:
-            return max((line.round for line in rounds(world.out).get(seat, [])), default=0)
+        def newest(member: int) -> int:
+            return max((line.round for line in rounds(world.out).get(member, [])), default=0)
 
         world.until(lambda: min(map(newest, range(3))) >= 5, 240.0)
-        standing = workers_of(joined[2].pid)[place]
-        seat = seat_of(tmp_path / "3.log")
-        others = sorted({0, 1, 2} - {seat})
-        os.kill(standing, signal.SIGSTOP)
+        round_members = workers_of(joined[2].pid)[place]
+        member = member_of(tmp_path / "3.log")
+        others = sorted({0, 1, 2} - {member})
+        os.kill(round_members, signal.SIGSTOP)
         since = max(map(newest, others))
         world.until(lambda: min(map(newest, others)) >= since + 10)
         gaps = [
@@ -277,7 +279,7 @@ def test_nobody_waits_for_an_island_of_which_one_worker_stands_still(tmp_path: P
         ]
         print(f"{method}, place {place}: longest time between two rounds {max(gaps):.1f} s")
         assert max(gaps) < BOUND
-        os.kill(standing, signal.SIGCONT)
-        was = newest(seat)
-        world.until(lambda: newest(seat) >= was + 10)
-        assert rounds(world.out)[seat][-1].outcome == WHOLE or method == "noloco"
+        os.kill(round_members, signal.SIGCONT)
+        was = newest(member)
+        world.until(lambda: newest(member) >= was + 10)
+        assert rounds(world.out)[member][-1].outcome == WHOLE or method == "noloco"

@@ -22,11 +22,11 @@ NOTES = {"head": "embedding"}
 
 
 def files(folder: Path, *models: dict[str, Tensor], notes: dict[str, str] | None = None) -> dict[int, Path]:
-    """By seat."""
+    """By member."""
     found = {}
-    for seat, model in enumerate(models):
-        found[seat] = folder / f"{seat}.safetensors"
-        save_file(model, found[seat], notes)
+    for member, model in enumerate(models):
+        found[member] = folder / f"{member}.safetensors"
+        save_file(model, found[member], notes)
     return found
 
 
@@ -61,8 +61,8 @@ def test_notes_of_one_member_are_not_taken_over(tmp_path: Path) -> None:
 def test_the_mean_is_of_those_that_are_near_each_other(tmp_path: Path, count: int, liars: int) -> None:
     """Whoever is a hundred times as far from the median as they usually are is left out, wherever it sits."""
     models = replicas(count)
-    for seat in range(liars):
-        models[seat] = {**models[seat], "w": models[seat]["w"] + 1.0}
+    for member in range(liars):
+        models[member] = {**models[member], "w": models[member]["w"] + 1.0}
     models[liars] = {**models[liars], "n": torch.tensor([9])}  # which is no distance
     left = consolidate(files(tmp_path, *models), tmp_path / "out", alike=False, ratio=10.0)
     assert left.keys() == {*range(liars)} and all("as far from the others as usual" in why for why in left.values())
@@ -106,7 +106,7 @@ def test_a_file_of_other_tensors_ends_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_means_of_every_format_are_those_of_a_fixed_world(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Summed in float32 at the least, in the order of the seats, rounded once; torch does the same."""
+    """Summed in float32 at the least, in the order of the members, rounded once; torch does the same."""
     torch.manual_seed(2)
     weights = [torch.randn(33, 7).to(dtype) for _ in range(3)]
     found = files(tmp_path, *({"w": one, "s": one[0, 0].clone()} for one in weights))
@@ -150,14 +150,14 @@ def test_the_keeper_names_whom_it_leaves_out(
     models = [torch.nn.Linear(8, 4).to(getattr(torch, dtype)) for _ in range(4)]
     torch.manual_seed(3)
     start = torch.randn(4, 8)
-    for seat, model in enumerate(models):
-        moved = 50.0 if not seat else 0.05 * torch.randn(4, 8) if method == "noloco" else 0.0
+    for member, model in enumerate(models):
+        moved = 50.0 if not member else 0.05 * torch.randn(4, 8) if method == "noloco" else 0.0
         model.weight.data.copy_(start + moved)
         model.bias.data.zero_()
-        save_model(model, tmp_path / f"given-{seat}")
+        save_model(model, tmp_path / f"given-{member}")
 
     def take(session: Any, asked: Any, path: Path, **_: Any) -> dict[str, Any]:
-        path.write_bytes((tmp_path / f"given-{asked.giver}").read_bytes())
+        path.write_bytes((tmp_path / f"given-{asked.source}").read_bytes())
         return {}
 
     monkeypatch.setattr(keeping, "take", take)

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from isles.membership.late_shares import Delivery
-from isles.membership.round_commit import Word
-from isles.membership.run_log import RoundLine
+from isles.membership.round_commit import RoundDecision
+from isles.membership.run_log import RoundRecord
 from isles.network.churn import ChurnEvent
 from isles.running.run import launch
 from isles.training.config.reading import resolve
@@ -30,9 +30,9 @@ def late(folder: Path, workers: int, steps: int, *, every: int = 4, **world: Any
     return replace(config, method="diloco", replicas=resolve({"replicas": tables}).replicas)
 
 
-def words(run: ChurnedRun, verdict: str) -> list[dict[str, Any]]:
-    found = [entry["word"] for entry in run.meeting.journal if entry["event"] == "word"]
-    return [word for word in found if word["verdict"] == verdict]
+def decisions(run: ChurnedRun, outcome: str) -> list[dict[str, Any]]:
+    found = [entry["decision"] for entry in run.meeting.journal if entry["event"] == "decision"]
+    return [decision for decision in found if decision["outcome"] == verdict]
 
 
 def outcomes(run: ChurnedRun) -> dict[str, int]:
@@ -47,8 +47,8 @@ def same_weights(one: ChurnedRun, two: ChurnedRun) -> bool:
 def test_all_deliver_in_time_and_land_the_same(tmp_path: Path) -> None:
     run = churned(late(tmp_path, 4, 24), [], tmp_path)
     assert outcomes(run) == {"whole": 24} and run.summary["replica_std"] == 0.0
-    assert [word["seats"] for word in words(run, "land")] == [[0, 1, 2, 3]] * 6
-    assert [word["steps"] for word in words(run, "land")] == [[4, 4, 4, 4]] * 6  # each step counts once
+    assert [decision["members"] for decision in decisions(run, "land")] == [[0, 1, 2, 3]] * 6
+    assert [decision["steps"] for decision in decisions(run, "land")] == [[4, 4, 4, 4]] * 6  # each step counts once
     assert run.summary["goodput"] > 0.99
 
 
@@ -56,12 +56,12 @@ def test_a_slow_worker_delivers_into_the_next_round_and_delays_nobody(tmp_path: 
     """The fourth stands still now and then, for less than a lease: the others take their rounds without it."""
     pauses = [ChurnEvent(at, kind, 3) for at in (12.0, 42.0) for at, kind in ((at, "pause"), (at + 2.8, "resume"))]
     run = churned(late(tmp_path, 4, 80, every=8, virtual={"step_seconds": 1.0}), pauses, tmp_path)
-    landed = {word["round"]: word for word in words(run, "land")}
-    missed = [round for round, word in landed.items() if 3 not in word["seats"]]
+    landed = {decision["round"]: decision for decision in decisions(run, "land")}
+    missed = [round for round, decision in landed.items() if 3 not in decision["members"]]
     assert missed and set(landed) == set(range(1, 11))
     assert run.summary["replica_std"] == 0.0 and outcomes(run)["late"] == len(missed)
     assert [landed[round + 1]["steps"][-1] for round in missed] == [8] * len(missed)  # at once
-    rounds = [line for line in recorded(run.out)[1] if isinstance(line, RoundLine) and line.seat == 0]
+    rounds = [line for line in recorded(run.out)[1] if isinstance(line, RoundRecord) and line.member == 0]
     assert max(after.at - before.at for before, after in pairwise(rounds)) < 1.05 * 8  # as long as their steps
     positions = read_by(run.out, recorded(run.out)[1])
     assert len(positions) == len(set(positions))  # what it skipped is owed, and read by nobody twice
@@ -71,9 +71,9 @@ def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
     config = late(tmp_path, 4, 40, every=2)
     one, two = churned(config, EVERYTHING, tmp_path, "one"), churned(config, EVERYTHING, tmp_path, "two")
     assert one.lines == two.lines and one.meeting.journal == two.meeting.journal and same_weights(one, two)
-    assert set(one.results) == {2, 3, 4, 5, 6} == set(one.meeting.membership.view.seats)
+    assert set(one.results) == {2, 3, 4, 5, 6} == set(one.meeting.membership.view.members)
     assert one.summary["replica_std"] == 0.0  # all have landed the same
-    landed = [word["round"] for word in words(one, "land")]
+    landed = [decision["round"] for decision in decisions(one, "land")]
     assert landed == sorted(set(landed)) and landed[-1] == 20
     positions = read_by(one.out, recorded(one.out)[1])
     assert len(positions) - len(set(positions)) <= 2 * 3
@@ -83,7 +83,7 @@ def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
 def test_shares_count_by_their_inner_steps() -> None:
     delivery = object.__new__(Delivery)
     delivery.steps = 3
-    delivery.word = Word(1, "again", 1, (0, 4, 5), 0, (3, 5, 4))
+    delivery.decision = RoundDecision(1, "retry", 1, (0, 4, 5), 0, (3, 5, 4))
     assert delivery.factor == pytest.approx(3 * 3 / 12)
 
 

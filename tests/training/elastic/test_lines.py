@@ -182,11 +182,11 @@ def test_one_is_lost(
         began = time.monotonic()
         victim = workers[2]
         how(victim, places[2])
-        world.until(lambda: any(event["event"] == "gone" for at, event in diary.events if at >= began))
-        (seat,) = {event["seat"] for at, event in diary.events if at >= began and event["event"] == "gone"}
-        told = diary.when("gone", seat, began)
-        world.until(lambda: seat not in events(world.out, "view")[-1]["view"]["seats"])
-        others = [other for other in diary.rounds if other != seat]
+        world.until(lambda: any(event["event"] == "lost" for at, event in diary.events if at >= began))
+        (member,) = {event["member"] for at, event in diary.events if at >= began and event["event"] == "lost"}
+        told = diary.when("lost", member, began)
+        world.until(lambda: member not in events(world.out, "view")[-1]["view"]["members"])
+        others = [other for other in diary.rounds if other != member]
         reached = {other: len(diary.rounds[other]) for other in others}
         world.until(lambda: all(len(diary.rounds[other]) > reached[other] + 10 for other in others))
         usual = statistics.median(diary.gaps(others, 0.0, began))
@@ -235,17 +235,17 @@ def test_one_among_fast_ones(tmp_path: Path, trouble: str, direct: bool) -> None
         TROUBLES[trouble](workers[3], places[3])
         world.until(lambda: time.monotonic() > began + 25.0)
         usual = statistics.median(diary.gaps(list(diary.rounds), 0.0, began))
-        gone = {event["seat"] for at, event in diary.events if at >= began and event["event"] == "gone"}
+        gone = {event["member"] for at, event in diary.events if at >= began and event["event"] == "lost"}
         if trouble in ("cut", "stopped"):
-            (seat,) = gone
-            assert diary.when("back", seat, began) is not None, world.logs()
+            (member,) = gone
+            assert diary.when("back", member, began) is not None, world.logs()
             exchange = 0.0
         else:
             assert not gone, world.logs()
-            seat = min(diary.rounds, key=lambda one: len([at for at in diary.rounds[one] if at >= began]))
+            member = min(diary.rounds, key=lambda one: len([at for at in diary.rounds[one] if at >= began]))
             model = build(read_config(str(tmp_path / "config.toml"), {}, []).model, seed=0)
             exchange = 2 * 4 * sum(own.numel() for own in model.parameters()) * 8 / (1e6 * float(trouble.split()[0]))
-        others = [other for other in diary.rounds if other != seat]
+        others = [other for other in diary.rounds if other != member]
         gaps = sorted(diary.gaps(others, began - 1.0, time.monotonic()))
         print(f"{trouble} direct={direct}: gone {gone}, usual {usual:.2f} s, own {exchange:.2f} s, gaps {gaps[-6:]}")
         assert gaps[-1] <= usual + max(ElasticConfig.lease, 1.5 * exchange) + 1.0

@@ -39,7 +39,7 @@ def run_through(folder: Path, method: str, *, most: int, events: int, seed: int,
 def check(run: ChurnedRun) -> None:
     """It ended with all who are there; every message was received, or a loss or a deadline ended its exchange."""
     assert run.meeting.membership is not None
-    assert set(run.meeting.membership.view.seats) <= set(run.results)
+    assert set(run.meeting.membership.view.members) <= set(run.results)
     wire = run.meeting.wire
     accounting = wire.accounting
     assert wire.under_way() == 0

@@ -30,14 +30,14 @@ def landed(worker: Worker, start: float, end: float) -> int:
 )
 def test_the_lighthouse_is_killed(tmp_path: Path, method: str, direct: bool) -> None:
     """Linked directly they go on with each other, relayed alone and at once, and what lands together waits. Lit again,
-    all are back within ten seconds in their own seats, and others can join.
+    all are back within ten seconds in their own members, and others can join.
     """
     world = Processes(tmp_path, f"replicas.method={method}", founders=3)
     try:
         more = ["--listen", "127.0.0.1:0"] if direct else []
         trio = [world.warm_join(*more) for _ in range(3)]
         world.until(lambda: min(len(one.rounds()) for one in trio) > 30)
-        seats = [one.rounds()[-1]["seat"] for one in trio]
+        members = [one.rounds()[-1]["member"] for one in trio]
         usual = statistics.median(gap for one in trio for gap in one.gaps())
         world.light.kill()
         world.light.wait()
@@ -62,13 +62,13 @@ def test_the_lighthouse_is_killed(tmp_path: Path, method: str, direct: bool) -> 
             f"{method} {'direct' if direct else 'relayed'}: away {AWAY:g} s: {together} rounds together, {did} landed, "
             f"longest gap {gap:.2f} s (median {usual:.2f}); back after {back:.1f} s; a join {took:.1f} s"
         )
-        assert [one.rounds()[-1]["seat"] for one in trio] == seats and gap <= usual + 2.0
+        assert [one.rounds()[-1]["member"] for one in trio] == members and gap <= usual + 2.0
         assert back <= 10.0
         if method == "diloco":
             assert sum(did) == 0
         else:
             assert min(did) >= 0.5 * AWAY / usual and (together > 0) == direct
-        assert not [one for one in events(world.out, "join") if one["seat"] in seats[3:]]
+        assert not [one for one in events(world.out, "join") if one["member"] in members[3:]]
     finally:
         world.end()
 

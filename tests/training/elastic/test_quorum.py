@@ -17,12 +17,12 @@ FAST, SLOW = 0.4, 1.4  # seconds that a round takes, at the least
 
 def landed(world: Processes) -> list[dict[str, Any]]:
     """Words on rounds that land, in their order."""
-    words = [event["word"] for event in events(world.out, "word")]
-    return [word for word in words if word["verdict"] == "land"]
+    decisions = [event["decision"] for event in events(world.out, "decision")]
+    return [decision for decision in decisions if decision["outcome"] == "land"]
 
 
-def seat(worker: Worker) -> int:
-    return worker.rounds()[-1]["seat"]
+def member(worker: Worker) -> int:
+    return worker.rounds()[-1]["member"]
 
 
 @pytest.mark.long
@@ -33,19 +33,21 @@ def test_the_slow_one_delays_nobody_and_the_killed_one_leaves_nobody_stuck(tmp_p
     try:
         fast, slow = [world.warm_join(pause=FAST) for _ in range(3)], world.warm_join(pause=SLOW)
         world.until(lambda: all(len(one.landings()) >= 12 for one in (*fast, slow)))
-        late, before = seat(slow), landed(world)
-        without = [word for word in before if late not in word["seats"]]
+        late, before = member(slow), landed(world)
+        without = [decision for decision in before if late not in decision["members"]]
         assert len(without) >= len(before) / 3 and len(before) - len(without) >= 2
-        steps = {word["round"]: dict(zip(word["seats"], word["steps"], strict=True)) for word in before}
-        carried = [steps[word["round"] + 1].get(late, 0) for word in without if word["round"] + 1 in steps]
+        steps = {
+            decision["round"]: dict(zip(decision["members"], decision["steps"], strict=True)) for decision in before
+        }
+        carried = [steps[decision["round"] + 1].get(late, 0) for decision in without if decision["round"] + 1 in steps]
         assert any(carried)  # what was late for one round is in the next one
         killed = fast.pop()
-        lost = seat(killed)
+        lost = member(killed)
         killed.kill()
         living = [*fast, slow]
         reached = max(max(one.landings()) for one in living)
         world.until(lambda: all(max(one.landings()) >= reached + 12 for one in living))
-        assert all(lost not in word["seats"] for word in landed(world) if word["round"] > reached + 6)
+        assert all(lost not in decision["members"] for decision in landed(world) if decision["round"] > reached + 6)
         digests: dict[int, set[int]] = {}
         for one in (*living, killed):
             for round, digest in one.landings().items():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from isles.membership.late_shares import Delivery
-from isles.membership.round_commit import Ballot, Graces, Part
+from isles.membership.round_commit import Ballot, Graces, RoundState
 from isles.replicas.loop.quorum import QuorumExchange
 from tests.membership import test_quorum as rounds
 from tests.membership.interleavings import start, walk
@@ -27,9 +27,9 @@ def always(graces: Graces, now: float) -> set[int]:
     return set(graces._ends)
 
 
-def anybody(ballot: Ballot, seat: int, steps: int) -> Ballot:
+def anybody(ballot: Ballot, member: int, steps: int) -> Ballot:
     """What comes after the first exchange has begun is counted too, and what comes twice, twice."""
-    return replace(ballot, delivered=ballot.delivered | {(seat, steps)})
+    return replace(ballot, delivered=ballot.delivered | {(member, steps)})
 
 
 def alike(ballot: Ballot, members: int) -> int:
@@ -42,7 +42,7 @@ def equally(delivery: Delivery) -> float:
     return 1.0
 
 
-def on_its_own_judgement(part: Part, attempt: int) -> Part:
+def on_its_own_judgement(part: RoundState, attempt: int) -> RoundState:
     """Who has the answer lands it, and waits for no word."""
     if part.phase != "exchanging" or attempt != part.attempt:
         return part

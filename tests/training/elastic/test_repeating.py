@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from isles.membership.run_log import RoundLine, StartLine
+from isles.membership.run_log import RoundRecord, StartRecord
 from isles.network.churn import ChurnEvent
 from isles.training.elastic.metrics import recorded
 from isles.training.elastic.replay import repeat, script
@@ -39,8 +39,8 @@ def test_pairs_through_everything(tmp_path: Path) -> None:
     """Also what ended by a deadline here and was whole there, and shares of those who died before they told of it."""
     run = churned(small(tmp_path, 4, 24), EVERYTHING, tmp_path)
     assert run.summary["outcomes"].keys() - {"whole", "alone"}
-    seats = repeat(run.config, run.out, tmp_path / "again.safetensors", lambda notice: None)
-    assert seats == sorted(run.results) and is_the_same(run.out / "model.safetensors", tmp_path / "again.safetensors")
+    members = repeat(run.config, run.out, tmp_path / "again.safetensors", lambda notice: None)
+    assert members == sorted(run.results) and is_the_same(run.out / "model.safetensors", tmp_path / "again.safetensors")
 
 
 @pytest.mark.long
@@ -52,9 +52,9 @@ def test_one_mean_for_all(tmp_path: Path) -> None:
 
 def test_who_has_a_state_that_nobody_else_has_begins_as_drawn(tmp_path: Path) -> None:
     """All members die while a joiner waits for its first round with the state that one of them gave it."""
-    trace = [ChurnEvent(65.0, "join", 1), *(ChurnEvent(85.0, "kill", seat) for seat in range(2))]
+    trace = [ChurnEvent(65.0, "join", 1), *(ChurnEvent(85.0, "kill", member) for member in range(2))]
     run = churned(small(tmp_path, 2, 24, method="diloco"), trace, tmp_path)
-    starts = [line for line in recorded(run.out)[1] if isinstance(line, StartLine) and line.seat == 2]
+    starts = [line for line in recorded(run.out)[1] if isinstance(line, StartRecord) and line.member == 2]
     assert [(line.donor, line.has) for line in starts] == [(-1, 0)] and run.meeting.counts["deaths"] == 2
     repeat(run.config, run.out, tmp_path / "again.safetensors", lambda notice: None)
     assert is_the_same(run.out / "model.safetensors", tmp_path / "again.safetensors")
@@ -63,26 +63,34 @@ def test_who_has_a_state_that_nobody_else_has_begins_as_drawn(tmp_path: Path) ->
 def test_rounds_that_a_worker_went_over_are_gone_over(tmp_path: Path) -> None:
     run = churned(small(tmp_path, 2, 16), [], tmp_path)
     (run.out / "exchanges.jsonl").write_text(
-        "".join(f"{json.dumps(line)}\n" for line in run.lines if (line["seat"], line.get("round")) not in GONE_OVER)
+        "".join(f"{json.dumps(line)}\n" for line in run.lines if (line["member"], line.get("round")) not in GONE_OVER)
     )
-    seats = repeat(run.config, run.out, tmp_path / "again.safetensors", lambda notice: None)
-    assert seats == [0, 1] and not is_the_same(run.out / "model.safetensors", tmp_path / "again.safetensors")
+    members = repeat(run.config, run.out, tmp_path / "again.safetensors", lambda notice: None)
+    assert members == [0, 1] and not is_the_same(run.out / "model.safetensors", tmp_path / "again.safetensors")
 
 
-def line(seat: int, round: int, outcome: str = "whole", seats: tuple[int, ...] = (0, 1)) -> RoundLine:
-    return RoundLine(
-        seat=seat, round=round, view=0, spare=0, steps=2, seconds=1.0, seats=seats, outcome=outcome, at=float(round)
+def line(member: int, round: int, outcome: str = "whole", members: tuple[int, ...] = (0, 1)) -> RoundRecord:
+    return RoundRecord(
+        member=member,
+        round=round,
+        view=0,
+        spare=0,
+        steps=2,
+        seconds=1.0,
+        members=members,
+        outcome=outcome,
+        at=float(round),
     )
 
 
-def start(seat: int, donor: int = -1, has: int = 0) -> StartLine:
-    return StartLine(seat=seat, first=has + 1, donor=donor, copied=has, has=has, size=0, at=0.0)
+def start(member: int, donor: int = -1, has: int = 0) -> StartRecord:
+    return StartRecord(member=member, first=has + 1, donor=donor, copied=has, has=has, size=0, at=0.0)
 
 
 def test_what_only_others_tell_of_is_done_too() -> None:
     made = script([], [start(0), start(1), line(0, 1), line(1, 1), line(0, 2)], agrees=False)
     ghost = made.line(1, 2)
-    assert ghost is not None and (ghost.outcome, ghost.seats) == ("PeerLost", (0, 1))
+    assert ghost is not None and (ghost.outcome, ghost.members) == ("PeerLost", (0, 1))
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,8 @@ def test_workers_come_and_go(tmp_path: Path) -> None:
     first, second, third = (world.join() for _ in range(3))
     world.until(lambda: min(world.step(number) for number in (first, second, third)) >= 4 * EVERY)
     world.vanish(third)
-    gone = world.workers[third].company.seat
-    world.until(lambda: any(gone not in view["view"]["seats"] for view in events(world.out, "view")))
+    gone = world.workers[third].client.member
+    world.until(lambda: any(gone not in view["view"]["members"] for view in events(world.out, "view")))
     fourth = world.join()
     world.until(lambda: world.step(fourth) > 0)
     # It begins where the others are, with their weights, and not at the start of the run.
@@ -130,7 +130,7 @@ def test_workers_come_and_go(tmp_path: Path) -> None:
     world.workers[second].leaving.set()
     world.until(lambda: second in world.endings)
     assert world.endings[second] == "left"
-    assert len({worker.company.seat for worker in world.workers.values()}) == 4  # seats are never used twice
+    assert len({worker.client.member for worker in world.workers.values()}) == 4  # members are never used twice
     for number in (first, fourth):
         world.workers[number].leaving.set()
     world.until(lambda: {first, fourth} <= world.endings.keys())
@@ -157,8 +157,8 @@ def test_the_lighthouse_is_put_out_and_lit_again(tmp_path: Path) -> None:
     world.keep()
     third = world.join()
     world.until(lambda: world.step(third) > 0)
-    seats = {world.workers[number].company.seat for number in (first, second, third)}
-    world.until(lambda: any(set(view["view"]["seats"]) == seats for view in events(world.out, "view")))
+    members = {world.workers[number].client.member for number in (first, second, third)}
+    world.until(lambda: any(set(view["view"]["members"]) == members for view in events(world.out, "view")))
     for number in (first, second, third):
         world.vanish(number)
     fourth = world.join()
@@ -201,7 +201,7 @@ def test_what_a_joiner_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     anchors: dict[int, dict[int, Tensor]] = {}
 
     def noted(worker: ElasticWorker, said: Decision) -> None:
-        anchors.setdefault(said.round, {})[worker.seat] = worker.optimizer.fragments[0].anchor.clone()
+        anchors.setdefault(said.round, {})[worker.member] = worker.optimizer.fragments[0].anchor.clone()
         keep(worker, said)
 
     keep = ElasticWorker.keep
@@ -213,7 +213,7 @@ def test_what_a_joiner_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     world.until(lambda: world.step(joiner) > 0)
     begun = world.step(joiner) // EVERY
     world.until(lambda: world.step(joiner) >= (begun + 12) * EVERY)
-    seat = world.workers[joiner].company.seat
+    member = world.workers[joiner].client.member
     for number in range(4):
         world.workers[number].leaving.set()
     world.until(lambda: len(world.endings) == 4)
@@ -222,9 +222,9 @@ def test_what_a_joiner_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     looked = 0
     for round in range(begun + 2, begun + 12):
         there = anchors[round]
-        if seat in there and len(there) == 4:
-            others = [anchor for other, anchor in there.items() if other != seat]
+        if member in there and len(there) == 4:
+            others = [anchor for other, anchor in there.items() if other != member]
             mean = torch.stack(others).mean(0)
-            assert (there[seat] - mean).norm() <= 2 * max(float((anchor - mean).norm()) for anchor in others)
+            assert (there[member] - mean).norm() <= 2 * max(float((anchor - mean).norm()) for anchor in others)
             looked += 1
     assert looked > 0

@@ -66,10 +66,10 @@ def test_a_run_outlives_its_workers(tmp_path: Path, method: str) -> None:
         world.end()
 
 
-def steps_of(out: Path, seats: set[int]) -> list[int]:
-    """Steps of the lines of metrics of these seats, in the order in which they came."""
+def steps_of(out: Path, members: set[int]) -> list[int]:
+    """Steps of the lines of metrics of these members, in the order in which they came."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line["step"] for line in lines if line["worker"] in seats and "loss" in line]
+    return [line["step"] for line in lines if line["worker"] in members and "loss" in line]
 
 
 def kill(*processes: subprocess.Popen[bytes]) -> None:

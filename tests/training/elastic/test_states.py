@@ -18,7 +18,7 @@ import isles
 from isles.comm.errors import RendezvousFailed
 from isles.comm.mesh import Mesh
 from isles.membership.messages import Load
-from isles.membership.state_transfer import GiftRequest, Giver, NotGiven, NotOffered, take
+from isles.membership.state_transfer import FetchRequest, StateNotFound, StateServer, StateUnavailable, take
 from isles.membership.tls_session import open_session
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.world import JoinState
@@ -71,11 +71,11 @@ def handed_over(tmp_path: Path, kind: JoinState, **options: Any) -> tuple[OuterS
     def worker(world: Mesh) -> tuple[OuterSync, OuterSync, States]:
         donor, joiner = trained(world, 8, 4, **options), trained(world, 8, 0, **options)
         with router(tmp_path) as (mine, address, host):
-            giver = Giver(host, "3", lambda notice: None)
+            state_server = StateServer(host, "3", lambda notice: None)
             guest = open_session(mine.token, address)
             try:
-                giving = States(donor, giver, tmp_path, kind, lambda: 9)
-                taking = States(joiner, Giver(guest, "4", lambda notice: None), tmp_path, kind, lambda: 9)
+                giving = States(donor, state_server, tmp_path, kind, lambda: 9)
+                taking = States(joiner, StateServer(guest, "4", lambda notice: None), tmp_path, kind, lambda: 9)
                 stop = threading.Event()
                 rounds = threading.Thread(
                     target=lambda: [
@@ -128,19 +128,22 @@ def test_a_donor_that_begins_with_another_s_state_gives_nothing_of_its_own(tmp_p
     def worker(world: Mesh) -> None:
         donor = trained(world, 8, 4)
         with router(tmp_path) as (mine, address, host):
-            giver, guest = Giver(host, "3", lambda notice: None), open_session(mine.token, address)
+            state_server, guest = StateServer(host, "3", lambda notice: None), open_session(mine.token, address)
 
             def asked(what: str, seconds: float) -> str:
-                request = GiftRequest(giver="3", what=what, most=1 << 30, seconds=seconds)
-                with pytest.raises(NotGiven) as why:
+                request = FetchRequest(source="3", what=what, most=1 << 30, seconds=seconds)
+                with pytest.raises(StateUnavailable) as why:
                     take(guest, request, tmp_path / "taken")
                 return str(why.value)
 
             try:
-                means, states = Means(donor, giver, tmp_path), States(donor, giver, tmp_path, "full", lambda: 9)
+                means, states = (
+                    Means(donor, state_server, tmp_path),
+                    States(donor, state_server, tmp_path, "full", lambda: 9),
+                )
                 means.begins(3)
                 assert states.landed(3, {}, [True, False])
-                take(guest, GiftRequest(giver="3", what=STATE, most=1 << 30, seconds=20.0), tmp_path / "taken")
+                take(guest, FetchRequest(source="3", what=STATE, most=1 << 30, seconds=20.0), tmp_path / "taken")
                 forgotten = threading.Timer(0.3, lambda: (states.forget(), means.forget()))
                 forgotten.start()
                 assert asked("mean-4", 60.0) == "there is none"
@@ -149,7 +152,7 @@ def test_a_donor_that_begins_with_another_s_state_gives_nothing_of_its_own(tmp_p
                 assert asked("mean-5", 60.0) == "there is none" and "within" in asked("mean-6", 0.5)
             finally:
                 guest.close()
-                giver.close()
+                state_server.close()
 
     isles.run_virtual(worker, 1)
 
@@ -165,9 +168,9 @@ def test_a_donor_of_100_mb_goes_on(tmp_path: Path) -> None:
         size = sum(tensor.nbytes for tensor in held)
         assert 100e6 < size < 110e6
         with router(tmp_path) as (mine, address, host):
-            giver, guest = Giver(host, "3", lambda notice: None), open_session(mine.token, address)
+            state_server, guest = StateServer(host, "3", lambda notice: None), open_session(mine.token, address)
             try:
-                giving, ratios, growths = States(donor, giver, tmp_path, "full", lambda: 9), [], []
+                giving, ratios, growths = States(donor, state_server, tmp_path, "full", lambda: 9), [], []
                 for trial in range(3):
                     began = time.thread_time()
                     copies = torch.cat([tensor.detach().reshape(-1) for tensor in held])
@@ -176,10 +179,10 @@ def test_a_donor_of_100_mb_goes_on(tmp_path: Path) -> None:
                     before = resident()
                     with highest() as most:
                         taken = tmp_path / f"taken-{trial}"
-                        asked = GiftRequest(giver="3", what=STATE, most=1 << 30, seconds=20.0)
+                        asked = FetchRequest(source="3", what=STATE, most=1 << 30, seconds=20.0)
                         taking = threading.Thread(target=take, args=(guest, asked, taken))
                         taking.start()
-                        while not giver.is_wanted(STATE):
+                        while not state_server.is_requested(STATE):
                             time.sleep(0.001)
                         began = time.thread_time()
                         assert giving.landed(2 + trial * FRESH, {}, giving.wanted())
@@ -187,11 +190,11 @@ def test_a_donor_of_100_mb_goes_on(tmp_path: Path) -> None:
                         taking.join(60.0)
                         assert taken.stat().st_size >= size
                         growths.append((most() - before) / size)
-                    giver.shut(STATE)
+                    state_server.freeze(STATE)
                 assert min(ratios) <= 1.5 and min(growths) <= 1.3, (ratios, growths)
             finally:
                 guest.close()
-                giver.close()
+                state_server.close()
 
     isles.run_virtual(worker, 1)
 
@@ -225,7 +228,7 @@ def test_a_damaged_state_is_not_begun_with(tmp_path: Path) -> None:
 class Told:
     """A line to the lighthouse that names no donor, and whose kept state does not come."""
 
-    def __init__(self, why: NotGiven) -> None:
+    def __init__(self, why: StateUnavailable) -> None:
         self.why, self.acts, self.notices, self.reloads, self.has = why, list[str](), list[str](), 0, -1
         whole: Any = self
         self.beginning = Beginning(whole, whole, whole, threading.Event(), self.notices.append, agrees=True)
@@ -250,12 +253,12 @@ class Told:
 
 def test_nobody_begins_anew_where_a_state_is_kept() -> None:
     """It is asked for again; then the worker ends, and the state stays."""
-    late = Told(NotGiven("nothing came within 60 s"))
+    late = Told(StateUnavailable("nothing came within 60 s"))
     for _ in range(2):
         assert not late.take()
     assert late.acts == ["load"] * late.reloads and late.reloads == 2 and late.has == -1
     assert late.notices[-1].startswith("the state that the lighthouse keeps did not come (nothing came within 60 s)")
     with pytest.raises(RendezvousFailed, match="RUN/states"):
         late.take()
-    first = Told(NotOffered("there is none"))
+    first = Told(StateNotFound("there is none"))
     assert first.take() and first.acts == ["load", "draw"] and first.has == 0

@@ -170,7 +170,7 @@ def test_cells_are_read_in_passes() -> None:
     made = config("run.steps=20", "world.workers=3", "inner.accumulation=2")
     view = View(0, 1, (4, 7, 9), (5, 5, 5))
     cells = [batches({0: view}, view, 1, place) for place in range(3)]
-    passes = [list(positions(made, seat, cell, 0)) for seat, cell in zip(view.seats, cells, strict=True)]
+    passes = [list(positions(made, member, cell, 0)) for member, cell in zip(view.members, cells, strict=True)]
     read = [np.concatenate(each) for each in passes]
     assert all(len(each) == 10 for each in passes)
     assert sorted(np.concatenate(read).tolist()) == list(range(3 * 5 * 2 * 2))

@@ -18,8 +18,8 @@ def random_trace(*, founders: int, most: int, events: int, spacing: float, seed:
     here, paused, trace = list(range(founders)), dict[int, float](), list[ChurnEvent]()
     while len(trace) < events:
         at += draw.uniform(0.2, 1.8) * spacing
-        paused = {seat: until for seat, until in paused.items() if until > at}
-        awake = [seat for seat in here if seat not in paused]
+        paused = {member: until for member, until in paused.items() if until > at}
+        awake = [member for member in here if member not in paused]
         kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
         if kind == "join" and len(here) < most:
             trace.append(ChurnEvent(at, "join", 1))
@@ -28,11 +28,11 @@ def random_trace(*, founders: int, most: int, events: int, spacing: float, seed:
         elif kind == "lighthouse":
             trace.append(ChurnEvent(at, "lighthouse", draw.uniform(0.5, LONGEST)))
         elif len(awake) > 4:
-            seat = draw.choice(awake)
+            member = draw.choice(awake)
             if kind == "pause":
-                paused[seat] = at + draw.uniform(0.5, LONGEST)
-                trace += [ChurnEvent(at, "pause", seat), ChurnEvent(paused[seat], "resume", seat)]
+                paused[member] = at + draw.uniform(0.5, LONGEST)
+                trace += [ChurnEvent(at, "pause", member), ChurnEvent(paused[member], "resume", member)]
             else:
-                trace.append(ChurnEvent(at, "leave" if kind == "leave" else "kill", seat))
-                here.remove(seat)
+                trace.append(ChurnEvent(at, "leave" if kind == "leave" else "kill", member))
+                here.remove(member)
     return sorted(trace, key=lambda event: event.at)

@@ -56,7 +56,7 @@ class Worker:
         return {line["round"]: line["digest"] for line in self._lines(LANDINGS)}
 
     def starts(self) -> list[dict[str, Any]]:
-        """A `StartLine` for each state that it began with."""
+        """A `StartRecord` for each state that it began with."""
         return self._lines(STARTS)
 
     def reads(self) -> list[tuple[int, int]]:
@@ -145,7 +145,7 @@ def _work(words: list[str], folder: str, log: str, pause: float) -> None:
     for stream in (1, 2):
         os.dup2(out, stream)
     from isles.data.order import rows
-    from isles.membership.client import Company
+    from isles.membership.client import MembershipClient
     from isles.membership.rounds import Decision
     from isles.training.elastic.leader import Participant
     from isles.training.elastic.worker import Decisions, ElasticWorker
@@ -156,7 +156,7 @@ def _work(words: list[str], folder: str, log: str, pause: float) -> None:
     Book(Path(folder, MESSAGES, name)).attach()
     reads = np.memmap(Path(folder, READS, name), np.int64, "w+", shape=(1 + _MOST_READS,))
     one_round, one_step, one_landing, train = Participant._round, Trainer.step, Participant._landed, ElasticWorker.train
-    report, now = Company.report, [0]  # the round under way
+    report, now = MembershipClient.report, [0]  # the round under way
 
     def reading(worker: ElasticWorker, said: Decision) -> None:
         for batch in said.slices:
@@ -168,16 +168,22 @@ def _work(words: list[str], folder: str, log: str, pause: float) -> None:
         time.sleep(pause / trainer.config.replicas.sync_every)
         one_step(trainer)
 
-    def reported(company: Company, event: Any) -> None:
+    def reported(client: MembershipClient, event: Any) -> None:
         if "start" in event:
             starts.write(json.dumps(event["start"]) + "\n")
-        report(company, event)
+        report(client, event)
 
     def noted(worker: Participant, round: int, every: int) -> Decisions[int]:
         now[0] = round
         over = yield from one_round(worker, round, every)
-        seats, outcome = worker.leader.outcome(round)
-        line = {"seat": worker.company.seat, "round": round, "seats": seats, "outcome": outcome, "landed": over > 0}
+        members, outcome = worker.leader.outcome(round)
+        line = {
+            "member": worker.client.member,
+            "round": round,
+            "members": members,
+            "outcome": outcome,
+            "landed": over > 0,
+        }
         line["digest"] = worker.optimizer.fragments[0].digest
         rounds.write(json.dumps({**line, "at": time.monotonic()}) + "\n")
         return over
@@ -187,7 +193,7 @@ def _work(words: list[str], folder: str, log: str, pause: float) -> None:
         one_landing(worker, round)
 
     Participant._round, Participant._landed = noted, landed  # type: ignore[method-assign]
-    Company.report = reported  # type: ignore[method-assign]
+    MembershipClient.report = reported  # type: ignore[method-assign]
     Trainer.step, ElasticWorker.train = slowly, reading  # type: ignore[method-assign]
     sys.argv = ["isles", *words]
     from isles.cli import main

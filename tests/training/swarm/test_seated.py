@@ -11,19 +11,19 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.training.swarm.members import SwarmRun, seated
 from torch import Tensor
 
 from isles.comm.collectives.message_queue import MessageHeader
 from isles.comm.credentials import parse_token
-from isles.membership.messages import Seek
-from isles.membership.state_transfer import NotGiven
+from isles.membership.messages import RequestWork
+from isles.membership.state_transfer import StateUnavailable
 from isles.pipeline.peers.inbox import FORWARD, HOME
 from isles.training.elastic.connect import Here
 from isles.training.swarm.connect import take_part
 from isles.training.swarm.trainer import SeatedTrainer
 from tests.training.elastic.runs import Run, in_run
 from tests.training.elastic.test_runs import small
-from tests.training.swarm.seats import SwarmRun, seated
 from tests.training.swarm.test_swarmed import ONE, config, furthest, train
 
 
@@ -142,9 +142,9 @@ def test_a_stage_that_has_lost_all_of_its_peers_is_begun_again(tmp_path: Path) -
     run = SwarmRun(seated(*settings("[1,2,1]", steps, "run.checkpoint_every=5")), tmp_path / "run")
     for number in range(4):
         run.join([0, 1, 1, 2][number])
-    run.until(lambda: run.keeper.muster.kept >= 10)
+    run.until(lambda: run.keeper.coordinator.saved >= 10)
     run.vanish(3)
-    run.until(lambda: run.keeper.muster.alive() == [])
+    run.until(lambda: run.keeper.coordinator.alive() == [])
     run.join()
     summary = run.end(120)
     assert furthest(weights(run), undisturbed(tmp_path, "[1,2,1]", steps)) < 1e-9
@@ -158,12 +158,12 @@ def test_all_and_the_lighthouse_are_lost(tmp_path: Path) -> None:
     run = SwarmRun(seated(*settings("[1,1,1]", steps, f"run.checkpoint_every={every}")), tmp_path / "run")
     for stage in range(3):
         run.join(stage, again=False)
-    run.until(lambda: run.keeper.muster.kept >= 10)
+    run.until(lambda: run.keeper.coordinator.saved >= 10)
     newest = run.step(0)
     for number in range(3):
         run.vanish(number)
     run.stop()
-    kept = run.keeper.muster.kept
+    kept = run.keeper.coordinator.saved
     assert newest - kept <= every
     run.keep()
     for stage in range(3):
@@ -190,7 +190,7 @@ def test_no_step_is_further_than_the_interval_from_what_is_kept(tmp_path: Path) 
     seen = set[int]()
     while 0 not in run.endings:
         newest = max(run.step(number) for number in range(3))
-        seen.add(newest - run.keeper.muster.kept)
+        seen.add(newest - run.keeper.coordinator.saved)
         time.sleep(0.001)
     summary = run.end()
     assert max(seen) == every and summary["begun"] == 1
@@ -205,7 +205,7 @@ def test_a_lighthouse_that_keeps_nothing_is_not_waited_for_long(tmp_path: Path) 
     run = SwarmRun(seated(*settings("[1,1]", 12, *more)), tmp_path / "run")
 
     def nothing(*of: object) -> int:
-        raise NotGiven("it broke off")
+        raise StateUnavailable("it broke off")
 
     run.keeper._fetch_state = nothing  # type: ignore[method-assign]
     began = time.monotonic()
@@ -277,8 +277,8 @@ def spoil(trainer: SeatedTrainer, lie: str, others: set[int]) -> None:
             "number": MessageHeader(HOME, 0, 0, -5),
         }
         body = torch.zeros(3, dtype=torch.uint8) if lie == "length" else None
-        for seat in others:
-            mail.send(seat, notes[lie], body)
+        for member in others:
+            mail.send(member, notes[lie], body)
 
 
 @pytest.mark.long
@@ -292,12 +292,12 @@ def test_who_sends_what_cannot_be_is_named_and_left_out(tmp_path: Path, lie: str
     liar = run.peers[1]
     trainer = liar._trainer
     assert trainer is not None
-    spoil(trainer, lie, set(range(4)) - {liar.line.seat})
+    spoil(trainer, lie, set(range(4)) - {liar.line.member})
     summary = run.end(120)
     assert furthest(weights(run), undisturbed(tmp_path, "[1,2,1]", 30)) < 1e-9
-    named = [row for row in summary["refused"] if row["seat"] == liar.line.seat]
+    named = [row for row in summary["refused"] if row["member"] == liar.line.member]
     assert named and all(LIES[lie] in row["reason"] for row in named), summary["refused"]
-    assert all(row["seat"] == liar.line.seat for row in summary["refused"])
+    assert all(row["member"] == liar.line.member for row in summary["refused"])
     assert run.endings[1] in ("again", "finished") and summary["begun"] == 1  # it may hear of the end first
 
 
@@ -332,7 +332,7 @@ def test_who_wishes_a_stage_gets_it_and_who_is_asked_to_leaves(tmp_path: Path) -
     run.until(lambda: run.step(0) > 2)
     comer = run.join(0)
     run.until(lambda: run.step(comer) > 0)
-    run.until(lambda: run.keeper.muster.members.get(run.peers[comer].line.seat) == 0)
+    run.until(lambda: run.keeper.coordinator.members.get(run.peers[comer].line.member) == 0)
     run.ask_to_leave(0)
     run.until(lambda: 0 in run.endings)
     summary = run.end(120)
@@ -351,7 +351,7 @@ def test_the_last_of_a_stage_hands_its_state_over(tmp_path: Path) -> None:
     run.until(lambda: run.step(0) > 2)
     run.ask_to_leave(1)
     run.until(lambda: 1 in run.endings)
-    assert run.endings[1] == "left" and run.keeper.muster.kept == run.step(1) > 0
+    assert run.endings[1] == "left" and run.keeper.coordinator.saved == run.step(1) > 0
     run.join()
     summary = run.end(120)
     assert furthest(weights(run), undisturbed(tmp_path, "[1,1]", steps)) == 0
@@ -361,17 +361,20 @@ def test_the_last_of_a_stage_hands_its_state_over(tmp_path: Path) -> None:
 def test_a_swarm_that_begins_again_says_from_where(tmp_path: Path) -> None:
     """Of the lighthouse alone: its peers are words to it. Nothing is kept at first, then the states of step 5."""
     run = SwarmRun(seated(*settings("[1,1]", 30)), tmp_path / "run")
-    muster, said = run.keeper.muster, "all peers were lost: the run begins again at step "
+    coordinator, said = run.keeper.coordinator, "all peers were lost: the run begins again at step "
     for epoch in (1, 2, 3):
-        seats = [len(muster.peers), len(muster.peers) + 1]
-        calls = [partial(muster.gone, seat=seat) for seat in muster.members]
-        calls += [partial(muster.join, description="") for _ in seats]
-        calls += [partial(muster.hear, seat=seat, message=Seek(stage, 7)) for stage, seat in enumerate(seats)]
+        members = [len(coordinator.peers), len(coordinator.peers) + 1]
+        calls = [partial(coordinator.gone, member=member) for member in coordinator.members]
+        calls += [partial(coordinator.join, description="") for _ in members]
+        calls += [
+            partial(coordinator.hear, member=member, message=RequestWork(stage, 7))
+            for stage, member in enumerate(members)
+        ]
         for call in calls:
             run.keeper.lighthouse.act(call)
-        run.until(lambda epoch=epoch: muster.epoch == epoch)
+        run.until(lambda epoch=epoch: coordinator.epoch == epoch)
         run.until(lambda epoch=epoch: len([line for line in run.notices if said in line]) == epoch - 1)
-        muster.kept = 5 * (epoch - 1)
+        coordinator.saved = 5 * (epoch - 1)
     told = [line.removeprefix(said) for line in run.notices if said in line]
     assert told == ["0, for no state is kept (run.checkpoint_every)", "5"]
     run.stop()

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tests.training.swarm.members import seated
 
 from benchmarks._machines import Machine, machines, unavailable
 from isles.comm.credentials import read
 from isles.training.config.reading import to_toml
 from isles.training.config.sections import Config
 from tests.membership.sessions import free_port
-from tests.training.swarm.seats import seated
 from tests.training.swarm.test_seated import settings, undisturbed
 from tests.training.swarm.test_swarmed import furthest
 
@@ -58,7 +58,7 @@ class Commands:
 
     def members(self) -> list[int]:
         told = self.journal("begin") + self.journal("serve")
-        return max(told, key=lambda entry: entry["at"])["seats"] if told else []
+        return max(told, key=lambda entry: entry["at"])["members"] if told else []
 
     def step(self) -> int:
         path = self.out / "metrics.jsonl"
@@ -129,7 +129,7 @@ def test_all_and_the_lighthouse_are_killed(commands: Callable[..., Commands], tm
     for process in run.started:
         process.kill()
         process.wait()
-    reached, kept = run.step(), run.journal("kept")[-1]["step"]
+    reached, kept = run.step(), run.journal("saved")[-1]["step"]
     assert at <= reached <= kept + EVERY
     light = run.start("resume", str(run.out))
     again = [run.peer(), run.peer()]

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.training.swarm.members import SwarmRun, seated
 
 from isles.cli.elastic import query
 from isles.cli.elastic import status as command
 from isles.comm.collectives.message_queue import MessageHeader
 from isles.training.records.tokens import make_token
-from tests.training.swarm.seats import SwarmRun, seated
 from tests.training.swarm.test_seated import settings
 
 Show = Callable[[SwarmRun], list[str]]
@@ -34,7 +34,7 @@ def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def told(lines: list[str]) -> list[list[str]]:
-    """Of the peers: stage, seat, step, counted."""
+    """Of the peers: stage, member, step, counted."""
     rows = [line.split() for line in lines[1:]]
     paths = next((place for place, row in enumerate(rows) if row[:1] == ["path"]), len(rows))
     return [row[:4] for row in rows[:paths] if row and (row[0] == "waits" or row[0].isdigit())]
@@ -55,16 +55,16 @@ def test_it_shows_stages_peers_and_loads(tmp_path: Path, show: Show) -> None:
     time.sleep(1.5)  # each tells once a second
     lines = show(run)
     assert lines[0].startswith("step ") and "swarms begun: 1" in lines[0] and "waiting" not in lines[0]
-    seats = {int(seat): (int(stage), int(step), int(counted)) for stage, seat, step, counted in told(lines)}
-    assert sorted(stage for stage, _, _ in seats.values()) == [0, 1, 1, 2]
-    assert all(step > 0 for _, step, _ in seats.values())
-    counts = [sum(counted for at, _, counted in seats.values() if at == stage) for stage in (0, 2)]
+    members = {int(member): (int(stage), int(step), int(counted)) for stage, member, step, counted in told(lines)}
+    assert sorted(stage for stage, _, _ in members.values()) == [0, 1, 1, 2]
+    assert all(step > 0 for _, step, _ in members.values())
+    counts = [sum(counted for at, _, counted in members.values() if at == stage) for stage in (0, 2)]
     assert counts == [6, 6], "one peer of a stage counts all microbatches of a step"
     assert all(cell in next(line for line in lines if "stage" in line) for cell in ("a microbatch", "queue", "heard"))
     liar = run.peers[2]
     assert liar._trainer is not None
-    liar._trainer.model_step.swarm.agreement.post.mail.send(run.peers[1].line.seat, MessageHeader(99, 0))
-    run.until(lambda: any(f"worker {liar.line.seat}: " in line and "kind 99" in line for line in show(run)))
+    liar._trainer.model_step.swarm.agreement.post.mail.send(run.peers[1].line.member, MessageHeader(99, 0))
+    run.until(lambda: any(f"worker {liar.line.member}: " in line and "kind 99" in line for line in show(run)))
     run.stop()
 
 
