@@ -18,7 +18,7 @@ from isles.comm.call import Call
 from isles.comm.collectives.averaging import Averaging
 from isles.comm.collectives.headers import Stamp
 from isles.comm.errors import CommError, PeerLost
-from isles.comm.transport import AnyOf, Bell, Steps
+from isles.comm.transport import AnyOf, Steps, WaitEvent
 from isles.network.exchange_plan import MessagePattern
 
 _RATE, _LATENCY, _WAYS = 50e6, 0.01, 3  # bits per second of an uplink, seconds of a way, ways of a mean one by one
@@ -29,7 +29,7 @@ class Place:
 
     def __init__(self) -> None:
         self.shares: dict[int, Tensor] = {}
-        self.bells: dict[int, Bell] = {}
+        self.bells: dict[int, WaitEvent] = {}
         self.digests: set[int] = set()
         self.mean: Tensor | None = None
         self.error: CommError | None = None
@@ -37,8 +37,8 @@ class Place:
     def ring(self, error: CommError | None = None) -> None:
         """For all who wait."""
         self.error = self.error or error
-        for bell in self.bells.values():
-            bell.ring()
+        for event in self.bells.values():
+            event.ring()
 
 
 class MeetingPlaces:
@@ -60,7 +60,7 @@ class Reckoned(Averaging):
 
     def __init__(self, played: Averaging, places: MeetingPlaces) -> None:
         self.played, self._places = played, places
-        self.keeps_signs = played.keeps_signs
+        self.preserves_signs = played.preserves_signs
         self.sent_bytes = lru_cache(maxsize=64)(played.sent_bytes)  # type: ignore[method-assign]
 
     def pattern(self, round: int, size: int) -> MessagePattern:
@@ -84,13 +84,13 @@ class Reckoned(Averaging):
         group, place, transport = call.group, self._places.of(call), call.group.transport
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         neighbour = call.recv(after, torch.empty(1, dtype=torch.uint8))
-        place.shares[group.rank], place.bells[group.rank] = buffer, transport.bell()
+        place.shares[group.rank], place.bells[group.rank] = buffer, transport.event()
         place.digests.add(stamp.digest)
         assert len(place.digests) == 1, "members with other anchors"
         try:
             if len(place.shares) == group.size:
                 nbytes = self.sent_bytes(call.round or 0, group.size, 0)
-                yield AnyOf([transport.bell(8 * nbytes / _RATE + _WAYS * _LATENCY), neighbour])
+                yield AnyOf([transport.event(8 * nbytes / _RATE + _WAYS * _LATENCY), neighbour])
                 place.mean = torch.stack([place.shares[rank] for rank in sorted(place.shares)]).mean(0)
                 place.ring()
             while place.mean is None and place.error is None:

@@ -26,7 +26,7 @@ import isles
 from benchmarks._measure import Row, interleaved, report
 from benchmarks._models import Weights, byte_model
 from isles.comm.mesh import Mesh
-from isles.replicas.loop.fragment import Exchange, Flight
+from isles.replicas.loop.fragment import Exchange, InFlight
 from isles.replicas.loop.sweep import FiniteCheck, Sweep
 
 BLOCK_STEPS = 20
@@ -137,7 +137,7 @@ class InCompany:
         parts, hashed = self.sync.parts, self.sync.agrees
         assert Sweep(self.fragment, parts, hashed).snapshot(self.payload, FiniteCheck()).is_usable
         answer = Exchange(self.payload, None)
-        Sweep(self.fragment, parts, hashed).answered(Flight(self.fragment, 0, answer, None), None)
+        Sweep(self.fragment, parts, hashed).answered(InFlight(self.fragment, 0, answer, None), None)
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.SGD:

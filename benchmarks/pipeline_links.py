@@ -37,7 +37,7 @@ from isles.models.stages import Stage
 from isles.network.links import Links, Topology
 from isles.network.routing.events import orders, orders_of
 from isles.network.routing.problem import Costs, Problem
-from isles.network.routing.replay import MessageLines, Sizes, TaskSeconds, in_order, replay
+from isles.network.routing.replay import LinkWire, Sizes, TaskSeconds, in_order, replay
 from isles.network.routing.routes import Route, Task, fixed_routes, random_routes
 from isles.network.routing.search import Effort, strategies
 from isles.network.routing.speeds import delays_of
@@ -159,7 +159,7 @@ def predicted(routes: Sequence[Route], tasks: Mapping[int, Sequence[Task]]) -> f
     """Seconds of a step by the replay over the lines."""
     sizes = Sizes(**{name: FORM.nbytes(Task(kind, 0, 0)) for name, kind in _KINDS.items()})
     seconds = TaskSeconds(forward=[FORWARD] * MACHINES, loss=[LOSS] * MACHINES, backward=[BACKWARD] * MACHINES)
-    wire = MessageLines(Topology(MACHINES, links()), sizes)
+    wire = LinkWire(Topology(MACHINES, links()), sizes)
     return replay(routes, seconds, wire, in_order(tasks)).makespan
 
 

@@ -50,7 +50,7 @@ _names, __getattr__, __dir__ = on_first_use(
         "isles.replicas.loop.outer": "OuterSync",
         "isles.replicas.replica": "Plain",
         "isles.replicas.sync": "ReplicaSync unwrap",
-        **dict(row.place.split(":") for row in METHODS.values()),
+        **dict(row.target.split(":") for row in METHODS.values()),
     },
 )
 __all__ = ["__version__", *_names]

@@ -196,7 +196,7 @@ for refused in ({"rule": "average"}, {"mixing": "nobody"}):
             raise AssertionError(f"{codec} is accepted with {refused}")
 assert not any("never comes back" in line for line in warnings(CustomConfig(codec="fp8").choice))
 
-assert isles.HalfAvg.__module__ == isles.METHODS["halfavg"].place.partition(":")[0]
+assert isles.HalfAvg.__module__ == isles.METHODS["halfavg"].target.partition(":")[0]
 assert 'method = "halfavg"' in template("halfavg")
 assert "# Share of the mean change that is taken.\\nshare = 0.5\\n" in template("shareavg")
 assert "isles.replicas.methods.shareavg" not in sys.modules, "its settings are read without its code"

@@ -487,7 +487,7 @@ def test_the_table_of_methods_is_the_only_one() -> None:
     from isles.plan.question import candidates
     from isles.replicas import METHODS
 
-    places = {tuple(row.place.split(":")) for row in METHODS.values()}
+    places = {tuple(row.target.split(":")) for row in METHODS.values()}
     assert names_for_checkers(parse(PACKAGE / "replicas" / "__init__.py")) == places
     assert all(getattr(isles, name).__module__ == module for module, name in places)
     embedded = tomllib.loads((PACKAGE / "training" / "config" / "embedded.toml").read_text(encoding="utf-8"))

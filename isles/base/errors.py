@@ -12,13 +12,13 @@ from difflib import get_close_matches
 from typing import Any
 
 
-def unknown_name(key: str, given: str, known: Iterable[str]) -> str:
+def unknown_name(key: str, value: str, known: Iterable[str]) -> str:
     """The line for a name that is not in `known`: the closest one first, then all."""
     names = sorted(known)
     folded = {name.casefold(): name for name in names}
-    close = get_close_matches(given.casefold(), folded, n=1)
+    close = get_close_matches(value.casefold(), folded, n=1)
     hint = f"did you mean {folded[close[0]]!r}? " if close else ""
-    return f"unknown {key} {given!r}: {hint}choose one of {', '.join(names)}"
+    return f"unknown {key} {value!r}: {hint}choose one of {', '.join(names)}"
 
 
 def in_section(section: str, message: str, keys: Iterable[str]) -> str:
@@ -27,11 +27,11 @@ def in_section(section: str, message: str, keys: Iterable[str]) -> str:
     return f"{section}.{message}" if first.removesuffix(":") in keys else message
 
 
-def demand(config: Any, keys: str, fits: Callable[[Any], bool], mend: str) -> None:
+def demand(config: Any, keys: str, fits: Callable[[Any], bool], hint: str) -> None:
     """ValueError "KEY = VALUE: mend" for the first of `keys`, with spaces between them, whose value does not fit."""
     for key in keys.split():
         if not fits(value := getattr(config, key)):
-            raise ValueError(f"{key} = {value}: {mend}")
+            raise ValueError(f"{key} = {value}: {hint}")
 
 
 def as_typed(value: Any) -> str:
@@ -43,8 +43,8 @@ def printable(text: str, longest: int = 2000) -> str:
     """What somebody else wrote, as one line for a terminal: no control or formatting characters (escapes, line breaks,
     changes of direction, halves of surrogates), no more than `longest` characters.
     """
-    kept = "".join(_shown(character) for character in text[:longest])
-    return kept + ("..." if len(text) > longest else "")
+    shown = "".join(_shown(character) for character in text[:longest])
+    return shown + ("..." if len(text) > longest else "")
 
 
 def _shown(character: str) -> str:
@@ -52,15 +52,15 @@ def _shown(character: str) -> str:
 
 
 @contextmanager
-def warnings_told(tell: Callable[[Any], None]) -> Iterator[None]:
+def notify_warnings(notify: Callable[[Any], None]) -> Iterator[None]:
     """Python warnings become notices to the user, each once, instead of source lines on stderr."""
-    told: set[str] = set()
+    seen: set[str] = set()
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
         text = " ".join(str(message).split())
-        if text not in told:
-            told.add(text)
-            tell({"notice": text})
+        if text not in seen:
+            seen.add(text)
+            notify({"notice": text})
 
     with warnings.catch_warnings():
         warnings.showwarning = show

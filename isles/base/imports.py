@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any
 
 
-def is_place(text: str) -> bool:
+def is_import_target(text: str) -> bool:
     """Whether `text` has the form package.module:name."""
     return re.fullmatch(r"\w+(\.\w+)*:\w+", text) is not None
 
 
-def named(key: str, place: str) -> Any:
-    """The object at `place`, which has the form package.module:name. ValueError, begun with `key`, where it cannot be
+def import_target(key: str, target: str) -> Any:
+    """The object at `target`, which has the form package.module:name. ValueError, begun with `key`, where it cannot be
     had.
     """
-    module, _, name = place.partition(":")
+    module, _, name = target.partition(":")
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise ValueError(f"{key} cannot be imported: {error}") from error
     except Exception as error:  # the module is the user's: whatever it raises
-        raise ValueError(f"{key} cannot be imported: {told(error)}") from error
+        raise ValueError(f"{key} cannot be imported: {describe(error)}") from error
 
 
 def on_first_use(
@@ -50,7 +50,7 @@ def on_first_use(
     return sorted(modules), load, lambda: sorted({*here, *modules})
 
 
-def told(error: Exception) -> str:
+def describe(error: Exception) -> str:
     """An error of a user's own code in one line, with the place where it was raised."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     frames = traceback.extract_tb(error.__traceback__)

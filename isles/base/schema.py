@@ -174,12 +174,12 @@ class ElasticSummary:
     """Exchanges that were tried again."""
     outcomes: Mapping[str, int]
     """Rounds by how their exchange ended: whole, late, alone, or the name of an error."""
-    rounds_out_of_turn: int
+    rounds_unassigned: int
     """Whose worker could not know which data is its own."""
     inner_steps: int
     inner_steps_counted: int
     """Whose work is in the model."""
-    inner_steps_owed: int
+    inner_steps_backlog: int
     """Of the data, that nobody has read for good."""
     inner_steps_repeated: int
     """Of the data, that were read twice."""
@@ -190,9 +190,9 @@ class ElasticSummary:
     views: int
     outages: int
     """Times that the lighthouse was started again."""
-    gifts: int
+    state_transfers: int
     """States given to joiners."""
-    gift_bytes: int
+    state_transfer_bytes: int
     links: Mapping[str, Any] | None = None
     """Bytes that workers sent to each other direct and relayed; relayed_by_workers and relayed_here, what those that
     carry for others and the lighthouse count of these, with what frames and encryption add; pairs: by each worker of

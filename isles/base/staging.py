@@ -29,7 +29,7 @@ def arena(tensors: Sequence[Tensor], *, pinned: bool | None = None) -> list[Tens
     """Uninitialised tensors of their shapes and formats on the host, in one block of memory. pinned None: where there
     are GPUs.
     """
-    *starts, end = _places(tensors)
+    *starts, end = _offsets(tensors)
     pinned = torch.cuda.is_available() if pinned is None else pinned
     block = torch.empty(end, dtype=torch.uint8, pin_memory=pinned, device="cpu")
     parts = zip(starts, tensors, strict=True)
@@ -38,11 +38,11 @@ def arena(tensors: Sequence[Tensor], *, pinned: bool | None = None) -> list[Tens
 
 def pinned_bytes(tensors: Sequence[Tensor]) -> int:
     """Of the host's memory that a pinned `arena` of them takes."""
-    end = _places(tensors)[-1]
+    end = _offsets(tensors)[-1]
     return 1 << (end - 1).bit_length() if end else 0
 
 
-def _places(tensors: Sequence[Tensor]) -> list[int]:
+def _offsets(tensors: Sequence[Tensor]) -> list[int]:
     """Where each of them begins in one block, and where that ends."""
     return list(accumulate((-(-own.numel() * own.itemsize // _ALIGNED) * _ALIGNED for own in tensors), initial=0))
 
@@ -61,20 +61,22 @@ class HostCopies:
 
     def down(self, tensors: Sequence[Tensor | None]) -> None:
         """Copy what is there of `tensors` into `hosts`."""
-        for copied in _crossed(tensors, lambda place, own: self.hosts[place].copy_(own, non_blocking=True)):
+        for copied in _crossed(tensors, lambda index, own: self.hosts[index].copy_(own, non_blocking=True)):
             copied.synchronize()
 
-    def up(self, tensors: Sequence[Tensor | None], kept: float = 0.0) -> None:
+    def up(self, tensors: Sequence[Tensor | None], local_share: float = 0.0) -> None:
         """tensors = kept tensors + (1 - kept) hosts."""
 
-        def copy(place: int, own: Tensor) -> None:
-            host = self.hosts[place]
-            if kept:
-                own.lerp_(host.to(own.device, non_blocking=True), 1 - kept)
+        def copy(index: int, own: Tensor) -> None:
+            host = self.hosts[index]
+            if local_share:
+                own.lerp_(host.to(own.device, non_blocking=True), 1 - local_share)
             else:
                 own.copy_(host, non_blocking=True)
 
-        self._read += _crossed(tensors, copy, aside=not kept)  # memory for what is mixed is the computing stream's
+        self._read += _crossed(
+            tensors, copy, aside=not local_share
+        )  # memory for what is mixed is the computing stream's
 
     def settle(self) -> None:
         """Wait until `hosts` may be written to: as a rule no time at all."""
@@ -87,23 +89,23 @@ class HostCopies:
 def _crossed(
     tensors: Sequence[Tensor | None], copy: Callable[[int, Tensor], object], *, aside: bool = True
 ) -> list[torch.Event]:
-    """Call `copy(place, tensor)` for each of them. On GPUs that is between what was called before and what is called
+    """Call `copy(index, tensor)` for each of them. On GPUs that is between what was called before and what is called
     later, on the current stream or aside; the event of its end, for each GPU.
     """
-    there = [(place, own.detach()) for place, own in enumerate(tensors) if own is not None]
+    there = [(index, own.detach()) for index, own in enumerate(tensors) if own is not None]
     ends: list[torch.Event] = []
     for device in dict.fromkeys(own.device for _, own in there):
-        here = [(place, own) for place, own in there if own.device == device]
+        here = [(index, own) for index, own in there if own.device == device]
         if device.type != "cuda":
-            for place, own in here:
-                copy(place, own)
+            for index, own in here:
+                copy(index, own)
             continue
         computing = torch.cuda.current_stream(device)
         side = _side(device) if aside else computing
         side.wait_stream(computing)
         with torch.cuda.stream(side):
-            for place, own in here:
-                copy(place, own)
+            for index, own in here:
+                copy(index, own)
             ends.append(side.record_event())
         computing.wait_event(ends[-1])
     return ends
@@ -133,5 +135,5 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         for host, own in zip(staging.hosts, near, strict=True):
             host.copy_(own)
         staging.up(made)
-    places = {id(tensor): own for tensor, own in zip(near, made, strict=True)}
-    return [places[id(tensor)] if id(tensor) in places else tensor.to(device) for tensor in tensors]
+    copies = {id(tensor): own for tensor, own in zip(near, made, strict=True)}
+    return [copies[id(tensor)] if id(tensor) in copies else tensor.to(device) for tensor in tensors]

@@ -55,17 +55,17 @@ def typed(section: str, cls: type, values: Mapping[str, Any]) -> Any:
         raise ValueError(_worded(section, error)) from None
 
 
-def _refuse_unknown(place: str, cls: type, values: Mapping[str, Any], known: Sequence[str]) -> None:
+def _refuse_unknown(section: str, cls: type, values: Mapping[str, Any], known: Sequence[str]) -> None:
     """ValueError for a key of `values`, at any depth, that is none of `known`, or for a value where a table belongs."""
     names, tables = {field.name for field in fields(cls)}, tables_of(cls)
     for key, value in values.items():
         if key not in names:
-            raise ValueError(unknown_name("key", f"{place}.{key}", known))
+            raise ValueError(unknown_name("key", f"{section}.{key}", known))
         if key in tables:
-            own = [name for name in known if name.startswith(f"{place}.{key}.")]
+            own = [name for name in known if name.startswith(f"{section}.{key}.")]
             if not isinstance(value, Mapping):
-                raise ValueError(f"{place}.{key} = {as_typed(value)}: it is a table; set one of {', '.join(own)}")
-            _refuse_unknown(f"{place}.{key}", tables[key], value, own)
+                raise ValueError(f"{section}.{key} = {as_typed(value)}: it is a table; set one of {', '.join(own)}")
+            _refuse_unknown(f"{section}.{key}", tables[key], value, own)
 
 
 def tables_of(cls: type) -> dict[str, type]:
@@ -85,20 +85,20 @@ def in_tables(settings: Mapping[str, Any]) -> dict[str, Any]:
     """{"a.b": 1} as {"a": {"b": 1}}."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
-        *places, name = key.split(".")
+        *sections, name = key.split(".")
         table = found
-        for place in places:
-            table = table.setdefault(place, {})
+        for section in sections:
+            table = table.setdefault(section, {})
         table[name] = value
     return found
 
 
 def table_of(tables: Mapping[str, Any], key: str) -> tuple[dict[str, Any], str]:
     """The table that would hold `key`, empty where there is none, and the key's name in it."""
-    *places, name = key.split(".")
+    *sections, name = key.split(".")
     table: Any = tables
-    for place in places:
-        table = table.get(place) if isinstance(table, dict) else None
+    for section in sections:
+        table = table.get(section) if isinstance(table, dict) else None
     return table if isinstance(table, dict) else {}, name
 
 
@@ -111,19 +111,19 @@ def changed(config: T, settings: Mapping[str, Any]) -> T:
     return replace(config, **own)  # type: ignore[type-var]
 
 
-def given(config: Any) -> Iterator[tuple[str, Any]]:
+def non_defaults(config: Any) -> Iterator[tuple[str, Any]]:
     """The settings of a config dataclass that are not at their defaults: key, value."""
     for field in fields(config):
         value = getattr(config, field.name)
         if is_dataclass(value):
-            yield from ((f"{field.name}.{key}", inner) for key, inner in given(value))
+            yield from ((f"{field.name}.{key}", inner) for key, inner in non_defaults(value))
         elif value != field.default:
             yield field.name, value
 
 
 def refuse(config: Any, why: str, *names: str) -> None:
-    """ValueError "KEY = VALUE why" for the first of `given` that is one of `names`, or in a table of such a name."""
-    for key, value in given(config):
+    """ValueError "KEY = VALUE why" for the first setting off its default that is one of `names`, or in such a table."""
+    for key, value in non_defaults(config):
         if any(key == name or key.startswith(f"{name}.") for name in names):
             raise ValueError(f"{key} = {as_typed(value)} {why}")
 

@@ -207,8 +207,8 @@ class SeveralOptimizers(Optimizer):
         if any(isinstance(one, Deferred) for one in optimizers):
             raise ValueError("of several inner optimizers none may be a method or a memory plan: give torch's, or one")
         self.__setstate__({"optimizers": list(optimizers), "defaults": {}})  # torch's own would begin with no groups
-        held = [id(parameter) for group in self.param_groups for parameter in group["params"]]
-        if len(set(held)) < len(held):
+        ids = [id(parameter) for group in self.param_groups for parameter in group["params"]]
+        if len(set(ids)) < len(ids):
             raise ValueError("a parameter is in two of the inner optimizers and would be stepped twice: divide them")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -264,8 +264,8 @@ class SeveralOptimizers(Optimizer):
         others = state_dict.get("others", [{"state": {}}] * len(self.optimizers))
         for one, other in zip(self.optimizers, others, strict=True):
             own = list(islice(groups, len(one.param_groups)))
-            kept = {key: state[key] for group in own for key in group["params"] if key in state}
-            one.load_state_dict({**other, "state": kept | other["state"], "param_groups": own})
+            own_state = {key: state[key] for group in own for key in group["params"] if key in state}
+            one.load_state_dict({**other, "state": own_state | other["state"], "param_groups": own})
 
 
 class _States(MutableMapping[torch.Tensor, Any]):

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from isles.base.errors import warnings_told
+from isles.base.errors import notify_warnings
 from isles.base.version import __version__
 from isles.cli import (
     compare,
@@ -91,7 +91,7 @@ def main() -> None:
 
 def _run() -> int:
     try:
-        with warnings_told(_note), Interrupts():
+        with notify_warnings(_note), Interrupts():
             return _command()(standalone_mode=False) or 0
     except _UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ def _methods() -> None:
     from isles.cli.terminal import print_named
     from isles.replicas import METHODS
 
-    print_named({name: f"{row.what}  ({row.place})" for name, row in METHODS.items()})
+    print_named({name: f"{row.what}  ({row.target})" for name, row in METHODS.items()})
     print("or package.module:Class for a method of your own; settings: isles config --method NAME")
 
 
@@ -48,13 +48,13 @@ def _legal() -> None:
     print('The parts of an outer method, each a setting of method = "custom" (cadence: sync_every, fragments,')
     print("overlap_steps, outer_delay). Any choice goes together unless a line below speaks of it.\n")
     print_named({f"  {axis}": ", ".join(members) for axis, members in AXES.items()})
-    for verdict, meaning in (("refused", "makes no sense"), ("warned", "runs, with a note")):
-        print(f"\n{verdict} ({meaning}):\n")
+    for severity, meaning in (("refused", "makes no sense"), ("warned", "runs, with a note")):
+        print(f"\n{severity} ({meaning}):\n")
         for row in TABLE:
-            if row.verdict == verdict:
+            if row.severity == severity:
                 print(f"  {row.title}\n      {row.because}; choose {row.instead}")
         for kind, when, because in BY_NUMBERS:
-            if kind == verdict:
+            if kind == severity:
                 print(f"  {when}\n      {because}")
 
     print("\nNot with each other, whatever the method:")

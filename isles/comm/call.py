@@ -125,7 +125,7 @@ class Call:
         group, trust = self.group, self.group.ledger.trust
         if trust.looks_at(self.channel):
             ranked = {group.ranks[position]: square for position, square in theirs.items()}
-            trust.judge((self.channel, self.fragment, kind), ranked, own, entries, self.leeway)
+            trust.check((self.channel, self.fragment, kind), ranked, own, entries, self.leeway)
 
     def _tag(self, peer: int, phase: int) -> Tag:
         if self.round is None:

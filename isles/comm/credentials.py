@@ -180,13 +180,13 @@ def proof(token: Token, speaker: str, own: bytes, other: bytes) -> bytes:
     speaker: the role, such as "node" or "lighthouse"; the two sides of a connection must differ in it, or one could
     answer with the other's words. own, other: the challenges that the speaker sent and got.
     """
-    said = b"isles proof\0" + speaker.encode("ascii") + b"\0" + token.fingerprint.encode("ascii") + own + other
-    return hmac.new(token.secret.encode("ascii"), said, hashlib.sha256).digest()
+    signed = b"isles proof\0" + speaker.encode("ascii") + b"\0" + token.fingerprint.encode("ascii") + own + other
+    return hmac.new(token.secret.encode("ascii"), signed, hashlib.sha256).digest()
 
 
-def proved(given: bytes, token: Token, speaker: str, own: bytes, other: bytes) -> bool:
-    """Whether `given` is the `proof` of that speaker; takes as long for any wrong one."""
-    return hmac.compare_digest(given, proof(token, speaker, own, other))
+def proved(received: bytes, token: Token, speaker: str, own: bytes, other: bytes) -> bool:
+    """Whether `received` is the `proof` of that speaker; takes as long for any wrong one."""
+    return hmac.compare_digest(received, proof(token, speaker, own, other))
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from isles.comm.mesh import Mesh, arrange
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Bell, Steps, Transfer, Work
+from isles.comm.transport import Steps, Transfer, WaitEvent, Work
 
 
 @lru_cache(maxsize=8)  # nothing ever happens in it
@@ -52,11 +52,11 @@ class DryTransport:
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:
         self._refuse()
 
-    def bell(self, seconds: float = 0.0) -> Bell:
+    def event(self, seconds: float = 0.0) -> WaitEvent:
         self._refuse()
 
-    def line(self) -> None:
-        """No machine, no line."""
+    def link_estimate(self) -> None:
+        """No machine, no link."""
 
     def now(self) -> float:
         """No time passes."""

@@ -76,11 +76,11 @@ def _pmi(environment: Mapping[str, str]) -> dict[str, str] | None:
     return _several(environment, environment.get("PMI_RANK"), environment.get("PMI_SIZE"), local, None, None)
 
 
-def _several(environment: Mapping[str, str], *told: str | None) -> dict[str, str] | None:
-    """What is `told` of one of several processes, in the order of _WORLD; None where they are not several. Address and
-    port are those that the user names, if he does.
+def _several(environment: Mapping[str, str], *values: str | None) -> dict[str, str] | None:
+    """What is `values` of one of several processes, in the order of _WORLD; None where they are not several. The
+    user's own address and port count, if set.
     """
-    made = dict(zip(_WORLD, told, strict=True))
+    made = dict(zip(_WORLD, values, strict=True))
     if made["RANK"] is None or int(made["WORLD_SIZE"] or 1) < 2:
         return None
     made |= {name: environment[name] for name in _WORLD[3:] if environment.get(name)}

@@ -29,7 +29,7 @@ class PeerLost(CommError):
         self.detail = detail
 
 
-class RoundPassed(PeerLost):
+class RoundClosed(PeerLost):
     """`rank` is there, but what was sent to it or asked of it belongs to a round that is over for it: it did that one
     alone or with others. Said at once, where else a deadline would have to pass.
     """
@@ -62,8 +62,8 @@ class DeadlinePassed(CommError):
             "; if it is alive, is it in another call? finish(), consolidate() and replica_std() are for all workers"
         )
         hint = elsewhere if channel in ("outer", "control", "eval") else ""
-        told = f" ({detail})" if detail else ""
-        super().__init__(f"{who} on channel '{channel}' within {seconds:g} s{hint}{told}")
+        reason = f" ({detail})" if detail else ""
+        super().__init__(f"{who} on channel '{channel}' within {seconds:g} s{hint}{reason}")
         self.peer = peer
         self.channel = channel
         self.seconds = seconds

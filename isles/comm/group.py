@@ -167,12 +167,12 @@ def hashed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
-def odd_one(told: Sequence[_H]) -> tuple[int | None, int]:
+def odd_one(values: Sequence[_H]) -> tuple[int | None, int]:
     """Of what all members have told: the first position that differs from the usual, None if none does, and the first
     that is usual. So all name the same one; of two, the first is right.
     """
-    usual = Counter(told).most_common(1)[0][0]
-    return next((position for position, theirs in enumerate(told) if theirs != usual), None), told.index(usual)
+    usual = Counter(values).most_common(1)[0][0]
+    return next((position for position, theirs in enumerate(values) if theirs != usual), None), values.index(usual)
 
 
 def numbers(*values: int) -> Tensor:

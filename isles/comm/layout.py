@@ -1,4 +1,4 @@
-"""Who sits where: the place of every rank on the axes of a run, as data."""
+"""The coordinates of every rank on the axes of a run, as data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if len(set(self.coordinates)) != len(self.coordinates):
-            raise ValueError(f"layout {self.coordinates}: two ranks are in one place, give each its own")
+            raise ValueError(f"layout {self.coordinates}: two ranks have the same coordinates, give each its own")
 
     @classmethod
     def grid(cls, outer: int, stage: int = 1, inner: int = 1) -> Layout:
@@ -45,18 +45,18 @@ class Layout:
         """Stages of unequal numbers of workers, by their ranks: the k-th worker of each stage is in column k, so the
         first column alone is sure to be whole. ValueError unless every rank from 0 on is in one stage.
         """
-        places = {rank: Coordinate(k, s, 0) for s, ranks in enumerate(stages) for k, rank in enumerate(ranks)}
-        if sorted(places) != list(range(sum(map(len, stages)))):
+        coordinates = {rank: Coordinate(k, s, 0) for s, ranks in enumerate(stages) for k, rank in enumerate(ranks)}
+        if sorted(coordinates) != list(range(sum(map(len, stages)))):
             raise ValueError("stages must name the ranks 0, 1, 2 ... once each")
-        return cls(tuple(places[rank] for rank in range(len(places))))
+        return cls(tuple(coordinates[rank] for rank in range(len(coordinates))))
 
     @classmethod
     def rows(cls, lengths: Sequence[int], aside: int = 0) -> Layout:
         """Replicas of unequal numbers of stages, rank after rank; behind them so many ranks that are in none: each by
         itself, without a first stage.
         """
-        places = [Coordinate(row, stage, 0) for row, length in enumerate(lengths) for stage in range(length)]
-        return cls((*places, *(Coordinate(len(places) + rank, 1, 0) for rank in range(aside))))
+        coordinates = [Coordinate(row, stage, 0) for row, length in enumerate(lengths) for stage in range(length)]
+        return cls((*coordinates, *(Coordinate(len(coordinates) + rank, 1, 0) for rank in range(aside))))
 
     @property
     def size(self) -> int:
@@ -65,11 +65,11 @@ class Layout:
 
     def sharing(self, rank: int, *axes: MeshAxis) -> list[int]:
         """The ranks that are where `rank` is on all of `axes`, itself included, in the order of coordinates."""
-        where = attrgetter(*axes) if axes else lambda place: ()
+        where = attrgetter(*axes) if axes else lambda coordinate: ()
         if axes not in self._shared:
             found: dict[Any, list[int]] = {}
-            for other, place in enumerate(self.coordinates):
-                found.setdefault(where(place), []).append(other)
+            for other, coordinate in enumerate(self.coordinates):
+                found.setdefault(where(coordinate), []).append(other)
             for there in found.values():
                 there.sort(key=self.coordinates.__getitem__)
             self._shared[axes] = found
@@ -82,9 +82,7 @@ class Layout:
 
     @cached_property
     def holders(self) -> list[list[int]]:
-        """By place in a replica, stage after stage, the ranks that hold the same of the model, in the order of their
-        group.
-        """
+        """By coordinate in a replica, stage after stage: the ranks that hold that part of the model, in group order."""
         first = self.coordinates.index(Coordinate(0, 0, 0))
         return [self.sharing(rank, "stage", "inner") for rank in self.sharing(first, "replica")]
 
@@ -92,7 +90,9 @@ class Layout:
         """Which share of the data `rank` trains on, and of how many: the stages of a pipeline read the same one. In a
         column without a first stage nobody reads, and the share is the first.
         """
-        shares = sorted({(place.replica, place.inner) for place in self.coordinates if place.stage == 0})
+        shares = sorted(
+            {(coordinate.replica, coordinate.inner) for coordinate in self.coordinates if coordinate.stage == 0}
+        )
         here = self.coordinates[rank]
         own = (here.replica, here.inner)
         return shares.index(own) if own in shares else 0, len(shares)

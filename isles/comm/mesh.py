@@ -26,7 +26,7 @@ from isles.comm.transport import Deadlines, Transport
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """`world`: all ranks, at the places that `layout` gives them. The axes are groups of this worker's."""
+    """`world`: all ranks, at the coordinates that `layout` gives them. The axes are groups of this worker's."""
 
     world: Group
     layout: Layout
@@ -45,7 +45,7 @@ class Mesh:
     def __post_init__(self) -> None:
         if self.layout.size != self.world.size:
             raise ValueError(
-                f"a layout of {self.layout.size} workers in a world of {self.world.size}: give each a place"
+                f"a layout of {self.layout.size} workers in a world of {self.world.size}: give each its coordinates"
             )
 
     @cached_property
@@ -71,7 +71,7 @@ class Mesh:
         return self._group("pipeline", "inner")
 
     @property
-    def place(self) -> Coordinate:
+    def coordinate(self) -> Coordinate:
         """Where this worker is on the axes."""
         return self.layout.coordinates[self.rank]
 
@@ -96,7 +96,7 @@ class Mesh:
         return self.world.size
 
     def arranged(self, layout: Layout) -> Mesh:
-        """The same workers at other places. ValueError for a layout of another number of them."""
+        """The same workers at other coordinates. ValueError for a layout of another number of them."""
         return self if layout == self.layout else replace(self, layout=layout)
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ def arrange(
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Entered:
     """What a worker is given to find: a virtual one in its thread, a real one in all threads of its process."""
 
     transport: Transport
@@ -146,18 +146,18 @@ class _Place:
     ledger: Ledger = field(default_factory=Ledger)
 
 
-class _Places(threading.local):
-    own: _Place | None = None
+class _PerThread(threading.local):
+    own: _Entered | None = None
 
 
-_here = _Places()
-_process: list[_Place] = []  # of this process, one at most
+_here = _PerThread()
+_process: list[_Entered] = []  # of this process, one at most
 _virtual: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def enter(transport: Transport, local_rank: int | None = None) -> None:
     """Make `transport` what `init()` and `mesh()` find in this thread (called by whoever starts workers)."""
-    _enter(_Place(transport, local_rank))
+    _enter(_Entered(transport, local_rank))
 
 
 def leave() -> None:
@@ -168,15 +168,15 @@ def leave() -> None:
             _process.clear()
 
 
-def _enter(place: _Place) -> None:
-    _here.own = place
-    if not isinstance(place.transport, DistributedTransport):
+def _enter(entered: _Entered) -> None:
+    _here.own = entered
+    if not isinstance(entered.transport, DistributedTransport):
         _virtual.add(threading.current_thread())
-    elif place.transport.size > 1 or not place.is_found:
-        _process[:] = [place]
+    elif entered.transport.size > 1 or not entered.is_found:
+        _process[:] = [entered]
 
 
-def _current(join: float) -> _Place:
+def _current(join: float) -> _Entered:
     """That entered here or by this process, else the one that the environment describes, else a world of one. join:
     seconds in which all processes meet. ValueError in a thread of its own that a virtual worker has started, or a
     process that a DataLoader has.
@@ -184,16 +184,16 @@ def _current(join: float) -> _Place:
     data: Any = sys.modules.get("torch.utils.data")
     if data is not None and data.get_worker_info() is not None:  # forked, it has what its worker knew
         raise ValueError("this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`")
-    place = _here.own or next(iter(_process), None)
-    if place is None and any(thread.is_alive() for thread in list(_virtual)):
+    entered = _here.own or next(iter(_process), None)
+    if entered is None and any(thread.is_alive() for thread in list(_virtual)):
         raise ValueError("several workers run in this process, and this thread is none of theirs: pass it `world`")
-    if place is None or (place.is_found and cast(DistributedTransport, place.transport).is_closed):
+    if entered is None or (entered.is_found and cast(DistributedTransport, entered.transport).is_closed):
         transport, local_rank = DistributedTransport.from_environment(join)
-        place = _Place(transport, local_rank, is_found=True)
+        entered = _Entered(transport, local_rank, is_found=True)
         if local_rank is not None and (gpus := torch.cuda.device_count()) and not torch.cuda.is_initialized():
             torch.cuda.set_device(local_rank % gpus)  # whoever has begun with a GPU has chosen one
-        _enter(place)
-    return place
+        _enter(entered)
+    return entered
 
 
 def init(*, deadlines: Deadlines | None = None) -> Mesh:
@@ -206,8 +206,8 @@ def init(*, deadlines: Deadlines | None = None) -> Mesh:
 
 def mesh(*, outer: int | None = None, stage: int = 1, inner: int = 1, deadlines: Deadlines | None = None) -> Mesh:
     """The world of this worker arranged as outer x stage x inner (outer None: what is left)."""
-    place = _current((deadlines or Deadlines()).join)
-    transport = place.transport
+    entered = _current((deadlines or Deadlines()).join)
+    transport = entered.transport
     if isinstance(transport, DistributedTransport):
         deadlines = transport.waits(deadlines or Deadlines())
     return arrange(
@@ -215,7 +215,7 @@ def mesh(*, outer: int | None = None, stage: int = 1, inner: int = 1, deadlines:
         outer=outer,
         stage=stage,
         inner=inner,
-        local_rank=place.local_rank,
+        local_rank=entered.local_rank,
         deadlines=deadlines,
-        ledger=place.ledger,
+        ledger=entered.ledger,
     )

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from isles.comm.errors import CommError, Diverged, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 
-Ruling = Literal["land", "retry", "postpone"]
+RoundOutcome = Literal["land", "retry", "postpone"]
 """What becomes of an attempt: its answer is everybody's; the round is tried again (`Roster.opening`); nobody can say
 now, or this worker has no part in it any more.
 """
@@ -43,16 +43,16 @@ class Roster(Protocol):
         it is not a member, or does not know.
         """
 
-    def lost(self, member: int) -> bool:
+    def lost(self, member: int, /) -> bool:
         """Whether `member` is waited for no more."""
 
-    def lacks(self, members: Sequence[int]) -> bool:
+    def has_lost(self, members: Sequence[int], /) -> bool:
         """Whether one of `members`, the members of a round, is lost: then this worker does it alone."""
 
-    def miss(self, member: int, error: CommError) -> None:
+    def report_failure(self, member: int, /, error: CommError) -> None:
         """An exchange with `member` (-1: with somebody) has ended in `error`."""
 
-    def accepts(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
+    def may_apply(self, round: int, members: Sequence[int], /, *, whole: bool) -> bool:
         """The exchange of `round` among `members` is over, and whole here or not: whether its answer may be used."""
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
@@ -60,7 +60,9 @@ class Roster(Protocol):
         None: that cannot be said now.
         """
 
-    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+    def finish_round(
+        self, round: int, attempt: int, digest: int | None, error: CommError | None = None
+    ) -> RoundOutcome:
         """Whether an attempt of such a round lands. digest: hash of its answer; None where it has none, for `error`.
         Blocks until that is known; "postpone" where it cannot be.
         """
@@ -92,10 +94,10 @@ class FixedRoster:
     def lost(self, member: int) -> bool:
         return member in self._lost
 
-    def lacks(self, members: Sequence[int]) -> bool:
+    def has_lost(self, members: Sequence[int]) -> bool:
         return not self._lost.isdisjoint(members)
 
-    def miss(self, member: int, error: CommError) -> None:
+    def report_failure(self, member: int, error: CommError) -> None:
         """Who is only late is met again; who sends what cannot be, only so often."""
         if isinstance(error, (Refused, Malformed, Diverged)):
             self._refused[member] += 1
@@ -104,13 +106,15 @@ class FixedRoster:
         if isinstance(error, PeerLost) and member in self.founders.ranks:
             self._lost.add(member)
 
-    def accepts(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
+    def may_apply(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
         return whole
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
         return self.founders, 0
 
-    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+    def finish_round(
+        self, round: int, attempt: int, digest: int | None, error: CommError | None = None
+    ) -> RoundOutcome:
         if error is not None:
             raise error
         return "land"

@@ -20,21 +20,21 @@ class StopControl:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._step = 0
-        self._held = False
+        self._is_paused = False
         self._last: int | None = None
 
     def boundary(self, step: int) -> bool:
         """Called by the worker between steps, `step` of them done. Waits while held; True if it must stop here."""
         with self._changed:
             self._step = step
-            while self._held and self._last is None:
+            while self._is_paused and self._last is None:
                 self._changed.wait()
             return self._last is not None and step >= self._last
 
-    def hold(self) -> int:
+    def pause(self) -> int:
         """Have the worker wait at its next boundary; the number of steps that it may have done by then."""
         with self._changed:
-            self._held = True
+            self._is_paused = True
             return self._step + 1
 
     def stop_after(self, step: int) -> None:

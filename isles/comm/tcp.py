@@ -34,11 +34,11 @@ _CUTS = 10.0  # times the silence after which somebody counts as lost
 # notsent_bytes (4.6); busy_time (us, 4.10)
 _INFO = struct.Struct("=B1xBB4xI12xI92xQQ8xI20xQ")
 _LEAST = 148  # bytes of what a kernel must tell
-_TELLING = 1 << 16  # bytes after which a rate is one
+_ENOUGH = 1 << 16  # bytes after which a rate is one
 _ESTABLISHED = 1
 
 
-class Seen(NamedTuple):
+class ConnectionState(NamedTuple):
     """One look at a connection."""
 
     name: str
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
     is_established: bool
     moved: int
     """Bytes received, and sent and acknowledged, since it began."""
-    again: float
+    retry_in: float
     """Seconds until the kernel tries once more, where nothing was acknowledged at the last try; else 0."""
     is_idle: bool
     """Whether all that was to be sent has arrived."""
@@ -63,7 +63,7 @@ def endpoint(address: tuple[object, ...]) -> str:
     return f"{address[0]}|{address[1]}"
 
 
-def seen(connection: socket.socket) -> Seen | None:
+def connection_state(connection: socket.socket) -> ConnectionState | None:
     """Of a TCP connection; None for another socket, and where the kernel does not count."""
     if sys.platform != "linux":
         return None
@@ -72,21 +72,28 @@ def seen(connection: socket.socket) -> Seen | None:
             info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 256)
             if len(info) < _LEAST:
                 return None
-            told = _INFO.unpack_from(info.ljust(_INFO.size, b"\0"))
-            state, tries, probes, rto, unacked, acked, received, unsent, busy = told
+            fields = _INFO.unpack_from(info.ljust(_INFO.size, b"\0"))
+            state, tries, probes, rto, unacked, acked, received, unsent, busy = fields
             established = state == _ESTABLISHED
             name = f"{endpoint(connection.getsockname())} {endpoint(connection.getpeername())}" if established else ""
-            again = rto / 1e6 if tries and established else 0.0
-            rate = 8e6 * acked / busy if busy and acked > _TELLING else None
-            return Seen(name, established, acked + received, again, not (unacked or unsent), probes, rate, received)
+            retry_in = rto / 1e6 if tries and established else 0.0
+            rate = 8e6 * acked / busy if busy and acked > _ENOUGH else None
+            return ConnectionState(
+                name, established, acked + received, retry_in, not (unacked or unsent), probes, rate, received
+            )
     return None
 
 
-def looks() -> dict[int, Seen]:
+def looks() -> dict[int, ConnectionState]:
     """This process's established TCP connections, by descriptor. Empty where the kernel does not say."""
     if sys.platform != "linux":
         return {}
-    found = {int(fd): look for fd in os.listdir("/proc/self/fd") for end in opened(int(fd)) if (look := seen(end))}
+    found = {
+        int(fd): look
+        for fd in os.listdir("/proc/self/fd")
+        for end in opened(int(fd))
+        if (look := connection_state(end))
+    }
     return {fd: look for fd, look in found.items() if look.is_established}
 
 
@@ -129,7 +136,7 @@ def try_soon(connection: socket.socket, silence: float) -> bool:
     return True
 
 
-def keep_trying(connection: socket.socket, look: Seen, silence: float) -> None:
+def keep_trying(connection: socket.socket, look: ConnectionState, silence: float) -> None:
     """At every look at a connection for which `try_soon` was true: see above."""
     with contextlib.suppress(OSError):
         longest = int(min(max(1000 * silence / _PROBES, _AGAIN), _SELDOM)) if look.probes else _AGAIN

@@ -45,10 +45,10 @@ class Work(Protocol):
         """True once the message is gone (send) or arrived (receive), or once it failed."""
 
 
-class Bell(Work, Protocol):
+class WaitEvent(Work, Protocol):
     """A work that is done when this worker, or a protocol of its own, says so."""
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """It is done now. Again: nothing."""
 
 
@@ -66,7 +66,7 @@ Steps = Generator[Work | Sequence[Work] | AnyOf, None, T]
 """A protocol: yields the work it waits for and returns its result. A failed work is raised at the yield."""
 
 
-def awaited(waited: Work | Sequence[Work] | AnyOf) -> tuple[Sequence[Work], int]:
+def works_of(waited: Work | Sequence[Work] | AnyOf) -> tuple[Sequence[Work], int]:
     """What a protocol that yielded `waited` waits for: the works, and how many of them must be done."""
     if isinstance(waited, AnyOf):
         return waited.works, min(len(waited.works), 1)
@@ -97,7 +97,7 @@ class Deadlines:
     five times that long. Lower it if big models meet slow links and a live peer is reported as late.
     join: until all workers have met; raise it if they start minutes apart. silence: without a sign of life of a worker
     (each gives one every 2 s, whatever it computes or waits for) until it counts as lost; raise it to ride out longer
-    cuts of a line.
+    cuts of a link.
     """
 
     control: float = 120.0
@@ -114,8 +114,8 @@ class Deadlines:
         return max(getattr(self, channel), 5 * 8 * nbytes / self.slowest_link)
 
 
-class Line(NamedTuple):
-    """The slowest line from this worker to another machine, as far as it has shown itself.
+class LinkEstimate(NamedTuple):
+    """The slowest link from this worker to another machine, as far as it has shown itself.
 
     rate: bits per second; None: not known yet. tries_soon: whether the kernel was made to try again soon after a cut.
     """
@@ -162,11 +162,11 @@ class Transport(Protocol):
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> Transfer[Any]:
         """Start `protocol` and drive it behind the computation; `deadline` seconds from now it counts as failed."""
 
-    def bell(self, seconds: float = math.inf) -> Bell:
+    def event(self, seconds: float = math.inf) -> WaitEvent:
         """A work of no message, for `AnyOf`: done when it is rung, and by itself after `seconds`."""
 
-    def line(self) -> Line | None:
-        """The slowest line to another machine; None where there is none, or nobody knows."""
+    def link_estimate(self) -> LinkEstimate | None:
+        """The slowest link to another machine; None where there is none, or nobody knows."""
 
     def now(self) -> float:
         """Seconds since this worker's start, on the backend's clock."""

@@ -52,7 +52,7 @@ class PeerTrust:
         """
         return _SOME if self._accepted[kind] else 1
 
-    def judge(self, kind: Hashable, theirs: Mapping[int, float], own: float, entries: int, leeway: float = 1.0) -> None:
+    def check(self, kind: Hashable, theirs: Mapping[int, float], own: float, entries: int, leeway: float = 1.0) -> None:
         """Accept shares of one kind by their mean squares: those of peers by rank, and this worker's `own` (0: it has
         none). entries: how long they are. leeway: how many times more than `ratio` one may be. Refused for the first
         that cannot be.

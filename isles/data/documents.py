@@ -41,10 +41,10 @@ def _read_text(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
     try:
         yield source.document_name(), content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        mend = _looks_like(content) if _holds_ids(content) else "convert it with iconv -t utf-8, or take it out"
+        hint = _looks_like(content) if _has_ids(content) else "convert it with iconv -t utf-8, or take it out"
         raise ValueError(
             f"data.path: {source.path} is not UTF-8 text (byte {content[error.start]:#04x} at offset {error.start}); "
-            f"{mend}"
+            f"{hint}"
         ) from None
 
 
@@ -54,12 +54,12 @@ def _looks_like(content: bytes) -> str:
         return "it looks like UTF-16; convert it with iconv -f utf-16 -t utf-8"
     if content.isascii() and not any(content[1::2]):
         return "it looks like numbers of two bytes, such as token ids (nanoGPT's .bin), or UTF-16; give the text itself"
-    if _holds_ids(content):
+    if _has_ids(content):
         return "it looks like token ids of two bytes (nanoGPT's .bin); give the text that they were made from"
     return "it looks like a binary file; give text, JSONL or Parquet"
 
 
-def _holds_ids(content: bytes) -> bool:
+def _has_ids(content: bytes) -> bool:
     """Whether it may be ids of a vocabulary such as GPT-2's, as 16-bit numbers."""
     if len(content) % 2:
         return False
@@ -139,10 +139,10 @@ _READERS: dict[SourceKind, Callable[[Source, str], Iterator[tuple[str, str]]]] =
 }
 
 
-def _text(value: Any, source: Source, text_key: str, place: str) -> str:
+def _text(value: Any, source: Source, text_key: str, where: str) -> str:
     if not isinstance(value, str):
         raise ValueError(
-            f"data.text_key = {text_key!r} holds {type(value).__name__} instead of text in {place} of {source.path}; "
+            f"data.text_key = {text_key!r} holds {type(value).__name__} instead of text in {where} of {source.path}; "
             "name another column, or drop the row"
         )
     if not value.isascii():
@@ -150,14 +150,14 @@ def _text(value: Any, source: Source, text_key: str, place: str) -> str:
             value.encode("utf-8")
         except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which is no character
             raise ValueError(
-                f"data.text_key = {text_key!r} holds half a surrogate pair in {place} of {source.path}; mend the row"
+                f"data.text_key = {text_key!r} holds half a surrogate pair in {where} of {source.path}; mend the row"
             ) from None
     return value
 
 
-def _no_column(source: Source, place: str, text_key: str, names: Sequence[str]) -> ValueError:
+def _no_column(source: Source, where: str, text_key: str, names: Sequence[str]) -> ValueError:
     return ValueError(
-        f"data.text_key = {text_key!r} is missing in {source.path}{place}; set it to one of: {_listed(names)}"
+        f"data.text_key = {text_key!r} is missing in {source.path}{where}; set it to one of: {_listed(names)}"
     )
 
 

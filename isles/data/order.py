@@ -1,6 +1,5 @@
-"""The order of an epoch: one permutation of the sequences, from (seed, epoch, share) alone.
-
-Positions in the order of the data from plain numbers, for a world whose workers change.
+"""The order of an epoch, one permutation of the sequences from (seed, epoch, share) alone; and positions in that order
+for a world whose workers change.
 
 A round's fresh batches lie step by step, and within a step row by row across the workers that take it; a worker that
 takes fewer steps than others leaves no gap. Where all take the same number of steps this is the loader's formula:
@@ -38,10 +37,10 @@ def epoch_order(count: int, *, seed: int, epoch: int, share: int) -> np.ndarray:
     return order
 
 
-# Where a worker reads that does not know which cells are its own: far behind every run's data, so in epochs that the
-# run never comes to, and each member in a stretch of its own.
+# Where a worker reads that does not know which data slices are its own: far behind every run's data, so in epochs that
+# the run never comes to, and each member in a range of its own.
 _SPARE = 1 << 52
-_SPARE_OF_A_SEAT = 1 << 32
+_SPARE_PER_MEMBER = 1 << 32
 
 
 def rows(
@@ -49,12 +48,12 @@ def rows(
 ) -> np.ndarray:
     """(batch_size,) positions of one batch, int64.
 
-    start: batches that come before the round's first. fresh: steps of the round by place. place, step: whose batch it
-    is, and which of its steps. reader: which worker of that place's island reads it, and of how many: the batches of
-    them all are one of the place. ValueError where that place takes no such step.
+    start: batches that come before the round's first. fresh: steps of the round by member. index, step: whose batch it
+    is (index in the view), and which of its steps. reader: which worker of that member's island reads it, and of how
+    many: together they read one batch of the member. ValueError where that member takes no such step.
     """
     if not (0 <= index < len(fresh) and 0 <= step < fresh[index]):
-        raise ValueError(f"place {index} has no step {step} in a round of {list(fresh)} steps")
+        raise ValueError(f"member {index} has no step {step} in a round of {list(fresh)} steps")
     read, positions, taking = _step(tuple(fresh), step)
     number, readers = reader
     rows = np.arange(batch_size, dtype=np.int64)
@@ -63,16 +62,17 @@ def rows(
 
 @lru_cache(maxsize=64)
 def _step(fresh: tuple[int, ...], step: int) -> tuple[int, np.ndarray, int]:
-    """(batches of the round before `step`, how many places before each one take that step, how many do in all)."""
+    """(batches of the round before `step`, how many members before each one take that step, how many do in all)."""
     counts = np.array(fresh, dtype=np.int64)
     takes = counts > step
     return int(np.minimum(counts, step).sum()), np.cumsum(takes) - takes, int(takes.sum())
 
 
 def spare_rows(member: int, step: int, *, batch_size: int, reader: tuple[int, int] = (0, 1)) -> np.ndarray:
-    """(batch_size,) positions, int64, that are in nobody's cells: the `step`-th batch that `member` reads out of turn."""
+    """(batch_size,) positions, int64, in no data slice: `member`'s `step`-th batch
+    that `member` reads out of unassigned samples."""
     if not 0 <= member < 1 << 20 or step < 0:
         raise ValueError(f"member {member} has no spare batch {step}")
     number, readers = reader
-    first = _SPARE + member * _SPARE_OF_A_SEAT + step * batch_size * readers
+    first = _SPARE + member * _SPARE_PER_MEMBER + step * batch_size * readers
     return first + np.arange(batch_size, dtype=np.int64) * readers + number

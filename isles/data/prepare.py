@@ -51,17 +51,17 @@ def prepare_corpus(
     _warn_of_left_out(sources, set(file_of))
 
     length_D = np.array(lengths, dtype=np.int64)
-    kept_D, split_by = _kept_for_training(np.array(hashes), length_D, validation_fraction)
+    trained_D, split_by = _training_lengths(np.array(hashes), length_D, validation_fraction)
     tokens = np.concatenate(chunks)
     del chunks
     # Training and validation lengths alternate, document by document; one of the two is 0 when documents stay whole.
-    pieces = np.stack([kept_D, length_D - kept_D], axis=1).ravel()
+    pieces = np.stack([trained_D, length_D - trained_D], axis=1).ravel()
     in_training = np.repeat(np.tile([True, False], len(length_D)), pieces)
     files = tuple(source.name for source in sources)
     file_D = np.array(file_of, dtype=smallest_dtype(len(files)))
-    train = _stream(tokens[in_training], kept_D, files, file_D)
+    train = _stream(tokens[in_training], trained_D, files, file_D)
     np.logical_not(in_training, out=in_training)  # a byte a token: no second mask
-    validation = _stream(tokens[in_training], length_D - kept_D, files, file_D)
+    validation = _stream(tokens[in_training], length_D - trained_D, files, file_D)
     return Corpus(
         name=path or "standard library",
         tokenizer=tokenizer,
@@ -92,7 +92,7 @@ def _ended(text: str, tokenizer: Tokenizer) -> str:
     return text if tokenizer.eos_id is not None or text.endswith("\n") else text + "\n"
 
 
-def _kept_for_training(hash_D: np.ndarray, length_D: np.ndarray, fraction: float) -> tuple[np.ndarray, SplitBy]:
+def _training_lengths(hash_D: np.ndarray, length_D: np.ndarray, fraction: float) -> tuple[np.ndarray, SplitBy]:
     """(D,) number of leading tokens of each document that training sees; the rest is validation."""
     if fraction == 0:
         return length_D, "document"
@@ -100,8 +100,8 @@ def _kept_for_training(hash_D: np.ndarray, length_D: np.ndarray, fraction: float
     share = length_D[in_validation_D].sum() / length_D.sum()
     if fraction / 2 <= share <= 2 * fraction and share < 1:
         return np.where(in_validation_D, 0, length_D), "document"
-    held_out_D = np.ceil(length_D * fraction).astype(np.int64)
-    return np.maximum(length_D - held_out_D, np.minimum(length_D, 1)), "position"
+    validation_D = np.ceil(length_D * fraction).astype(np.int64)
+    return np.maximum(length_D - validation_D, np.minimum(length_D, 1)), "position"
 
 
 def _unit_hash(name: str) -> float:

@@ -33,8 +33,8 @@ class Source:
         """What the split hashes. A file that stands alone adds nothing: where it lies and how it is called there may
         differ between machines.
         """
-        place = "" if self.alone else self.name
-        return place if row is None else f"{place}#{row}"
+        name = "" if self.alone else self.name
+        return name if row is None else f"{name}#{row}"
 
 
 def list_sources(path: str) -> list[Source]:

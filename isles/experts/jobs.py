@@ -35,7 +35,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
-from isles.base.errors import warnings_told
+from isles.base.errors import notify_warnings
 from isles.base.parsing import parse_json
 from isles.comm.errors import CommError, from_plain, to_plain
 from isles.experts.averages import make_average
@@ -304,7 +304,7 @@ def _serve(task: ExpertTask, pipe: Connection) -> None:
         blocked = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # in the server that it was forked from
         signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
         progress = _Relayed(pipe)
-        with warnings_told(lambda event: progress.notice(event["notice"])):
+        with notify_warnings(lambda event: progress.notice(event["notice"])):
             task.work(progress)
     except KeyboardInterrupt:
         message = ("stopped", None)

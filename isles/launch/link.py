@@ -22,7 +22,7 @@ from isles.comm.sockets import loop
 from isles.comm.sockets.connection import LONGEST, SILENCE, Connection, LinkLost, message_of, reason
 from isles.comm.sockets.heartbeats import Silence
 from isles.comm.sockets.proof import dial
-from isles.comm.tcp import keep_trying, seen, try_soon
+from isles.comm.tcp import connection_state, keep_trying, try_soon
 
 _HELD = 2 * LONGEST  # bytes that wait to be sent, and as many that have come; the other side waits meanwhile
 _FLUSH = 2.0  # seconds for what was sent to leave when a link is closed
@@ -144,13 +144,13 @@ class Link:
     def _again(self) -> float:
         """Seconds until the kernel tries once more, where the other side does not acknowledge; 0 where that is soon."""
         connection = self._connection.socket
-        look = None if connection is None else seen(connection)
+        look = None if connection is None else connection_state(connection)
         if look is None or connection is None:
             return 0.0
         if self._tries_soon:
             keep_trying(connection, look, self._connection.silence.seconds)
             return 0.0
-        return look.again
+        return look.retry_in
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full: awake already; or closed

@@ -45,7 +45,7 @@ from torch.multiprocessing import reductions
 from isles.base.durable import no_room
 from isles.comm import mesh
 from isles.comm.errors import CommError, WorkerFailed
-from isles.comm.gloo.liveness import Life
+from isles.comm.gloo.liveness import Liveness
 from isles.comm.gloo.transport import DistributedTransport
 from isles.comm.sockets.addresses import listen
 from isles.comm.sockets.heartbeats import begin_pulse
@@ -189,7 +189,7 @@ def attend(
     if spec.interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", spec.interface)  # the host's name need not resolve
     closing, stop_control, sending = threading.Event(), StopControl(), threading.Lock()
-    life = Life((spec.deadlines or Deadlines()).silence)
+    life = Liveness((spec.deadlines or Deadlines()).silence)
 
     def send(message: tuple[str, Any]) -> None:
         with sending:  # the watcher answers while the worker reports
@@ -243,7 +243,7 @@ def _watch_launcher(
     send: Callable[[tuple[str, Any]], None],
     closing: threading.Event,
     stop_control: StopControl,
-    life: Life,
+    life: Liveness,
 ) -> None:
     """Do as the launcher says; end this process when the launcher is gone."""
     while not closing.is_set():
@@ -252,13 +252,13 @@ def _watch_launcher(
         except (EOFError, OSError):
             os._exit(1)
         if message == "hold":
-            send(("held", stop_control.hold()))
+            send(("held", stop_control.pause()))
         elif message == "close":
             closing.set()
         elif message[0] == "lost":
             life.lose(message[1], "its launcher counts it as lost")
         elif message[0] == "moved":
-            life.tell(message[1])
+            life.set_counts(message[1])
         else:
             stop_control.stop_after(message[1])
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 
 from typing_extensions import override
 
-from isles.comm.gloo.liveness import Life
+from isles.comm.gloo.liveness import Liveness
 from isles.comm.transport import SUSPECT_AFTER, SUSPECT_EVERY
 
 SILENT = 10.0  # seconds; the engine tells sooner, and a worker whose machine is busy beats late
@@ -116,7 +116,7 @@ class FailureDetector:
         return found
 
 
-class SuspicionReporter(Life):
+class SuspicionReporter(Liveness):
     """ask: called with a member that is waited for in vain, in the thread that waits."""
 
     def __init__(self, ask: Callable[[int], None]) -> None:
@@ -125,7 +125,7 @@ class SuspicionReporter(Life):
         self._asked: dict[int, float] = {}
 
     @override
-    def awaited(self, peers: Collection[int | None], seconds: float) -> None:
+    def notify_blocked(self, peers: Collection[int | None], seconds: float) -> None:
         if seconds < SUSPECT_AFTER:
             return
         now = time.monotonic()

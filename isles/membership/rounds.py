@@ -34,7 +34,7 @@ from isles.base.parsing import read_json
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Malformed, PeerLost, PeerSilent, Refused
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
-from isles.comm.roster import Ruling
+from isles.comm.roster import RoundOutcome
 from isles.membership.client import MembershipClient
 from isles.membership.data_ledger import Batch
 from isles.membership.late_shares import Deliveries
@@ -253,7 +253,7 @@ class RoundLeader:
         """See `isles.comm.roster.Roster`."""
         return self.client.lost(member) or self.client.is_silent(member)
 
-    def miss(self, member: int, error: CommError) -> None:
+    def report_failure(self, member: int, error: CommError) -> None:
         """Note a failed exchange. Who is gone the network tells, and who is late is met again; only a share that cannot
         be one is reported to the lighthouse.
         """
@@ -262,14 +262,14 @@ class RoundLeader:
             self.report_peer(newest, error)
         self.note(newest, tuple(sorted({self.member, member} - {-1})), type(error).__name__)
 
-    def accepts(
+    def may_apply(
         self, round: int, members: Sequence[int], digest: int | None = 0, failure: CommError | None = None
     ) -> bool:
         """Whether what was exchanged among `members` may be used. digest: None where it is not whole at all places of
         this member, for `failure`.
         """
         if failure is not None:
-            self.miss(getattr(failure, "peer", -1), failure)
+            self.report_failure(getattr(failure, "peer", -1), failure)
         if digest is None:
             self.note(round, tuple(members), PeerLost.__name__)  # unless it is known better
             return False
@@ -395,27 +395,29 @@ class ElasticRoster:
     def lost(self, member: int) -> bool:
         return self._leader is not None and self._leader.lost(member)
 
-    def lacks(self, members: Sequence[int]) -> bool:
+    def has_lost(self, members: Sequence[int]) -> bool:
         return len(members) > 1 and self._island.settle(lambda: any(self.lost(member) for member in members))
 
-    def miss(self, member: int, error: CommError) -> None:
+    def report_failure(self, member: int, error: CommError) -> None:
         if self._leader is not None:
-            self._leader.miss(member, error)
+            self._leader.report_failure(member, error)
         else:
             self._missed = self._missed or error
 
-    def accepts(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
+    def may_apply(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
         missed, self._missed = self._missed, None
         if len(members) <= 1 or self._island.size == 1:
-            return whole and (self._leader is None or self._leader.accepts(round, members))
+            return whole and (self._leader is None or self._leader.may_apply(round, members))
         digest, failure = self._island.combine(round, 0, 0 if whole else None, missed, self.founders.deadlines.outer)
-        return self._island.settle(lambda: self._lead.accepts(round, members, digest, failure))
+        return self._island.settle(lambda: self._lead.may_apply(round, members, digest, failure))
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
         made = self._island.next_decision(lambda: self._lead.start_round(round))
         return (self._met(made), made.attempt) if made.kind == "exchange" else None
 
-    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+    def finish_round(
+        self, round: int, attempt: int, digest: int | None, error: CommError | None = None
+    ) -> RoundOutcome:
         together, failure = self._island.combine(round, attempt, digest, error, self.founders.deadlines.outer)
         made = self._island.next_decision(lambda: self._lead.finish_round(round, attempt, together, error or failure))
         if made.kind not in ("land", "retry", "postpone"):

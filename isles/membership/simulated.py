@@ -187,7 +187,7 @@ class SimulatedCondition:
                 scheduler.timeline.cancel(event)
             if sleep.error is not None:
                 raise sleep.error
-            scheduler.turn_anew(worker)
+            scheduler.retake_turn(worker)
         return is_over
 
     def _wake(self, sleep: _Sleep) -> None:

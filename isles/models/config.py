@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from isles.base.imports import is_place
+from isles.base.imports import is_import_target
 from isles.models.sizes import Shape, shape_of
 
 Autocast = Literal["none", "bf16", "fp16"]
@@ -113,7 +113,7 @@ class ModelConfig:
                 raise ValueError("model.options are for model.factory; what model.hf builds stands in its config.json")
             return
         assert self.factory is not None
-        if not is_place(self.factory):
+        if not is_import_target(self.factory):
             raise ValueError(f"model.factory = {self.factory!r}: write package.module:function")
         if self.context is None:
             raise ValueError(
@@ -131,5 +131,5 @@ class ModelConfig:
         """The decoder's size with the overrides laid over it."""
         assert self.size is not None, "only Isles' own decoder has a shape"
         named = shape_of(self.size)
-        given = {key: getattr(self, key) for key in _SHAPE_KEYS}
-        return Shape(**{key: getattr(named, key) if value is None else value for key, value in given.items()})
+        own = {key: getattr(self, key) for key in _SHAPE_KEYS}
+        return Shape(**{key: getattr(named, key) if value is None else value for key, value in own.items()})

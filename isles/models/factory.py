@@ -20,25 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isles.base.imports import named, told
+from isles.base.imports import describe, import_target
 from isles.models.config import ModelConfig
 from isles.models.decoder import Decoder
 from isles.models.hf import load_hf
 
 
-def make(place: str, options: Mapping[str, Any], seed: int) -> nn.Module:
-    """What the function at `place` returns for `options`, in training mode. The weights depend on the options and
+def make(target: str, options: Mapping[str, Any], seed: int) -> nn.Module:
+    """What the function at `target` returns for `options`, in training mode. The weights depend on the options and
     `seed`, as far as they are drawn from torch's CPU generator, which stays as it was. ValueError: it cannot be
     imported, raises, or returns no module.
     """
-    key = f"model.factory = {place!r}"
-    function = named(key, place)
+    key = f"model.factory = {target!r}"
+    function = import_target(key, target)
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             model = function(**options)
     except Exception as error:  # the function is the user's: whatever it raises
-        raise ValueError(f"{key} fails: {told(error)}") from error
+        raise ValueError(f"{key} fails: {describe(error)}") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"{key} returns a {type(model).__name__}: return a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -46,15 +46,15 @@ def make(place: str, options: Mapping[str, Any], seed: int) -> nn.Module:
     return model.train()
 
 
-def sketch_own(place: str, options: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
+def sketch_own(target: str, options: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
     """As `make`, without numbers: on the meta device, floating-point tensors in `dtype`. A function that cannot do
     without numbers is called on the CPU and its result stripped of them.
     """
     try:
         with torch.device("meta"):
-            model = make(place, options, 0)
+            model = make(target, options, 0)
     except ValueError:
-        model = make(place, options, 0)
+        model = make(target, options, 0)
     empty: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -72,18 +72,18 @@ def _without_numbers(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
 
 
-def check_contract(model: nn.Module, place: str, context: int) -> None:
+def check_contract(model: nn.Module, target: str, context: int) -> None:
     """One forward pass of one sequence, before anything is trained. ValueError: it fails, or gives no loss to train
     on.
     """
-    key = f"model.factory = {place!r}"
+    key = f"model.factory = {target!r}"
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
         model.eval()
         try:
             output = model(torch.zeros(1, context + 1, dtype=torch.int64, device=device))
         except Exception as error:  # the model is the user's: whatever it raises
-            raise ValueError(f"{key}: its model fails on tokens (1, {context + 1}): {told(error)}") from error
+            raise ValueError(f"{key}: its model fails on tokens (1, {context + 1}): {describe(error)}") from error
         finally:
             model.train()
     loss = getattr(output, "loss", None)

@@ -316,8 +316,8 @@ def load_of(sketch: nn.Module, costs: PieceCosts, *, sequences: int, length: int
     saved, stream = [], 0
     for block in blocks:
         stream = max(stream, x.nbytes if x.is_floating_point() else 0)
-        x, kept = _saved(block, x, targets)
-        saved.append(float(kept))
+        x, nbytes = _saved(block, x, targets)
+        saved.append(float(nbytes))
     return ModelLoad(
         flops=tuple(sequences * length * cost for cost in costs.to_cut(loss_at_origin=False)),
         weights=tuple(float(sum(parameter.nbytes for parameter in block.parameters())) for block in blocks),
@@ -330,16 +330,16 @@ def load_of(sketch: nn.Module, costs: PieceCosts, *, sequences: int, length: int
 def _saved(block: Stage, x: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     """What comes out, and the bytes that its forward pass keeps for the backward pass beside weights."""
     weights = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
-    kept: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
+    def note(tensor: Tensor) -> Tensor:
+        tensors[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
     same: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
     piece = block.piece
-    with torch.autograd.graph.saved_tensors_hooks(keep, same):
+    with torch.autograd.graph.saved_tensors_hooks(note, same):
         start = x if piece.enters else x.detach().requires_grad_()
         out = block(start, targets if piece.leaves else None, enter=piece.enters, leave=piece.leaves)
-    nbytes = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in weights)
+    nbytes = sum(tensor.untyped_storage().nbytes() for key, tensor in tensors.items() if key not in weights)
     return out.detach(), nbytes

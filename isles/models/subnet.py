@@ -83,18 +83,18 @@ def take(tensor: Tensor, axes: Axes, units: Sequence[Tensor | None]) -> Tensor:
     """The part of `tensor` that belongs to `units`: a dimension with an axis each its places, int64, counted among the
     units that the tensor holds.
     """
-    for dim, (axis, places) in enumerate(zip(axes, units, strict=True)):
+    for dim, (axis, indices) in enumerate(zip(axes, units, strict=True)):
         if axis is not None:
-            assert places is not None
-            tensor = tensor.index_select(dim, _entries(axis, places, tensor.shape[dim]).to(tensor.device))
+            assert indices is not None
+            tensor = tensor.index_select(dim, _entries(axis, indices, tensor.shape[dim]).to(tensor.device))
     return tensor
 
 
 def put(tensor: Tensor, axes: Axes, units: Sequence[Tensor | None], part: Tensor) -> None:
     """Write `part` where `take` read it."""
     index = [
-        torch.arange(size) if axis is None or places is None else _entries(axis, places, size)
-        for axis, places, size in zip(axes, units, tensor.shape, strict=True)
+        torch.arange(size) if axis is None or indices is None else _entries(axis, indices, size)
+        for axis, indices, size in zip(axes, units, tensor.shape, strict=True)
     ]
     divided = [dim for dim, axis in enumerate(axes) if axis is not None]
     if len(divided) == 1:
@@ -121,9 +121,9 @@ def reads(axes: Axes) -> bool:
     return any(axis is not None and axis.reads for axis in axes)
 
 
-def _entries(axis: Axis, places: Tensor, size: int) -> Tensor:
-    """The places along a dimension of `size` that belong to the units at `places`."""
-    each = (places[:, None] * axis.width + torch.arange(axis.width)).reshape(-1)
+def _entries(axis: Axis, indices: Tensor, size: int) -> Tensor:
+    """The indices along a dimension of `size` that belong to the units `indices`."""
+    each = (indices[:, None] * axis.width + torch.arange(axis.width)).reshape(-1)
     return (torch.arange(axis.repeats)[:, None] * (size // axis.repeats) + each).reshape(-1)
 
 
@@ -151,8 +151,8 @@ def _refuse_misfits(model: nn.Module, found: Mapping[str, Axes]) -> None:
         if name not in parameters:
             raise ValueError(f"{name} is another parameter too, and would be divided twice: tie no divided parameters")
         shape = parameters[name].shape
-        said = [None if axis is None else axis.repeats * axis.units * axis.width for axis in axes]
-        if len(said) != len(shape) or any(size not in (None, own) for size, own in zip(said, shape, strict=True)):
+        sizes = [None if axis is None else axis.repeats * axis.units * axis.width for axis in axes]
+        if len(sizes) != len(shape) or any(size not in (None, own) for size, own in zip(sizes, shape, strict=True)):
             raise ValueError(
                 f"{name} has the shape {tuple(shape)}: split_axes() must give an Axis or None for each dimension, "
                 "whose repeats x units x width is its size"

@@ -70,9 +70,9 @@ class Poisson:
     def events(self, workers: int, seconds: float, seed: int) -> list[ChurnEvent]:
         """The trace of `workers` founders over `seconds`; the same for the same seed, longer for more seconds."""
         events: list[ChurnEvent] = []
-        deaths = [self._death(0.0, seat, seed) for seat in range(workers)]
+        deaths = [self._death(0.0, number, seed) for number in range(workers)]
         joins: list[float] = []
-        seat = workers
+        number = workers
         while True:
             die = min(deaths, default=(math.inf, -1))
             join = min(joins, default=math.inf)
@@ -86,13 +86,13 @@ class Poisson:
             else:
                 joins.remove(join)
                 events.append(ChurnEvent(at, "join", 1))
-                deaths.append(self._death(at, seat, seed))
-                seat += 1
+                deaths.append(self._death(at, number, seed))
+                number += 1
 
-    def _death(self, since: float, seat: int, seed: int) -> tuple[float, int]:
+    def _death(self, since: float, number: int, seed: int) -> tuple[float, int]:
         if self.per_second == 0:
-            return math.inf, seat
-        return since - math.log(uniform(seed, seat, _DEATHS)) / self.per_second, seat
+            return math.inf, number
+        return since - math.log(uniform(seed, number, _DEATHS)) / self.per_second, number
 
 
 def churn(name: str, *, workers: int, seconds: float, seed: int = 0) -> list[ChurnEvent]:
@@ -184,13 +184,13 @@ def check(events: Sequence[ChurnEvent], *, workers: int, path: str = "churn") ->
             allowed = still if event.kind == "resume" else here if event.kind == "kill" else here - still
             if number not in allowed:
                 raise ValueError(
-                    f"{path}: {event.kind} of worker {number} at {at:g} s: {_standing(number, here, still)}"
+                    f"{path}: {event.kind} of worker {number} at {at:g} s: {_refusal(number, here, still)}"
                 )
             still = still | {number} if event.kind == "pause" else still - {number}
             here = here - {number} if event.kind in ("kill", "leave") else here
 
 
-def _standing(number: int, here: set[int], still: set[int]) -> str:
+def _refusal(number: int, here: set[int], still: set[int]) -> str:
     if number in still:
         return "it stands still; resume it first"
     return "it is not paused" if number in here else "there is no such worker then"
@@ -254,15 +254,15 @@ def returns(trace: Iterable[ChurnEvent], begins: Sequence[float], lease: float) 
         if event.at <= end:
             events.append(own)
             continue
-        events += _given_up(who[number], end)
+        events += _expired(who[number], end)
         who[number] = len(came)
         came.append(event.at)
         machines.append(number)
     for number, since in paused.items():
-        events += _given_up(who[number], since + lease)
+        events += _expired(who[number], since + lease)
     return Returns(tuple(sorted(events, key=lambda event: event.at)), tuple(came), tuple(machines))
 
 
-def _given_up(number: int, at: float) -> list[ChurnEvent]:
+def _expired(number: int, at: float) -> list[ChurnEvent]:
     """Its pause ends there, and so does it."""
     return [ChurnEvent(at, "resume", number), ChurnEvent(at, "kill", number)]

@@ -1,16 +1,16 @@
-"""The engine of simulated time: events in the order of their moments, and the lines that messages take.
+"""The engine of simulated time: events in the order of their moments, and the links that messages take.
 
     send -> waits for the sender's uplink, is served -> it has left -> latency -> the last bit is there
             its first bit leaves -> latency -> waits for the target's downlink, is served -> through
     the last bit is there, and it is through -> arrived
 
-A message comes in while it still leaves, so one alone takes the time of the slower of the two lines. Those that come in
+A message comes in while it still leaves, so one alone takes the time of the slower of the two links. Those that come in
 share a downlink fairly, each with all of its bits from the moment of its first: a share that a slow sender cannot fill
 is not given to the others at once, but when that message has had its bits. A downlink that the others' uplinks together
 cannot fill is left out: it keeps nobody waiting. Messages of one (source, target, channel) arrive in the order of their
 sends: a small jitter never overtakes a large one.
 
-Events of one moment are ordered by kind, then by rank, then by age: service ends come first, so that a line is free for
+Events of one moment are ordered by kind, then by rank, then by age: service ends come first, so that a link is free for
 what comes in; then arrivals, so that everything that arrives at one moment is known before the first of it is handed
 out; turns of workers and deadlines come last, so that what arrives exactly at its deadline is in time.
 """
@@ -30,7 +30,7 @@ from isles.network.noise import LognormalSeries
 SERVED, ENTERS, ARRIVED, LAST = range(4)
 
 Event = list[Any]
-"""[time, kind, rank, age, action, what it is given]; ages differ, so comparing never comes to the action. None: it was
+"""[time, kind, rank, age, action, its arguments]; ages differ, so comparing never comes to the action. None: it was
 cancelled.
 """
 _COMPACT_FROM = 256  # below this many cancelled events a clean-up saves nothing
@@ -45,11 +45,11 @@ class EventQueue:
         self._age = 0
         self._cancelled = 0
 
-    def at(self, time: float, kind: int, rank: int, action: Callable[..., None], *given: Any) -> Event:
-        """Have `action(*given)` called at `time` (seconds, not before now)."""
+    def at(self, time: float, kind: int, rank: int, action: Callable[..., None], *args: Any) -> Event:
+        """Have `action(*args)` called at `time` (seconds, not before now)."""
         assert time >= self.now, (time, self.now)
         self._age += 1
-        event: Event = [time, kind, rank, self._age, action, given]
+        event: Event = [time, kind, rank, self._age, action, args]
         heapq.heappush(self._heap, event)
         return event
 
@@ -96,17 +96,17 @@ class Pipe(Generic[M]):
     """An uplink or a downlink of `rate` bits per second: fair between flows, first in first out within a flow.
 
     At every moment the rate is divided equally among the flows that have something to send (processor sharing); TCP
-    connections over one access line come near to this. Times passed in must never decrease, nor skip a completion.
+    connections over one access link come near to this. Times passed in must never decrease, nor skip a completion.
     Between two events every active flow's share is constant, so event times are exact up to rounding.
     """
 
     def __init__(self, rate: float) -> None:
         if not rate > 0:
-            raise ValueError(f"a line's rate must be above 0 bits per second, got {rate}")
+            raise ValueError(f"a link's rate must be above 0 bits per second, got {rate}")
         self.rate = rate
         self._time = 0.0
-        self._given = 0.0
-        """Bits that each active flow has been given since the line was last idle. It grows by rate / (active flows) per
+        self._served_bits = 0.0
+        """Bits that each active flow has been given since the link was last idle. It grows by rate / (active flows) per
         second, whatever the flows are, so a head-of-line message of b bits that starts at g is gone when it reaches
         g + b: one number per flow, fixed from start to end, kept in a heap.
         """
@@ -117,7 +117,7 @@ class Pipe(Generic[M]):
 
     def add(self, time: float, flow: Hashable, bits: float, message: M) -> bool:
         """Hand in `message` of `bits` at `time`, behind those of the same `flow`. True: its service begins at once."""
-        self._given, self._time = self._given_by(time), time
+        self._served_bits, self._time = self._served_by(time), time
         self._next = None
         queue = self._queues.get(flow)
         if queue is None:
@@ -131,7 +131,7 @@ class Pipe(Generic[M]):
         """When the next message will be through if nothing is added before; infinity when idle."""
         if self._next is None:
             heads = self._heads
-            left = max(heads[0][0] - self._given, 0.0) if heads else 0.0
+            left = max(heads[0][0] - self._served_bits, 0.0) if heads else 0.0
             self._next = self._time + left * len(heads) / self.rate if heads else math.inf
         return self._next
 
@@ -140,7 +140,7 @@ class Pipe(Generic[M]):
         ends in order of their starts.
         """
         self._time, self._next = self.next_completion(), None
-        self._given, _, flow = heapq.heappop(self._heads)  # set, not added to: no rounding is carried on
+        self._served_bits, _, flow = heapq.heappop(self._heads)  # set, not added to: no rounding is carried on
         queue = self._queues[flow]
         _, message = queue.popleft()
         if queue:
@@ -149,32 +149,32 @@ class Pipe(Generic[M]):
             return self._time, message, following
         del self._queues[flow]
         if not self._queues:
-            self._given = 0.0  # a busy period leaves nothing behind: a resumed run computes the same bits
+            self._served_bits = 0.0  # a busy period leaves nothing behind: a resumed run computes the same bits
         return self._time, message, None
 
     def _start(self, flow: Hashable, bits: float) -> None:
         self._order += 1
-        heapq.heappush(self._heads, (self._given + bits, self._order, flow))
+        heapq.heappush(self._heads, (self._served_bits + bits, self._order, flow))
 
-    def _given_by(self, time: float) -> float:
+    def _served_by(self, time: float) -> float:
         assert self._time <= time <= self.next_completion(), (self._time, time, self.next_completion())
         if not self._heads or time == self._time:  # the second: an infinite rate times no time is no number
-            return self._given
-        return self._given + (time - self._time) * self.rate / len(self._heads)
+            return self._served_bits
+        return self._served_bits + (time - self._time) * self.rate / len(self._heads)
 
 
 class WireMessage:
-    """One on its way between two ranks. bits: of it. latency: seconds that each of them takes. down: the place of the
+    """One on its way between two ranks. bits: of it. latency: seconds that each of them takes. down: the pipe of the
     downlink that it goes through; None: that does not count.
     """
 
-    __slots__ = ("arrival", "bits", "channel", "down", "latency", "lines", "source", "target")
+    __slots__ = ("arrival", "bits", "channel", "down", "latency", "pending", "source", "target")
 
     def __init__(self, source: int, target: int, channel: str, bits: float) -> None:
         self.source, self.target, self.channel, self.bits = source, target, channel, bits
         self.latency = 0.0
         self.down: int | None = None
-        self.lines = 1  # that are not done with it
+        self.pending = 1  # that are not done with it
         self.arrival = 0.0  # not before
 
 
@@ -182,7 +182,7 @@ S = TypeVar("S", bound=WireMessage)
 
 
 class Wire(ABC, Generic[S]):
-    """The lines between the ranks of `topology`. Every method acts at `timeline.now`. seed: of the latencies' jitter.
+    """The links between the ranks of `topology`. Every method acts at `timeline.now`. seed: of the latencies' jitter.
     A subclass says what becomes of a message: `arrived`, and `left` if it asks.
     """
 
@@ -196,10 +196,10 @@ class Wire(ABC, Generic[S]):
         """When the latest message comes to the target's downlink, likewise."""
         self._pipes: list[Pipe[S]] = [Pipe(rate) for rate in topology.rates]  # up, then those down
         self._downs: dict[int, int] = {}
-        """Of a line the place in `_pipes` of its downlink, where that may keep somebody waiting."""
-        for line in topology.far.narrow_downlinks(topology.workers):
-            self._downs[line] = len(self._pipes)
-            self._pipes.append(Pipe(topology.far.down_rate(line)))
+        """By link, the index in `_pipes` of its downlink, where that may keep somebody waiting."""
+        for link in topology.far.narrow_downlinks(topology.workers):
+            self._downs[link] = len(self._pipes)
+            self._pipes.append(Pipe(topology.far.down_rate(link)))
         self._completions: list[Event | None] = [None] * len(self._pipes)
         self._ways: list[dict[int, tuple[int, int | None, float, LognormalSeries]]] = [{} for _ in self.numbers]
 
@@ -219,7 +219,7 @@ class Wire(ABC, Generic[S]):
         up, down, latency, factors = self._ways[source].get(target) or self._way(source, target)
         message.latency = latency * factors[number]
         if down is not None:
-            message.down, message.lines = down, 2
+            message.down, message.pending = down, 2
         if (
             self._pipes[up].add(self.timeline.now, (source, message.channel), message.bits, message)
             and down is not None
@@ -228,22 +228,22 @@ class Wire(ABC, Generic[S]):
         self._watch(up)
 
     def _way(self, source: int, target: int) -> tuple[int, int | None, float, LognormalSeries]:
-        """What stays the same for all messages from `source` to `target`: the places of their lines, their latency."""
-        line = self.topology.down(source, target)
-        lines = self.topology.up(source, target), None if line is None else self._downs.get(line)
-        way = self._ways[source][target] = (*lines, *self.topology.latencies(source, target, self.seed))
+        """What stays the same for all messages from `source` to `target`: the indices of their pipes, their latency."""
+        link = self.topology.down(source, target)
+        pipes = self.topology.up(source, target), None if link is None else self._downs.get(link)
+        way = self._ways[source][target] = (*pipes, *self.topology.latencies(source, target, self.seed))
         return way
 
-    def _watch(self, place: int) -> None:
-        """Keep the event of a line's next completion true; every arrival and departure may move it."""
-        event, time = self._completions[place], self._pipes[place].next_completion()
+    def _watch(self, pipe: int) -> None:
+        """Keep the event of a link's next completion true; every arrival and departure may move it."""
+        event, time = self._completions[pipe], self._pipes[pipe].next_completion()
         if event is not None and event[4] is not None:
             if event[0] == time:
                 return
             self.timeline.cancel(event)
-        self._completions[place] = None
+        self._completions[pipe] = None
         if time < math.inf:
-            self._completions[place] = self.timeline.at(time, SERVED, place, self._served, place)
+            self._completions[pipe] = self.timeline.at(time, SERVED, pipe, self._served, pipe)
 
     def _leaves(self, message: S) -> None:
         """Its first bit leaves: a latency later it is at the target's downlink, behind those of its channel."""
@@ -257,25 +257,25 @@ class Wire(ABC, Generic[S]):
         self._pipes[message.down].add(self.timeline.now, flow, message.bits, message)
         self._watch(message.down)
 
-    def _served(self, place: int) -> None:
-        """A line is through with its first message."""
-        time, message, following = self._pipes[place].complete()
+    def _served(self, pipe: int) -> None:
+        """A link is through with its first message."""
+        time, message, following = self._pipes[pipe].complete()
         assert time == self.timeline.now, (time, self.timeline.now)
-        if following is not None and following.down is not None and place != following.down:
+        if following is not None and following.down is not None and pipe != following.down:
             self._leaves(following)
-        self._watch(place)
-        if place == message.down:
+        self._watch(pipe)
+        if pipe == message.down:
             self._through(message, time)
         else:
             self._through(message, time + message.latency)
             self.left(message)
 
     def _through(self, message: S, time: float) -> None:
-        """One line is done with it, and lets it arrive at `time` or later; when all are, it arrives, behind those of
+        """One link is done with it, and lets it arrive at `time` or later; when all are, it arrives, behind those of
         its channel.
         """
-        message.lines -= 1
-        if message.lines:
+        message.pending -= 1
+        if message.pending:
             message.arrival = time
             return
         path, latest = (message.target, message.channel), self.latest[message.source]

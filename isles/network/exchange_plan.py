@@ -348,7 +348,7 @@ SEGMENT, MOST_SEGMENTS = 1 << 22, 60
 When = Literal["always", "pinned", "exchange", "end", "step"]
 
 
-class Held(NamedTuple):
+class MemoryItem(NamedTuple):
     """Memory that a worker takes beside weights, gradients and the inner optimizer's state.
 
     when: "always"; "pinned": likewise, where the weights are on GPUs; "exchange": from the first round on, while one is
@@ -368,7 +368,7 @@ class WorkerMemory:
     weights: int
     gradients: int
     inner: int
-    held: tuple[Held, ...]
+    held: tuple[MemoryItem, ...]
     tables: int = 0
 
     @property

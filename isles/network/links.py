@@ -3,11 +3,11 @@ latency to the target, jitter of that latency.
 
     arrival of one alone = its bits / the slower of the two rates + latency(source, target) * factor
 
-Or every ordered pair of workers has a line of its own, which nobody else uses: then `bandwidth` is a matrix. Several
-share a line fairly (`isles.network.engine`). What two ranks behind one line send each other goes over it too, up
+Or every ordered pair of workers has a link of its own, which nobody else uses: then `bandwidth` is a matrix. Several
+share a link fairly (`isles.network.engine`). What two ranks behind one link send each other goes over it too, up
 and down. Units: bits per second, seconds.
 
-Which line a message takes, where workers in islands reach each other otherwise than the rest of the world.
+Which link a message takes, where workers in islands reach each other otherwise than the rest of the world.
 
 Rank r is in island r // island. Inside, a message leaves by the worker's own port at the rate and latency of `near`;
 to other islands by the uplink that `far` gives its sender, and comes in by the downlink of its target.
@@ -33,7 +33,7 @@ class Links:
     """The network between the workers of a run.
 
     bandwidth: bits per second of an uplink; one value for all, one per uplink, or a function of the uplink's number.
-               `math.inf`: sending takes no time. A matrix [source][target]: a line of its own for each ordered pair,
+               `math.inf`: sending takes no time. A matrix [source][target]: a link of its own for each ordered pair,
                without uplinks and downlink; what stands from a worker to itself does not count.
     latency:   seconds one way; one value, a matrix [source][target], or a function (source, target) -> seconds.
     jitter:    sigma of the log-normal factor on each message's latency (mean 1, see `isles.network.noise.lognormal`).
@@ -70,7 +70,7 @@ class Links:
         if not isinstance(self.latency, (int, float)) and not callable(self.latency):
             object.__setattr__(self, "latency", tuple(tuple(float(x) for x in row) for row in self.latency))
         if self.devices > 1 and (self.uplinks is not None or is_matrix(self.bandwidth)):
-            raise ValueError("a network that names its uplinks or the lines of pairs says itself who shares a line")
+            raise ValueError("a network that names its uplinks or the links of pairs says itself who shares a link")
         if self.uplinks is not None:
             object.__setattr__(self, "uplinks", tuple(int(uplink) for uplink in self.uplinks))
         if isinstance(self.latency, (int, float)):
@@ -81,7 +81,7 @@ class Links:
     def _keep_pairs(self, rates: PairRate) -> None:
         """The matrix as tuples, with endless rates from each worker to itself."""
         if self.uplinks is not None or self.downlink is not None:
-            raise ValueError("bandwidth is a matrix, a line for each pair of workers: leave uplinks and downlink out")
+            raise ValueError("bandwidth is a matrix, a link for each pair of workers: leave uplinks and downlink out")
         made = tuple(
             tuple(math.inf if source == target else float(rate) for target, rate in enumerate(row))
             for source, row in enumerate(rates)
@@ -92,7 +92,7 @@ class Links:
 
     @property
     def pairs(self) -> tuple[tuple[float, ...], ...] | None:
-        """Bits per second [source][target] where each ordered pair has a line of its own."""
+        """Bits per second [source][target] where each ordered pair has a link of its own."""
         return self.bandwidth if is_matrix(self.bandwidth) else None  # pyrefly: ignore[bad-return]
 
     def check(self, workers: int) -> None:
@@ -109,9 +109,9 @@ class Links:
                 raise ValueError(f"{name} has {len(rates)} values, there are {count} uplinks")
             if callable(rates) and not all(rates(uplink) > 0 for uplink in range(min(count, _period(rates) or count))):
                 raise ValueError(f"{name} must be above 0 bits per second for every uplink")
-        places = -(-workers // self.devices)
-        if isinstance(self.latency, tuple) and any(len(row) != places for row in (self.latency, *self.latency)):
-            raise ValueError(f"latency must be a matrix of {places} x {places} for {workers} workers")
+        sites = -(-workers // self.devices)
+        if isinstance(self.latency, tuple) and any(len(row) != sites for row in (self.latency, *self.latency)):
+            raise ValueError(f"latency must be a matrix of {sites} x {sites} for {workers} workers")
         if not isinstance(self.latency, (int, float)):
             period = _period(self.latency)
             ranks = range(workers) if period is None else range(min(workers, 2 * period * self.devices))
@@ -120,21 +120,21 @@ class Links:
                     if source != target:
                         _check_latency(self.base_latency(source, target), f" from {source} to {target}")
 
-    def line_count(self, workers: int) -> int:
-        """How many lines messages leave by."""
+    def link_count(self, workers: int) -> int:
+        """How many links messages leave by."""
         return self.uplink_count(workers) if self.pairs is None else workers * workers
 
-    def line_of(self, source: int, target: int) -> int:
-        """The number of the line by which a message leaves: its sender's uplink, or the pair's own."""
+    def link_of(self, source: int, target: int) -> int:
+        """The number of the link by which a message leaves: its sender's uplink, or the pair's own."""
         return self.uplink_of(source) if self.pairs is None else source * len(self.pairs) + target
 
-    def line_rate(self, line: int) -> float:
-        """Bits per second of a line by its number."""
-        return self.rate(line) if self.pairs is None else self.pairs[line // len(self.pairs)][line % len(self.pairs)]
+    def link_rate(self, link: int) -> float:
+        """Bits per second of a link by its number."""
+        return self.rate(link) if self.pairs is None else self.pairs[link // len(self.pairs)][link % len(self.pairs)]
 
     def way_rate(self, source: int, target: int) -> float:
         """Bits per second of a message from `source` to `target` that is alone."""
-        return min(self.line_rate(self.line_of(source, target)), self.down_rate(self.uplink_of(target)))
+        return min(self.link_rate(self.link_of(source, target)), self.down_rate(self.uplink_of(target)))
 
     def uplink_count(self, workers: int) -> int:
         """How many uplinks `workers` ranks have."""
@@ -145,7 +145,7 @@ class Links:
         return rank // self.devices if self.uplinks is None else self.uplinks[rank]
 
     def rate(self, uplink: int) -> float:
-        """Bits per second of an uplink; of a worker with a line to each other one the slowest of those."""
+        """Bits per second of an uplink; of a worker with a link to each other one the slowest of those."""
         return min(self.pairs[uplink]) if self.pairs is not None else _of(self.bandwidth, uplink)
 
     def down_rate(self, uplink: int) -> float:
@@ -161,18 +161,18 @@ class Links:
 
     @property
     def period(self) -> int | None:
-        """Ranks after which their lines and latencies repeat themselves; None: they do not."""
+        """Ranks after which their links and latencies repeat themselves; None: they do not."""
         periods = [_period(part) for part in (self.bandwidth, self.downlink, self.latency)]
         known = [period for period in periods if period is not None]
         return self.devices * math.lcm(*known) if self.uplinks is None and len(known) == len(periods) else None
 
-    def place_of(self, rank: int) -> int:
+    def site_of(self, rank: int) -> int:
         """Ranks with the same number have the same latencies to others."""
         period = _period(self.latency)
         return rank if period is None else rank // self.devices % period
 
     def scaled(self, factor: float) -> Links:
-        """The same network, its lines so many times as fast."""
+        """The same network, its links so many times as fast."""
 
         def scale(rates: Any) -> Any:
             if callable(rates):
@@ -184,9 +184,9 @@ class Links:
         )
 
     def slowest_rate(self, workers: int) -> float:
-        """Bits per second that the worker with the least has, up or down, if those that share its line are busy too."""
+        """Bits per second that the worker with the least has, up or down, if those that share its link are busy too."""
         sharing = Counter(map(self.uplink_of, range(workers)))
-        return min(min(self.rate(line), self.down_rate(line)) / count for line, count in sharing.items())
+        return min(min(self.rate(link), self.down_rate(link)) / count for link, count in sharing.items())
 
     def longest_latency(self, workers: int) -> float:
         """Mean seconds of the longest way between two of `workers` ranks; 0 for one."""
@@ -204,12 +204,12 @@ class Links:
         """Lines (numbers of uplinks) whose downlink is less than what all who may send to them can send at once."""
         if self.downlink is None:
             return []
-        rates = [self.rate(line) for line in range(self.uplink_count(workers))]
-        behind = Counter(map(self.uplink_of, range(workers)))  # ranks that share a line send to each other too
+        rates = [self.rate(link) for link in range(self.uplink_count(workers))]
+        behind = Counter(map(self.uplink_of, range(workers)))  # ranks that share a link send to each other too
         return [
-            line
-            for line in range(len(rates))
-            if self.down_rate(line) < sum(rate for other, rate in enumerate(rates) if other != line or behind[line] > 1)
+            link
+            for link in range(len(rates))
+            if self.down_rate(link) < sum(rate for other, rate in enumerate(rates) if other != link or behind[link] > 1)
         ]
 
 
@@ -235,7 +235,7 @@ def _check_latency(seconds: float, where: str = "") -> None:
 
 
 class Topology:
-    """The lines of `workers` ranks: `rates` in bits per second, uplinks of `far` first, then ports inside islands.
+    """The links of `workers` ranks: `rates` in bits per second, uplinks of `far` first, then ports inside islands.
 
     near: inside islands of `island` neighbours; None: as far. ValueError where the two do not fit so many workers.
     """
@@ -246,8 +246,8 @@ class Topology:
             raise ValueError(f"{workers} workers are not islands of {island}: choose a divisor")
         self.workers = workers
         self.far, self.near, self.island = far, far if near is None or island == 1 else near, island
-        self.uplinks = far.line_count(workers)
-        self.rates = [far.line_rate(line) for line in range(self.uplinks)]
+        self.uplinks = far.link_count(workers)
+        self.rates = [far.link_rate(link) for link in range(self.uplinks)]
         if self.near is not far:
             self.near.check(workers)
             if self.near.uplinks is not None or self.near.pairs is not None or self.near.narrow_downlinks(workers):
@@ -262,8 +262,8 @@ class Topology:
         return self.near is not self.far and source // self.island == target // self.island
 
     def up(self, source: int, target: int) -> int:
-        """The line by which a message leaves."""
-        return self.uplinks + source if self.is_near(source, target) else self.far.line_of(source, target)
+        """The link by which a message leaves."""
+        return self.uplinks + source if self.is_near(source, target) else self.far.link_of(source, target)
 
     def down(self, source: int, target: int) -> int | None:
         """The uplink whose downlink it comes in by; None: it keeps nobody waiting."""

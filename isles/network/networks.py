@@ -1,20 +1,20 @@
 """A network of one's own from a TOML file, in one of two forms; the first is also written, from measured pairs.
 
-    bandwidth = "40Mbit/s"            # up; one, a list with one for each line, or a matrix [source][target] of ranks
-                                      # where each ordered pair has a line of its own (then no downlink, no uplinks)
+    bandwidth = "40Mbit/s"            # up; one, a list with one for each link, or a matrix [source][target] of ranks
+                                      # where each ordered pair has a link of its own (then no downlink, no uplinks)
     downlink = "250Mbit/s"            # the same forms; left out: wide enough
     latency = "25ms"                  # one way; one, or a matrix [source][target] of ranks
     jitter = 0.5                      # sigma of the log-normal factor on each latency
-    uplinks = [0, 0, 1]               # whose line each rank is on; left out: each has its own
+    uplinks = [0, 0, 1]               # whose link each rank is on; left out: each has its own
 
     jitter = 0.4
-    [[place]]
+    [[site]]
     name = "Zurich"
     latitude = 47.4
     longitude = 8.5
     upload = "100Mbit/s"
     download = "1Gbit/s"
-    workers = 2                       # they share the line; left out: 1
+    workers = 2                       # they share the link; left out: 1
 
 Rates without a unit are bits per second, times seconds.
 
@@ -33,7 +33,7 @@ from isles.base.durable import write_text
 from isles.base.errors import unknown_name
 from isles.base.tables import read_toml, typed
 from isles.network.links import Links, PairRate, Rate
-from isles.network.places import WORLDWIDE, Place, connect
+from isles.network.sites import WORLDWIDE, Site, connect
 from isles.network.units import parse_latency, parse_rate
 
 Amount = float | str
@@ -42,7 +42,7 @@ _KEYS_OF_PAIRS = ("bandwidth", "latency", "jitter")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LineTable:
+class _LinkTable:
     bandwidth: Amount | tuple[Amount, ...] | tuple[tuple[Amount, ...], ...]
     downlink: Amount | tuple[Amount, ...] | None = None
     latency: Amount | tuple[tuple[Amount, ...], ...] = 0.0
@@ -51,7 +51,7 @@ class _LineTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PlaceTable:
+class _SiteTable:
     name: str
     latitude: float
     longitude: float
@@ -64,13 +64,13 @@ def read_links(path: str) -> Links:
     """The network in the file. ValueError, one line that begins with `links = PATH:`, for anything that is wrong."""
     try:
         table = read_toml(path)
-        return _from_places(table) if "place" in table else _from_lines(table)
+        return _from_sites(table) if "site" in table else _from_links(table)
     except ValueError as error:
         raise ValueError(f"links = {path}: {str(error).removeprefix(f'{path}: ')}") from None
 
 
-def _from_lines(table: Mapping[str, Any]) -> Links:
-    made: _LineTable = typed("links", _LineTable, table)
+def _from_links(table: Mapping[str, Any]) -> Links:
+    made: _LinkTable = typed("links", _LinkTable, table)
     latency = made.latency
     return Links(
         bandwidth=_bandwidth(made.bandwidth),
@@ -83,54 +83,54 @@ def _from_lines(table: Mapping[str, Any]) -> Links:
     )
 
 
-def _from_places(table: Mapping[str, Any]) -> Links:
+def _from_sites(table: Mapping[str, Any]) -> Links:
     for key in table:
-        if key not in ("place", "jitter"):
-            raise ValueError(f"links.{key} does not go with [[place]]: a place has upload, download and a position")
-    tables, jitter = table["place"], table.get("jitter", 0.0)
+        if key not in ("site", "jitter"):
+            raise ValueError(f"links.{key} does not go with [[site]]: a site has upload, download and a position")
+    tables, jitter = table["site"], table.get("jitter", 0.0)
     if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
-        raise ValueError("links.place: write [[place]] above each place's keys")
+        raise ValueError("links.site: write [[site]] above each site's keys")
     if isinstance(jitter, bool) or not isinstance(jitter, (int, float)):
         raise ValueError(f"links.jitter = {jitter!r}: write a number, 0 or more")
-    places, workers = [], []
+    sites, workers = [], []
     for number, one in enumerate(tables, start=1):
-        made: _PlaceTable = typed(f"place {number}", _PlaceTable, one)
+        made: _SiteTable = typed(f"site {number}", _SiteTable, one)
         if made.workers < 1:
-            raise ValueError(f"place {number}: workers = {made.workers}: choose 1 or more")
-        places.append(
-            Place(
+            raise ValueError(f"site {number}: workers = {made.workers}: choose 1 or more")
+        sites.append(
+            Site(
                 name=made.name,
                 latitude=made.latitude,
                 longitude=made.longitude,
-                upload=parse_rate(f"place {number}: upload", made.upload),
+                upload=parse_rate(f"site {number}: upload", made.upload),
                 download=_download(number, made.download),
             )
         )
         workers.append(made.workers)
-    return connect(places, workers, jitter=jitter)
+    return connect(sites, workers, jitter=jitter)
 
 
-def _bandwidth(given: Amount | tuple[Amount, ...] | tuple[tuple[Amount, ...], ...]) -> Rate | PairRate:
-    if not isinstance(given, tuple) or not given or not isinstance(given[0], tuple):
-        return _rates("bandwidth", given)  # pyrefly: ignore[bad-argument-type]
+def _bandwidth(raw: Amount | tuple[Amount, ...] | tuple[tuple[Amount, ...], ...]) -> Rate | PairRate:
+    if not isinstance(raw, tuple) or not raw or not isinstance(raw[0], tuple):
+        return _rates("bandwidth", raw)  # pyrefly: ignore[bad-argument-type]
     return [
         [math.inf if source == target else parse_rate("bandwidth", cell) for target, cell in enumerate(row)]
-        for source, row in enumerate(given)
+        for source, row in enumerate(raw)
         if isinstance(row, tuple)
     ]
 
 
-def _rates(name: str, given: Amount | tuple[Amount, ...]) -> float | list[float]:
-    return [parse_rate(name, one) for one in given] if isinstance(given, tuple) else parse_rate(name, given)
+def _rates(name: str, raw: Amount | tuple[Amount, ...]) -> float | list[float]:
+    return [parse_rate(name, one) for one in raw] if isinstance(raw, tuple) else parse_rate(name, raw)
 
 
-def _download(number: int, given: float | str) -> float:
+def _download(number: int, raw: float | str) -> float:
     """`inf`: wide enough for all that arrives, as where nothing is said."""
-    return math.inf if given in (math.inf, "inf") else parse_rate(f"place {number}: download", given)
+    return math.inf if raw in (math.inf, "inf") else parse_rate(f"site {number}: download", raw)
 
 
 def write_pair(path: str, here: int, there: int, *, out: float, back: float, latency: float) -> list[tuple[int, int]]:
-    """Write the line between two nodes, each way, into the file, which need not be there; what it says of others stays.
+    """Write the link between two nodes, each way, into the file, which need not be there; what it says of others stays.
     A pair that nobody has measured yet stands at 0, with which the file is no network: whoever reads it is told.
 
     out, back: bits per second from `here` to `there`, and from there. latency: seconds one way. Returns the pairs that
@@ -160,7 +160,7 @@ def refuse_file(path: str) -> None:
     rates, waits = table.get("bandwidth"), table.get("latency", 0)
     own = [rates, waits] if isinstance(waits, list) else [rates]
     if any(key not in _KEYS_OF_PAIRS for key in table) or not all(_is_square(one, rates) for one in own):
-        raise ValueError(f"{path}: has no line of its own for each pair of nodes; name a new file, or one of pairs")
+        raise ValueError(f"{path}: has no link of its own for each pair of nodes; name a new file, or one of pairs")
 
 
 def _is_square(cells: Any, like: Any) -> bool:
@@ -170,10 +170,10 @@ def _is_square(cells: Any, like: Any) -> bool:
 
 def _waits(table: Mapping[str, Any], size: int) -> Cells:
     """One latency for all is one for each."""
-    given = table.get("latency", 0)
-    if isinstance(given, list):
-        return given
-    return [[0 if source == target else given for target in range(size)] for source in range(size)]
+    raw = table.get("latency", 0)
+    if isinstance(raw, list):
+        return raw
+    return [[0 if source == target else raw for target in range(size)] for source in range(size)]
 
 
 def _grown(cells: Cells, size: int) -> Cells:
@@ -193,13 +193,13 @@ def _written(cells: Cells) -> str:
 PRESETS: dict[str, Links] = {
     "lan": Links(bandwidth=1e9, latency=0.2e-3, jitter=0.1),  # a classroom: gigabit Ethernet, one switch
     "datacentres": Links(bandwidth=10e9, latency=30e-3, jitter=0.05),  # one continent, a leased path per worker
-    "home-fibre": Links(bandwidth=300e6, latency=15e-3, jitter=0.3),  # upload rate of a symmetric consumer line
+    "home-fibre": Links(bandwidth=300e6, latency=15e-3, jitter=0.3),  # upload rate of a symmetric consumer link
     # Upload is a small share of what is advertised.
     "home-cable": Links(bandwidth=40e6, latency=25e-3, jitter=0.5, downlink=500e6),
 }
 """Round numbers of the right size for a first look; measure your own for a decision. Latencies are one way."""
 ELSEWHERE = ("worldwide",)
-"""Presets that are made from others' parts: volunteers in the twelve places of `isles.network.places`."""
+"""Presets that are made from others' parts: volunteers in the twelve sites of `isles.network.sites`."""
 
 
 def links(name: str) -> Links:

@@ -3,7 +3,7 @@
     up for Exp(every) seconds, away for Exp(seconds), up again, ...        from clock 0 on, each worker by itself
 
 A pause is a machine that is suspended: it computes nothing, and it notices nothing that arrives, until it is back with
-everything it had. What it had handed to its line before still leaves.
+everything it had. What it had handed to its link before still leaves.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Recovery:
         this worker's learning rate is multiplied with.
         """
         self.norm = gradient_norm(self.stage)
-        settings, here = self.settings, self.world.place.stage
+        settings, here = self.settings, self.world.coordinate.stage
         lost = lost_stages(step, self.stages, settings.stage_loss, self.seed)
         refuse_neighbours(step, lost, settings.kind, self.stages)
         if settings.kind == "checkpoint":
@@ -146,7 +146,7 @@ class Recovery:
 
     def _holders(self, stage: int) -> list[int]:
         """The ranks that hold `stage`, at this worker's place inside a stage."""
-        inner = self.world.place.inner
+        inner = self.world.coordinate.inner
         places = [(place, rank) for rank, place in enumerate(self.world.layout.coordinates)]
         return [rank for place, rank in sorted(places) if place.stage == stage and place.inner == inner]
 
@@ -157,9 +157,9 @@ class Recovery:
 
     def _send(self, lost: int) -> None:
         """This stage's weights and norm to the workers of a lost stage that are made of it."""
-        if self.world.place.stage not in sources(self.settings.kind, lost, self.stages):
+        if self.world.coordinate.stage not in sources(self.settings.kind, lost, self.stages):
             return
-        takers = [taker for giver, taker in self._pairs(self.world.place.stage, lost) if giver == self.world.rank]
+        takers = [taker for giver, taker in self._pairs(self.world.coordinate.stage, lost) if giver == self.world.rank]
         if not takers:
             return
         norm = torch.tensor([self.norm], dtype=torch.float64, device="cpu")
@@ -169,7 +169,7 @@ class Recovery:
         group.start(all_done(works), "control", nbytes=wire.numel()).wait()
 
     def _rebuild(self, step: int) -> None:
-        kind, here = self.settings.kind, self.world.place.stage
+        kind, here = self.settings.kind, self.world.coordinate.stage
         if kind == "random":
             self.stage.load_state_dict(self.drawn(step))
             return
@@ -189,7 +189,9 @@ class Recovery:
     def _received(self, source: int) -> tuple[Tensor, float]:
         """Weights and norm of the stage `source`."""
         group, own = self.world.world, self._flat().cpu()
-        giver = next(giver for giver, taker in self._pairs(source, self.world.place.stage) if taker == self.world.rank)
+        giver = next(
+            giver for giver, taker in self._pairs(source, self.world.coordinate.stage) if taker == self.world.rank
+        )
         wire = torch.empty(own.nbytes + _NORM_BYTES, dtype=torch.uint8, device="cpu")
         group.start(all_done([group.call("control").recv(giver, wire)]), "control", nbytes=wire.numel()).wait()
         norm = wire[own.nbytes :].clone().view(torch.float64)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from isles.base.imports import told
+from isles.base.imports import describe
 from isles.base.modes import torch_threads
 from isles.models import autocast, build, choose_device, flops_per_token
 from isles.models import parameters as count_parameters
@@ -40,7 +40,7 @@ def counted_flops(config: ModelConfig, model: nn.Module, context: int) -> int | 
         forward = _forward_flops(model, context)
     except Exception as error:  # of the user's model, whatever it raises
         if sum(parameter.nbytes for parameter in model.parameters()) > _SMALL:
-            warnings.warn(f"FLOPs are not counted: the model wants numbers ({told(error)})", stacklevel=2)
+            warnings.warn(f"FLOPs are not counted: the model wants numbers ({describe(error)})", stacklevel=2)
             return None
         forward = _forward_flops(build(replace(config, device="cpu", autocast="none", compile=False), seed=0), context)
     return 3 * forward // context

@@ -16,7 +16,7 @@ from isles.comm.collectives.message_queue import HEAD
 from isles.models import limits, sketch
 from isles.models.stages import Stage
 from isles.network.clusters.cuts import ModelLoad
-from isles.network.exchange_plan import Held, WorkerMemory
+from isles.network.exchange_plan import MemoryItem, WorkerMemory
 from isles.network.links import Topology
 from isles.network.networks import links
 from isles.network.routing.routes import Task
@@ -143,9 +143,9 @@ class _SwarmPlanner:
         saved = came + left + (0 if at == last else back) + (0 if piece.enters else back)
         held = []
         if made is not None and counted is not None:
-            held.append(Held("microbatches under way", made.held[rank] * (came + left), "step"))
+            held.append(MemoryItem("microbatches under way", made.held[rank] * (came + left), "step"))
             if self.config.pipeline.swarm.consistency == "exact":
-                held.append(Held("passes saved until the step's end", ceil(counted) * saved, "step"))
+                held.append(MemoryItem("passes saved until the step's end", ceil(counted) * saved, "step"))
         return WorkerPlan(
             ranks=(rank,),
             stage=at,
@@ -254,8 +254,8 @@ def _worker(
             gradients=weights,
             inner=round(load.states * weights),
             held=(
-                Held("inputs in flight", inputs, "step"),
-                Held("activations", round(sum(load.saved[block] for block in piece.blocks)) * passes, "step"),
+                MemoryItem("inputs in flight", inputs, "step"),
+                MemoryItem("activations", round(sum(load.saved[block] for block in piece.blocks)) * passes, "step"),
             ),
         ),
         step_bytes=parts * (down + up),

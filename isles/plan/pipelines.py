@@ -17,7 +17,7 @@ from isles.network.networks import links
 from isles.network.routing.events import orders_of
 from isles.network.routing.plan import PipelinePlan
 from isles.network.routing.problem import replay_paths
-from isles.network.routing.replay import MessageLines, Sizes, TaskSeconds, in_order, replay
+from isles.network.routing.replay import LinkWire, Sizes, TaskSeconds, in_order, replay
 from isles.network.routing.routes import Task
 from isles.pipeline.boundaries.base import FullStream
 from isles.pipeline.boundaries.names import boundary_name
@@ -214,7 +214,7 @@ def seconds_of_paths(plan: PipelinePlan, sizes: Sizes, world: WorldConfig, seed:
     return replay(
         routes,
         TaskSeconds(forward=forward, loss=loss, backward=backward),
-        MessageLines(Topology(problem.nodes, links(world.virtual.links)), sizes, seed=seed),
+        LinkWire(Topology(problem.nodes, links(world.virtual.links)), sizes, seed=seed),
         in_order(orders_of(replay_paths(problem, plan.paths).spans)),
         pause=lambda task: problem.rest(task) * factors[by_number[task.microbatch].worker(task)],
     ).makespan

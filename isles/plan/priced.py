@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from isles.base.tables import given
+from isles.base.tables import non_defaults
 from isles.memory.config import MemoryConfig
 from isles.models.config import ModelConfig
 from isles.models.sizes import parameters, shape_of
@@ -47,7 +47,7 @@ def priced(config: Config, text: str, over: str | None = None) -> SummaryTable:
     size, step = named(text)
     virtual = replace(config.world.virtual, links=over or config.world.virtual.links, step_seconds=step)
     world = replace(config.world, backend="virtual", virtual=virtual)
-    waits = [f"world.virtual.{key}" for key, _ in given(virtual) if key in ("step_jitter", "pause_every")]
+    waits = [f"world.virtual.{key}" for key, _ in non_defaults(virtual) if key in ("step_jitter", "pause_every")]
     if waits or config.pipeline.skippipe.plan or kind_of(config.pipeline).has_peers:
         raise ValueError(f"--as {text}: {(*waits, 'pipeline.routing')[0]} makes the run hang on time; leave it out")
     model = ModelConfig(size=size, dtype=config.model.dtype, device="cpu")

@@ -15,7 +15,7 @@ from math import ceil
 
 from torch import nn
 
-from isles.base.imports import told
+from isles.base.imports import describe
 from isles.comm.dry import dry_mesh
 from isles.models import sketch
 from isles.models.stages import Stage
@@ -156,7 +156,7 @@ def sketch_run(config: Config, here: int | None = None, places: int | None = Non
     except RuntimeError as error:  # of torch, whose sketches have no numbers
         if config.method in METHODS:
             raise
-        raise ValueError(f"replicas.method = {config.method!r} cannot be planned: {told(error)}") from error
+        raise ValueError(f"replicas.method = {config.method!r} cannot be planned: {describe(error)}") from error
     return RunSketch(
         config=config,
         model=model,

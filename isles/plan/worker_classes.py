@@ -79,7 +79,7 @@ def worker_classes(links: Links, workers: int) -> list[WorkerClass]:
     for first in range(min(period, workers)):
         line, alike = links.uplink_of(first), range(first, workers, period)
         among = 1 if sharing is None else sharing[line]
-        key = (links.rate(line) / among, links.down_rate(line) / among, links.place_of(first))
+        key = (links.rate(line) / among, links.down_rate(line) / among, links.site_of(first))
         count, ranks = found.get(key, (0, ()))
         found[key] = count + len(alike), (*ranks, *alike[:2])[:2]
     return [WorkerClass(count, *key[:2], ranks) for key, (count, ranks) in sorted(found.items())]

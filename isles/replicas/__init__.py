@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from isles.base.errors import unknown_name
-from isles.base.imports import is_place, named
+from isles.base.imports import import_target, is_import_target
 
 if TYPE_CHECKING:  # for type checkers, which see `isles.DiLoCo` through these; the names themselves come from METHODS
     from isles.replicas.config import MethodConfig
@@ -40,13 +40,13 @@ if TYPE_CHECKING:  # for type checkers, which see `isles.DiLoCo` through these; 
 class MethodRow(NamedTuple):
     """place: module:Class. config: that of its settings, whose file loads no torch. what: the method does."""
 
-    place: str
+    target: str
     config: str
     what: str
 
 
-def _row(place: str, config: str, what: str) -> MethodRow:
-    return MethodRow(f"isles.replicas.methods.{place}", f"isles.replicas.{config}", what)
+def _row(target: str, config: str, what: str) -> MethodRow:
+    return MethodRow(f"isles.replicas.methods.{target}", f"isles.replicas.{config}", what)
 
 
 METHODS: dict[str, MethodRow] = {
@@ -105,17 +105,17 @@ METHODS: dict[str, MethodRow] = {
 
 def config_of(name: str) -> type[MethodConfig]:
     """The class of the settings of `name`, as in `method`. Loads no torch for a name of `METHODS`."""
-    return named(f"settings of {name}", METHODS[name].config) if name in METHODS else method(name).Config
+    return import_target(f"settings of {name}", METHODS[name].config) if name in METHODS else method(name).Config
 
 
 def method(name: str) -> type[ReplicaSync]:
     """The class behind a name of `METHODS`, or behind "package.module:Class". ValueError names what is wrong."""
-    place = METHODS[name].place if name in METHODS else name
-    if ":" not in place:
+    target = METHODS[name].target if name in METHODS else name
+    if ":" not in target:
         raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
-    if not is_place(place):
+    if not is_import_target(target):
         raise ValueError(f"replicas.method = {name!r}: write package.module:Class")
-    found = named(f"method {name!r}", place)
+    found = import_target(f"method {name!r}", target)
     from isles.replicas.sync import ReplicaSync
 
     if not (isinstance(found, type) and issubclass(found, ReplicaSync)):

@@ -37,9 +37,9 @@ def own_config(method: str, kind: type[_C], config: object, options: dict[str, A
     return config
 
 
-def workers(seats: Sequence[int]) -> str:
+def workers(members: Sequence[int]) -> str:
     """Their numbers in words."""
-    return f"worker {seats[0]}" if len(seats) == 1 else f"workers {', '.join(map(str, seats))}"
+    return f"worker {members[0]}" if len(members) == 1 else f"workers {', '.join(map(str, members))}"
 
 
 def at_least(key: str, value: float, least: float) -> None:
@@ -80,8 +80,8 @@ def rounds_for_momentum(rounds: int, momentum: float) -> list[str]:
     needed = math.ceil(20 / (1 - momentum) - 1e-9)  # 20 / (1 - 0.9) is a little over 200
     if rounds >= needed or momentum == 0:
         return []
-    mend = "lower outer_momentum (0.5 suits short runs) or sync_every" if momentum > 0.5 else "lower sync_every"
-    return [f"outer_momentum = {momentum:g} wants {needed} rounds or more, this run has {rounds}: {mend}"]
+    hint = "lower outer_momentum (0.5 suits short runs) or sync_every" if momentum > 0.5 else "lower sync_every"
+    return [f"outer_momentum = {momentum:g} wants {needed} rounds or more, this run has {rounds}: {hint}"]
 
 
 def eager_rate(outer_lr: float, outer_momentum: float, workers: int) -> list[str]:

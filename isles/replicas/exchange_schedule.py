@@ -9,8 +9,23 @@ from functools import lru_cache, partial
 from math import ceil
 from operator import itemgetter
 
+from torch import Tensor
+
+from isles.comm.codecs.lowrank import Form, LowRank
 from isles.comm.collectives.averaging import Averaging
-from isles.network.exchange_plan import UNDER_WAY, BySize, Groups, Held, PlannedExchange, Tree, When, by_size, gathered
+from isles.comm.collectives.mean import phases
+from isles.comm.tags import rounds_apart
+from isles.network.exchange_plan import (
+    UNDER_WAY,
+    BySize,
+    Groups,
+    MemoryItem,
+    PlannedExchange,
+    Tree,
+    When,
+    by_size,
+    gathered,
+)
 from isles.replicas.loop.fragment import Fragment
 from isles.replicas.parts.interfaces import Composition, Mixing
 
@@ -56,9 +71,9 @@ def _total(exchanges: Iterable[PlannedExchange], size: int) -> list[int]:
     total = [0] * size
     for (pattern, groups), times in Counter((planned.pattern, planned.groups) for planned in exchanges).items():
         for group in groups:
-            for place, position in enumerate(group):
+            for index, position in enumerate(group):
                 if len(group) > 1:
-                    total[position] += times * int(pattern(len(group)).sent(place, len(group)))
+                    total[position] += times * int(pattern(len(group)).sent(index, len(group)))
     return total
 
 
@@ -164,7 +179,7 @@ def _groups_of(mixing: Mixing, round: int, size: int) -> Groups:
     return tuple(group for position, group in sorted(found.items()) if group[0] == position)
 
 
-def outer_memory(parts: Composition, fragments: Sequence[Fragment], size: int) -> list[Held]:
+def outer_memory(parts: Composition, fragments: Sequence[Fragment], size: int) -> list[MemoryItem]:
     """What the outer loop holds of a method composed of `parts` among `size` workers."""
     means = [fragment.averaging for fragment in fragments]
     anchors = parts.rule.shares_anchors and parts.anchor_codec is not None
@@ -175,19 +190,41 @@ def outer_memory(parts: Composition, fragments: Sequence[Fragment], size: int) -
     flying = max(late, 1)  # with overlap by inner steps some fragments rest meanwhile: then this is the most
     bases = sum(fragment.averaging.held_bytes for fragment in fragments)
     under_way = sum(each.working_bytes(members) for each in means)
-    keeps_own = parts.reading.needs_own or (parts.on_peer_failure == "solo" and late > 0)
-    keeps_anchor = anchors and parts.anchor_codec is not None and (late > 0 or not parts.anchor_codec.lossless)
+    copies_own = parts.reading.needs_own or (parts.on_peer_failure == "solo" and late > 0)
+    copies_anchor = anchors and parts.anchor_codec is not None and (late > 0 or not parts.anchor_codec.lossless)
     rows: list[tuple[str, int, When, bool]] = [
         *((what, vector, "always", True) for what in ("anchor", *parts.rule.vectors)),
         ("error feedback", vector, "always", parts.feedback is not None),
-        ("own entries that stay", vector, "always", parts.rule.keeps_left),
+        ("own entries that stay", vector, "always", parts.rule.needs_residual),
         ("reference", vector, "always", parts.landing.moves_reference),
         ("scratch", sum(fragment.scratch.nbytes for fragment in fragments), "always", True),
         ("bases of the factors", bases, "always", bases > 0),
         ("payload", vector * (flying + (late > 0)), "exchange", size > 1 or not parts.own_answer),
-        ("own payload as sent", vector * (flying + 1), "exchange", keeps_own),
+        ("own payload as sent", vector * (flying + 1), "exchange", copies_own),
         ("anchors of the group", vector, "exchange", anchors),
-        ("own anchor as sent", vector, "exchange", keeps_anchor),
+        ("own anchor as sent", vector, "exchange", copies_anchor),
         (UNDER_WAY, under_way, "exchange", True),
     ]
-    return [Held(what, nbytes, when) for what, nbytes, when, is_held in rows if is_held]
+    return [MemoryItem(what, nbytes, when) for what, nbytes, when, is_needed in rows if is_needed]
+
+
+def idle_low_rank(form: Form, parameters: Sequence[Tensor]) -> list[str]:
+    """A warning where low rank compresses nothing of a model."""
+    if not isinstance(form, LowRank) or form.compresses(parameters):
+        return []
+    return [
+        f"rank {form.rank} makes no matrix of the model smaller by {form.min_compression_rate:g} times, so all of it "
+        "travels dense: lower the rank"
+    ]
+
+
+def rounds_to_leave_behind(rounds: int, fragments: int, elements: int) -> None:
+    """ValueError where a lost round could be taken for a later one of as many fragments: their addresses come round
+    again. elements: of the largest fragment.
+    """
+    most = rounds_apart(fragments, phases(elements)) - 1  # what the next round needs may be sent ahead
+    if rounds > most:
+        raise ValueError(
+            f'on_peer_failure = "solo" may leave rounds behind, and addresses of {fragments} fragment(s) come again '
+            f'after {most} rounds, of which this run has {rounds}: raise sync_every, or choose "raise"'
+        )

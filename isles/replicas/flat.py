@@ -129,16 +129,16 @@ class FlatParameters:
             self._staging.down(self.parameters)
             self.is_read = True
 
-    def up(self, kept: float = 0.0) -> None:
-        """weights = kept weights + (1 - kept) blocks."""
+    def up(self, local_share: float = 0.0) -> None:
+        """weights = local_share weights + (1 - local_share) blocks."""
         if self._staging is not None:
-            self._staging.up(self.parameters, kept)
-            self.is_read = not kept
+            self._staging.up(self.parameters, local_share)
+            self.is_read = not local_share
 
-    def spans(self, places: Sequence[int]) -> list[slice]:
+    def spans(self, indices: Sequence[int]) -> list[slice]:
         """Where the parameters of these numbers lie in a flat vector."""
         ends = list(accumulate((parameter.numel() for parameter in self.parameters), initial=0))
-        return [slice(ends[place], ends[place + 1]) for place in places]
+        return [slice(ends[index], ends[index + 1]) for index in indices]
 
     def parts(self, flat: Tensor) -> tuple[Tensor, ...]:
         """A flat vector (numel,) as one view (b,) a block."""
@@ -252,8 +252,8 @@ def digest(sums: Sequence[Tensor]) -> int:
     """
     if not sums:
         return 0
-    places = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device="cpu") * 0x9E3779B97F4A7C1
-    return int((torch.stack(list(sums)) * places).sum())
+    weights = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device="cpu") * 0x9E3779B97F4A7C1
+    return int((torch.stack(list(sums)) * weights).sum())
 
 
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}

@@ -26,7 +26,7 @@ from isles.base.wrapping import Deferred, SeveralOptimizers, fresh_state, innerm
 from isles.comm.group import Group, numbers
 from isles.comm.roster import Roster
 from isles.comm.tags import Channel
-from isles.network.exchange_plan import Held
+from isles.network.exchange_plan import MemoryItem
 from isles.replicas.island.fsdp import own_rows
 from isles.replicas.start import same_settings
 from isles.replicas.step_guards import Scaled
@@ -152,7 +152,7 @@ class Replica(ABC):
     # Around a run.
 
     @abstractmethod
-    def judged(self) -> AbstractContextManager[nn.Module]:
+    def for_evaluation(self) -> AbstractContextManager[nn.Module]:
         """The model with the weights of now, for evaluation."""
 
     @abstractmethod
@@ -187,7 +187,7 @@ class Replica(ABC):
         """Bytes that this worker sends inside its replica before the first step."""
         return self.spread_bytes(range(len(self.shares)))
 
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryItem]:
         """What is held on the host beside weights, gradients and the inner optimizer's state."""
         return []
 
@@ -300,7 +300,7 @@ class Plain(Replica):
         return number if self.peers is None else largest(self.peers, number)
 
     @contextmanager
-    def judged(self) -> Iterator[nn.Module]:
+    def for_evaluation(self) -> Iterator[nn.Module]:
         self.catch_up()
         yield self.model
 
@@ -341,10 +341,10 @@ class Plain(Replica):
         return gradients
 
 
-def refuse_shared(own: Group, across: Group, mend: str) -> None:
+def refuse_shared(own: Group, across: Group, hint: str) -> None:
     """ValueError where other workers are both in this one's replica (`own`) and replicas of it (`across`)."""
     if own.transport is across.transport and set(own.ranks) & set(across.ranks) != {across.transport.rank}:
-        raise ValueError(f"the replica's group and the group across replicas share other workers: {mend}")
+        raise ValueError(f"the replica's group and the group across replicas share other workers: {hint}")
 
 
 def refuse_survivors(holder: Holder) -> None:
@@ -369,16 +369,16 @@ def largest(group: Group, number: int) -> int:
     return max(int(theirs) for theirs in group.all_gather(numbers(number)))
 
 
-class ToldNorm(Plain):
-    """A stage of which somebody else knows the norm of the whole gradient: `told`, after each step's gradients."""
+class SuppliedNorm(Plain):
+    """A stage whose caller supplies the norm of the whole gradient: `supplied_norm()`, after each step's gradients."""
 
-    def __init__(self, model: nn.Module, inner: Optimizer, told: Callable[[], float]) -> None:
+    def __init__(self, model: nn.Module, inner: Optimizer, supplied_norm: Callable[[], float]) -> None:
         super().__init__(model, inner, charged=True)
-        self.told = told
+        self.supplied_norm = supplied_norm
 
     @override
     def norm(self, rows: Group | None = None) -> Tensor:
-        return torch.tensor(self.told(), device=self.parameters[0].device, dtype=self.parameters[0].dtype)
+        return torch.tensor(self.supplied_norm(), device=self.parameters[0].device, dtype=self.parameters[0].dtype)
 
 
 class StageCopy(Plain):

@@ -47,16 +47,18 @@ def same_settings(group: Group, settings: str, names: Sequence[str] = ()) -> Non
             if apart:
                 where = f"from number {apart[0] + 1} on ({names[apart[0]]} on this worker)"
                 why = "its model's parameters or buffers have other names, or another order"
-                mend = "build the same layers in the same order on all (sorted, of no set)"
-                raise Diverged(peer, 0, f"{where} {why}; {mend}") from None
+                hint = "build the same layers in the same order on all (sorted, of no set)"
+                raise Diverged(peer, 0, f"{where} {why}; {hint}") from None
         raise
 
 
 def _differing(group: Group, hashes: Tensor, names: Sequence[str]) -> tuple[int, list[int]]:
     """The odd worker, and at which of `names` its hashes differ from the usual ones."""
-    told = [theirs.tolist() for theirs in group.all_gather(hashes)]
-    odd, usual = odd_one(list(map(tuple, told)))
-    apart = [] if odd is None else [place for place in range(len(names)) if told[odd][place] != told[usual][place]]
+    gathered = [theirs.tolist() for theirs in group.all_gather(hashes)]
+    odd, usual = odd_one(list(map(tuple, gathered)))
+    apart = (
+        [] if odd is None else [index for index in range(len(names)) if gathered[odd][index] != gathered[usual][index]]
+    )
     return group.ranks[odd or 0], apart
 
 
@@ -89,12 +91,12 @@ def same_end(group: Group, steps: int, rounds: str) -> int:
     """The most inner steps that a worker has done; all are in their last round. Diverged, naming the odd worker, unless
     all have done the same `rounds`. Bytes sent: 8 to each of the others.
     """
-    told = [int(theirs) for theirs in group.all_gather(numbers(steps << 32 | crc32(rounds.encode())))]
-    odd, _ = odd_one([theirs & 0xFFFFFFFF for theirs in told])
+    gathered = [int(theirs) for theirs in group.all_gather(numbers(steps << 32 | crc32(rounds.encode())))]
+    odd, _ = odd_one([theirs & 0xFFFFFFFF for theirs in gathered])
     if odd is not None:
-        done = f"it ends after {told[odd] >> 32} inner steps, this worker after {steps}, in different rounds"
+        done = f"it ends after {gathered[odd] >> 32} inner steps, this worker after {steps}, in different rounds"
         raise Diverged(group.ranks[odd], steps, f"{done}; {EVEN}")
-    return max(theirs >> 32 for theirs in told)
+    return max(theirs >> 32 for theirs in gathered)
 
 
 @contextmanager
@@ -144,13 +146,13 @@ class SettingsHash:
 
 def settings_of(groups: Sequence[dict[str, Any]], *, everywhere: bool = False) -> list[Any]:
     """Sizes of each group's parameters, and its settings that are numbers: on the CPU alone, or `everywhere`."""
-    told: list[Any] = []
+    gathered: list[Any] = []
     for group in groups:
-        told.append(sorted(parameter.numel() for parameter in group["params"]))
+        gathered.append(sorted(parameter.numel() for parameter in group["params"]))
         for key in sorted(group.keys() - {"params", "initial_lr"}):
             values = group[key] if isinstance(group[key], tuple | list) else (group[key],)
-            told += [(key, float(one)) for one in values if _is_number(one, everywhere)]
-    return told
+            gathered += [(key, float(one)) for one in values if _is_number(one, everywhere)]
+    return gathered
 
 
 def _is_number(value: Any, everywhere: bool) -> bool:
@@ -173,13 +175,13 @@ def replica_std(shares: Sequence[Tensor], together: OverThoseLeft, total: Callab
         average = together(lambda group: mean_over(group, own.clone(), "eval"))
         apart = [mine.sub_(mean) for mine, mean in zip(flat.parts(own), flat.parts(average), strict=True)]  # in place
         square = torch.stack([part.square_().sum(dtype=torch.float64) for part in apart]).sum()
-        said = torch.stack((square, digest))
-        told = torch.stack(together(lambda group: group.all_gather(said, channel="eval")))
-        squares = told[:, 0].sum()
-        alike = bool((told[:, 1].view(torch.int64) == digest.view(torch.int64)).all())
-        if alike and squares < _ROUNDED * len(told) * own_square:
+        report = torch.stack((square, digest))
+        gathered = torch.stack(together(lambda group: group.all_gather(report, channel="eval")))
+        squares = gathered[:, 0].sum()
+        alike = bool((gathered[:, 1].view(torch.int64) == digest.view(torch.int64)).all())
+        if alike and squares < _ROUNDED * len(gathered) * own_square:
             squares = torch.zeros((), dtype=torch.float64, device="cpu")  # a mean of equal numbers is rounded
-        sums = torch.stack([squares, torch.tensor(len(told) * flat.numel, dtype=torch.float64, device="cpu")])
+        sums = torch.stack([squares, torch.tensor(len(gathered) * flat.numel, dtype=torch.float64, device="cpu")])
     squares, count = total(sums)
     return float(squares / count) ** 0.5 if count else 0.0
 

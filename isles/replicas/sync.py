@@ -9,34 +9,52 @@ It wraps the user's inner optimizer and is used like one:
 
 Order inside `step`: `reduce_gradients` (methods at gradient level), clipping on what was reduced, `before_inner_step`
 (at optimizer level), the inner optimizer's step, `after_inner_step` (at parameter level). A method has a `Config`.
+
+A run ends with `finish`: exchanges in flight land, workers that did other numbers of inner steps end together where
+they did as many rounds, and all prove that they hold the same weights. `state_dict` has a form in which torch's tools
+find an optimizer's state too. A plan asks `schedule`, `outline` and `memory` before a run: exact, unless an outline is
+`about` right; tests compare it with what runs then send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from functools import partial
+from io import BytesIO
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from isles.base.modes import OwnModes
 from isles.base.wrapping import evaluated
-from isles.comm.group import Group
+from isles.comm.group import Group, same_text
 from isles.comm.roster import FixedRoster, Roster, as_roster
-from isles.network.exchange_plan import Rhythm
+from isles.network.exchange_plan import COMPARED, MemoryItem, PlannedExchange, Rhythm
 from isles.replicas import start
-from isles.replicas.config import MethodConfig, own_config, with_options
-from isles.replicas.exchange_schedule import Outline, outline
-from isles.replicas.finish import EndsAsOne
-from isles.replicas.flat import VectorMaker, all_names, warn_if_not_held
-from isles.replicas.replica import Replica, as_replica, largest
-from isles.replicas.step_guards import Guarded, Scaled, TakesScalers
+from isles.replicas.config import MethodConfig, own_config, refuse_other_run, with_options
+from isles.replicas.exchange_schedule import Outline, bytes_of, opening_exchanges, outline
+from isles.replicas.flat import (
+    FlatParameters,
+    VectorMaker,
+    all_names,
+    clean_names,
+    copied,
+    warn_if_not_held,
+)
+from isles.replicas.replica import PeerQuestion, Replica, as_replica, largest
+from isles.replicas.start import T
+from isles.replicas.step_guards import Guarded, Scaled, TakesScalers, asked_by_torch
 from isles.replicas.watch import ModelWatch, copies_of, refuse_unfit
 
+_OWN = "isles"  # in a group, as bytes, which torch leaves as they are: what its tools would leave behind
 
-class ReplicaSync(TakesScalers, Guarded, EndsAsOne):
+
+class ReplicaSync(OwnModes, TakesScalers, Guarded):
     """Base of all methods. Guarantee: after construction every worker holds rank 0's weights, verified by a hash.
 
     model: its trainable parameters are exchanged; tied ones once. inner: the user's optimizer over them, whose state
@@ -56,6 +74,10 @@ class ReplicaSync(TakesScalers, Guarded, EndsAsOne):
     """Whether a worker must hold its whole replica, with an inner optimizer that is never late."""
     is_linear: ClassVar[bool] = False
     """Whether exchanges, without a codec, only scale whole parameters and add them: in a subspace they stay there."""
+    keeps_flat: ClassVar[bool] = False
+    """Whether stages can be cut anew: each tensor of `outer_state` as long as the trained entries is a flat vector of
+    them.
+    """
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
     usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"
@@ -150,10 +172,10 @@ class ReplicaSync(TakesScalers, Guarded, EndsAsOne):
             self.before_inner_step()
         self.guards_inner = False
         try:
-            if self.watch.has_heard:
+            if self.watch.is_profiled:
                 self.replica.apply(scaled)
             else:
-                self.watch.hear(partial(self.replica.apply, scaled), self.inner)
+                self.watch.profile(partial(self.replica.apply, scaled), self.inner)
         finally:
             self.guards_inner = True
         for copies in self.copies:
@@ -211,7 +233,7 @@ class ReplicaSync(TakesScalers, Guarded, EndsAsOne):
         """The model with the weights that should be judged (the anchor where there is one), the live ones restored
         after.
         """
-        with self.replica.judged() as model:
+        with self.replica.for_evaluation() as model:
             yield model
 
     # What all methods have.
@@ -230,6 +252,307 @@ class ReplicaSync(TakesScalers, Guarded, EndsAsOne):
         self._charged += share
         self.group.transport.compute(share * self.group.transport.step_seconds)
 
+    # How a run ends.
+
+    @property
+    def survives(self) -> bool:
+        """True if the workers that are left go on to the end of the run when others fail."""
+        return self.config.survives
+
+    def survivors(self) -> Group:
+        """The workers that are still there; all of them must ask together. `group` itself, unless the method goes on
+        without those it lost.
+        """
+        return self.group
+
+    def together(self, collective: Callable[[Group], T]) -> T:
+        """What `collective`, which is a single one or none, returns over the workers that are left; all of them must
+        call this together.
+        """
+        return collective(self.survivors())
+
+    def finish(self) -> None:
+        """Land everything that is in flight, and the inner steps since the last exchange. Call it once, at the end, on
+        all workers. One that did fewer inner steps since as many rounds counts as having stood still.
+
+        Where workers agree, proves that they do. Bytes sent for both, on "control": at most 16 to each of the others.
+        """
+        if self.steps and any(group.get("train_mode") is False for group in self.param_groups):
+            raise ValueError(
+                "the inner optimizer is in eval mode, whose weights are not those that are trained: call "
+                "optimizer.train() before finish() and consolidate()"
+            )
+        self.watch.refuse_forgotten()
+        rounds = self.rounds_done()
+        if rounds and self._is_watched:
+            with start.among_even():
+                self.steps = self.together(lambda group: start.same_end(group, self.steps, rounds))
+        self.land_all()
+        if self.level != "parameter" and self._is_watched:
+            settings = repr(start.settings_of(self.param_groups, everywhere=True))
+            with start.among_even():
+                self.together(lambda group: same_text(group, settings, start.OTHER_SETTINGS, self.steps))
+        if self.agrees:
+            self._prove(self._named_shares())
+
+    def land_all(self) -> None:
+        """`finish` without a look at the others: where all have done as many inner steps."""
+        self.catch_up()
+
+    @contextmanager
+    def landing(self, indices: Sequence[int]) -> Iterator[None]:
+        """Around whatever writes to the parameters of numbers `indices` between two inner steps."""
+        for copies in self.copies:
+            copies.before_landing()
+        yield
+        exact = self.anchors() if self.copies else {}
+        for copies in self.copies:
+            copies.landed(indices, exact)
+
+    def anchors(self) -> Mapping[int, Tensor]:
+        """By number of the parameter: what whole ones were rounded from when they were last written to."""
+        return {}
+
+    def rounds_done(self) -> str:
+        """What must be the same on all workers where they end, "" where they need not have done anything alike."""
+        return ""
+
+    def _named_shares(self) -> dict[str, Tensor]:
+        owners = self.parameters if len(self.shares) == len(self.parameters) else self.shares
+        return {self.watch.name(owner): own for owner, own in zip(owners, self.shares, strict=True)}
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether all workers that began end together."""
+        return self.group.size > 1 and not (self.is_sketch or self.survives or self.roster.grows)
+
+    def _prove(self, tensors: Mapping[str, Tensor]) -> None:
+        """Diverged unless `tensors`, by name, are the same on all workers."""
+        if tensors and self._is_watched:
+            with start.among_even():
+                self.together(lambda group: start.same_weights(group, tensors, self.steps))
+
+    def _give_mean(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give `tensors`, by name, the mean over the survivors, and prove that all have it."""
+        if tensors:
+            flat = FlatParameters(list(tensors.values()))
+            flat.write(self.together(lambda group: start.mean_over(group, flat.read(flat.new()), "control")))
+            self._prove(tensors)
+
+    def consolidate(self) -> nn.Module:
+        """Finish, then give every worker the one model of the run and return it: where workers agree they have it
+        already, else it is the mean of the survivors' weights. Floating-point buffers of the state are averaged.
+        """
+        self.finish()
+        averaged = {} if self.agrees else self._named_shares()
+        persistent = self.model.state_dict()  # buffers outside of it are derived, and equal everywhere
+        averaged |= {name: b for name, b in self.model.named_buffers() if name in persistent and b.is_floating_point()}
+        if averaged:
+            with self.landing(() if self.agrees else self.everything):
+                self._give_mean(averaged)
+                self.replica.spread(self.everything)
+        for copies in self.copies if self.level == "parameter" else ():
+            self._give_mean(copies.averages())
+        self.guards_inner = False
+        return self.replica.whole()
+
+    # What a checkpoint holds.
+
+    def settle(self) -> None:
+        """Wait for transfers under way **without** landing them: what a checkpoint calls."""
+
+    def live_state(self) -> dict[str, Any]:
+        """`state_dict` without copies and torch's form: what it holds changes with the next step."""
+        self.settle()
+        return self.shared_state() | {name: getattr(self.group, name).state_dict() for name in ("traffic", "transport")}
+
+    def shared_state(self) -> dict[str, Any]:
+        """Of `live_state` what another worker can go on from: nothing of this worker's messages and clock."""
+        return {
+            "method": type(self).__name__,
+            "config": {field.name: getattr(self.config, field.name) for field in fields(self.config)},
+            "shapes": [list(parameter.shape) for parameter in self.parameters],
+            "steps": self.steps,
+            "frozen": self.watch.state_dict(),
+            "inner": self.inner_state(),
+            "outer": self.outer_state(),
+        }
+
+    def copied_state(self) -> dict[str, Any]:
+        """`live_state` that stays as it is."""
+        live = self.live_state()
+        return {**live, "outer": copied(live["outer"])}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights: inner optimizer, outer state, transfers (settled), counters, virtual clock.
+
+        Saved and loaded **per worker**. Tensors, numbers and strings only: `torch.load(weights_only=True)` reads it.
+        "state" and "param_groups" are the innermost optimizer's once more, the same tensors, for torch's tools.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = {**self.copied_state(), "names": clean_names(self.model, self.parameters), "worker": self._position()}
+        state["weights"] = self.watch.digest()
+        inner: Any = state
+        while "method" in inner:
+            inner = inner["inner"]
+        if {"state", "param_groups"} <= inner.keys():
+            groups = [dict(group) for group in inner["param_groups"]]
+            if (asking := asked_by_torch("_get_optim_state_dict")) is not None:
+                file = BytesIO()
+                torch.save(_with_inner(state, None), file)
+                own = groups[0]
+                if asking.f_locals["info"].flatten_optimizer_state_dict:  # there each parameter has its group's values
+                    groups.append(own := {"params": own["params"][:1]})
+                own[_OWN] = file.getvalue()
+            state |= {"state": dict(inner["state"]), "param_groups": groups}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue exactly, given the model's weights of that moment. ValueError for another method, config, model or
+        worker; the next step raises it where those weights have not come.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        state = _from_torch(state_dict, type(self).__name__)
+        shapes = [list(parameter.shape) for parameter in self.parameters]
+        refuse_other_run(state, type(self).__name__, self.config, shapes, clean_names(self.model, self.parameters))
+        here = self._position()
+        whose = state.get("worker", here)  # not in what is handed on between workers
+        alike = self.level == "gradient" and bool(self.shares) and not state["outer"]  # on all workers, as weights are
+        if whose != here and not alike:
+            raise ValueError(
+                f"the state is of worker {whose[0]} in a group of {whose[1]}, this is worker {here[0]} in one of "
+                f"{here[1]}: save and load a file for each worker, with as many workers"
+            )
+        self.settle()
+        self.steps = state["steps"]
+        self.watch.load_state_dict(state["frozen"])
+        self.load_inner_state(state["inner"])
+        self.load_outer_state(state["outer"])
+        if self.steps and "weights" in state:
+            self.watch.awaits(state["weights"])
+        if whose == here and "transport" in state:  # this worker's own
+            self.is_loaded = True
+            self.group.traffic.load_state_dict(state["traffic"])
+            self.group.transport.load_state_dict(state["transport"])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def inner_state(self) -> Any:
+        """The inner optimizer's part of `state_dict`."""
+        return self.replica.inner_state()
+
+    def load_inner_state(self, state: Any) -> None:
+        """Restore `inner_state`."""
+        self.watch.loaded()
+        self.replica.load_inner_state(state)
+        self.copies = copies_of(self.inner, self.parameters)
+
+    def outer_state(self) -> dict[str, Any]:
+        """The method's own part of `state_dict`."""
+        return {}
+
+    def load_outer_state(self, state: dict[str, Any]) -> None:
+        """Restore `outer_state`."""
+
+    @classmethod
+    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
+        """What `load_outer_state` gets on every worker where a run goes on with another number of them. outer: worker
+        0's `outer_state`, its floating-point tensors replaced by their means over the old workers (bits kept where all
+        were equal). ValueError: this method does not say.
+        """
+        if outer:
+            raise ValueError(f"{cls.__name__} does not say how its state is regrouped: resume with as many workers")
+        return outer
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that this worker holds, by name: plain tensors, live."""
+        return self.replica.weights()
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Restore `weights`. RuntimeError where they are of another model."""
+        self.replica.load_weights(weights)
+
+    def take_in(self) -> None:
+        """Weights were loaded past this optimizer on purpose, alike on all workers: the next step does not refuse."""
+        self.watch.loaded()
+        if isinstance(self.inner, ReplicaSync):
+            self.inner.take_in()
+
+    def _position(self) -> list[Any]:
+        return [self.group.transport.rank, list(self.group.ranks)]
+
+    # What a plan asks before a run.
+
+    @property
+    def is_sketch(self) -> bool:
+        """True for a model on the meta device: it can be planned with (`schedule`, `memory`), not trained."""
+        return self.parameters[0].is_meta
+
+    def schedule(self, steps: int) -> list[PlannedExchange]:
+        """Who sends what to whom when in a run of `steps` inner steps. Sends nothing."""
+        return []
+
+    def rhythm(self, steps: int) -> Rhythm:
+        """How the exchanges of a run of `steps` inner steps repeat themselves; never, unless a method says so."""
+        return Rhythm(0, max(steps, 1))
+
+    def retime(self, sync_every: int) -> None:
+        """Plan with rounds of so many inner steps from now on; of a sketch. TypeError where the method has none."""
+        self.config = replace(self.config, sync_every=sync_every)  # type: ignore[type-var]
+
+    def outline(self, steps: int) -> Outline:
+        """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show. In an
+        island bytes are those of this worker and of those at its place in other islands, inside and across.
+        """
+        own = self.own_outline(steps)
+        inside, about = self.replica.sent(steps, self.questions)
+        inside += self.spread_bytes(steps)
+        sent = tuple(nbytes + inside for nbytes in own.sent)
+        return replace(own, sent=sent, inside=inside, about=own.about or about)
+
+    @property
+    def questions(self) -> list[PeerQuestion]:
+        """What a step asks its replica's other workers."""
+        return ["norm"] if self.max_norm is not None else []
+
+    def own_outline(self, steps: int) -> Outline:
+        """Of what the group exchanges."""
+        return outline(self.schedule(steps), steps, self.opening(), per_step=False)
+
+    def spread_bytes(self, steps: int) -> int:
+        """Bytes that this worker sends inside its replica in `steps` steps for what lands on it."""
+        return 0
+
+    def opening(self) -> tuple[int, ...]:
+        """Bytes that each position sends while the optimizer is made."""
+        inside = self.replica.opening()
+        return tuple(inside + own for own in bytes_of(self.opening_exchanges(), self.group.size))
+
+    def opening_exchanges(self) -> list[PlannedExchange]:
+        """What the group exchanges meanwhile."""
+        return opening_exchanges(start.bytes_by_format(self._shared()), self.group.size)
+
+    def memory(self) -> list[MemoryItem]:
+        """What this method holds in the host's memory, beside weights, gradients and the inner optimizer's state."""
+        flat = FlatParameters(self.shares)
+        return [MemoryItem(COMPARED, 2 * flat.numel * flat.dtype.itemsize, "end"), *self.replica.memory()]
+
+    def advise(self, steps: int) -> list[str]:
+        """Warnings about these settings for a run of `steps`; ValueError if the run cannot mean what they say."""
+        return []
+
+    def _shared(self) -> Sequence[Tensor]:
+        """What must be equal on all workers of the group at the start."""
+        trained = set(map(id, self.parameters))
+        frozen = [parameter for parameter in self.model.parameters() if id(parameter) not in trained]
+        return [*self.shares, *map(self.replica.own, frozen), *self.model.buffers()]
+
     # The common start.
 
     def _begin(self) -> None:
@@ -246,9 +569,9 @@ class ReplicaSync(TakesScalers, Guarded, EndsAsOne):
         """What must be the same on all workers, beside their weights."""
         inner: list[Any] = []
         if self.level != "parameter":  # equal gradients want equal steps
-            places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-            held = [sorted(places.get(id(own), -1) for own in group["params"]) for group in self.param_groups]
-            inner = [type(self.inner).__name__, start.settings_of(self.param_groups), held]
+            indices = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+            owned = [sorted(indices.get(id(own), -1) for own in group["params"]) for group in self.param_groups]
+            inner = [type(self.inner).__name__, start.settings_of(self.param_groups), owned]
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in self._shared()]
         return f"{type(self).__name__} {self.config} {self.max_norm} {shapes} {inner}"
 
@@ -277,3 +600,26 @@ class StepsAlike(ReplicaSync):
     @override
     def own_outline(self, steps: int) -> Outline:
         return outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
+
+
+def _from_torch(state: dict[str, Any], method: str) -> dict[str, Any]:
+    """If need be, from what torch's tools have left. ValueError where that is not all."""
+    if "method" in state:
+        return state
+    groups = [dict(group) for group in state.get("param_groups", [{}])]
+    own = groups[0].pop(_OWN, None)
+    if own is None and (asking := asked_by_torch("_load_optim_state_dict")) is not None:
+        flat, first = asking.f_locals["state_dict"], next(iter(groups[0].get("params", ())), None)
+        own = flat.get(f"param_groups.{first}.{_OWN}")
+    if own is None:
+        raise ValueError(
+            f"the state is a plain optimizer's, without what {method} keeps: load one that its state_dict() gave"
+        )
+    return _with_inner(torch.load(BytesIO(own), weights_only=True), {**state, "param_groups": groups})
+
+
+def _with_inner(state: dict[str, Any], innermost: Any) -> dict[str, Any]:
+    """A copy of a method's state with that of its innermost optimizer replaced."""
+    inner = state["inner"]
+    is_method = isinstance(inner, dict) and "method" in inner
+    return {**state, "inner": _with_inner(inner, innermost) if is_method else innermost}

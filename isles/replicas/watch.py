@@ -61,7 +61,7 @@ class ModelWatch:
         self._known = set(map(id, self.parameters))
         self._dtypes = [parameter.dtype for parameter in self.parameters]
         self._since: dict[int, int] = {}  # by number, of what is frozen now: the first inner step that found it so
-        self.has_heard = False  # whether an inner step was listened to
+        self.is_profiled = False  # whether an inner step was listened to
         self.is_inside = False  # of an island whose workers step as one: a norm over them is as it should be
         self._is_restored = False  # the optimizer's state was loaded since the last step
         self._before: int | None = None
@@ -69,7 +69,7 @@ class ModelWatch:
         those that it must not find, for the state is of others.
         """
         self._model = model
-        self._take_places()
+        self._note_modules()
         hook = WeakHook(self, "loading")
         for module in model.modules():
             module.register_load_state_dict_pre_hook(hook)
@@ -78,8 +78,8 @@ class ModelWatch:
         """Called in inner step `step`, with gradients in place. groups: the inner optimizer's. ValueError, in one line
         with the mend, for what would be trained without being exchanged, or exchanged without having been trained.
         """
-        placed = [*chain.from_iterable(map(dict.values, self._places))]
-        is_other = len(placed) != len(self._placed) or not all(map(is_, placed, self._placed))
+        occupants = [*chain.from_iterable(map(dict.values, self._slots))]
+        is_other = len(occupants) != len(self._occupants) or not all(map(is_, occupants, self._occupants))
         if is_other:
             self._refuse_new()
         if is_other or self._made != _MADE[0]:  # whoever drives the model may have put something into it, or around it
@@ -112,13 +112,13 @@ class ModelWatch:
             )
         self._before, self._is_restored = None, False
 
-    def _take_places(self) -> None:
+    def _note_modules(self) -> None:
         """Note what the modules' parameters and parts are, which is compared in every step. A sharded model changes
         them by itself.
         """
         modules = () if is_sharded(self._model) else self._model.modules()
-        self._places: list[dict[str, Any]] = [own for one in modules for own in (one._parameters, one._modules)]
-        self._placed = [*chain.from_iterable(map(dict.values, self._places))]
+        self._slots: list[dict[str, Any]] = [own for one in modules for own in (one._parameters, one._modules)]
+        self._occupants = [*chain.from_iterable(map(dict.values, self._slots))]
 
     def _refuse_new(self) -> None:
         """Something was put in another's place, or taken away. What is frozen may come, but not for what is trained."""
@@ -130,17 +130,17 @@ class ModelWatch:
                     f"{name} is another parameter than when the optimizer was made (a new layer, or load_state_dict("
                     "assign=True)), so it would never be exchanged: make the optimizers anew, or load without assign"
                 )
-        self._take_places()
+        self._note_modules()
 
-    def hear(self, step: Callable[[], object], optimizer: Optimizer) -> None:
+    def profile(self, step: Callable[[], object], optimizer: Optimizer) -> None:
         """Take the first inner step, with a warning where the optimizer talks to other workers of the group in it."""
-        heard, self.has_heard = list[str](), True
-        listens = _is_told(self._group) and sys.getprofile() is None
+        calls, self.is_profiled = list[str](), True
+        listens = _should_warn(self._group) and sys.getprofile() is None
 
         def called(frame: FrameType, event: str, _: object) -> None:
             code = frame.f_code
             if event == "call" and code.co_name in _TALK and code.co_filename.endswith("distributed_c10d.py"):
-                heard.extend([code.co_name] * _meets(self._group, frame.f_locals.get("group")))
+                calls.extend([code.co_name] * _meets(self._group, frame.f_locals.get("group")))
 
         if listens:
             sys.setprofile(called)
@@ -149,16 +149,16 @@ class ModelWatch:
         finally:
             if listens:
                 sys.setprofile(None)
-        if heard:
+        if calls:
             names = " and ".join(type(one).__name__ for one in each_of(innermost(optimizer)))
             warnings.warn(
-                f"{names} calls torch.distributed.{heard[0]}: it talks to these workers in every inner step, outside "
+                f"{names} calls torch.distributed.{calls[0]}: it talks to these workers in every inner step, outside "
                 "of what is counted, and this method exchanges on top of it. Give an optimizer for one process; to "
                 "divide its state, isles.shard(model, world.inner)",
                 stacklevel=4,
             )
 
-    def at_rest(self, numbers: Collection[int], since: int) -> tuple[int, ...]:
+    def frozen(self, numbers: Collection[int], since: int) -> tuple[int, ...]:
         """Those of the parameters `numbers` that stood still in all inner steps after step `since`, being frozen."""
         return tuple(number for number in numbers if self._since.get(number, since + 2) <= since + 1)
 
@@ -252,7 +252,7 @@ def warn_of_torchs_means(
     `around` them, in a DistributedDataParallel that is alive, as transformers' Trainer and accelerate's
     `prepare(model)` put one there. To find it all objects are looked through: some 50 ms.
     """
-    if not _is_told(group):
+    if not _should_warn(group):
         return
     meets = partial(_meets, group)
     own, wrapped = set(map(id, parameters)), _wrapped_by_torch() if around else []
@@ -274,7 +274,7 @@ def warn_of_torchs_means(
         )
 
 
-def _is_told(group: Group) -> bool:
+def _should_warn(group: Group) -> bool:
     """Whether torch may talk past Isles, and this is the worker that is told."""
     return group.rank == 0 and group.size > 1 and dist.is_available() and dist.is_initialized()
 
@@ -344,60 +344,60 @@ class WeightCopies:
 
     def before_landing(self) -> None:
         """The weights are as the inner step has left them."""
-        self._parameters = self._held()
+        self._parameters = self._stepped()
         if self._renews is not None:
             return
         states = (self._inner.state.get(parameter, {}) for parameter in self._parameters.values())
         known = {"z"} if "train_mode" in self._inner.param_groups[0] else set()  # schedule-free's, how far it may be
         self._keys = {key for key in {key for state in states for key in state} if key in known or self._is_copy(key)}
         self._start, self._landed = self._some() if self._probes and not self._keys else None, None
-        own = {place: own_rows(parameter.detach()) for place, parameter in self._parameters.items()}
-        self._before = {place: weights.clone() for place, weights in own.items()} if self._keys else None
+        own = {index: own_rows(parameter.detach()) for index, parameter in self._parameters.items()}
+        self._before = {index: weights.clone() for index, weights in own.items()} if self._keys else None
 
-    def landed(self, places: Sequence[int], exact: Mapping[int, Tensor]) -> None:
-        """The parameters of numbers `places` have been written to. exact: what they were rounded from, by number, where
-        that is known.
+    def landed(self, indices: Sequence[int], exact: Mapping[int, Tensor]) -> None:
+        """The parameters at `indices` have been written to. exact: what they were rounded from, by index, where that is
+        known.
         """
-        places = [place for place in places if place in self._parameters]
-        if not places:
+        indices = [index for index in indices if index in self._parameters]
+        if not indices:
             return
         if self._renews is not None:
-            self._renews([self._parameters[place] for place in places])
+            self._renews([self._parameters[index] for index in indices])
         elif self._before is not None:
-            for place in places:
-                self._renew(place, exact.get(place))
+            for index in indices:
+                self._renew(index, exact.get(index))
             self._before = None
         elif self._start is not None:
             now = self._some()
             moved = [after - then for after, then in zip(now, self._start, strict=True)]
-            self._round = self._steps - self._last.get(places[0], 0)
+            self._round = self._steps - self._last.get(indices[0], 0)
             if self._round >= _FEWEST and _product(moved, moved) > 0:
                 self._landed = (now, moved)
-        self._last |= dict.fromkeys(places, self._steps)
+        self._last |= dict.fromkeys(indices, self._steps)
 
     def averages(self) -> dict[str, Tensor]:
         """Of a schedule-free optimizer what its average is made from, live, by number of the parameter."""
-        held = self._held().items() if "train_mode" in self._inner.param_groups[0] else ()
-        states = ((place, own, self._inner.state.get(own, {})) for place, own in held)
-        return {f"z {place}": own_rows(state.get("z", own.detach().clone())) for place, own, state in states}
+        stepped = self._stepped().items() if "train_mode" in self._inner.param_groups[0] else ()
+        states = ((index, own, self._inner.state.get(own, {})) for index, own in stepped)
+        return {f"z {index}": own_rows(state.get("z", own.detach().clone())) for index, own, state in states}
 
-    def _held(self) -> dict[int, nn.Parameter]:
-        held = {id(parameter) for group in self._inner.param_groups for parameter in group["params"]}
-        return {place: own for place, own in enumerate(self._all) if id(own) in held}
+    def _stepped(self) -> dict[int, nn.Parameter]:
+        stepped = {id(parameter) for group in self._inner.param_groups for parameter in group["params"]}
+        return {index: own for index, own in enumerate(self._all) if id(own) in stepped}
 
-    def _renew(self, place: int, exact: Tensor | None) -> None:
+    def _renew(self, index: int, exact: Tensor | None) -> None:
         assert self._before is not None
-        parameter, before = own_rows(self._parameters[place].detach()), self._before[place]
-        state = self._inner.state.get(self._parameters[place], {})
+        parameter, before = own_rows(self._parameters[index].detach()), self._before[index]
+        state = self._inner.state.get(self._parameters[index], {})
         for key in self._keys & state.keys():
-            kept = own_rows(state[key])
-            if torch.equal(kept.to(before), before):
-                full = parameter.to(kept.dtype)
+            copy = own_rows(state[key])
+            if torch.equal(copy.to(before), before):
+                full = parameter.to(copy.dtype)
                 if exact is not None:
                     full = torch.where(exact.to(parameter) == parameter, exact.to(full), full)
-                kept.copy_(full)
+                copy.copy_(full)
             else:
-                kept.add_((parameter.to(kept.dtype) - before.to(kept.dtype)).to(kept.device))
+                copy.add_((parameter.to(copy.dtype) - before.to(copy.dtype)).to(copy.device))
 
     def _is_copy(self, key: str) -> bool:
         """Near all parameters that have it, and no zeros throughout."""

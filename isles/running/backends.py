@@ -16,7 +16,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-from isles.base.errors import warnings_told
+from isles.base.errors import notify_warnings
 from isles.comm.mesh import Mesh
 from isles.launch.nodes import NodeGroup
 from isles.launch.workers import LocalWorkers, Workers
@@ -71,5 +71,5 @@ def call(worker: Callable[..., Any], workers: int, config: Config, args: Sequenc
 
 def train_process(world: Mesh, config: Config, out: Path, resume: int | None) -> dict[str, Any] | None:
     """`train_worker` in a process of its own. What worker 0 is warned of, the user is told; the others have logs."""
-    with warnings_told(world.report) if world.rank == 0 else contextlib.nullcontext():
+    with notify_warnings(world.report) if world.rank == 0 else contextlib.nullcontext():
         return train_worker(world, config, out, resume)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from isles.base.errors import warnings_told
+from isles.base.errors import notify_warnings
 from isles.comm.stopping import SharedStopControl
 from isles.comm.virtual.cluster import run_virtual
 from isles.data import load_corpus
@@ -55,7 +55,7 @@ class VirtualWorkers:
         on_failure: Callable[[int, Exception], None] | None = None,
     ) -> list[Any]:
         """Run them; a failure is raised as it is. What they are warned of, `on_event` is told."""
-        with warnings_told(on_event) if on_event else nullcontext():
+        with notify_warnings(on_event) if on_event else nullcontext():
             return self._run(on_event=on_event)
 
 

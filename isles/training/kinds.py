@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isles.base.imports import named
+from isles.base.imports import import_target
 from isles.comm.layout import Layout, grid_of
 from isles.training.records.checkpoint import Checkpoints, newest_whole, seat_of
 
@@ -26,7 +26,7 @@ class Lazy:
         self.place = place
 
     def __get__(self, kind: object, owner: type | None = None) -> Any:
-        return named("pipeline.routing", self.place)
+        return import_target("pipeline.routing", self.place)
 
 
 class WorldKind:
@@ -150,7 +150,7 @@ class ClusterWorld(WorldKind):
 
 def kind_of(pipeline: PipelineConfig) -> WorldKind:
     """The kind of a run."""
-    return named("pipeline.routing", _KINDS.get(pipeline.routing, "isles.training.kinds:WorldKind"))()
+    return import_target("pipeline.routing", _KINDS.get(pipeline.routing, "isles.training.kinds:WorldKind"))()
 
 
 def layout_of(config: Config) -> Layout:

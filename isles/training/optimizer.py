@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from isles.base.errors import in_section
-from isles.base.tables import given
+from isles.base.tables import non_defaults
 from isles.comm.group import Group
 from isles.comm.mesh import Mesh
 from isles.comm.roster import Roster, as_roster
@@ -26,7 +26,7 @@ from isles.memory.disk import disk_vectors
 from isles.models import choose_device
 from isles.pipeline.rowwise import RowwiseAdamW, by_rows, settled
 from isles.replicas import method
-from isles.replicas.replica import Plain, StageCopy, ToldNorm
+from isles.replicas.replica import Plain, StageCopy, SuppliedNorm
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.inner import InnerConfig, inner_kind, inner_notices, lr_factor
 from isles.training.config.sections import Config
@@ -109,7 +109,7 @@ def wrapped(
             inner = _stepped(config, part, kind, world, manage)
             if norm is not None:
                 assert isinstance(inner, Optimizer)
-                inner = ToldNorm(part, inner, norm)
+                inner = SuppliedNorm(part, inner, norm)
             elif config.pipeline.skippipe.plan:
                 assert world is not None and isinstance(inner, Optimizer)
                 by_stage = config.pipeline.clip == "stage"
@@ -174,7 +174,7 @@ def _unplayed(config: Config) -> list[str]:
     of stages, and there are none; or where a model's own tokenizer is left aside.
     """
     world = config.world
-    said = [f"world.virtual.{key}" for key, _ in given(world.virtual) if key in ("links", "step_seconds")]
+    said = [f"world.virtual.{key}" for key, _ in non_defaults(world.virtual) if key in ("links", "step_seconds")]
     notices = []
     hf = Path(config.model.hf or "", "tokenizer.json").expanduser()
     if config.model.hf and config.data.tokenizer == "bytes" and hf.is_file():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from isles.comm.transport import Line
+from isles.comm.transport import LinkEstimate
 from isles.replicas.sync import ReplicaSync
 from isles.training.config.sections import Config
 
@@ -60,7 +60,7 @@ def near_cores(gpu: Any) -> set[int]:
 _ROUNDS, _STEPS = 20, 10_000
 
 
-def expectation(optimizer: ReplicaSync, config: Config, line: Line) -> str:
+def expectation(optimizer: ReplicaSync, config: Config, line: LinkEstimate) -> str:
     """One line. A round is what the method plans to exchange at a time; seconds are those of its bytes alone, at the
     rate that `line` has shown so far, or where it has shown none at world.slowest_link.
     """

@@ -39,7 +39,7 @@ from isles.comm.virtual.transport import VirtualTransport
 from isles.comm.virtual.wire import VirtualWire
 from isles.data import Corpus, load_corpus
 from isles.network.churn import POOLS, ChurnEvent, churn, founders, returns, write_trace
-from isles.network.clusters.nodes import SILENT
+from isles.network.clusters.nodes import NO_FIGURES
 from isles.network.engine import ARRIVED
 from isles.network.pauses import KnownPauses
 from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
@@ -320,7 +320,7 @@ class ChurnedClusters(ChurnedPeers):
             if rank < self.founders:
                 worker = found(self.config, world, corpus, range(self.founders), growth=growth_of(self.config))
             else:
-                worker = enter(self.config, world, corpus, range(rank), self.machines.get(rank, SILENT))
+                worker = enter(self.config, world, corpus, range(rank), self.machines.get(rank, NO_FIGURES))
             self.workers[rank] = worker
             worker.leaving = rank in self.asked
             return worker.run(self.out)

@@ -94,7 +94,7 @@ def recovery_of(config: Config, world: Mesh, cut: Cut, stage: Stage) -> Recovery
 
     def drawn(draw: int) -> Mapping[str, Tensor]:
         anew = replace(config, run=replace(config.run, seed=seed + draw))
-        return build_stage(anew, cut, run_scheme(anew, cut), world.place.stage, world.local_rank).state_dict()
+        return build_stage(anew, cut, run_scheme(anew, cut), world.coordinate.stage, world.local_rank).state_dict()
 
     return Recovery(stage, world, [len(piece.blocks) for piece in cut.pieces], pipeline.recovery, seed, drawn)
 

@@ -85,7 +85,7 @@ class PartsMaker(TrainerParts):
 
     def __init__(self, config: Config, world: Mesh, corpus: Corpus | None = None, roster: Roster | None = None) -> None:
         self.config, self.world, self.corpus, self.roster = config, world, corpus, roster
-        self.memory = PlannedMemory(config, take_device(config.model, world.local_rank), world.place.stage)
+        self.memory = PlannedMemory(config, take_device(config.model, world.local_rank), world.coordinate.stage)
 
     def made(self) -> TrainerParts:
         """Itself, with all of them. ValueError, with the key, where the run cannot mean what the configuration says."""
@@ -94,7 +94,7 @@ class PartsMaker(TrainerParts):
         uneven = not config.pipeline.is_grid and (by_plan or config.method != "none")
         world.world.ledger.trust.ratio = config.world.trust_ratio * (JUMPS if uneven else 1.0)
         self.name = run_name(config)
-        self.text = self.read() if world.place.stage == 0 else None
+        self.text = self.read() if world.coordinate.stage == 0 else None
         self.judges = self._judges()
         cut = planned_cut(config) if config.pipeline.stages > 1 else None
         scheme = None if cut is None else run_scheme(config, cut)
@@ -104,7 +104,7 @@ class PartsMaker(TrainerParts):
         if weighs_samples(config):
             self.notices += self._weigh()
         device = memory.device(self.optimizer.model)
-        line = world.transport.line()
+        line = world.transport.link_estimate()
         self.notices += memory.notices + ([] if line is None else [expectation(self.optimizer, config, line)])
         self.scaler = torch.amp.GradScaler(device.type) if config.model.autocast == "fp16" else None
         self.autocast = partial(autocast, config.model, device)
@@ -127,7 +127,7 @@ class PartsMaker(TrainerParts):
     def _judges(self) -> bool:
         """With a plan the first column judges for all."""
         judges = told_by_first(self.world.stage, self.text is not None and self.text.judges)
-        return judges and (not self.config.pipeline.skippipe.plan or self.world.place.replica == 0)
+        return judges and (not self.config.pipeline.skippipe.plan or self.world.coordinate.replica == 0)
 
     def _staged(self, cut: Cut, scheme: Scheme) -> StepRunner:
         return Staged(self.config, self.world, cut, scheme, self.optimizer, self.autocast, self.memory.announce)
@@ -146,7 +146,7 @@ class PartsMaker(TrainerParts):
         world = self.world
         if world.rank == 0 and (notice := hold_against_whole(self.config, cut)) is not None:
             world.report({"notice": notice})
-        return build_stage(self.config, cut, scheme, world.place.stage, world.local_rank, self.memory.home)
+        return build_stage(self.config, cut, scheme, world.coordinate.stage, world.local_rank, self.memory.home)
 
     def _weigh(self) -> list[str]:
         """Tell the others how much text this worker has."""

@@ -54,75 +54,77 @@ def keeps_going(group: Group, position: int, seconds: float) -> tuple[int, float
 def silent(world: Mesh, deadline: float) -> dict[str, object]:
     """Worker 3 says nothing for a while: 0 gives it up, 1 and 2 notice nothing, and 3 is welcome later."""
     group, rank = world.world, world.rank
-    seen: dict[str, object] = {}
+    connection_state: dict[str, object] = {}
     group.barrier()
     if rank == 0:
-        seen["told"] = told(lambda: swap(group, 3, 1.0, deadline))
+        connection_state["told"] = told(lambda: swap(group, 3, 1.0, deadline))
         call = group.call("outer", round=3)
         forgotten = group.start(mean(call, torch.ones(9), codec("none")), "outer", 0.2)
         time.sleep(0.3)
-        seen["over"] = forgotten.done()  # nobody waited: it is over all the same
-        seen["forgotten"] = told(forgotten.wait)
+        connection_state["over"] = forgotten.done()  # nobody waited: it is over all the same
+        connection_state["forgotten"] = told(forgotten.wait)
     elif rank == 3:
         time.sleep(deadline + 0.8)
-        seen["told"] = told(lambda: swap(group, 0, 3.0, 10.0))  # 0 did send before it gave up
+        connection_state["told"] = told(lambda: swap(group, 0, 3.0, 10.0))  # 0 did send before it gave up
     else:
-        seen["pair"] = keeps_going(group, 3 - rank, deadline + 0.5)
+        connection_state["pair"] = keeps_going(group, 3 - rank, deadline + 0.5)
     if rank in (0, 3):
-        seen["later"] = swap(group, 3 - rank, 10.0 + rank, 10.0)
+        connection_state["later"] = swap(group, 3 - rank, 10.0 + rank, 10.0)
     group.barrier()
-    return seen
+    return connection_state
 
 
 def killed(world: Mesh) -> dict[str, object]:
     """Worker 3 is killed while 0 waits for it; 1 and 2 go on, and so do all three survivors."""
     group, rank = world.world, world.rank
-    seen: dict[str, object] = {}
+    connection_state: dict[str, object] = {}
     group.barrier()
     if rank == 3:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
-        seen["told"] = told(lambda: swap(group, 3, 1.0, 20.0))
-        seen["again"] = told(lambda: swap(group, 3, 1.0, 20.0))
-        seen["mean"] = told(
+        connection_state["told"] = told(lambda: swap(group, 3, 1.0, 20.0))
+        connection_state["again"] = told(lambda: swap(group, 3, 1.0, 20.0))
+        connection_state["mean"] = told(
             lambda: group.start(mean(group.call("outer", 0), torch.ones(99), codec("none"), Stamp(0))).wait()
         )
     else:
-        seen["pair"] = keeps_going(group, 3 - rank, 1.5)
+        connection_state["pair"] = keeps_going(group, 3 - rank, 1.5)
         # In a mean of all four everyone waits for 3 itself, so everyone is told the true culprit.
-        seen["mean"] = told(
+        connection_state["mean"] = told(
             lambda: group.start(mean(group.call("outer", 0), torch.ones(99), codec("none"), Stamp(0))).wait()
         )
     survivors = group.among([0, 1, 2])
     buffer = torch.full((1000,), float(rank))
     survivors.mean(buffer, codec("none"))
-    seen["survivors"] = buffer.unique().tolist()
-    return seen
+    connection_state["survivors"] = buffer.unique().tolist()
+    return connection_state
 
 
 def stopped(world: Mesh, deadline: float) -> dict[str, object]:
     """Worker 3 is stopped (as by Ctrl-Z) and continued when 0 has given it up."""
     group, rank = world.world, world.rank
-    seen: dict[str, object] = {}
+    connection_state: dict[str, object] = {}
     pids = [int(pid) for pid in group.all_gather(torch.tensor([os.getpid()]))]
     group.barrier()
     if rank == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
-        seen["late"] = swap(group, 0, 3.0, 20.0)
+        connection_state["late"] = swap(group, 0, 3.0, 20.0)
     elif rank == 0:
-        seen["told"] = told(lambda: swap(group, 3, 1.0, deadline))
-        seen["everyone"] = told(lambda: group.mean(torch.ones(9), codec("none")))  # within the control deadline
+        connection_state["told"] = told(lambda: swap(group, 3, 1.0, deadline))
+        connection_state["everyone"] = told(
+            lambda: group.mean(torch.ones(9), codec("none"))
+        )  # within the control deadline
         time.sleep(1.0)  # 1 and 2 came to the mean a little later
         os.kill(pids[3], signal.SIGCONT)
     else:
-        seen["pair"] = keeps_going(group, 3 - rank, deadline + 0.3)
-        seen["everyone"] = told(lambda: group.mean(torch.ones(9), codec("none")))
+        connection_state["pair"] = keeps_going(group, 3 - rank, deadline + 0.3)
+        connection_state["everyone"] = told(lambda: group.mean(torch.ones(9), codec("none")))
     if rank == 3:
-        seen["everyone"] = told(lambda: group.mean(torch.ones(9), codec("none")))
+        connection_state["everyone"] = told(lambda: group.mean(torch.ones(9), codec("none")))
     if rank in (0, 3):
-        seen["later"] = swap(group, 3 - rank, 10.0 + rank, 20.0)
-    return seen
+        connection_state["later"] = swap(group, 3 - rank, 10.0 + rank, 20.0)
+    return connection_state
 
 
 def stopped_for_good(world: Mesh) -> None:
@@ -153,10 +155,13 @@ def deserted(world: Mesh) -> dict[str, object]:
         time.sleep(0.5)
         message(lambda: group.transport.send(0, one, tag), 5.0)
         return {}
-    seen: dict[str, object] = {"sender": message(lambda: group.transport.recv(None, one, tag), 10.0), "sent": int(one)}
-    seen["nothing more"] = told(lambda: message(lambda: group.transport.recv(None, one, tag), 0.3))
-    seen["dead"] = told(lambda: message(lambda: group.transport.recv(2, one, tag), 10.0))
-    return seen
+    connection_state: dict[str, object] = {
+        "sender": message(lambda: group.transport.recv(None, one, tag), 10.0),
+        "sent": int(one),
+    }
+    connection_state["nothing more"] = told(lambda: message(lambda: group.transport.recv(None, one, tag), 0.3))
+    connection_state["dead"] = told(lambda: message(lambda: group.transport.recv(2, one, tag), 10.0))
+    return connection_state
 
 
 def everything(world: Mesh, seed: int) -> float:

@@ -29,42 +29,48 @@ def refusal(action) -> str:
 def everyone_sends(world: Mesh) -> dict[str, object]:
     """all_gather, exchange, all_to_all and barrier among four, and in groups of another order."""
     group, rank = world.world, world.rank
-    seen: dict[str, object] = {}
-    seen["gathered"] = [[int(x) for x in part] for part in group.all_gather(torch.tensor([rank, rank * rank]))]
+    connection_state: dict[str, object] = {}
+    connection_state["gathered"] = [
+        [int(x) for x in part] for part in group.all_gather(torch.tensor([rank, rank * rank]))
+    ]
     kinds = [torch.bool, torch.int16, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
-    seen["kinds"] = all(
+    connection_state["kinds"] = all(
         [float(abs(x.to(torch.complex64))) for x in group.all_gather(torch.full((), rank, dtype=torch.int64).to(kind))]
         == [float(bool(r)) if kind is torch.bool else r for r in range(4)]
         for kind in kinds
     )
-    seen["empty"] = [part.shape for part in group.all_gather(torch.empty(0, 3))]
-    seen["strided"] = [part.tolist() for part in group.all_gather(torch.full((2, 2), float(rank)).t()[:, :1])]
+    connection_state["empty"] = [part.shape for part in group.all_gather(torch.empty(0, 3))]
+    connection_state["strided"] = [
+        part.tolist() for part in group.all_gather(torch.full((2, 2), float(rank)).t()[:, :1])
+    ]
 
     # Everyone with everyone, all partners in one order: the pair (a, b) meets at shift a xor b.
     swapped = {shift ^ rank: int(group.exchange(shift ^ rank, torch.tensor([10 * rank]))) for shift in (1, 2, 3)}
-    seen["swapped"] = swapped == {peer: 10 * peer for peer in range(4) if peer != rank}
+    connection_state["swapped"] = swapped == {peer: 10 * peer for peer in range(4) if peer != rank}
 
     # outgoing[p] has rank * p entries: none at all between some pairs.
     outgoing = [torch.full((rank * peer,), 10.0 * rank + peer) for peer in range(4)]
     incoming = [torch.full((rank * peer,), -1.0) for peer in range(4)]
     group.all_to_all(outgoing, incoming)
-    seen["all to all"] = all(torch.equal(incoming[p], torch.full((rank * p,), 10.0 * p + rank)) for p in range(4))
+    connection_state["all to all"] = all(
+        torch.equal(incoming[p], torch.full((rank * p,), 10.0 * p + rank)) for p in range(4)
+    )
 
     # Positions are the order of the list, whatever the ranks.
     shuffled = group.among([2, 0, 3, 1])
-    seen["positions"] = (shuffled.rank, shuffled.ranks[shuffled.rank], shuffled.size)
-    seen["gathered in order"] = [int(x) for x in shuffled.all_gather(torch.tensor([rank]))]
+    connection_state["positions"] = (shuffled.rank, shuffled.ranks[shuffled.rank], shuffled.size)
+    connection_state["gathered in order"] = [int(x) for x in shuffled.all_gather(torch.tensor([rank]))]
     inner = shuffled.among([1, 3] if rank in (0, 1) else [2, 0])  # positions of positions
-    seen["pair"] = (inner.ranks, int(inner.exchange(1 - inner.rank, torch.tensor([rank]))))
-    seen["alone"] = [int(x) for x in group.among([rank]).all_gather(torch.tensor([rank]))]
+    connection_state["pair"] = (inner.ranks, int(inner.exchange(1 - inner.rank, torch.tensor([rank]))))
+    connection_state["alone"] = [int(x) for x in group.among([rank]).all_gather(torch.tensor([rank]))]
 
     # A barrier lets nobody through before the last has come.
     time.sleep(0.3 if rank == 2 else 0.0)
     came = time.time()
     group.barrier()
-    seen["barrier"] = (came, time.time())
+    connection_state["barrier"] = (came, time.time())
 
-    seen["refusals"] = [
+    connection_state["refusals"] = [
         refusal(lambda: group.among([(rank + 1) % 4])),
         refusal(lambda: group.among([rank, rank])),
         refusal(lambda: group.exchange(rank, torch.zeros(1))),
@@ -74,7 +80,7 @@ def everyone_sends(world: Mesh) -> dict[str, object]:
         refusal(lambda: group.broadcast(torch.zeros(2, 2).t()[:1], source=0)),
     ]
     group.barrier()  # nothing of the above is on its way
-    return seen
+    return connection_state
 
 
 def broadcasts(world: Mesh) -> list[str]:
@@ -96,7 +102,7 @@ def broadcasts(world: Mesh) -> list[str]:
 def at_once(world: Mesh) -> dict[str, object]:
     """Transfers that are under way together."""
     group, rank = world.world, world.rank
-    seen: dict[str, object] = {}
+    connection_state: dict[str, object] = {}
 
     # A broadcast's inner nodes send when they have received: what starts behind it must not take its place.
     mixed = []
@@ -109,7 +115,7 @@ def at_once(world: Mesh) -> dict[str, object]:
         gathered = [part.unique().tolist() for part in second.wait()]
         if (data != turn).any() or (other != 53).any() or gathered != [[100.0], [101.0], [102.0], [103.0]]:
             mixed.append((turn, data.tolist(), other.tolist(), gathered))
-    seen["mixed up"] = mixed
+    connection_state["mixed up"] = mixed
 
     # Two overlapping groups and the same channel.
     pair = group.among([rank & 2, (rank & 2) + 1], "outer")
@@ -118,18 +124,20 @@ def at_once(world: Mesh) -> dict[str, object]:
         pair.start(mean(pair.call(), narrow, codec("none"))),
         group.start(mean(group.call("outer"), wide, codec("none")), "outer"),
     ]
-    seen["progress"] = [patience(flight.done) for flight in flights]  # nobody waits: it happens behind the computation
+    connection_state["progress"] = [
+        patience(flight.done) for flight in flights
+    ]  # nobody waits: it happens behind the computation
     flights[1].wait(), flights[0].wait()
-    seen["means"] = (wide.unique().tolist(), narrow.unique().tolist())
-    seen["not blocked"] = group.traffic["outer"].blocked_seconds
+    connection_state["means"] = (wide.unique().tolist(), narrow.unique().tolist())
+    connection_state["not blocked"] = group.traffic["outer"].blocked_seconds
 
     # 0 starts with 1, then with 2; 1 comes only when 0 is done with 2: the later transfer ends first.
     if rank == 0:
         early = group.start(collectives.exchange(group.call(), 1, torch.tensor([1])))
         later = group.start(collectives.exchange(group.call(), 2, torch.tensor([2])))
-        seen["order"] = [int(later.wait()), early.done()]
+        connection_state["order"] = [int(later.wait()), early.done()]
         group.exchange(1, torch.zeros(1), "eval")
-        seen["order"] += [int(early.wait()), int(early.wait()), early.done()]
+        connection_state["order"] += [int(early.wait()), int(early.wait()), early.done()]
     elif rank == 1:
         group.exchange(0, torch.zeros(1), "eval")
         group.exchange(0, torch.tensor([11]))
@@ -139,9 +147,9 @@ def at_once(world: Mesh) -> dict[str, object]:
     # A second world over the same transport goes on counting where the first one is.
     again = isles.init().world
     late = group.start(collectives.exchange(group.call(), rank ^ 1, torch.tensor([7.0, 7.0])))
-    seen["second world"] = [float(x) for x in again.exchange(rank ^ 1, torch.tensor([float(rank)]))]
+    connection_state["second world"] = [float(x) for x in again.exchange(rank ^ 1, torch.tensor([float(rank)]))]
     late.wait()
-    return seen
+    return connection_state
 
 
 def patience(condition, seconds: float = 10.0) -> bool:
@@ -202,23 +210,23 @@ def threads_untouched(world: Mesh) -> list[int]:
     """torch's thread counts as the computation and a new thread see them, after messages."""
     import threading
 
-    group, seen = world.world, [torch.get_num_threads()]
+    group, connection_state = world.world, [torch.get_num_threads()]
     for _ in range(3):
         group.all_gather(torch.zeros(10_000))
-    probe = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    probe = threading.Thread(target=lambda: connection_state.append(torch.get_num_threads()))
     probe.start()
     probe.join()
-    return [*seen, torch.get_num_threads()]
+    return [*connection_state, torch.get_num_threads()]
 
 
 def threads_follow(world: Mesh) -> list[int]:
     """torch's thread counts where reductions run, before and after the computation takes another one."""
 
     def asked() -> Any:
-        yield [world.transport.bell(0.001)]
+        yield [world.transport.event(0.001)]
         return torch.get_num_threads()
 
-    seen = [world.world.start(asked()).wait()]
+    connection_state = [world.world.start(asked()).wait()]
     with torch_threads(3):
-        seen.append(world.world.start(asked()).wait())
-    return seen
+        connection_state.append(world.world.start(asked()).wait())
+    return connection_state

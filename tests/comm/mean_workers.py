@@ -33,7 +33,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ConnectionState:
     """What one worker saw of a case; `wrong` lists what was not as it should be."""
 
     result: str
@@ -60,7 +60,7 @@ def through(name: str, x: Tensor) -> Tensor:
     return form.decode(form.encode(x).clone(), x.numel(), x.dtype).clone()
 
 
-def one(group: Group, case: Case, round: int) -> Seen:
+def one(group: Group, case: Case, round: int) -> ConnectionState:
     """Run a case and compare with the definition, to the bit."""
     MODULE._SEGMENT = case.segment
     form = codec(case.codec)
@@ -83,7 +83,7 @@ def one(group: Group, case: Case, round: int) -> Seen:
     if form.lossless and not torch.equal(buffer, in_rank_order(sent)):
         wrong.append("lossless, but not the sum in rank order over the size")
     promised = sent_bytes(case.elements, buffer.dtype, form, group.size, group.rank)
-    return Seen(sha256(as_bytes(buffer).numpy().tobytes()).hexdigest(), counted, promised, tuple(wrong))
+    return ConnectionState(sha256(as_bytes(buffer).numpy().tobytes()).hexdigest(), counted, promised, tuple(wrong))
 
 
 def trusting(group: Group) -> Group:
@@ -92,14 +92,14 @@ def trusting(group: Group) -> Group:
     return group
 
 
-def all_cases(world: Mesh, cases: list[Case]) -> list[Seen]:
+def all_cases(world: Mesh, cases: list[Case]) -> list[ConnectionState]:
     """Every case in turn, one round each."""
     before = MODULE._SEGMENT
     trusting(world.outer)
-    seen = [one(world.outer, case, round) for round, case in enumerate(cases)]
+    connection_state = [one(world.outer, case, round) for round, case in enumerate(cases)]
     if world.transport.native:  # this process goes on to other tests
         MODULE._SEGMENT = before
-    return seen
+    return connection_state
 
 
 def stopwatch(error: CommError) -> tuple[str, int, str]:
@@ -125,7 +125,7 @@ def diverging(world: Mesh) -> dict[str, object]:
     """Means in which one of three workers is elsewhere, and one in which all are together again after each."""
     group, rank = world.outer, world.rank
     value = float(rank)
-    seen: dict[str, object] = {}
+    connection_state: dict[str, object] = {}
     for case, (odd, round, stamp) in enumerate(
         [
             ("step", 10, Stamp(11 if rank == 1 else 10)),
@@ -134,29 +134,29 @@ def diverging(world: Mesh) -> dict[str, object]:
             ("unnumbered", None, Stamp(3 if rank == 1 else 4)),
         ]
     ):
-        seen[odd] = attempt(group, round, stamp, value)
-        seen[f"after {odd}"] = attempt(group, 20 + case, Stamp(20), value)
-    seen["after unnumbered, unnumbered"] = attempt(group, None, Stamp(5), value)
-    return seen
+        connection_state[odd] = attempt(group, round, stamp, value)
+        connection_state[f"after {odd}"] = attempt(group, 20 + case, Stamp(20), value)
+    connection_state["after unnumbered, unnumbered"] = attempt(group, None, Stamp(5), value)
+    return connection_state
 
 
 def late(world: Mesh) -> dict[str, object]:
     """Worker 1 comes to round 7 when worker 0 has given it up; then both do round 8. Headers, step and hash agree."""
     group, rank = world.outer, world.rank
-    seen: dict[str, object] = {}
+    connection_state: dict[str, object] = {}
     if rank == 1:
         time.sleep(0.8)
-    seen["round 7"] = attempt(group, 7, Stamp(1), 100.0 + rank, deadline=0.4 if rank == 0 else 5.0)
-    seen["round 8"] = attempt(group, 8, Stamp(1), 200.0 + rank)
+    connection_state["round 7"] = attempt(group, 7, Stamp(1), 100.0 + rank, deadline=0.4 if rank == 0 else 5.0)
+    connection_state["round 8"] = attempt(group, 8, Stamp(1), 200.0 + rank)
     # Without rounds the calls count: the one that failed on both sides is behind them.
     if rank == 1:
         time.sleep(0.8)
-    seen["unnumbered"] = attempt(group, None, Stamp(1), 300.0 + rank, deadline=0.4 if rank == 0 else 5.0)
-    seen["unnumbered, next"] = attempt(group, None, Stamp(1), 400.0 + rank)
+    connection_state["unnumbered"] = attempt(group, None, Stamp(1), 300.0 + rank, deadline=0.4 if rank == 0 else 5.0)
+    connection_state["unnumbered, next"] = attempt(group, None, Stamp(1), 400.0 + rank)
     # Different rounds never meet.
-    seen["apart"] = attempt(group, 30 + rank, Stamp(1), 1.0, deadline=0.4)
-    seen["together"] = attempt(group, 40, Stamp(1), 500.0 + rank)
-    return seen
+    connection_state["apart"] = attempt(group, 30 + rank, Stamp(1), 1.0, deadline=0.4)
+    connection_state["together"] = attempt(group, 40, Stamp(1), 500.0 + rank)
+    return connection_state
 
 
 def several(world: Mesh) -> list[float]:

@@ -24,9 +24,9 @@ SOON = Deadlines(control=20.0, outer=20.0)
 DEADLINE = 1.0
 
 
-def went_on(seen: dict[str, Any], seconds: float) -> bool:
+def went_on(connection_state: dict[str, Any], seconds: float) -> bool:
     """Many exchanges, and none that took as long as the failure next door."""
-    count, gap = seen["pair"]
+    count, gap = connection_state["pair"]
     return count >= 20 and gap < seconds
 
 
@@ -52,9 +52,9 @@ def test_a_killed_worker_is_named_within_two_seconds() -> None:
     assert (kind, peer) == ("PeerLost", 3) and seconds < 0.5 + 2.0, zero
     assert zero["again"][:2] == ("PeerLost", 3) and zero["again"][2] < 2.0
     assert went_on(one, 1.5) and went_on(two, 1.5), (one, two)
-    for seen in (zero, one, two):
-        assert seen["mean"][:2] == ("PeerLost", 3) and seen["mean"][2] < 2.0, seen
-        assert seen["survivors"] == [1.0]
+    for connection_state in (zero, one, two):
+        assert connection_state["mean"][:2] == ("PeerLost", 3) and connection_state["mean"][2] < 2.0, connection_state
+        assert connection_state["survivors"] == [1.0]
 
 
 @pytest.mark.long
@@ -67,9 +67,9 @@ def test_a_stopped_worker_is_named_when_the_deadline_ends() -> None:
     kind, peer, seconds = zero["told"]
     assert (kind, peer) == ("DeadlinePassed", 3) and DEADLINE <= seconds < DEADLINE + 1.0, zero
     assert went_on(one, DEADLINE) and went_on(two, DEADLINE), (one, two)
-    for seen in (zero, one, two):
-        kind, peer, seconds = seen["everyone"]
-        assert (kind, peer) == ("DeadlinePassed", 3) and 2.0 <= seconds < 3.0, seen
+    for connection_state in (zero, one, two):
+        kind, peer, seconds = connection_state["everyone"]
+        assert (kind, peer) == ("DeadlinePassed", 3) and 2.0 <= seconds < 3.0, connection_state
     assert three["late"] == 1.0, "0 had sent it before it gave up"
     assert zero["later"] == 13.0 and three["later"] == 10.0
 

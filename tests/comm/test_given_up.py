@@ -43,9 +43,9 @@ def gives_up(world: Mesh, segments: int) -> list[Any]:
     if world.rank == 0:
         time.sleep(2.0 if world.transport.native else 0.0)
         world.transport.compute(2.0)
-    seen = [attempt(group, 5, deadline=1.0)]
+    connection_state = [attempt(group, 5, deadline=1.0)]
     group.barrier()
-    return seen + [attempt(group, round) for round in (6, 5 + 2048, 5 + 4096, 5 + 65536)]
+    return connection_state + [attempt(group, round) for round in (6, 5 + 2048, 5 + 4096, 5 + 65536)]
 
 
 @pytest.mark.parametrize("segments", [1, 3])
@@ -54,21 +54,21 @@ def test_what_was_given_up_meets_nobody(segments: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(MEAN, "_SEGMENT", MEAN._SEGMENT)  # put back after the workers of this process
     virtual, local = (run(gives_up, 2, args=(segments,)) for run in (isles.run_virtual, isles.run_local))
     assert virtual == local
-    for seen in virtual:
-        assert seen[1:] == [[round + 0.5] for round in (6, 2053, 4101, 65541)]
+    for connection_state in virtual:
+        assert connection_state[1:] == [[round + 0.5] for round in (6, 2053, 4101, 65541)]
     assert "worker 0 did not answer" in virtual[1][0]
 
 
 def views(world: Mesh) -> list[Any]:
     """Worker 2 counts round 3 to another view; the rounds before and after are everyone's."""
-    group, seen = world.outer, [attempt(world.outer, 2)]
+    group, connection_state = world.outer, [attempt(world.outer, 2)]
     elsewhere = replace(group, view=world.rank // 2)
     group.barrier()
     began = world.transport.now()
-    seen.append(attempt(elsewhere, 3))
-    seen.append(world.transport.now() - began < 10.0)
+    connection_state.append(attempt(elsewhere, 3))
+    connection_state.append(world.transport.now() - began < 10.0)
     group.barrier()
-    return [*seen, attempt(group, 4)]
+    return [*connection_state, attempt(group, 4)]
 
 
 @backends

@@ -20,18 +20,23 @@ def test_collectives_among_four() -> None:
     """Everyone's data in group order, for any dtype and order of ranks; a barrier holds; mistakes are refused."""
     ranks = run_gloo(group_workers.everyone_sends, 4, deadlines=SOON)
     order = [2, 0, 3, 1]
-    for rank, seen in enumerate(ranks):
-        assert seen["gathered"] == [[0, 0], [1, 1], [2, 4], [3, 9]] and seen["kinds"]
-        assert seen["empty"] == [(0, 3)] * 4 and seen["strided"] == [[[float(r)]] * 2 for r in range(4)]
-        assert seen["swapped"] and seen["all to all"]
-        assert seen["positions"] == (order.index(rank), rank, 4) and seen["gathered in order"] == order
-        assert seen["pair"] == (((0, 1), 1 - rank) if rank < 2 else ((3, 2), 5 - rank))
-        assert seen["alone"] == [rank]
+    for rank, connection_state in enumerate(ranks):
+        assert connection_state["gathered"] == [[0, 0], [1, 1], [2, 4], [3, 9]] and connection_state["kinds"]
+        assert connection_state["empty"] == [(0, 3)] * 4 and connection_state["strided"] == [
+            [[float(r)]] * 2 for r in range(4)
+        ]
+        assert connection_state["swapped"] and connection_state["all to all"]
+        assert (
+            connection_state["positions"] == (order.index(rank), rank, 4)
+            and connection_state["gathered in order"] == order
+        )
+        assert connection_state["pair"] == (((0, 1), 1 - rank) if rank < 2 else ((3, 2), 5 - rank))
+        assert connection_state["alone"] == [rank]
         wanted = ["hold their maker", "every rank once", *["not another member"] * 3, "source 4", "not contiguous"]
-        for text, want in zip(seen["refusals"], wanted, strict=True):
+        for text, want in zip(connection_state["refusals"], wanted, strict=True):
             assert want in text, (text, want)
-    last_came = max(seen["barrier"][0] for seen in ranks)
-    assert all(seen["barrier"][1] >= last_came for seen in ranks)
+    last_came = max(connection_state["barrier"][0] for connection_state in ranks)
+    assert all(connection_state["barrier"][1] >= last_came for connection_state in ranks)
 
 
 def test_broadcast_from_every_source_in_every_size() -> None:
@@ -42,27 +47,27 @@ def test_broadcast_from_every_source_in_every_size() -> None:
 def test_transfers_under_way_together() -> None:
     """They keep apart in program order, across groups and worlds, end in any order, and go on while nobody waits."""
     ranks = run_gloo(group_workers.at_once, 4, deadlines=SOON)
-    for rank, seen in enumerate(ranks):
-        assert seen["mixed up"] == []
-        assert seen["progress"] == [True, True] and seen["not blocked"] == 0.0
-        assert seen["means"] == ([1.5], [0.5 if rank < 2 else 2.5])
-        assert seen["second world"] == [float(rank ^ 1)]
+    for rank, connection_state in enumerate(ranks):
+        assert connection_state["mixed up"] == []
+        assert connection_state["progress"] == [True, True] and connection_state["not blocked"] == 0.0
+        assert connection_state["means"] == ([1.5], [0.5 if rank < 2 else 2.5])
+        assert connection_state["second world"] == [float(rank ^ 1)]
     assert ranks[0]["order"] == [22, False, 11, 11, True]
 
 
 def test_counts_are_those_of_the_messages() -> None:
     """Bytes and messages of each verb by hand, on the channel asked for and no other."""
     ranks = run_gloo(group_workers.counted, 3, deadlines=SOON)
-    for rank, seen in enumerate(ranks):
-        assert seen["all_gather"] == seen["eval"] == (8000, 8000, 2, 2)
-        assert seen["exchange"] == ((4000, 4000, 1, 1) if rank < 2 else (0, 0, 0, 0))
+    for rank, connection_state in enumerate(ranks):
+        assert connection_state["all_gather"] == connection_state["eval"] == (8000, 8000, 2, 2)
+        assert connection_state["exchange"] == ((4000, 4000, 1, 1) if rank < 2 else (0, 0, 0, 0))
         # The tree from 1: 1 feeds 2 and 0.
-        assert seen["broadcast"] == ((8000, 0, 2, 0) if rank == 1 else (0, 4000, 0, 1))
+        assert connection_state["broadcast"] == ((8000, 0, 2, 0) if rank == 1 else (0, 4000, 0, 1))
         # Shards of 334, 334, 332 entries: the own one gathered to two, the others' scattered.
         shards = [334, 334, 332]
         sent = 2 * (1000 - shards[rank]) + 2 * 2 * shards[rank] + 2 * 32
         received = 2 * 2 * shards[rank] + 2 * (1000 - shards[rank]) + 2 * 32
-        assert seen["mean"] == (sent, received, 6, 6)
+        assert connection_state["mean"] == (sent, received, 6, 6)
 
 
 def test_a_protocols_error_belongs_to_whoever_waits() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import isles
-from isles.comm.collectives.message_queue import MAGIC, Mail, MailNote
+from isles.comm.collectives.message_queue import MAGIC, MessageHeader, MessageQueue
 from isles.comm.mesh import Mesh
 from tests.gloo import run_gloo
 
@@ -18,11 +18,11 @@ RUN, WORK, WORD = 77, 1, 2
 LENGTHS = {WORK: range(1000, 1001), WORD: range(1)}
 
 
-def mailbox(world: Mesh) -> Mail:
-    return Mail(world.world.among(range(world.size), "pipeline"), run=RUN, lengths=LENGTHS)
+def mailbox(world: Mesh) -> MessageQueue:
+    return MessageQueue(world.world.among(range(world.size), "pipeline"), run=RUN, lengths=LENGTHS)
 
 
-def taken(box: Mail, letters: int) -> list[Any]:
+def taken(box: MessageQueue, letters: int) -> list[Any]:
     """As many letters as that, or fewer where all others are lost."""
     found = []
     while len(found) < letters and len(box.lost) < box.group.size - 1:
@@ -42,16 +42,16 @@ def talk(world: Mesh) -> Any:
         for position in world.world.others:
             body = torch.full((1000,), (7 * world.rank + number) % 251, dtype=torch.uint8)
             kind = WORK if number % 3 else WORD
-            box.send(position, MailNote(kind, 1, 0, number, queue=world.rank), body if kind == WORK else None)
+            box.send(position, MessageHeader(kind, 1, 0, number, queue=world.rank), body if kind == WORK else None)
     letters = taken(box, 20 * (world.size - 1))
     box.settle()
     world.world.barrier()
     for letter in letters:
-        assert letter.body.numel() == (1000 if letter.note.kind == WORK else 0)
-        assert (letter.body == (7 * letter.sender + letter.note.number) % 251).all()
-        assert letter.note.queue == letter.sender
+        assert letter.body.numel() == (1000 if letter.header.kind == WORK else 0)
+        assert (letter.body == (7 * letter.sender + letter.header.number) % 251).all()
+        assert letter.header.queue == letter.sender
     by = {
-        position: [each.note.number for each in letters if each.sender == position] for position in world.world.others
+        position: [each.header.number for each in letters if each.sender == position] for position in world.world.others
     }
     return by
 
@@ -76,7 +76,7 @@ def wake(world: Mesh) -> float:
         return waited
     world.transport.compute(0.6)
     time.sleep(0.6 if world.transport.native else 0.0)
-    box.send(0, MailNote(WORD, 1))
+    box.send(0, MessageHeader(WORD, 1))
     world.world.barrier()
     return 0.25
 
@@ -93,12 +93,12 @@ LONG = 2
 def crowded(world: Mesh, channel: Any) -> float:
     """Seconds until the short one is there."""
     group, kinds = world.world.among(range(world.size), "pipeline"), {WORK: range(125_001), WORD: range(1)}
-    box, now = Mail(group, run=RUN, lengths=kinds, channels={WORK: channel}), world.transport.now
+    box, now = MessageQueue(group, run=RUN, lengths=kinds, channels={WORK: channel}), world.transport.now
     world.world.barrier()
     began = now()
     if world.rank == 0:
-        box.send(LONG, MailNote(WORK, 1), torch.ones(125_000, dtype=torch.uint8))
-        box.send(1, MailNote(WORD, 1))
+        box.send(LONG, MessageHeader(WORK, 1), torch.ones(125_000, dtype=torch.uint8))
+        box.send(1, MessageHeader(WORD, 1))
         box.settle()
     else:
         (letter,) = taken(box, 1)
@@ -132,11 +132,11 @@ def attacked(world: Mesh, head: list[int]) -> Any:
     if world.rank == 2:
         call = world.world.call("pipeline", round=0)
         works = [call.send(position, torch.tensor(head), 62) for position in (0, 1)]
-        box.send(0, MailNote(WORD, 1))
+        box.send(0, MessageHeader(WORD, 1))
         world.world.barrier()
         return [work.error for work in works]
     for number in range(3):
-        box.send(1 - world.rank, MailNote(WORK, 1, 0, number), torch.zeros(1000, dtype=torch.uint8))
+        box.send(1 - world.rank, MessageHeader(WORK, 1, 0, number), torch.zeros(1000, dtype=torch.uint8))
     letters = [letter for letter in taken(box, 3) if letter.sender != 2]
     while 2 not in box.lost:
         box.wait(20.0)
@@ -164,18 +164,18 @@ def left(world: Mesh) -> Any:
     """Worker 1 sends one letter and ends; its letter is read, then its loss is told once."""
     box = mailbox(world)
     if world.rank == 1:
-        box.send(0, MailNote(WORK, 3), torch.ones(1000, dtype=torch.uint8))
+        box.send(0, MessageHeader(WORK, 3), torch.ones(1000, dtype=torch.uint8))
         box.settle()
         raise KeyError("gone")
     while 1 not in box.lost:
         box.wait(30.0)
     letter = box.take()
-    box.send(1, MailNote(WORD, 1))
+    box.send(1, MessageHeader(WORD, 1))
     before = world.transport.now()
     box.wait(0.0)  # told at once, as it was not told yet
     box.wait(0.1)
     assert world.transport.now() >= before + 0.1
-    return letter is not None and letter.note.step, type(box.lost[1]).__name__, math.isfinite(before)
+    return letter is not None and letter.header.step, type(box.lost[1]).__name__, math.isfinite(before)
 
 
 def test_a_loss_is_told_after_the_last_letter() -> None:
@@ -189,14 +189,14 @@ def test_a_sender_that_is_not_read_waits() -> None:
         box = mailbox(world)
         if world.rank == 1:
             for number in range(700):
-                box.send(0, MailNote(WORD, 1, 0, number))
+                box.send(0, MessageHeader(WORD, 1, 0, number))
             world.world.barrier()
             return None
         world.transport.compute(60.0)
         box.wait(60.0)
-        held = len(box.letters)
+        held = len(box.messages)
         letters = taken(box, 700)
         world.world.barrier()
-        return held, [letter.note.number for letter in letters] == list(range(700))
+        return held, [letter.header.number for letter in letters] == list(range(700))
 
     assert isles.run_virtual(flood, 2)[0] == (256, True)

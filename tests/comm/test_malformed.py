@@ -53,7 +53,7 @@ def thresholds(values: str = "none") -> Thresholds:
         feedback=True,
         guard=4.0,
         codec=codec(values),
-        places="indices",
+        indices="indices",
         exclude_below=10,
         exact=0,
         every_step=0,
@@ -74,11 +74,11 @@ def test_a_count_of_places_is_not_believed(values: str) -> None:
     assert len(places) == len(decoded) == 13
     for count in (1 << 45, 1 << 31, 11, 9, -1, 101):
         word = torch.tensor([count * 3 + 1]).view(torch.uint8)
-        with pytest.raises(Malformed, match="places of 103 in a message of"):
+        with pytest.raises(Malformed, match="indices of 103 in a message of"):
             here._decode(torch.cat((word, good[8:])))
     beyond = good.clone()
     beyond[-4:] = torch.tensor([103], dtype=torch.int32).view(torch.uint8)
-    with pytest.raises(Malformed, match="place 103 of 103"):
+    with pytest.raises(Malformed, match="index 103 of 103"):
         here._decode(beyond)
     with pytest.raises(Malformed, match="a message of 5 bytes"):
         here._decode(good[:5])
@@ -86,7 +86,7 @@ def test_a_count_of_places_is_not_believed(values: str) -> None:
 
 def test_marks_of_a_bitmap_are_counted() -> None:
     assert len(unpack("bitmap", torch.tensor([7], dtype=torch.uint8), 8)) == 3
-    with pytest.raises(Malformed, match="place 65546 of 20"):
+    with pytest.raises(Malformed, match="index 65546 of 20"):
         unpack("indices", torch.tensor([10, 0, 1, 0], dtype=torch.uint8), 20)
 
 
@@ -120,7 +120,7 @@ def test_in_a_run_the_sender_is_named(name: str) -> None:
         optimizer = (
             isles.DeMo(model, sgd(model, 0.0), world.outer, compression_topk=4)
             if name == "demo"
-            else isles.DCTDP(model, sgd(model), world.outer, exclude_below=0, places="indices")
+            else isles.DCTDP(model, sgd(model), world.outer, exclude_below=0, indices="indices")
         )
         if world.rank == 1 and isinstance(optimizer, isles.DeMo):
             packing = optimizer.momentum.packing

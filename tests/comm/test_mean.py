@@ -30,12 +30,12 @@ def test_mean_is_exact_equal_everywhere_and_counted(workers: int) -> None:
     """
     ranks = run_gloo(all_cases, workers, args=(CASES,))
     for number, case in enumerate(CASES):
-        seen = [rank[number] for rank in ranks]
-        assert not any(view.wrong for view in seen), (case, [view.wrong for view in seen])
-        assert len({view.result for view in seen}) == 1, case
-        assert [view.counted for view in seen] == [view.promised for view in seen], case
+        connection_state = [rank[number] for rank in ranks]
+        assert not any(view.wrong for view in connection_state), (case, [view.wrong for view in connection_state])
+        assert len({view.result for view in connection_state}) == 1, case
+        assert [view.counted for view in connection_state] == [view.promised for view in connection_state], case
         closed = 2 * (workers - 1) * encoded(case) + HEADER * workers * (workers - 1)
-        assert sum(view.counted for view in seen) == closed, case
+        assert sum(view.counted for view in connection_state) == closed, case
 
 
 def test_a_member_that_is_elsewhere_is_named() -> None:
@@ -43,12 +43,12 @@ def test_a_member_that_is_elsewhere_is_named() -> None:
     out (the odd one names another); the next round is unharmed, with and without numbers.
     """
     zero, one, two = run_gloo(diverging, 3)
-    for seen in (zero, one, two):
-        assert {value for key, value in seen.items() if key.startswith("after")} == {1.0}, seen
+    for connection_state in (zero, one, two):
+        assert {value for key, value in connection_state.items() if key.startswith("after")} == {1.0}, connection_state
     for case, odd in (("step", 1), ("digest", 2), ("round", 0), ("unnumbered", 1)):
-        for rank, seen in enumerate((zero, one, two)):
-            kind, peer, text = seen[case]
-            assert kind == "Diverged" and f"worker {peer} " in text, (case, rank, seen[case])
+        for rank, connection_state in enumerate((zero, one, two)):
+            kind, peer, text = connection_state[case]
+            assert kind == "Diverged" and f"worker {peer} " in text, (case, rank, connection_state[case])
             assert peer == odd if rank != odd else peer != odd, (case, rank, peer)
     assert "step 11" in zero["step"][2] and "anchor hash" in zero["digest"][2] and "round 2097164" in one["round"][2]
 
@@ -60,14 +60,18 @@ def test_late_and_other_rounds_are_not_mistaken() -> None:
     zero, one = run_gloo(late, 2)
     for gave_up in ("round 7", "unnumbered"):
         assert zero[gave_up][:2] == ("DeadlinePassed", 1), zero
-    for seen in (zero, one):
-        assert seen["round 8"] == 200.5 and seen["unnumbered, next"] == 400.5 and seen["together"] == 500.5, seen
-        assert seen["apart"][0] == "DeadlinePassed", seen
+    for connection_state in (zero, one):
+        assert (
+            connection_state["round 8"] == 200.5
+            and connection_state["unnumbered, next"] == 400.5
+            and connection_state["together"] == 500.5
+        ), connection_state
+        assert connection_state["apart"][0] == "DeadlinePassed", connection_state
 
 
 def test_many_at_once_do_not_mix() -> None:
     """Fragments and parts of one round, and calls without a round, keep apart while all are under way at once."""
-    for seen in run_gloo(several, 4):
-        assert seen == [10 * fragment + part + 150.0 for fragment in range(3) for part in range(2)]
-    for seen in run_gloo(unnumbered, 4):
-        assert seen == [index + 150.0 for index in range(8)]
+    for connection_state in run_gloo(several, 4):
+        assert connection_state == [10 * fragment + part + 150.0 for fragment in range(3) for part in range(2)]
+    for connection_state in run_gloo(unnumbered, 4):
+        assert connection_state == [index + 150.0 for index in range(8)]

@@ -65,7 +65,7 @@ def test_places_are_data_and_columns_may_be_ragged() -> None:
 
 
 def test_a_layout_is_of_all_workers_each_at_a_place_of_its_own() -> None:
-    with pytest.raises(ValueError, match="two ranks are in one place"):
+    with pytest.raises(ValueError, match="two ranks have the same coordinates"):
         Layout((Coordinate(0, 0, 0), Coordinate(0, 0, 0)))
     with pytest.raises(ValueError, match="layout of 4 workers in a world of 6"):
         seat(0, 6).arranged(Layout.grid(2, 2))

@@ -16,7 +16,7 @@ from isles.comm.errors import PeerLost
 from isles.comm.gloo import transport
 from isles.comm.gloo import transport as meeting
 from isles.comm.gloo import transport as native
-from isles.comm.gloo.liveness import Life
+from isles.comm.gloo.liveness import Liveness
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.gloo.transport import DistributedTransport, NativeGroup
 from isles.replicas.island.fsdp import NativeGather
@@ -66,9 +66,9 @@ class Processes:
         self.aborted += 1
 
 
-def made(silence: float = 60.0) -> tuple[NativeGroup, Life]:
+def made(silence: float = 60.0) -> tuple[NativeGroup, Liveness]:
     """Worker 1 of the ranks 1, 4 and 6."""
-    life = Life()
+    life = Liveness()
     return NativeGroup(Processes(), 1, (1, 4, 6), life, silence), life
 
 
@@ -115,7 +115,7 @@ def test_a_lost_group_is_made_anew_under_other_keys(monkeypatch: pytest.MonkeyPa
     """Else its members would find what they left behind when they met before."""
     prefixes: list[str] = []
     monkeypatch.setattr(meeting, "meet", lambda *_: None)
-    monkeypatch.setattr(Life, "meet", lambda life, make, *_: make())
+    monkeypatch.setattr(Liveness, "meet", lambda life, make, *_: make())
     monkeypatch.setattr(transport, "_new_group", lambda join, **_: Processes())
     monkeypatch.setattr(dist, "PrefixStore", lambda prefix, _: prefixes.append(prefix))
     own = DistributedTransport(1, 7)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import isles
-from isles.comm.codecs.sparse import FORMS, pack, places_bytes, smallest, unpack
+from isles.comm.codecs.sparse import FORMS, indices_bytes, pack, smallest, unpack
 from isles.comm.collectives.basic import gather_ragged, ragged_bytes
 from isles.comm.collectives.headers import Headers, Stamp
 from isles.comm.errors import Malformed
@@ -36,7 +36,7 @@ def test_places_come_back(form: str, elements: int) -> None:
     ]
     for places in cases:
         packed = pack(form, places, elements)
-        assert packed.dtype == torch.uint8 and len(packed) == places_bytes(form, len(places), elements)
+        assert packed.dtype == torch.uint8 and len(packed) == indices_bytes(form, len(places), elements)
         assert torch.equal(unpack(form, packed, elements), places)
         shifted = torch.cat((torch.zeros(3, dtype=torch.uint8), packed))[3:]  # where no number may begin
         assert torch.equal(unpack(form, shifted, elements), places)
@@ -48,9 +48,9 @@ def test_the_smallest_form_is_taken() -> None:
     picked = [smallest(count, elements) for count in (5, elements // 1000, elements // 10)]
     assert picked == ["indices", "blocks", "bitmap"]
     for count in (0, 1, 50, 100, elements // 20, elements // 16, elements):
-        chosen = places_bytes(smallest(count, elements), count, elements)
+        chosen = indices_bytes(smallest(count, elements), count, elements)
         assert chosen == min(4 * count, 2 * count + 400, elements // 8)
-    with pytest.raises(Malformed, match="2 places were announced as 3"):
+    with pytest.raises(Malformed, match="2 indices were announced as 3"):
         unpack("blocks", torch.tensor([3, 0, 0, 0, 1, 0, 2, 0], dtype=torch.uint8), 10)
 
 

@@ -1,4 +1,4 @@
-"""topk, dct_topk and randk: what is kept, packed places, wire lengths."""
+"""topk, dct_topk and randk: what is kept, packed indices, wire lengths."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from isles.comm.codecs import codec
-from isles.comm.codecs.sparse import dct_basis, pack_places, unpack_places
+from isles.comm.codecs.sparse import dct_basis, pack_indices, unpack_indices
 from tests.comm.test_codecs import noise, through
 
 LENGTHS = (0, 1, 5, 4095, 4096, 4097, 9001)
-WIRE = {  # bytes of n entries; chunks of 4096; 12 bits a place
+WIRE = {  # bytes of n entries; chunks of 4096; 12 bits a index
     "topk:4": lambda chunks: chunks * (6 + 8),
     "topk:64": lambda chunks: chunks * (96 + 128),
     "topk:64+int4": lambda chunks: chunks * (96 + 32 + 4),
@@ -69,16 +69,16 @@ def test_dct_is_orthonormal_and_compacts_what_is_smooth() -> None:
 
 
 def test_places_round_trip() -> None:
-    """Every place 0..4095 in either half of a pair; two take three bytes."""
-    places = torch.arange(4096)
-    for order in (places, places.flip(0), places.view(-1, 2).flip(1).reshape(-1)):
-        packed = pack_places(order)
-        assert packed.numel() == 4096 * 3 // 2 and torch.equal(unpack_places(packed), order)
-    assert unpack_places(pack_places(places[:0])).numel() == 0
+    """Every index 0..4095 in either half of a pair; two take three bytes."""
+    indices = torch.arange(4096)
+    for order in (indices, indices.flip(0), indices.view(-1, 2).flip(1).reshape(-1)):
+        packed = pack_indices(order)
+        assert packed.numel() == 4096 * 3 // 2 and torch.equal(unpack_indices(packed), order)
+    assert unpack_indices(pack_indices(indices[:0])).numel() == 0
 
 
 def test_randk_draws_anew_for_each_exchange() -> None:
-    """The same salt, the same places, on anybody's vector; another salt, others; the mask says which; the global
+    """The same salt, the same indices, on anybody's vector; another salt, others; the mask says which; the global
     generator is left alone.
     """
     form = codec("randk:0.25")

@@ -15,7 +15,7 @@ def test_probes_are_spread_however_long_a_silence_may_be(silence: float) -> None
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as line:
         if not tcp.try_soon(line, silence):
             pytest.skip("this kernel cannot be told (Linux 6.15)")
-        look = tcp.seen(line)
+        look = tcp.connection_state(line)
         assert look is not None
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
         tcp.keep_trying(line, look._replace(probes=1), silence)

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost, PeerSilent, RoundPassed
+from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost, PeerSilent, RoundClosed
 from isles.comm.tags import Tag
 from isles.comm.virtual.cluster import VirtualCluster
 from isles.network.links import Links
@@ -330,7 +330,7 @@ def test_who_sends_to_a_round_that_is_over_is_told_a_latency_after_it_came():
             return [recv(transport, 0, new).wait()]
         transport.compute([0.0, 20.0][transport.rank])
         send(transport, 2, old)
-        ends = [ended_at(recv(transport, 2, old), RoundPassed, transport)]
+        ends = [ended_at(recv(transport, 2, old), RoundClosed, transport)]
         if transport.rank == 0:  # in the next round it is waited for
             send(transport, 2, new)
             ends.append(recv(transport, 2, new).wait())
@@ -351,8 +351,8 @@ def test_nobody_waits_in_an_attempt_of_before():
         first, other = recv(transport, 1, Tag("outer", 1)), recv(transport, 1, Tag("outer", 2))
         with transport._worker:
             transport._wire.again(0, Tag("outer", 1, attempt=1))
-        assert ended_at(first, RoundPassed, transport) == 0.0
-        assert ended_at(recv(transport, 1, Tag("outer", 1)), RoundPassed, transport) == 0.0
+        assert ended_at(first, RoundClosed, transport) == 0.0
+        assert ended_at(recv(transport, 1, Tag("outer", 1)), RoundClosed, transport) == 0.0
         assert recv(transport, 1, Tag("outer", 1, attempt=1)).wait() == 1 and not other.done()
         return transport.now()
 

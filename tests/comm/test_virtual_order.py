@@ -47,13 +47,13 @@ def pattern(seed, nap=0.0):
             if transport.rank:
                 yield transport.send(0, torch.full((64,), transport.rank, dtype=torch.uint8), tag)
                 return transport.now()
-            seen = []
+            connection_state = []
             for _ in range(4):
                 out = torch.zeros(64, dtype=torch.uint8)
                 work = transport.recv(None, out, tag)
                 yield work
-                seen.append((work.peer, int(out[0]), transport.now()))
-            return seen
+                connection_state.append((work.peer, int(out[0]), transport.now()))
+            return connection_state
 
         for number, pairs in enumerate(rounds):
             transport.compute(mine.choice([0.0, 0.1, mine.random()]))

@@ -65,12 +65,12 @@ def test_messages_under_one_tag_keep_their_order(first, slots):
         if transport.rank == 0:
             return transport.run(posts(), "control", 60.0).wait()
         transport.compute(first)
-        seen = [transport.run(take(0), "control", 60.0) for _ in range(2)]
+        connection_state = [transport.run(take(0), "control", 60.0) for _ in range(2)]
         for peer, pause in [(None, 0.7), (0, 2.2), (None, 0.0), (0, 0.0)]:
             transport.compute(pause)
-            seen.append(transport.run(take(peer), "control", 60.0))
-            seen[-1].wait()
-        return [transfer.wait() for transfer in seen]
+            connection_state.append(transport.run(take(peer), "control", 60.0))
+            connection_state[-1].wait()
+        return [transfer.wait() for transfer in connection_state]
 
     links = Links(bandwidth=8000.0, latency=1.3)
     assert VirtualCluster(2, links=links, slots=slots).run(worker)[1] == list(range(6))
@@ -95,11 +95,11 @@ def test_work_is_done_when_gone_or_arrived():
     def worker(transport):
         data, tag = u8(1000), Tag("outer", 0)
         work = transport.send(1, data, tag) if transport.rank == 0 else transport.recv(None, data, tag)
-        seen = []
+        connection_state = []
         for _ in range(5):
-            seen.append((work.done(), work.peer))
+            connection_state.append((work.done(), work.peer))
             transport.compute(0.5)
-        return seen
+        return connection_state
 
     sent, received = VirtualCluster(2, links=Links(bandwidth=8000.0, latency=1.0)).run(worker)
     assert sent == [(False, 1)] * 2 + [(True, 1)] * 3

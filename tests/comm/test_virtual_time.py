@@ -193,23 +193,23 @@ def test_phases_run_behind_the_computation(slots, seconds):
         peer = 1 - transport.rank
 
         def three_phases():
-            seen = []
+            connection_state = []
             for phase in range(3):
                 out = u8(1000)
                 yield [
                     transport.recv(peer, out, Tag("outer", 0, 0, phase)),
                     transport.send(peer, u8(1000, phase), Tag("outer", 0, 0, phase)),
                 ]
-                seen.append((transport.now(), int(out[0])))
-            return seen
+                connection_state.append((transport.now(), int(out[0])))
+            return connection_state
 
         transfer = transport.run(three_phases(), "outer", 100.0)
         transport.compute(seconds)
         done = transfer.done()
         return transfer.wait(), transport.now(), transport.traffic["outer"].blocked_seconds, done
 
-    for seen, now, blocked, done in VirtualCluster(2, links=KBIT, slots=slots).run(worker):
-        assert seen == [(near(1.0), 0), (near(2.0), 1), (near(3.0), 2)]
+    for connection_state, now, blocked, done in VirtualCluster(2, links=KBIT, slots=slots).run(worker):
+        assert connection_state == [(near(1.0), 0), (near(2.0), 1), (near(3.0), 2)]
         assert now == near(max(seconds, 3.0))
         assert blocked == near(max(3.0 - seconds, 0.0))
         assert done == (seconds >= 3.0)

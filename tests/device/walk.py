@@ -467,7 +467,7 @@ def _coming_and_going(folder: Path) -> dict[str, float]:
         (summary,) = (folder / on).rglob("summary.json")
         told = json.loads(summary.read_text())
         steps = sum(row["steps"] for row in _rounds(summary.parent) if row["seat"] == 2)
-        found |= {on: told["val_loss"], f"gifts {on}": told["gifts"], f"joiner {on}": steps}
+        found |= {on: told["val_loss"], f"gifts {on}": told["state_transfers"], f"joiner {on}": steps}
     return found
 
 

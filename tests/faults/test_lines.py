@@ -36,7 +36,7 @@ def test_who_waits_in_a_chain_waits() -> None:
 
 def knows_its_connections(world: isles.Mesh) -> bool:
     """Every peer's connection is known after joining, and none is kept open."""
-    life, before = world.transport.life, len(connections())  # type: ignore[attr-defined]
+    life, before = world.transport.liveness, len(connections())  # type: ignore[attr-defined]
     for _ in range(3):
         life._looked = 0.0
         life.look()

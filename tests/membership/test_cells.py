@@ -86,5 +86,5 @@ def test_spare_batches_are_in_nobodys_cells() -> None:
     assert len(seen) == 36 and min(seen) > 1 << 50
     with pytest.raises(ValueError, match="member -1"):
         spare_rows(-1, 0, batch_size=1)
-    with pytest.raises(ValueError, match="place 1 has no step 2"):
+    with pytest.raises(ValueError, match="member 1 has no step 2"):
         rows(0, (3, 2), 1, 2, batch_size=1)

@@ -97,11 +97,11 @@ def test_whoever_waits_asks_after_a_second_and_not_at_every_glance() -> None:
     asked = list[int]()
     suspects = SuspicionReporter(asked.append)
     for seconds in (0.0, 0.5, 0.9):
-        suspects.awaited({1, None}, seconds)
+        suspects.notify_blocked({1, None}, seconds)
     assert not asked
     for seconds in (1.0, 1.1):
-        suspects.awaited({1, None}, seconds)
-    suspects.awaited({1, 2}, 1.2)
+        suspects.notify_blocked({1, None}, seconds)
+    suspects.notify_blocked({1, 2}, 1.2)
     assert asked == [1, 2]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from isles.comm.collectives.basic import all_done
-from isles.comm.errors import PeerLost, RoundPassed
+from isles.comm.errors import PeerLost, RoundClosed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import Tag
 from isles.membership.client import FollowerClient, MembershipClient
@@ -126,7 +126,7 @@ def test_a_second_worker_does_not_wait_for_who_is_left_out(tmp_path: Path) -> No
         for client in world.leaders[:2]:
             client.ask(PeerReport(1, 0, 2, "late"))
         settled(*waits, seconds=5.0)
-        assert [type(work.error) for work in waits] == [RoundPassed] * 2
+        assert [type(work.error) for work in waits] == [RoundClosed] * 2
         assert not other.done()  # the next attempt has begun
 
 
@@ -201,7 +201,7 @@ def test_an_island_is_gone_once_one_of_its_workers_is(tmp_path: Path) -> None:
         decision = world.leaders[0].decisions.of(1)
         assert decision is not None and (decision.outcome, decision.attempt, decision.members) == ("retry", 1, (0, 1))
         settled(wait, seconds=5.0)
-        assert isinstance(wait.error, RoundPassed)
+        assert isinstance(wait.error, RoundClosed)
         views = [client.state.views for client in world.leaders[:2]]
         until(lambda: all(known[max(known)].members == (0, 1) for known in views))
 

@@ -22,7 +22,7 @@ import isles
 from isles.comm import credentials
 from isles.comm.collectives.basic import all_done
 from isles.comm.credentials import Token
-from isles.comm.errors import DeadlinePassed, PeerLost, PeerSilent, RoundPassed
+from isles.comm.errors import DeadlinePassed, PeerLost, PeerSilent, RoundClosed
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.sockets.proof import TokenRefused
 from isles.comm.tags import Tag
@@ -134,14 +134,14 @@ def test_who_waits_for_a_round_that_is_over_is_told(tmp_path: Path) -> None:
         one.over("outer", 2)
         settled(*waits[:3])
         assert (
-            [type(work.error) for work in waits[:3]] == [RoundPassed] * 3 and not waits[3].done() and not other.done()
+            [type(work.error) for work in waits[:3]] == [RoundClosed] * 3 and not waits[3].done() and not other.done()
         )
         late, asks = (
             two.send(0, random_bytes(3 * CHUNK, 1), Tag("outer", 2, 1)),
             two.recv(0, buffers[0], Tag("outer", 2)),
         )
         settled(late, asks)
-        assert isinstance(late.error, RoundPassed) and isinstance(asks.error, RoundPassed)
+        assert isinstance(late.error, RoundClosed) and isinstance(asks.error, RoundClosed)
         after = [one.recv(1, buffers[1], Tag("outer", 3)), two.send(0, buffers[2], Tag("outer", 3, 1))]
         after += [one.send(1, buffers[3], Tag("outer", 3, 0, 1)), waits[3]]
         settled(*after)
@@ -381,7 +381,7 @@ def test_whoever_stands_still_for_somebody_doubts(tmp_path: Path) -> None:
     """By itself, not while it computes with the exchange under way behind it."""
     doubted = list[int]()
     with workers(tmp_path, 2) as pair:
-        pair[0].life._ask = doubted.append
+        pair[0].liveness._ask = doubted.append
         work = pair[0].recv(1, torch.zeros(8, dtype=torch.uint8), Tag("outer", 1))
         transfer = pair[0].run(all_done([work]), "outer", 1.4)
         time.sleep(0.2)

@@ -44,7 +44,7 @@ def subnet(make: Callable[[], nn.Module], full: nn.Module, division: Division, w
     narrow.load_state_dict(full.state_dict())
     for name, parameter in narrow.named_parameters():
         if name in division.axes:
-            units = division.held_units(name, worker, round)
+            units = division.trained_units(name, worker, round)
             parameter.data = take(parameter.data, division.axes[name], units)
     fit(narrow)
     return narrow
@@ -73,21 +73,21 @@ def test_what_is_taken_apart_and_put_back_is_the_model(kind: str, workers: int) 
         axes = division.axes.get(name)
         if axes is None:
             continue
-        held, again = torch.zeros(parameter.shape), torch.full_like(parameter, torch.nan)
+        trained, again = torch.zeros(parameter.shape), torch.full_like(parameter, torch.nan)
         total = 0
         for worker in range(workers):
-            units = division.held_units(name, worker, round=5)
+            units = division.trained_units(name, worker, round=5)
             part = take(parameter.data, axes, units)
             total += part.numel()
-            assert part.numel() == division.held_numel(name, worker)
+            assert part.numel() == division.trained_numel(name, worker)
             put(again.data, axes, units, part)
-            put(held, axes, units, torch.ones(part.shape))
-        assert held.sum() == total and held.max() == 1  # nobody holds what another does
-        assert torch.equal(again[held == 1], parameter[held == 1])
+            put(trained, axes, units, torch.ones(part.shape))
+        assert trained.sum() == total and trained.max() == 1  # nobody holds what another does
+        assert torch.equal(again[trained == 1], parameter[trained == 1])
         twice = sum(axis is not None for axis in axes) == 2
-        assert (held.sum() == held.numel()) == (not twice or workers == 1)
+        assert (trained.sum() == trained.numel()) == (not twice or workers == 1)
         if twice:
-            sides = [[len(u) for u in division.held_units(name, w, 5) if u is not None] for w in range(workers)]
+            sides = [[len(u) for u in division.trained_units(name, w, 5) if u is not None] for w in range(workers)]
             assert total == sum(rows * columns for rows, columns in sides)
 
 
@@ -105,11 +105,11 @@ def test_a_subnet_is_the_full_model_with_all_other_units_masked(kind: str) -> No
     masks = {}
     for name, parameter in masked.named_parameters():
         if name in division.axes:
-            kept = torch.zeros_like(parameter)
-            put(kept, division.axes[name], units := division.held_units(name, 1, 2), torch.ones_like(
-                take(kept, division.axes[name], units)))  # fmt: skip
-            masks[name] = kept.bool()
-            parameter.data *= kept
+            stored = torch.zeros_like(parameter)
+            put(stored, division.axes[name], units := division.trained_units(name, 1, 2), torch.ones_like(
+                take(stored, division.axes[name], units)))  # fmt: skip
+            masks[name] = stored.bool()
+            parameter.data *= stored
     torch.testing.assert_close(output(narrow, x), output(masked, x), rtol=0, atol=1e-12)
     for model in (narrow, masked):
         output(model, x).square().sum().backward()
@@ -117,7 +117,7 @@ def test_a_subnet_is_the_full_model_with_all_other_units_masked(kind: str) -> No
     for name, parameter in narrow.named_parameters():
         expected = whole[name].grad
         if name in division.axes:
-            expected = take(expected, division.axes[name], division.held_units(name, 1, 2))  # type: ignore[arg-type]
+            expected = take(expected, division.axes[name], division.trained_units(name, 1, 2))  # type: ignore[arg-type]
         torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-12)
 
 

@@ -122,7 +122,7 @@ def test_a_line_for_each_ordered_pair():
     made = Links(bandwidth=[[0.0, 10.0, 20.0], [30.0, 0.0, 40.0], [50.0, 60.0, 0.0]], latency=0.5)
     made.check(3)
     assert made == Links(bandwidth=np.array([[0, 10, 20], [30, 0, 40], [50, 60, 0]]), latency=0.5)
-    assert [made.line_rate(made.line_of(s, t)) for s in range(3) for t in range(3) if s != t] == [
+    assert [made.link_rate(made.link_of(s, t)) for s in range(3) for t in range(3) if s != t] == [
         10,
         20,
         30,
@@ -130,10 +130,10 @@ def test_a_line_for_each_ordered_pair():
         50,
         60,
     ]
-    assert len({made.line_of(s, t) for s in range(3) for t in range(3)}) == made.line_count(3) == 9
+    assert len({made.link_of(s, t) for s in range(3) for t in range(3)}) == made.link_count(3) == 9
     assert made.way_rate(2, 1) == 60 and made.slowest_rate(3) == 10 and not made.narrow_downlinks(3)
     one_each = Links(bandwidth=[1.0, 2.0], downlink=[4.0, 0.5])
-    assert one_each.line_of(1, 0) == 1 and one_each.line_count(2) == 2 and one_each.pairs is None
+    assert one_each.link_of(1, 0) == 1 and one_each.link_count(2) == 2 and one_each.pairs is None
     assert one_each.way_rate(0, 1) == 0.5 and one_each.way_rate(1, 0) == 2.0
     with pytest.raises(ValueError, match="bandwidth must be a matrix of 4 x 4 for 4 workers"):
         made.check(4)

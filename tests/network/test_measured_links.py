@@ -52,12 +52,12 @@ def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path
         'bandwidth = [["0", "1Mbit/s"]]',
         'bandwidth = [["0", "1Mbit/s"], ["1Mbit/s", "0"]]\nuplinks = [0, 1]',
         'bandwidth = [["0", "1Mbit/s"], ["1Mbit/s", "0"]]\nlatency = [[0]]',
-        "[[place]]\nname = 'Zurich'",
+        "[[site]]\nname = 'Zurich'",
     ],
 )
 def test_other_networks_are_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "links.toml"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"links\.toml: has no line of its own for each pair") as refusal:
+    with pytest.raises(ValueError, match=r"links\.toml: has no link of its own for each pair") as refusal:
         write_pair(str(path), 0, 1, out=1.0, back=1.0, latency=0.1)
     assert "\n" not in str(refusal.value) and path.read_text() == text

@@ -3,7 +3,7 @@
 import pytest
 
 from isles.network.networks import links
-from isles.network.places import Place, latency
+from isles.network.sites import Site, latency
 from isles.network.units import parse_rate, parse_seconds
 
 LINES = """
@@ -13,15 +13,15 @@ latency = [[0, "25ms", "30ms"], ["25ms", 0, "30ms"], ["30ms", "0.03s", 0]]
 jitter = 0.5
 uplinks = [0, 0, 1]
 """
-PLACES = """
+SITES = """
 jitter = 0.4
-[[place]]
+[[site]]
 name = "Zurich"
 latitude = 47.4
 longitude = 8.5
 upload = "100Mbit/s"
 workers = 2
-[[place]]
+[[site]]
 name = "Quito"
 latitude = -0.2
 longitude = -78.5
@@ -46,11 +46,11 @@ def test_lines(written):
     assert made.base_latency(0, 1) == 0.025 and made.base_latency(2, 0) == 0.03 and made.jitter == 0.5
 
 
-def test_places(written):
-    made = links(written(PLACES))
+def test_sites(written):
+    made = links(written(SITES))
     made.check(3)
-    zurich = Place(name="", latitude=47.4, longitude=8.5, upload=1)
-    quito = Place(name="", latitude=-0.2, longitude=-78.5, upload=1)
+    zurich = Site(name="", latitude=47.4, longitude=8.5, upload=1)
+    quito = Site(name="", latitude=-0.2, longitude=-78.5, upload=1)
     assert made.bandwidth == (100e6, 10e6) and made.uplinks == (0, 0, 1) and made.jitter == 0.4
     assert made.base_latency(1, 2) == latency(zurich, quito)
     assert made.down_rate(1) == 50e6 and made.down_rate(0) == float("inf")
@@ -73,14 +73,14 @@ def test_places(written):
         ("bandwidth = '1Mbit/s'\njitter = -1", "jitter"),
         ("bandwidth = '1Mbit/s'\nuplinks = [0.5]", "links.uplinks.0"),
         ("bandwidth = ", "not valid TOML"),
-        (PLACES.replace("47.4", "147.4"), "latitude = 147.4"),
-        (PLACES.replace('"100Mbit/s"', "-5"), "place 1: upload = -5"),
-        (PLACES.replace("workers = 2", "workers = 0"), "place 1: workers = 0"),
-        (PLACES.replace("latitude", "lattitude"), "did you mean 'place 1.latitude'"),
-        (PLACES.replace('name = "Quito"', ""), "place 2.name is missing"),
-        ("latency = '1s'\n" + PLACES, "links.latency does not go with [[place]]"),
-        (PLACES.replace("0.4", '"much"'), "links.jitter"),
-        ("place = 3", "write [[place]]"),
+        (SITES.replace("47.4", "147.4"), "latitude = 147.4"),
+        (SITES.replace('"100Mbit/s"', "-5"), "site 1: upload = -5"),
+        (SITES.replace("workers = 2", "workers = 0"), "site 1: workers = 0"),
+        (SITES.replace("latitude", "lattitude"), "did you mean 'site 1.latitude'"),
+        (SITES.replace('name = "Quito"', ""), "site 2.name is missing"),
+        ("latency = '1s'\n" + SITES, "links.latency does not go with [[site]]"),
+        (SITES.replace("0.4", '"much"'), "links.jitter"),
+        ("site = 3", "write [[site]]"),
     ],
 )
 def test_a_slip_is_named(written, text, words):

@@ -10,9 +10,9 @@ from isles.replicas.parts.quadratic import (
     Quadratic,
     disagreement,
     heavy_ball,
-    kept,
     mean_path,
     radius,
+    retained_share,
     simulate,
     variance,
 )
@@ -48,7 +48,7 @@ def test_halving_the_rate_quarters_the_replicas_variance():
 @pytest.mark.parametrize(("workers", "limit"), [(2, lambda a: 2 * (1 + a)), (10**9 + 1, lambda a: 2 * (1 - a * a))])
 def test_where_replicas_stay_together(alpha, workers, limit):
     for gamma, together in ((0.999 * limit(alpha), True), (1.001 * limit(alpha), False)):
-        assert (radius(disagreement(alpha, gamma, kept(workers))) < 1) == together
+        assert (radius(disagreement(alpha, gamma, retained_share(workers))) < 1) == together
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9])

@@ -37,7 +37,7 @@ def adapting(world: Mesh, ranks: list[int]) -> tuple[list[tuple[int, int, int]],
     the matrices' entries, bytes that it sent to other stages for each round beside the first.
     """
     mesh = isles.mesh(stage=len(SHAPES))
-    stage = mesh.place.stage
+    stage = mesh.coordinate.stage
     model = Part(SHAPES[stage])
     inner = isles.Plain(model, sgd(model, 0.01), peers=mesh.stage)
     options = {"rank": FIRST, "sync_every": EVERY, "start_compress": 0, "window": WINDOW, "codec": "none"}

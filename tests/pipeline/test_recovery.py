@@ -73,7 +73,7 @@ def mended(world: Any, kind: str, seed: int, chance: float) -> dict[str, Any]:
     torch.set_num_threads(1)
     mesh = isles.mesh(stage=4)
     parts = pieces((1, 2, 3), 4, loss_at_origin=True)
-    at = mesh.place.stage
+    at = mesh.coordinate.stage
     stage = Stage(Decoder(SHAPE, seed=1), parts[at])
     adamw = torch.optim.AdamW(stage.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(at)

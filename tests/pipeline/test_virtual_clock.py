@@ -11,7 +11,7 @@ import isles
 from isles.network.links import Links, Topology
 from isles.network.networks import links
 from isles.network.routing.events import in_flight, orders
-from isles.network.routing.replay import MessageLines, Sizes, TaskSeconds, in_order, replay
+from isles.network.routing.replay import LinkWire, Sizes, TaskSeconds, in_order, replay
 from isles.network.routing.routes import Task
 from tests.pipeline import workers
 from tests.pipeline.workers import Cell
@@ -52,7 +52,7 @@ def test_a_step_takes_what_its_replay_takes(cell: Cell, name: str) -> None:
     sizes = Sizes(forward=done[0][1]["F"], home=done[0][1]["L"], backward=done[0][1]["B"])
     routes = cell.router()(1)
     lists = orders(routes, in_flight(cell.limit, cell.replicas, cell.stages))
-    wire = MessageLines(Topology(6, network), sizes, seed=3)
+    wire = LinkWire(Topology(6, network), sizes, seed=3)
     played = replay(routes, seconds_of(cell), wire, in_order(lists))
     assert max(now for now, _ in done) == pytest.approx(played.makespan, rel=0, abs=1e-9)
     free = (cell.microbatches + cell.stages - 1) * sum(seconds_of(cell).forward[: cell.stages]) / cell.stages

@@ -8,7 +8,7 @@ from typing import Any
 
 from isles.comm.errors import CommError, PeerLost
 from isles.comm.group import Group
-from isles.comm.roster import Ruling
+from isles.comm.roster import RoundOutcome
 from isles.membership.views import View
 
 
@@ -35,21 +35,23 @@ class ChangingRoster:
     def lost(self, member: int) -> bool:
         return member in self._lost
 
-    def lacks(self, members: Sequence[int]) -> bool:
+    def has_lost(self, members: Sequence[int]) -> bool:
         return any(self.lost(member) for member in members)
 
-    def miss(self, member: int, error: CommError) -> None:
+    def report_failure(self, member: int, error: CommError) -> None:
         self.log.append((member, type(error).__name__))
         if isinstance(error, PeerLost):
             self._lost.add(member)
 
-    def accepts(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
+    def may_apply(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
         return whole
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
         return self.group(round), 0
 
-    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+    def finish_round(
+        self, round: int, attempt: int, digest: int | None, error: CommError | None = None
+    ) -> RoundOutcome:
         if error is not None:
             raise error
         return "land"

@@ -68,13 +68,13 @@ def test_fedadam_is_torch_s_adam() -> None:
         theirs = torch.nn.Parameter(fragment.anchor.clone())
         reference = torch.optim.Adam([theirs], lr=0.05, betas=(0.8, 0.9), eps=1e-2)
         sent: list[Tensor] = []
-        whole, form = optimizer.courier.send, optimizer.parts.codec
+        whole, form = optimizer.round_exchange.send, optimizer.parts.codec
 
         def noted(fragment: Any, payload: Tensor, *rest: Any) -> Any:
             sent.append(payload.clone())
             return whole(fragment, payload, *rest)
 
-        optimizer.courier.send = noted
+        optimizer.round_exchange.send = noted
         for step in range(1, 11):
             train_step(optimizer, world.rank, step)
             if step % 2 == 0:

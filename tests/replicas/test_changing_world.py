@@ -22,8 +22,8 @@ from isles.membership.requests import DecisionLog
 from isles.membership.round_commit import RoundDecision
 from isles.membership.views import View
 from isles.replicas.flat import copied
-from isles.replicas.loop.fragment import Exchange, Flight
-from isles.replicas.loop.outer import given
+from isles.replicas.loop.fragment import Exchange, InFlight
+from isles.replicas.loop.outer import donor_state
 from tests.covers import share
 from tests.replicas.changing import ChangingRoster
 from tests.replicas.workers import LINKS, RUNS, Net, adamw, bits, sgd, train_step, weights
@@ -68,7 +68,7 @@ def test_noloco_goes_on_through_all_views(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"codec": "int8", "error_feedback": "local"}, {"codec": "powersgd:1"}])
 def test_diloco_goes_on_with_a_donors_state(options: dict[str, Any]) -> None:
-    """Seat 2 comes back with a fresh ledger and what member 0 gave it: the anchors are equal to the bit from then on.
+    """Member 2 comes back with a fresh ledger and what member 0 gave it: the anchors are equal to the bit from then on.
     Without the gift its first message tells.
     """
     gift: dict[str, Any] = {}
@@ -164,7 +164,7 @@ def test_a_state_is_given_without_waiting_for_the_next_rounds_partner() -> None:
         while optimizer.fragments[0].rounds < 1:
             train_step(optimizer, world.rank, optimizer.steps + 1)
         ahead, began = optimizer.fragments[0].ahead, world.world.transport.now()
-        state = given(optimizer)
+        state = donor_state(optimizer)
         waited = world.world.transport.now() - began
         return (
             state["outer"]["fragments"][0]["ahead"],
@@ -186,20 +186,20 @@ def test_an_answer_counts_as_had_once_all_of_it_is_there() -> None:
         optimizer, roster = made(world, "noloco", [View(0, 1, EVERYONE)], on_peer_failure="solo")
         accepted = list[int]()
 
-        def accepts(round: int, members: Sequence[int], *, whole: bool) -> bool:
+        def may_apply(round: int, members: Sequence[int], *, whole: bool) -> bool:
             accepted.extend([round] * whole)
             return whole
 
-        roster.accepts = accepts  # type: ignore[method-assign]
+        roster.may_apply = may_apply  # type: ignore[method-assign]
         fragment = optimizer.fragments[0]
         for number, lost in enumerate((False, True), start=1):
-            flight = Flight(
+            flight = InFlight(
                 fragment,
                 3,
                 Exchange(fragment.anchor.clone(), None, round=number, members=(0, 1)),
                 Exchange(fragment.anchor.clone(), Failing() if lost else None, round=number, members=(0, 1)),  # type: ignore[arg-type]
             )
-            optimizer.courier.receive(flight, optimizer._snapshot)
+            optimizer.round_exchange.receive(flight, optimizer._snapshot)
         return accepted
 
     assert run(worker) == [[1]] * 4
@@ -231,11 +231,11 @@ def test_a_quorums_mean_is_one_by_inner_steps() -> None:
         options = {"sync_every": 2, "outer_lr": 1.0, "outer_momentum": 0.0, "on_late": "quorum", "quorum": 1.0}
         optimizer: Any = isles.DiLoCo(model, sgd(model), roster, **options)  # type: ignore[arg-type]
         fragment, before = optimizer.fragments[0], optimizer.fragments[0].anchor.clone()
-        optimizer.courier._work = 0 if world.rank else 4
+        optimizer.round_exchange._work = 0 if world.rank else 4
         for step in (1, 2):
             train_step(optimizer, world.rank, step)
         live = fragment.flat.read(fragment.flat.new())
-        optimizer.courier.progress(blocks=True)
+        optimizer.round_exchange.progress(blocks=True)
         return before, before - live, fragment.anchor.clone()
 
     (before, delta, one), (_, other_delta, other) = isles.run_virtual(worker, 2, deadlines=DEADLINES)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import isles
-from isles.comm.codecs.sparse import places_bytes
+from isles.comm.codecs.sparse import indices_bytes
 from isles.comm.mesh import Mesh
 from tests.replicas.workers import LINKS, Net, adamw, batch, bits, counted, sgd, train_step, weights
 
@@ -113,9 +113,9 @@ def test_new_thresholds_send_exactly_the_largest() -> None:
                 sent, gradients, before, residuals(optimizer), KEPT, strict=True
             ):
                 h = gradient + old
-                places = h.abs().topk(count).indices
-                assert torch.equal(mean, torch.zeros_like(h).scatter_(0, places, h[places]))
-                assert torch.equal(new, h.scatter(0, places, 0.0))
+                indices = h.abs().topk(count).indices
+                assert torch.equal(mean, torch.zeros_like(h).scatter_(0, indices, h[indices]))
+                assert torch.equal(new, h.scatter(0, indices, 0.0))
             before = residuals(optimizer)
         assert optimizer.gauges()["density"] == pytest.approx(sum(KEPT) / sum(SIZES))
 
@@ -185,7 +185,7 @@ def test_rows_that_were_never_seen_are_not_sent() -> None:
         return sent
 
     def message(count: int) -> int:
-        return 40 + 8 + 4 * count + min(places_bytes(form, count, 1000) for form in ("blocks", "bitmap"))
+        return 40 + 8 + 4 * count + min(indices_bytes(form, count, 1000) for form in ("blocks", "bitmap"))
 
     # 1,000 entries of which the 100 largest go; then what is held back lets through many by the same threshold.
     five, nine, none, hundred, last = run(worker, 2)[0]
@@ -217,7 +217,14 @@ def test_one_worker_finds_the_bottom_only_with_feedback() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *({}, {"places": "bitmap"}, {"places": "indices"}, {"places": "blocks"}, {"codec": "bf16"}, {"codec": "int8"}),
+        *(
+            {},
+            {"indices": "bitmap"},
+            {"indices": "indices"},
+            {"indices": "blocks"},
+            {"codec": "bf16"},
+            {"codec": "int8"},
+        ),
         *({"exclude_below": 100}, {"sparsity": 0.5, "codec": "int4", "exclude_below": 31}),
     ],
     ids=str,
@@ -242,9 +249,9 @@ def test_bytes_are_the_formulas(options: dict[str, Any]) -> None:
                 "int4": -(-(picked + small) // 2) + 4 * -(-(picked + small) // 64),
             }[optimizer.config.codec]
             lengths = {"indices": 4 * picked, "blocks": 2 * picked + 4, "bitmap": -(-n // 8)}
-            form = optimizer.config.places
-            places = min(lengths.values()) if form == "auto" else lengths[form]
-            assert counted(world)["sent"] - before == 2 * (40 + 8 + values + places)
+            form = optimizer.config.indices
+            indices = min(lengths.values()) if form == "auto" else lengths[form]
+            assert counted(world)["sent"] - before == 2 * (40 + 8 + values + indices)
             if step == 1:  # new thresholds: as planned
                 assert optimizer.schedule(1)[0].bytes_sent[world.rank] == counted(world)["sent"] - before
 
@@ -308,7 +315,7 @@ def test_strided_and_frozen_parameters() -> None:
         ({"density_guard": 1.0}, "density_guard = 1.0: choose a number above 1"),
         ({"density_guard": float("nan")}, "density_guard = nan"),
         ({"warmup_dense_steps": -1}, "warmup_dense_steps = -1: choose 0 or more"),
-        ({"places": "bitmaps"}, "unknown places 'bitmaps': did you mean 'bitmap'?"),
+        ({"indices": "bitmaps"}, "unknown indices 'bitmaps': did you mean 'bitmap'?"),
         ({"codec": "topk:64"}, "unknown codec 'topk:64'"),
         ({"error_feedback": "global"}, "unknown error_feedback 'global'"),
         ({"sparsity": 0.0, "codec": "bf16"}, 'use method = "ddp" with codec bf16'),

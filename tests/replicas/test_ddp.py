@@ -135,7 +135,7 @@ def test_no_sync_ends_with_its_block_even_by_an_error() -> None:
 class _KeepsSigns:
     """As much of a reduction as a bucket asks for when it is filled."""
 
-    keeps_signs = False
+    preserves_signs = False
 
 
 def test_what_the_inner_optimizer_was_given_it_may_take_and_hold_for_a_moment() -> None:
@@ -147,7 +147,7 @@ def test_what_the_inner_optimizer_was_given_it_may_take_and_hold_for_a_moment() 
     bucket.load()
     gradient, taken.grad = taken.grad, None
     assert bucket.is_changed(in_pass=False)  # nobody was given it
-    bucket.handed_on()
+    bucket.hand_over()
     assert not bucket.is_changed(in_pass=False)
     taken.grad = gradient  # as `Optimizer.step` wants it
     assert not bucket.is_changed(in_pass=False)

@@ -79,13 +79,13 @@ class Written:
             for i, own in enumerate(blocks_of(gradient.numpy(), self.config.compression_chunk)[0]):
                 momentum[i] = np.float32(beta) * momentum[i] + np.float32(rate) * own
                 found = self.transformed(momentum[i], inverse=False)
-                kept = np.zeros(found.size, dtype=bool)
-                kept[np.argsort(-np.abs(found), axis=None, kind="stable")[:k]] = True
-                kept = kept.reshape(found.shape)
-                sent = np.where(kept, found, np.float32(0))
+                per_block = np.zeros(found.size, dtype=bool)
+                per_block[np.argsort(-np.abs(found), axis=None, kind="stable")[:k]] = True
+                per_block = per_block.reshape(found.shape)
+                sent = np.where(per_block, found, np.float32(0))
                 momentum[i] = momentum[i] - np.float32(alpha) * self.transformed(sent, inverse=True)
                 sums[i] += sent
-                counts[i] += kept
+                counts[i] += per_block
         decoded = [
             self.transformed(total / (len(gradients) if reduce == "world" else np.maximum(count, 1)), inverse=True)
             for total, count in zip(sums, counts, strict=True)
@@ -213,9 +213,9 @@ def test_transforms(edges: tuple[int, int]) -> None:
 def test_the_largest_are_the_largest(entries: int, k: int) -> None:
     """Sizes as torch finds them; every place once."""
     rows = normal(9, entries)
-    places = largest(rows, k)
-    assert all(len(set(row.tolist())) == k for row in places)
-    found = rows.gather(1, places).abs().sort(dim=1).values
+    indices = largest(rows, k)
+    assert all(len(set(row.tolist())) == k for row in indices)
+    found = rows.gather(1, indices).abs().sort(dim=1).values
     assert torch.equal(found, rows.abs().topk(k, dim=1).values.sort(dim=1).values)
 
 
@@ -228,11 +228,11 @@ def test_what_is_sent_leaves_the_momentum(options: dict[str, Any]) -> None:
         gradient, before = normal(16, 24, seed=step), momentum.vector.clone()
         momentum.begin(step)
         momentum.add([(0, gradient)], RATE)
-        values, places = momentum.extract()
-        sent = momentum.packing.unpack(momentum.packing.pack(step, 0, values, places))
-        assert torch.equal(sent.places, places) and (sent.step, sent.digest) == (step, 0)
-        momentum.subtract(sent.values, places)
-        dense = torch.zeros(6, 64).scatter_(1, places.view(6, 3), sent.values.view(6, 3)).view(6, 8, 8)
+        values, indices = momentum.extract()
+        sent = momentum.packing.unpack(momentum.packing.pack(step, 0, values, indices))
+        assert torch.equal(sent.indices, indices) and (sent.step, sent.digest) == (step, 0)
+        momentum.subtract(sent.values, indices)
+        dense = torch.zeros(6, 64).scatter_(1, indices.view(6, 3), sent.values.view(6, 3)).view(6, 8, 8)
         basis = momentum.transform.bases.get(8, torch.eye(8))
         whole = torch.zeros(momentum.blocks.entries)
         torch._foreach_copy_(momentum.blocks.views(whole, 0), momentum.blocks.cut(gradient, 0))
@@ -394,18 +394,18 @@ def test_the_message_is_as_long_as_the_formula(value_dtype: Any, k: int, chunk: 
         16: [(17 * 6, 16 * 16), (6, 16), (18 * 6, 16 * 16)],
         128: [(3, 86 * 96), (1, 96), (3, 96 * 96)],
     }[chunk]
-    pairs, places = 0, 0.0
+    pairs, indices = 0, 0.0
     for entries in {entries for _, entries in by_hand}:
         count = sum(number * min(k, entries) for number, size in by_hand if size == entries)
         pairs += count
         if k < entries:
-            places += count if entries <= 256 else 3 * -(-count // 2) if entries <= 4096 else 2 * count
+            indices += count if entries <= 256 else 3 * -(-count // 2) if entries <= 4096 else 2 * count
     values = {"fp32": 4 * pairs, "bf16": 2 * pairs, "int8": pairs + 4 * -(-pairs // 256), "sign": -(-pairs // 8)}
     packing = Packing(blocks, k, value_dtype)
-    assert packing.nbytes == HEADER_BYTES + values[value_dtype] + places
+    assert packing.nbytes == HEADER_BYTES + values[value_dtype] + indices
     chosen = [
-        torch.rand(group.blocks, group.entries).argsort(1)[:, :kept]
-        for group, kept in zip(blocks.groups, packing.kept, strict=True)
+        torch.rand(group.blocks, group.entries).argsort(1)[:, :per_block]
+        for group, per_block in zip(blocks.groups, packing.per_block, strict=True)
     ]
     numbers = normal(pairs)
     wire = packing.pack(7, -5, numbers, torch.cat([each.reshape(-1) for each in chosen]))
@@ -415,7 +415,7 @@ def test_the_message_is_as_long_as_the_formula(value_dtype: Any, k: int, chunk: 
     assert (sent.step, sent.digest) == (7, -5)
     for index, each in enumerate(chosen):
         if packing.is_listed(index):
-            assert torch.equal(sent.places[packing.of(index, 0, len(each))], each.reshape(-1))
+            assert torch.equal(sent.indices[packing.of(index, 0, len(each))], each.reshape(-1))
     if value_dtype == "sign":
         assert torch.equal(sent.values, torch.where(numbers >= 0, 1.0, -1.0))
     else:
@@ -425,8 +425,8 @@ def test_the_message_is_as_long_as_the_formula(value_dtype: Any, k: int, chunk: 
 def test_places_of_the_largest_block_fit() -> None:
     """65,536 of them, in two bytes each."""
     packing = Packing(Blocks([torch.Size((256, 256))], 256, True), 4, "fp32")
-    places = torch.tensor([0, 32767, 32768, 65535])
-    assert torch.equal(packing.unpack(packing.pack(1, 0, normal(4), places)).places, places)
+    indices = torch.tensor([0, 32767, 32768, 65535])
+    assert torch.equal(packing.unpack(packing.pack(1, 0, normal(4), indices)).indices, indices)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 10])

@@ -29,7 +29,7 @@ SHAPE = Shape(d_model=32, layers=2, heads=4, ffn=64, vocab=64, context=16, tie_e
 
 
 def mlp() -> nn.Module:
-    """Widths of 8, 16, 16 and 4: with two and with four workers every keeper gives every subnet equally much."""
+    """Widths of 8, 16, 16 and 4: with two and with four workers every server gives every subnet equally much."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 4))
 
@@ -107,14 +107,14 @@ def test_shapes_never_change_while_it_trains() -> None:
         optimizer = wrap(world, "ist", model)
         train_step(optimizer, world.rank, 1)
 
-        def places() -> list[int]:
+        def entries() -> list[int]:
             state = [t.data_ptr() for own in optimizer.state.values() for t in own.values()]
             return [parameter.data_ptr() for parameter in model.parameters()] + state
 
-        first, round = places(), weights(model)
+        first, round = entries(), weights(model)
         for step in range(2, 8):
             train_step(optimizer, world.rank, step)
-        assert places() == first and not torch.equal(weights(model), round)
+        assert entries() == first and not torch.equal(weights(model), round)
 
     isles.run_virtual(worker, 3, links=LINKS)
 
@@ -174,7 +174,7 @@ def test_a_merged_step_is_the_sum_of_masked_gradients() -> None:
     def worker(world: Mesh) -> tuple[Tensor, list[Tensor]]:
         model = Net(dtype=torch.float64)
         optimizer = of(world, model, lambda m: sgd(m, rate), sync_every=1, eval_scale="none")
-        units = [optimizer.division.held("net.hidden", i, 0) for i in range(world.size)]
+        units = [optimizer.division.trained("net.hidden", i, 0) for i in range(world.size)]
         train_step(optimizer, 0, 1)
         optimizer.consolidate()
         return weights(model), units
@@ -190,9 +190,9 @@ def test_a_merged_step_is_the_sum_of_masked_gradients() -> None:
         masked.bias.data *= mask
         masked.second.data *= mask
         loss_of(masked, 0, 1).backward()
-        held = torch.cat([mask[:, None].expand(11, 5).reshape(-1), mask, mask.expand(7, 11).reshape(-1)])
+        trained = torch.cat([mask[:, None].expand(11, 5).reshape(-1), mask, mask.expand(7, 11).reshape(-1)])
         gradient = torch.cat([p.grad.reshape(-1) for p in masked.parameters()])  # type: ignore[union-attr]
-        expected -= rate * held * gradient
+        expected -= rate * trained * gradient
     for found, _ in results:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
@@ -207,12 +207,12 @@ def test_what_all_hold_is_averaged_and_what_rests_is_kept() -> None:
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         optimizer = of(world, model, sgd, eval_scale="none")
         learn(optimizer, world.rank)
-        held = optimizer.division.held_units("2.weight", world.rank, 0)
+        trained = optimizer.division.trained_units("2.weight", world.rank, 0)
         own = model[4].bias.detach().clone()
         with optimizer.evaluation_weights() as full:
             changed = full[2].weight != before["2.weight"]
             mean = full[4].bias.detach().clone()
-        return held, own, mean, changed
+        return trained, own, mean, changed
 
     results = isles.run_virtual(worker, 4, links=LINKS)
     trained = torch.zeros(16, 16, dtype=torch.bool)
@@ -223,7 +223,7 @@ def test_what_all_hold_is_averaged_and_what_rests_is_kept() -> None:
 
 
 def test_moments_travel_with_their_units() -> None:
-    """Adam's two moments of a unit are at its next holder what they were at its last one; what all hold stays local.
+    """Adam's two moments of a unit are at its next trainer what they were at its last one; what all hold stays local.
     With reset there are none after a round.
     """
 
@@ -233,21 +233,21 @@ def test_moments_travel_with_their_units() -> None:
         seen: list[Any] = []
         for step in range(3):
             if step == 2:
-                held = optimizer.division.held("0.hidden", world.rank, 0)
+                trained = optimizer.division.trained("0.hidden", world.rank, 0)
                 # What the step that ends the round makes of them, seen before they leave.
                 optimizer.inner.register_step_post_hook(
                     lambda *_: seen.append({k: v.clone() for k, v in optimizer.state[model[0].bias].items()})
                 )
             learn(optimizer, 10 * step + world.rank)
         after = optimizer.state[model[0].bias] if state == "travel" else dict(optimizer.state)
-        return held, seen[0], optimizer.division.held("0.hidden", world.rank, 1), after
+        return trained, seen[0], optimizer.division.trained("0.hidden", world.rank, 1), after
 
     results = isles.run_virtual(worker, 4, links=LINKS, args=("travel",))
     for slot in ("exp_avg", "exp_avg_sq"):
         whole = torch.zeros(16)
-        for held, last, _, _ in results:
-            whole[held] = last[slot]
-        assert all(torch.equal(after[slot], whole[held]) for _, _, held, after in results)
+        for trained, last, _, _ in results:
+            whole[trained] = last[slot]
+        assert all(torch.equal(after[slot], whole[trained]) for _, _, trained, after in results)
     assert all(after == {} for *_, after in isles.run_virtual(worker, 4, links=LINKS, args=("reset",)))
 
 
@@ -266,7 +266,7 @@ def test_the_full_model_reads_a_mean_of_subnets(scale: str) -> None:
             judged = {name: p.detach().clone() for name, p in model.named_parameters()}
         live = {name: p.detach().clone() for name, p in model.named_parameters()}
         for name, axes in optimizer.division.axes.items():
-            units = optimizer.division.held_units(name, world.rank, 1)
+            units = optimizer.division.trained_units(name, world.rank, 1)
             part = take(judged[name], axes, units)
             factor = 4 if scale == "keep_fraction" and reads(axes) else 1
             assert torch.equal(part * factor, live[name])  # a power of two: to the bit
@@ -446,12 +446,12 @@ def test_one_coordinate_each_settles_where_curvature_is_diagonal() -> None:
         model = Point(4)
         optimizer = of(world, model, lambda m: sgd(m, 0.5), sync_every=1)
         for _ in range(45):
-            mine = optimizer.division.held("point.coordinates", world.rank, optimizer.round)
+            mine = optimizer.division.trained("point.coordinates", world.rank, optimizer.round)
             loss = model.x @ curvature[mine[:, None], mine] @ model.x / 2 - slope[mine] @ model.x
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        mine = optimizer.division.held("point.coordinates", world.rank, optimizer.round)
+        mine = optimizer.division.trained("point.coordinates", world.rank, optimizer.round)
         assert torch.allclose(model.x, slope[mine] / curvature.diag()[mine], rtol=0, atol=1e-12)
         return optimizer.consolidate().x
 
@@ -499,13 +499,13 @@ def test_a_round_that_fails_leaves_what_is_kept() -> None:
         for step in range(1, 4):
             if world.rank == 1 and step == 2:
                 return None
-            kept = {key: tensor.clone() for key, tensor in optimizer.store.kept.items()}
+            stored = {key: tensor.clone() for key, tensor in optimizer.store.stored.items()}
             if step < 3:
                 train_step(optimizer, world.rank, step)
         with pytest.raises(isles.PeerLost) as lost:
             train_step(optimizer, world.rank, 3)
         assert lost.value.rank in (0, 1, 2)
-        return all(torch.equal(tensor, kept[key]) for key, tensor in optimizer.store.kept.items())
+        return all(torch.equal(tensor, stored[key]) for key, tensor in optimizer.store.stored.items())
 
     assert isles.run_virtual(worker, 3, links=LINKS) == [True, None, True]
 
@@ -603,9 +603,9 @@ def test_a_graph_of_the_full_model_is_refused() -> None:
         del loss
         optimizer = wrap(world, "ist", model := Net())
         with optimizer.evaluation_weights() as judged:
-            kept = loss_of(judged, 0, 1)
+            loss = loss_of(judged, 0, 1)
         train_step(optimizer, world.rank, 1)
-        assert not kept.requires_grad and all(p.requires_grad for p in model.parameters())
+        assert not loss.requires_grad and all(p.requires_grad for p in model.parameters())
 
     isles.run_virtual(worker, 2, links=LINKS)
 

@@ -99,7 +99,7 @@ def test_golden_outer_step(name: str, gamma: float) -> None:
         fragment.anchor.copy_(phi[rank])
         fragment.vectors["momentum"].copy_(delta[rank])
         if fragment.ahead is not None:
-            fragment.ahead = optimizer.courier.send_anchor(fragment, 1, optimizer.steps)  # type: ignore[attr-defined]
+            fragment.ahead = optimizer.round_exchange.send_anchor(fragment, 1, optimizer.steps)  # type: ignore[attr-defined]
         model.x.data.copy_(phi[rank])
         model.x.grad = phi[rank] - theta[rank]
         optimizer.step()

@@ -105,7 +105,7 @@ def staged(world: Mesh, name: str, inner: int = 1, clip_over: Literal["peers", "
         optimizer.zero_grad()
     spread = optimizer.replica_std()
     with optimizer.evaluation_weights(), torch.no_grad():
-        judged = piped(mesh, half, *batch(99, 0, 64), channel="eval")
+        for_evaluation = piped(mesh, half, *batch(99, 0, 64), channel="eval")
     optimizer.land_all()  # as `isles train` does, whose bytes are planned
     sent = sum(world.world.traffic[channel].bytes_sent for channel in ("outer", "inner", "control"))
     planned = optimizer.outline(STEPS)
@@ -113,7 +113,7 @@ def staged(world: Mesh, name: str, inner: int = 1, clip_over: Literal["peers", "
     return {
         "weights": {f"halves.{mesh.stage.rank}.{key}": own.detach().clone() for key, own in half.named_parameters()},
         "losses": losses,
-        "numbers": [judged, spread, float(clipping.gradient_norm)],  # type: ignore[arg-type]
+        "numbers": [for_evaluation, spread, float(clipping.gradient_norm)],  # type: ignore[arg-type]
         "computed": getattr(world.transport, "compute_seconds", 0.0),
         "sent": sent,
         "planned": planned.opening[mesh.outer.rank] + planned.sent[mesh.outer.rank],
@@ -137,12 +137,12 @@ def unsplit(world: Mesh, name: str, inner: int = 1) -> dict[str, Any]:
     spread = optimizer.replica_std()
     with optimizer.evaluation_weights() as judging, torch.no_grad():
         x, y = batch(99, 0, 64)
-        judged = float(F.mse_loss(judging(x), y))
+        for_evaluation = float(F.mse_loss(judging(x), y))
     optimizer.consolidate()
     return {
         "weights": {key: own.detach().clone() for key, own in model.named_parameters()},
         "losses": losses,
-        "numbers": [judged, spread, float(optimizer.gradient_norm)],  # type: ignore[arg-type]
+        "numbers": [for_evaluation, spread, float(optimizer.gradient_norm)],  # type: ignore[arg-type]
     }
 
 
@@ -301,8 +301,8 @@ def refusals(world: Mesh) -> list[str]:
 def test_what_cannot_be_is_refused_with_the_mend() -> None:
     mends = ["mesh.stage and mesh.outer", "another module", '"raise"', "without stages", "requires_grad"]
     for told in isles.run_virtual(refusals, 4, links=LINKS):
-        for line, mend in zip(told, mends, strict=True):
-            assert mend in line
+        for line, hint in zip(told, mends, strict=True):
+            assert hint in line
 
 
 def at_odds(world: Mesh) -> None:

@@ -365,7 +365,7 @@ def test_frozen_blocks_are_no_fragment(pattern: str) -> None:
         for step in range(1, 10):
             train_step(optimizer, world.rank, step)
         optimizer.finish()
-        return [len(fragment.places) for fragment in optimizer.fragments]
+        return [len(fragment.indices) for fragment in optimizer.fragments]
 
     expected = [4, 2] if pattern == "sequential" else [2, 2, 2]
     assert run(worker, 2) == [expected, expected]

@@ -10,7 +10,7 @@ import pytest
 from isles import run_virtual
 from isles.comm.mesh import Mesh
 from isles.comm.tcp import is_far
-from isles.comm.transport import Line
+from isles.comm.transport import LinkEstimate
 from isles.comm.virtual.transport import VirtualTransport
 from isles.replicas.loop.outer import OuterSync
 from isles.training.setup import expectation
@@ -31,7 +31,7 @@ def said(text: Path, out: Path, method: str, *assignments: str) -> list[str]:
 
 
 def through(monkeypatch: pytest.MonkeyPatch, rate: float | None, tries_soon: bool = True) -> None:
-    monkeypatch.setattr(VirtualTransport, "line", lambda self: Line(rate, tries_soon))
+    monkeypatch.setattr(VirtualTransport, "line", lambda self: LinkEstimate(rate, tries_soon))
 
 
 def test_a_round_is_what_the_counters_show(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_a_long_run_is_not_planned_to_its_end(text: Path, monkeypatch: pytest.Mo
 
     def told(world: Mesh, steps: int) -> str:
         config = tiny(text, f"run.steps={steps}", method="noloco")
-        return expectation(trainer_of(config, world).optimizer, config, Line(0.5e6, True))
+        return expectation(trainer_of(config, world).optimizer, config, LinkEstimate(0.5e6, True))
 
     short, long = (run_virtual(told, 3, args=(steps,)) for steps in (60, 60_000))
     assert short == long

@@ -29,7 +29,7 @@ def planned(config: Config) -> Any:
 
 def trained(world: Any, config: Config, *_: object) -> Any:
     """What a worker of a ring does: says where it is."""
-    return world.place.replica, world.size
+    return world.coordinate.replica, world.size
 
 
 class Ring(WorldKind):

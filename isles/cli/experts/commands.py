@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from isles.base.errors import warnings_told
+from isles.base.errors import notify_warnings
 from isles.cli.terminal import AsJson, ConfigFile, Set, Trust, end_in_order
 
 app = typer.Typer(
@@ -30,7 +30,7 @@ Jobs = Annotated[bool, typer.Option("--jobs", help="List the runs and how far th
 
 @app.callback()
 def _experts(context: typer.Context) -> None:
-    context.with_resource(warnings_told(lambda event: print(f"note: {event['notice']}", file=sys.stderr)))
+    context.with_resource(notify_warnings(lambda event: print(f"note: {event['notice']}", file=sys.stderr)))
 
 
 def _system(system: str, what: str) -> None:
@@ -58,7 +58,7 @@ def _system(system: str, what: str) -> None:
             print_jobs(opened_system)
             return
         try:
-            with _progress() as progress, warnings_told(lambda event: progress.notice(event["notice"])):
+            with _progress() as progress, notify_warnings(lambda event: progress.notice(event["notice"])):
                 done = opened_system.train(progress, job or [], at_once)
                 results = opened_system.evaluate(progress) if done else None
         except KeyboardInterrupt:
@@ -119,7 +119,7 @@ def evaluate(
             raise ValueError(
                 f"{path}: {len(undone)} runs are not done, among them {undone[0]}; train them, or copy them there"
             )
-        with _progress() as progress, warnings_told(lambda event: progress.notice(event["notice"])):
+        with _progress() as progress, notify_warnings(lambda event: progress.notice(event["notice"])):
             results = system.evaluate(progress)
         print_results(results, path)
         return

@@ -1,7 +1,7 @@
 """Codecs: the form in which a vector crosses the wire. `codec(name)` makes one; `kinds` is their table.
 
 A codec turns a flat floating-point tensor into a packed uint8 buffer whose length is known from the number of elements
-alone, and back. Scales and places travel inside the buffer, so counted bytes are honest.
+alone, and back. Scales and indices travel inside the buffer, so counted bytes are honest.
 
     none fp16 bf16 int8 int4 int2 fp4 sign every entry, in fewer bits
     int8:stochastic int4:stochastic        the same, rounded at random: unbiased
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from isles.base.imports import named
+from isles.base.imports import import_target
 from isles.comm.codecs.kinds import CodecName, read_codec, read_form
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def form(name: str) -> Form:
     return _made(read_form(name))
 
 
-def _made(said: CodecName) -> Any:
-    kind = named("codec", said.place)
-    values = {} if said.values is None else {"values": codec(said.values)}
-    return kind(**values) if said.number is None else kind(said.number, **values)
+def _made(parsed: CodecName) -> Any:
+    kind = import_target("codec", parsed.target)
+    values = {} if parsed.values is None else {"values": codec(parsed.values)}
+    return kind(**values) if parsed.number is None else kind(parsed.number, **values)

@@ -13,7 +13,7 @@ many is right without error feedback, at a little more error each.
 
     code = floor(x / s + u),  u uniform in [0, 1), another one for every entry, exchange and worker
 
-u comes from no random number generator: it is a hash of the entry's own bits, its place in its block and a seed, so it
+u comes from no random number generator: it is a hash of the entry's own bits, its index in its block and a seed, so it
 is the same however a vector is cut into messages, and nobody's generator moves (data order and dropout stay those of a
 run without compression).
 """
@@ -116,16 +116,16 @@ def unpack_halves(codes: Tensor, table: np.ndarray, out: Tensor) -> None:
 
 
 _PAIRS = pairs_of([float(code - 8) for code in range(16)])
-_FOURS = np.array([[(byte >> 2 * place & 3) - 1.5 for place in range(4)] for byte in range(256)], dtype=np.float32)
+_FOURS = np.array([[(byte >> 2 * target & 3) - 1.5 for target in range(4)] for byte in range(256)], dtype=np.float32)
 
 
-_PLACES, _FIRST, _SECOND = (constant - (1 << 32) for constant in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
+_POSITIONS, _FIRST, _SECOND = (constant - (1 << 32) for constant in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35))
 
 
 def draws(y: Tensor, block: int, seed: int) -> Tensor:
     """Numbers in [0, 1) for float32 y (n,), whole blocks: uniform over seeds for every entry (murmur3's finalizer)."""
-    places = torch.arange(block, dtype=torch.int32, device="cpu") * _PLACES + seed
-    h = y.view(torch.int32).view(-1, block) ^ places
+    positions = torch.arange(block, dtype=torch.int32, device="cpu") * _POSITIONS + seed
+    h = y.view(torch.int32).view(-1, block) ^ positions
     h ^= (h >> 16) & 0xFFFF  # torch shifts signs in: they are masked off
     h *= _FIRST
     h ^= (h >> 13) & 0x7FFFF

@@ -18,7 +18,7 @@ class CodecKind(NamedTuple):
     (`isles.replicas.parts.legal`).
     """
 
-    place: str
+    target: str
     """module:Class."""
     lossless: bool
     """What is decoded is what was encoded, to the bit."""
@@ -60,7 +60,7 @@ KINDS: dict[str, CodecKind] = {
     "powersgd": CodecKind(f"{_HERE}.lowrank:LowRank", False, True, False, int, _rank),
 }
 """Every form by what stands before the colon; one of a name after a colon loses what the kind loses."""
-CODECS: dict[str, str] = {kind: row.place for kind, row in KINDS.items() if row.number is None} | {
+CODECS: dict[str, str] = {kind: row.target for kind, row in KINDS.items() if row.number is None} | {
     "int8:stochastic": f"{_HERE}.integers:StochasticInt8",
     "int4:stochastic": f"{_HERE}.integers:StochasticInt4",
 }
@@ -72,7 +72,7 @@ FORMS = (*NAMES, "powersgd:16")
 class CodecName(NamedTuple):
     """What a name says: the class, the number behind the colon, and the codec behind a plus."""
 
-    place: str
+    target: str
     number: float | None = None
     values: str | None = None
 
@@ -81,23 +81,23 @@ def read_codec(name: str) -> CodecName:
     """Of a codec. ValueError for any other name."""
     if name in CODECS:
         return CodecName(CODECS[name])
-    kind, number, values = _taken_apart(name)
+    kind, number, values = _split_name(name)
     if kind not in ("topk", "dct_topk", "randk") or (kind == "randk" and values):
         raise ValueError(unknown_name("codec", name, NAMES))
-    return CodecName(KINDS[kind].place, _number(name, kind, number), values or None)
+    return CodecName(KINDS[kind].target, _number(name, kind, number), values or None)
 
 
 def read_form(name: str) -> CodecName:
     """Of a codec, or of the low-rank form. ValueError for any other name."""
-    kind, number, values = _taken_apart(name)
+    kind, number, values = _split_name(name)
     if kind == "powersgd":
-        return CodecName(KINDS[kind].place, _number(name, kind, number), values or None)
+        return CodecName(KINDS[kind].target, _number(name, kind, number), values or None)
     if kind or name in CODECS:
         return read_codec(name)
     raise ValueError(unknown_name("codec", name, FORMS))
 
 
-def _taken_apart(name: str) -> tuple[str, str, str]:
+def _split_name(name: str) -> tuple[str, str, str]:
     """kind:number+values; ("", "", "") for what is no such name."""
     kind, colon, rest = name.partition(":")
     number, plus, values = rest.partition("+")

@@ -1,6 +1,6 @@
-"""The k largest entries of every chunk of 4096, with their places (Sparse communication, Aji and Heafield 2017).
+"""The k largest entries of every chunk of 4096, with their indices (Sparse communication, Aji and Heafield 2017).
 
-Wire: the values of all chunks in the form of another codec; then their places, 12 bits each, two in three bytes. bits
+Wire: the values of all chunks in the form of another codec; then their indices, 12 bits each, two in three bytes. bits
 per entry = k/4096 (12 + bits of a value). Everything else decodes to zero: biased, train with error feedback. A last,
 shorter chunk is filled with zeros.
 
@@ -8,19 +8,19 @@ dct_topk takes the largest coefficients of each chunk's two-dimensional discrete
 instead, the chunk seen as 64 x 64 (DeMo, arXiv 2411.19870, takes blocks of matrices; a chunk of 4096 neighbours in
 memory is one where rows are 64 long).
 
-A random part of the entries, the same on all members, without their places: drawn anew in each exchange.
+A random part of the entries, the same on all members, without their indices: drawn anew in each exchange.
 
 Within each chunk of 4096 a fraction f is kept, in its own precision; the rest decodes to zero. A mean of such encodings
 is exact on what was kept (the shared mask of SPARTA, and the first stage of CocktailSGD). All chunks of an exchange
 share one draw, so that cutting a vector changes nothing. bits per entry = 32 f.
 
-Places of a few entries among many, as bytes: for what picks entries by their size, as many as there are.
+Indices of a few entries among many, as bytes: for what picks entries by their size, as many as there are.
 
     indices   4 bytes each
     blocks    2 bytes each, counted from the start of its block of 65,536 entries; 4 bytes a block for how many
     bitmap    1 bit an entry of all, picked or not
 
-Places ascend. `pack` and `unpack` are inverse; a message says its form and its count beside it.
+Indices ascend. `pack` and `unpack` are inverse; a message says its form and its count beside it.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ class TopK(Codec):
 
     @override
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        kept = self.k * -(-elements // CHUNK)
-        return kept // 2 * 3 + self.values.wire_bytes(kept, torch.float32)
+        sent = self.k * -(-elements // CHUNK)
+        return sent // 2 * 3 + self.values.wire_bytes(sent, torch.float32)
 
     @override
     def encode(self, x: Tensor) -> Tensor:
         x_CB = self.transform(_chunks(x))
-        places = x_CB.abs().topk(self.k, dim=1, sorted=False).indices
-        return torch.cat((self.values.encode(x_CB.gather(1, places).view(-1)), pack_places(places.view(-1))))
+        indices = x_CB.abs().topk(self.k, dim=1, sorted=False).indices
+        return torch.cat((self.values.encode(x_CB.gather(1, indices).view(-1)), pack_indices(indices.view(-1))))
 
     @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         self.refuse_other_length(wire, elements, dtype)
         chunks = -(-elements // CHUNK)
-        kept = self.k * chunks
-        front = self.values.wire_bytes(kept, torch.float32)
-        values = self.values.decode(wire[:front], kept, torch.float32).view(chunks, self.k)
-        places = unpack_places(wire[front:]).view(chunks, self.k)
-        out_CB = torch.zeros(chunks, CHUNK, dtype=torch.float32, device="cpu").scatter_(1, places, values)
+        sent = self.k * chunks
+        front = self.values.wire_bytes(sent, torch.float32)
+        values = self.values.decode(wire[:front], sent, torch.float32).view(chunks, self.k)
+        indices = unpack_indices(wire[front:]).view(chunks, self.k)
+        out_CB = torch.zeros(chunks, CHUNK, dtype=torch.float32, device="cpu").scatter_(1, indices, values)
         return self.restore(out_CB).reshape(-1)[:elements].to(dtype)
 
     def transform(self, x_CB: Tensor) -> Tensor:
@@ -125,15 +125,15 @@ def dct_basis(n: int) -> Tensor:
     return basis.to(torch.float32)
 
 
-def pack_places(places: Tensor) -> Tensor:
+def pack_indices(indices: Tensor) -> Tensor:
     """Integers 0..4095 (2 n,) -> uint8 (3 n,): low byte of the first, its upper half and the second's lower, the
     rest.
     """
-    first, second = places.to(torch.int32).view(-1, 2).unbind(1)
+    first, second = indices.to(torch.int32).view(-1, 2).unbind(1)
     return torch.stack((first & 255, first >> 8 | (second & 15) << 4, second >> 4), 1).to(torch.uint8).view(-1)
 
 
-def unpack_places(packed: Tensor) -> Tensor:
+def unpack_indices(packed: Tensor) -> Tensor:
     """The inverse, int64 (2 n,)."""
     low, middle, high = packed.to(torch.int64).view(-1, 3).unbind(1)
     return torch.stack((low | (middle & 15) << 8, middle >> 4 | high << 4), 1).view(-1)
@@ -151,7 +151,7 @@ class RandomK(Codec):
 
     def __init__(self, fraction: float, salt: int = 0) -> None:
         self.fraction, self.salt = fraction, salt
-        self.kept = max(round(fraction * CHUNK), 1)
+        self.sent = max(round(fraction * CHUNK), 1)
         self.name = f"randk:{fraction:g}"
 
     @override
@@ -160,39 +160,39 @@ class RandomK(Codec):
 
     @override
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
-        return self.kept * -(-elements // CHUNK) * dtype.itemsize
+        return self.sent * -(-elements // CHUNK) * dtype.itemsize
 
     @override
     def encode(self, x: Tensor) -> Tensor:
         x_CB = torch.nn.functional.pad(x, (0, -x.numel() % CHUNK)).view(-1, CHUNK)
-        return as_bytes(x_CB.gather(1, self._places(len(x_CB))))
+        return as_bytes(x_CB.gather(1, self._indices(len(x_CB))))
 
     @override
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
         self.refuse_other_length(wire, elements, dtype)
         chunks = -(-elements // CHUNK)
         out_CB = torch.zeros(chunks, CHUNK, dtype=dtype, device="cpu")
-        out_CB.scatter_(1, self._places(chunks), wire.view(dtype).view(chunks, self.kept))
+        out_CB.scatter_(1, self._indices(chunks), wire.view(dtype).view(chunks, self.sent))
         return out_CB.view(-1)[:elements]
 
     def mask(self, elements: int) -> Tensor:
         """What is kept of a flat tensor, bool (elements,)."""
         chunks = -(-elements // CHUNK)
-        mask_CB = torch.zeros(chunks, CHUNK, dtype=torch.bool, device="cpu").scatter_(1, self._places(chunks), True)
+        mask_CB = torch.zeros(chunks, CHUNK, dtype=torch.bool, device="cpu").scatter_(1, self._indices(chunks), True)
         return mask_CB.view(-1)[:elements]
 
-    def _places(self, chunks: int) -> Tensor:
+    def _indices(self, chunks: int) -> Tensor:
         """(chunks, kept)."""
         draw = torch.Generator().manual_seed(self.salt)
-        return torch.randperm(CHUNK, generator=draw, dtype=torch.int64, device="cpu")[: self.kept].expand(chunks, -1)
+        return torch.randperm(CHUNK, generator=draw, dtype=torch.int64, device="cpu")[: self.sent].expand(chunks, -1)
 
 
 FORMS = ("blocks", "indices", "bitmap")
 _BLOCK = 1 << 16
 
 
-def places_bytes(form: str, count: int, elements: int) -> int:
-    """Length in bytes of `count` places among `elements` entries."""
+def indices_bytes(form: str, count: int, elements: int) -> int:
+    """Length in bytes of `count` indices among `elements` entries."""
     if form == "bitmap":
         return -(-elements // 8)
     return 4 * count if form == "indices" else 2 * count + 4 * -(-elements // _BLOCK)
@@ -200,37 +200,37 @@ def places_bytes(form: str, count: int, elements: int) -> int:
 
 def smallest(count: int, elements: int) -> str:
     """The form that takes the fewest bytes."""
-    return min(FORMS, key=lambda form: places_bytes(form, count, elements))
+    return min(FORMS, key=lambda form: indices_bytes(form, count, elements))
 
 
-def pack(form: str, places: Tensor, elements: int) -> Tensor:
-    """int64 places (c,) among `elements` entries -> uint8 (places_bytes(form, c, elements),)."""
-    held = places.numpy()
+def pack(form: str, indices: Tensor, elements: int) -> Tensor:
+    """int64 indices (c,) among `elements` entries -> uint8 (indices_bytes(form, c, elements),)."""
+    array = indices.numpy()
     if form == "indices":
-        packed = held.astype(np.uint32).view(np.uint8)
+        packed = array.astype(np.uint32).view(np.uint8)
     elif form == "blocks":
-        counts = np.bincount(held >> 16, minlength=-(-elements // _BLOCK)).astype(np.uint32)
-        packed = np.concatenate((counts.view(np.uint8), (held & _BLOCK - 1).astype(np.uint16).view(np.uint8)))
+        counts = np.bincount(array >> 16, minlength=-(-elements // _BLOCK)).astype(np.uint32)
+        packed = np.concatenate((counts.view(np.uint8), (array & _BLOCK - 1).astype(np.uint16).view(np.uint8)))
     else:
         mask = np.zeros(elements, dtype=np.bool_)
-        mask[held] = True
+        mask[array] = True
         packed = np.packbits(mask, bitorder="little")
     return torch.from_numpy(packed)
 
 
 def unpack(form: str, packed: Tensor, elements: int) -> Tensor:
     """The inverse, int64 (c,). Malformed for what is no such message: it is held against `elements`, not believed."""
-    held = packed.numpy()
+    array = packed.numpy()
     if form == "indices":
-        places = held.copy().view(np.uint32).astype(np.int64)  # a copy begins where numbers may
+        indices = array.copy().view(np.uint32).astype(np.int64)  # a copy begins where numbers may
     elif form == "blocks":
         front = 4 * -(-elements // _BLOCK)
-        counts, low = held[:front].copy().view(np.uint32), held[front:].copy().view(np.uint16)
+        counts, low = array[:front].copy().view(np.uint32), array[front:].copy().view(np.uint16)
         if counts.sum() != len(low):
-            raise Malformed(-1, f"{len(low)} places were announced as {counts.sum()}")
-        places = low + np.repeat(np.arange(len(counts), dtype=np.int64) << 16, counts)
+            raise Malformed(-1, f"{len(low)} indices were announced as {counts.sum()}")
+        indices = low + np.repeat(np.arange(len(counts), dtype=np.int64) << 16, counts)
     else:
-        places = np.flatnonzero(np.unpackbits(held, count=elements, bitorder="little"))
-    if len(places) and places.max() >= elements:
-        raise Malformed(-1, f"place {places.max()} of {elements}")
-    return torch.from_numpy(places)
+        indices = np.flatnonzero(np.unpackbits(array, count=elements, bitorder="little"))
+    if len(indices) and indices.max() >= elements:
+        raise Malformed(-1, f"index {indices.max()} of {elements}")
+    return torch.from_numpy(indices)

@@ -24,7 +24,7 @@ class Averaging(ABC):
 
     held_bytes = 0
     """Memory of what is kept from round to round."""
-    keeps_signs = False
+    preserves_signs = False
     """Whether the mean of zeros has the sign that all of them had."""
     starting = 0
     """Rounds at the beginning that travel otherwise than the later ones."""
@@ -65,7 +65,7 @@ class Coded(Averaging):
 
     def __init__(self, codec: Codec, elements: int, dtype: torch.dtype) -> None:
         self.codec, self.elements, self.dtype = codec, elements, dtype
-        self.keeps_signs = codec.lossless
+        self.preserves_signs = codec.lossless
 
     @override
     def pattern(self, round: int, size: int) -> MessagePattern:

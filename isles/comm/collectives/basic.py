@@ -40,17 +40,17 @@ def _gather_directly(call: Call, data: Tensor) -> Steps[list[Tensor]]:
 def _gather_by_doubling(call: Call, data: Tensor) -> Steps[list[Tensor]]:
     """Bruck et al. (1997): after k phases each member holds its own entry and those of the next 2^k - 1."""
     size, rank = call.group.size, call.group.rank
-    held = data.new_empty((size, *data.shape))  # in order from this member on, round to the one before it
-    held[0] = data
+    gathered = data.new_empty((size, *data.shape))  # in order from this member on, round to the one before it
+    gathered[0] = data
     reaches = list(_doublings(1, size))
     call.meet(*dict.fromkeys((rank + way * reach) % size for reach in reaches for way in (1, -1)))
     for phase, reach in enumerate(reaches):
         count = min(reach, size - reach)
         yield [
-            call.recv((rank + reach) % size, held[reach : reach + count], phase),
-            call.send((rank - reach) % size, held[:count], phase),
+            call.recv((rank + reach) % size, gathered[reach : reach + count], phase),
+            call.send((rank - reach) % size, gathered[:count], phase),
         ]
-    return [held[(position - rank) % size] for position in range(size)]
+    return [gathered[(position - rank) % size] for position in range(size)]
 
 
 def all_to_all(call: Call, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Steps[None]:
@@ -76,11 +76,11 @@ def broadcast(call: Call, data: Tensor, source: int = 0) -> Steps[None]:
     size = call.group.size
     if not 0 <= source < size:
         raise ValueError(f"source {source}: a group of {size} has positions 0 to {size - 1}")
-    place = (call.group.rank - source) % size  # 0 is the source
-    targets = [(other + source) % size for other in fed(place, size)]
-    feeder = (fed_by(place) + source) % size if place else source
-    call.meet(*([feeder] if place else []), *targets)  # those fed later too: their number is that of the start
-    if place:
+    index = (call.group.rank - source) % size  # 0 is the source
+    targets = [(other + source) % size for other in fed(index, size)]
+    feeder = (fed_by(index) + source) % size if index else source
+    call.meet(*([feeder] if index else []), *targets)  # those fed later too: their number is that of the start
+    if index:
         yield call.recv(feeder, data)
     yield [call.send(position, data) for position in targets]
 

@@ -30,7 +30,7 @@ from isles.comm.codecs.lowrank import Form, LowRank
 from isles.comm.collectives.averaging import Averaging, Coded
 from isles.comm.collectives.headers import Stamp
 from isles.comm.collectives.mean import mean, pattern, working_bytes
-from isles.comm.transport import Steps, Work, awaited
+from isles.comm.transport import Steps, Work, works_of
 from isles.network.exchange_plan import MessagePattern, Then
 
 _DENSE, _SECOND = 2, 3  # parts of a round, see `mean`; 0 and 1 are the caller's
@@ -131,9 +131,9 @@ class Factors(Averaging):
         with torch_threads(1):  # as in `_orth`
             for a, p, q in zip(inputs, columns, self.bases, strict=True):
                 torch.mm(p, q.T, out=a)
-        self._place(dense, buffer)
+        self._put_back(dense, buffer)
         if residual is not None and left is not None and lost is not None:
-            self._place(left, residual)
+            self._put_back(left, residual)
             into_mean = self._split(own_second.sub_(lost), [a.shape[1] for a in inputs])
             for matrix, p, q in zip(self.matrices, columns, into_mean, strict=True):
                 matrix.of(residual).addmm_(p, q.T, alpha=-1)
@@ -175,7 +175,7 @@ class Factors(Averaging):
         """What is dense of a vector, as one of its own."""
         return torch.cat(self._runs(vector))
 
-    def _place(self, dense: Tensor, vector: Tensor) -> None:
+    def _put_back(self, dense: Tensor, vector: Tensor) -> None:
         """The inverse of `_pick`."""
         torch._foreach_copy_(self._runs(vector), list(dense.split(self._dense)))
 
@@ -198,7 +198,7 @@ def _together(protocols: Sequence[Steps[tuple[int, ...]]]) -> Steps[list[tuple[i
         for index, protocol in enumerate(protocols):
             if index not in results:
                 try:
-                    works, needed = awaited(next(protocol))
+                    works, needed = works_of(next(protocol))
                     assert needed == len(works), "one of several cannot be waited for together with all of others"
                     waits += works
                 except StopIteration as end:

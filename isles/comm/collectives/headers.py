@@ -43,13 +43,13 @@ class Stamp:
         if not self.parts:
             return f"anchor hash {theirs:#x} against {self.digest:#x} here; weights or states of other runs were loaded"
         return " and ".join(
-            said for place, said in enumerate(self.parts) if (theirs ^ self.digest) >> 21 * place & _PART
+            part for index, part in enumerate(self.parts) if (theirs ^ self.digest) >> 21 * index & _PART
         )
 
 
 def packed(*numbers: int) -> int:
     """A digest of 21 bits of each of up to three hashes."""
-    return sum((number & _PART) << 21 * place for place, number in enumerate(numbers))
+    return sum((number & _PART) << 21 * index for index, number in enumerate(numbers))
 
 
 def form_digest(*what: object) -> int:
@@ -64,13 +64,13 @@ class Headers:
 
     def __init__(self, call: Call, stamp: Stamp, phase: int, form: int = 0, note: int | None = None) -> None:
         self.group, self.stamp, self.form = call.group, stamp, form
-        self.turn = -1 if call.round is None else call.round
+        self.round = -1 if call.round is None else call.round
         self._layout = _PLAIN if note is None else _NOTED
         magic = form << _MAGIC_BITS | (_BROKEN if stamp.broken else _MAGIC)
         notes = [] if note is None else [note]
-        words = self._layout.pack(magic, self.turn, self.group.view, stamp.step, stamp.digest, *notes)
-        mine = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-        self._theirs = torch.zeros(self.group.size, len(words), dtype=torch.uint8, device="cpu")
+        packed_header = self._layout.pack(magic, self.round, self.group.view, stamp.step, stamp.digest, *notes)
+        mine = torch.frombuffer(bytearray(packed_header), dtype=torch.uint8)
+        self._theirs = torch.zeros(self.group.size, len(packed_header), dtype=torch.uint8, device="cpu")
         rows = self._theirs.unbind()
         self.works: list[Work] = [call.recv(position, rows[position], phase) for position in self.group.others]
         self.works += [call.send(position, mine, phase) for position in self.group.others]
@@ -81,17 +81,19 @@ class Headers:
         """
         yield self.works
         usable = [] if self.stamp.broken else [self.group.rank]
-        told = list(self._layout.iter_unpack(self._theirs.numpy().tobytes()))
+        received = list(self._layout.iter_unpack(self._theirs.numpy().tobytes()))
         for position in self.group.others:
-            word, turn, view, step, digest, *_ = told[position]
-            magic, form = word & (1 << _MAGIC_BITS) - 1, word >> _MAGIC_BITS
+            tagged_magic, round, view, step, digest, *_ = received[position]
+            magic, form = tagged_magic & (1 << _MAGIC_BITS) - 1, tagged_magic >> _MAGIC_BITS
             peer, here = self.group.ranks[position], self.stamp
             if magic not in (_MAGIC, _BROKEN):
                 raise Diverged(peer, here.step, "it speaks another version of the protocol")
             if view != self.group.view:
                 raise Elsewhere(peer, view, self.group.view)
-            if (turn, step) != (self.turn, here.step):
-                raise Diverged(peer, here.step, f"it is at step {step}, round {turn}; this worker at round {self.turn}")
+            if (round, step) != (self.round, here.step):
+                raise Diverged(
+                    peer, here.step, f"it is at step {step}, round {round}; this worker at round {self.round}"
+                )
             if form != self.form:
                 raise Diverged(peer, here.step, "it exchanges something else: another length, codec or part")
             if digest != here.digest:

@@ -272,10 +272,10 @@ class TwoShot(MeanPart):
             with contextlib.suppress(CommError):
                 yield sends
             raise refused
-        told = back.decode(wire, last - first, shard.dtype)
+        decoded = back.decode(wire, last - first, shard.dtype)
         if self.residual is not None:  # what the second encoding lost of all members' shares
-            self.residual[first:last].add_(shard - told, alpha=len(usable))
-        shard.copy_(told)
+            self.residual[first:last].add_(shard - decoded, alpha=len(usable))
+        shard.copy_(decoded)
         yield works + sends
         for position in group.others:
             self._land(position)
@@ -289,30 +289,30 @@ class TwoShot(MeanPart):
         of it, which lies there.
         """
         start, stop = self.shards[position]
-        back, wire, place = self.codec.back, self.inbox[position], self.buffer[start:stop]
+        back, wire, shard = self.codec.back, self.inbox[position], self.buffer[start:stop]
         kind, ranks = PARTS * position + self.phase + _SECOND, self.call.group.ranks
         own, theirs = Squares(self.call.own_every(kind)), Squares()
         try:
             with sent_by(ranks[position]):
                 if back.lossless:
-                    given = back.decode(wire, stop - start, place.dtype)
-                    for here, there in zip(_blocks(place), _blocks(given), strict=True):
+                    received = back.decode(wire, stop - start, shard.dtype)
+                    for here, there in zip(_blocks(shard), _blocks(received), strict=True):
                         own.take(here)
                         theirs.take(there)
                         here.copy_(there)
                 else:
-                    for block in place.split(BLOCK):
+                    for block in shard.split(BLOCK):
                         own.take(block)
-                    back.decode_into(wire, place)
-                    for block in place.split(BLOCK):
+                    back.decode_into(wire, shard)
+                    for block in shard.split(BLOCK):
                         theirs.take(block)
             self.call.accept(kind, {position: theirs.mean()}, own.mean(), stop - start)
         except (Refused, Malformed):
             culprit = condemned(wire, ranks)
             if culprit is None:
                 raise
-            judge = ranks[position]
-            raise Refused(culprit, f"so says worker {judge}, which reduces a part of it", judge) from None
+            check = ranks[position]
+            raise Refused(culprit, f"so says worker {check}, which reduces a part of it", check) from None
 
 
 def verdict(ranks: Sequence[int], culprit: int, nbytes: int) -> Tensor:
@@ -433,7 +433,7 @@ def mean(
     headers = Headers(call, stamp or Stamp(step=-1), part, form)
     codec = codec.salted(salt(call.round, call.fragment), call.group.transport.rank)
     wires = Wires()
-    waiting: MeanPart | None = None
+    pending: MeanPart | None = None
     usable: tuple[int, ...] = ()
     if agree_first:
         usable = yield from headers.compare()
@@ -443,14 +443,14 @@ def mean(
         segment = _scheme(stop - start, buffer.dtype, codec, call.group.size)(
             call, buffer[start:stop], codec, *pieces, phase=phase, wires=wires
         )
-        if waiting is None and not agree_first:
+        if pending is None and not agree_first:
             usable = yield from headers.compare()  # the first segment is already on its way behind them
-        elif waiting is not None:
-            yield from waiting.finish(usable)
-            waiting.release()
-        waiting = segment
-    assert waiting is not None
-    yield from waiting.finish(usable)
+        elif pending is not None:
+            yield from pending.finish(usable)
+            pending.release()
+        pending = segment
+    assert pending is not None
+    yield from pending.finish(usable)
     return usable
 
 

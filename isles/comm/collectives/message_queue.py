@@ -28,7 +28,7 @@ from isles.comm.call import Call
 from isles.comm.errors import CommError, Malformed
 from isles.comm.group import Group
 from isles.comm.tags import Channel
-from isles.comm.transport import AnyOf, Bell, Steps, Work
+from isles.comm.transport import AnyOf, Steps, WaitEvent, Work
 
 MAGIC = 0x49534C45534D4131  # "ISLESMA1"
 _HEAD, _BODY = 62, 63  # phases that no task of a pipeline has (`isles.pipeline.wire.phase`)
@@ -39,7 +39,7 @@ _ADDRESSES = 1024  # of letters, that come round again
 _UNREAD = 256  # letters of one sender that may lie here before no more are taken from it
 
 
-class MailNote(NamedTuple):
+class MessageHeader(NamedTuple):
     """What a letter is about. kind: which lengths it may have. nanoseconds, queue, extra: figures that ride along."""
 
     kind: int
@@ -51,18 +51,18 @@ class MailNote(NamedTuple):
     extra: int = 0
 
 
-class MailLetter(NamedTuple):
+class QueuedMessage(NamedTuple):
     """sender: position in the group. body: uint8 (n,). wire: seconds from the head's arrival to the body's, where the
     body came after it was waited for; else 0.
     """
 
     sender: int
-    note: MailNote
+    header: MessageHeader
     body: Tensor
     wire: float
 
 
-class Mail:
+class MessageQueue:
     """One worker's letters from and to the others of `group`, on the group's channel.
 
     run: a number that all workers of this run share and others do not. lengths: of bodies in bytes, by kind. channels:
@@ -81,38 +81,38 @@ class Mail:
     ) -> None:
         self.group, self.run, self.lengths = group, run, dict(lengths)
         self._channels = dict(channels or {})
-        self.letters: deque[MailLetter] = deque()
+        self.messages: deque[QueuedMessage] = deque()
         """Not taken yet."""
         self.lost: dict[int, CommError] = {}
         """Positions from which nothing more comes, and why."""
         self.refused: Counter[int] = Counter()
         """Letters that could not be, by position."""
-        self._news: Bell | None = None
-        self._heard_of = 0  # members lost that `wait` has told of
+        self._news: WaitEvent | None = None
+        self._reported_losses = 0  # members lost that `wait` has told of
         self._unread: Counter[int] = Counter()
         self._sent: Counter[int] = Counter()  # letters, by position
-        self._room: dict[int, Bell] = {}
+        self._room: dict[int, WaitEvent] = {}
         self._sends: list[Work] = []
         self._look_at = 0  # so many sends: then those that are done are forgotten
         self._met: set[int] = set()
-        self._meeting = threading.Lock()
+        self._met_lock = threading.Lock()
         for position in group.others if met is None else met:
             self.meet(position)
 
     def meet(self, position: int) -> None:
         """Listen to `position` from now on; again: nothing. May be called in any thread."""
-        with self._meeting:
+        with self._met_lock:
             is_new = position not in self._met and position != self.group.rank
             self._met.add(position)
         if is_new:
             self.group.start(self._listen(position), self.group.channel, math.inf)
 
-    def send(self, position: int, note: MailNote, body: Tensor | None = None) -> None:
+    def send(self, position: int, header: MessageHeader, body: Tensor | None = None) -> None:
         """Hand a letter over. `body`, uint8, must not be written to from now on. To who is lost: nothing."""
         if position in self.lost:
             return
         length = 0 if body is None else body.numel()
-        head = torch.tensor([MAGIC, self.run, *note[:4], length, *note[4:]], dtype=torch.int64, device="cpu")
+        head = torch.tensor([MAGIC, self.run, *header[:4], length, *header[4:]], dtype=torch.int64, device="cpu")
         number = self._sent[position]
         self._sent[position] += 1
         if len(self._sends) >= self._look_at:  # rarely, for each look asks of all of them
@@ -120,30 +120,30 @@ class Mail:
             self._look_at = 2 * len(self._sends) + _UNREAD
         self._sends.append(self._address(number).send(position, head, _HEAD))
         if body is not None and length:
-            self._sends.append(self._address(number, note.kind).send(position, body, _BODY))
+            self._sends.append(self._address(number, header.kind).send(position, body, _BODY))
 
-    def take(self) -> MailLetter | None:
+    def take(self) -> QueuedMessage | None:
         """The oldest letter that is here."""
-        if not self.letters:
+        if not self.messages:
             return None
-        letter = self.letters.popleft()
-        self._unread[letter.sender] -= 1
-        if self._unread[letter.sender] < _UNREAD and letter.sender in self._room:
-            self._room.pop(letter.sender).ring()
-        return letter
+        message = self.messages.popleft()
+        self._unread[message.sender] -= 1
+        if self._unread[message.sender] < _UNREAD and message.sender in self._room:
+            self._room.pop(message.sender).set()
+        return message
 
     def wait(self, seconds: float = math.inf) -> None:
         """Until a letter is here, or somebody more is lost, or `seconds` have passed."""
-        bell = self._news = self.group.transport.bell(seconds)
-        if not self.letters and self._heard_of == len(self.lost):
-            self.group.start(_rung(bell), self.group.channel, math.inf).wait()
-        bell.ring()
-        self._news, self._heard_of = None, len(self.lost)
+        event = self._news = self.group.transport.event(seconds)
+        if not self.messages and self._reported_losses == len(self.lost):
+            self.group.start(_event_set(event), self.group.channel, math.inf).wait()
+        event.set()
+        self._news, self._reported_losses = None, len(self.lost)
 
     def give_up(self, position: int, why: CommError) -> None:
         """Neither wait for `position` any more nor read what it sends."""
         self.lost.setdefault(position, why)
-        self.letters = deque(letter for letter in self.letters if letter.sender != position)
+        self.messages = deque(message for message in self.messages if message.sender != position)
 
     def refuse(self, position: int, why: CommError) -> None:
         """A letter of `position` could not be, which its head did not show."""
@@ -152,10 +152,10 @@ class Mail:
 
     def settle(self, seconds: float = math.inf) -> None:
         """Wait until what was sent is gone, for so long at most: who does not listen any more takes nothing."""
-        bell = self.group.transport.bell(seconds)
+        event = self.group.transport.event(seconds)
         for work in self._sends:
             try:
-                self.group.start(_first(work, bell), self.group.channel).wait()
+                self.group.start(_first(work, event), self.group.channel).wait()
             except CommError:
                 continue  # its peer is lost: `lost` says so
         self._sends = []
@@ -166,26 +166,26 @@ class Mail:
                 head = torch.empty(_NUMBERS, dtype=torch.int64, device="cpu")
                 arrival = self._address(number).recv(position, head, _HEAD)
                 yield arrival
-                note, length = self._read(position, head)
+                header, length = self._read(position, head)
                 body, wire = torch.empty(length, dtype=torch.uint8, device="cpu"), 0.0
                 if length:
-                    work = self._address(number, note.kind).recv(position, body, _BODY)
+                    work = self._address(number, header.kind).recv(position, body, _BODY)
                     waited = not work.done()
                     yield work
                     wire = work.at - arrival.at if waited else 0.0
                 if position in self.lost:
                     return
                 self._unread[position] += 1
-                self.letters.append(MailLetter(position, note, body, wire))
-                self._ring()
+                self.messages.append(QueuedMessage(position, header, body, wire))
+                self._notify()
                 if self._unread[position] >= _UNREAD:
-                    room = self._room[position] = self.group.transport.bell()
+                    room = self._room[position] = self.group.transport.event()
                     yield room
         except CommError as error:
             if isinstance(error, Malformed):
                 self.refused[position] += 1
             self.lost.setdefault(position, error)
-            self._ring()
+            self._notify()
 
     def _address(self, number: int, kind: int | None = None) -> Call:
         """Of one sender's letter of that number: letters may go different ways, and pass each other. kind: whose body
@@ -194,10 +194,10 @@ class Mail:
         channel = self.group.channel if kind is None else self._channels.get(kind, self.group.channel)
         return self.group.call(channel, round=number % _ADDRESSES)
 
-    def _read(self, position: int, head: Tensor) -> tuple[MailNote, int]:
+    def _read(self, position: int, head: Tensor) -> tuple[MessageHeader, int]:
         """Malformed where the head is none of this run."""
         magic, run, kind, step, attempt, number, length, *figures = head.tolist()
-        note = MailNote(kind, step, attempt, number, *figures)
+        header = MessageHeader(kind, step, attempt, number, *figures)
         rank = self.group.ranks[position]
         if magic != MAGIC:
             raise Malformed(rank, "the head of a letter begins with something else")
@@ -205,18 +205,18 @@ class Mail:
             raise Malformed(rank, "a letter of another run, or of another configuration")
         if length not in self.lengths.get(kind, range(0)):
             raise Malformed(rank, f"a letter of kind {kind} with {length} bytes")
-        if min(note) < 0:
+        if min(header) < 0:
             raise Malformed(rank, "the head of a letter has numbers below 0")
-        return note, length
+        return header, length
 
-    def _ring(self) -> None:
-        if (bell := self._news) is not None:
-            bell.ring()
-
-
-def _rung(bell: Bell) -> Steps[None]:
-    yield AnyOf([bell])
+    def _notify(self) -> None:
+        if (event := self._news) is not None:
+            event.set()
 
 
-def _first(work: Work, bell: Bell) -> Steps[None]:
-    yield AnyOf([work, bell])
+def _event_set(event: WaitEvent) -> Steps[None]:
+    yield AnyOf([event])
+
+
+def _first(work: Work, event: WaitEvent) -> Steps[None]:
+    yield AnyOf([work, event])

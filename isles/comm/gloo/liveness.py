@@ -22,8 +22,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from isles.base.parsing import parse_json
-from isles.comm.tcp import Seen, is_far, keep_trying, looks, opened, seen, try_soon
-from isles.comm.transport import Deadlines, Line
+from isles.comm.tcp import ConnectionState, connection_state, is_far, keep_trying, looks, opened, try_soon
+from isles.comm.transport import Deadlines, LinkEstimate
 
 GLANCE = 0.1  # seconds between looks
 _CLOSED = 1.0  # seconds that gloo has to read what came before a connection was closed
@@ -31,7 +31,7 @@ _UNSEEN = 0.5e6  # bits per second of the slowest line that is waited for where 
 T = TypeVar("T")
 
 
-class Life:
+class Liveness:
     """What one worker knows of the others' lives. silence: seconds until somebody counts as lost; None: the default."""
 
     def __init__(self, silence: float | None = None) -> None:
@@ -45,7 +45,7 @@ class Life:
         self._idle: set[int] = set()  # all that was for them has arrived there
         self._others: dict[int, tuple[int, float]] = {}  # by worker: bytes moved by its own word, and when that changed
         self._closed: dict[int, float] = {}  # by peer: when its connections were first seen closed
-        self._gone: dict[int, str] = {}
+        self._losses: dict[int, str] = {}
         self._tries_soon = True
 
     def meet(self, make: Callable[[], T], rank: int, ranks: Sequence[int], store: Callable[[], dist.Store]) -> T:
@@ -94,13 +94,13 @@ class Life:
         self.look()
         return sum(list(self._moved.values()))
 
-    def line(self) -> Line | None:
+    def link_estimate(self) -> LinkEstimate | None:
         """The slowest one to another machine; None where no connection is known that leads to one."""
         known = [(name, fd) for own in self._known.values() for name, fd in own.items() if is_far(name)]
         rates = [look.rate for name, fd in known if (look := _look(fd, name)) is not None and look.rate is not None]
-        return Line(min(rates, default=None), self._tries_soon) if known else None
+        return LinkEstimate(min(rates, default=None), self._tries_soon) if known else None
 
-    def tell(self, counts: Sequence[int]) -> None:
+    def set_counts(self, counts: Sequence[int]) -> None:
         """A launcher's word: by rank, the bytes that each worker says to have moved."""
         for worker, count in enumerate(counts):
             if count != self._others.get(worker, (0, 0.0))[0]:
@@ -108,14 +108,14 @@ class Life:
 
     def lose(self, peer: int, why: str) -> None:
         """From now on nobody waits for `peer`."""
-        self._gone.setdefault(peer, why)
+        self._losses.setdefault(peer, why)
 
-    def awaited(self, peers: Collection[int | None], seconds: float) -> None:
+    def notify_blocked(self, peers: Collection[int | None], seconds: float) -> None:
         """A worker has stood still for so long because nothing comes from `peers`: told at each glance."""
 
-    def gone(self, peer: int | None) -> str | None:
+    def loss_of(self, peer: int | None) -> str | None:
         """Why nothing will come from a peer any more; None for who may still answer."""
-        return None if peer is None else self._gone.get(peer)
+        return None if peer is None else self._losses.get(peer)
 
     def last(self, peer: int | None) -> float:
         """When a byte last moved to or from a peer (None: to or from anyone), host clock; -inf for who is not seen."""
@@ -129,11 +129,11 @@ class Life:
             return -math.inf
         return self._others[peer][1]
 
-    def again(self, peer: int | None) -> float:
+    def retry_in(self, peer: int | None) -> float:
         """Seconds until the kernel tries once more to reach a peer that did not acknowledge; else 0."""
         return 0.0 if peer is None else self._again.get(peer, 0.0)
 
-    def _note(self, peer: int, looks: Sequence[Seen], now: float) -> None:
+    def _note(self, peer: int, looks: Sequence[ConnectionState], now: float) -> None:
         if not looks:
             if now - self._closed.setdefault(peer, now) > _CLOSED:
                 self.lose(peer, "the connection to it is closed")
@@ -141,19 +141,19 @@ class Life:
         moved = sum(look.moved for look in looks)
         if moved != self._moved.get(peer):
             self._moved[peer], self._at[peer] = moved, now
-        self._again[peer] = max(look.again for look in looks)
+        self._again[peer] = max(look.retry_in for look in looks)
         (self._idle.add if all(look.is_idle for look in looks) else self._idle.discard)(peer)
 
 
 def connections() -> dict[str, int]:
-    """This process's TCP connections: their names, see `Seen`, and descriptors. Empty where the kernel does not say."""
+    """Descriptors of this process's TCP connections by `ConnectionState.name`; empty where the kernel does not say."""
     return {look.name: fd for fd, look in looks().items()}
 
 
-def _look(fd: int, name: str, silence: float | None = None) -> Seen | None:
+def _look(fd: int, name: str, silence: float | None = None) -> ConnectionState | None:
     """Of the connection `name` behind a descriptor; None where it is no more. silence: have it tried on for so long."""
     for end in opened(fd):
-        look = seen(end)
+        look = connection_state(end)
         if look is not None and look.name == name:
             if silence is not None:
                 keep_trying(end, look, silence)

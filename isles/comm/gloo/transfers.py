@@ -33,10 +33,10 @@ from typing import Any
 import torch
 
 from isles.comm.errors import DeadlinePassed, PeerLost
-from isles.comm.gloo.liveness import GLANCE, Life
+from isles.comm.gloo.liveness import GLANCE, Liveness
 from isles.comm.tags import Channel
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Line, Steps, awaited
+from isles.comm.transport import LinkEstimate, Steps, works_of
 
 _LOOK = "look"  # wakes the driver's thread, that it may begin to look
 
@@ -46,12 +46,12 @@ _CHAIN = 20  # deadlines for which a peer is waited for that itself waits for an
 class PostedWork:
     """One message on its way; `finished` counts once, whoever calls it. now: the worker's clock."""
 
-    def __init__(self, peer: int | None, keep: Any, now: Callable[[], float]) -> None:
+    def __init__(self, peer: int | None, buffer: Any, now: Callable[[], float]) -> None:
         self.peer = peer
         self.at = math.inf
         self.error: Exception | None = None
         self._now = now
-        self._keep = keep  # the buffer must live until the message is done
+        self._buffer = buffer  # the buffer must live until the message is done
         self._lock = threading.Lock()
         self._done = False
         self._watcher: Watch | None = None
@@ -64,7 +64,7 @@ class PostedWork:
         with self._lock:
             if self._done:  # its peer was given up before
                 return
-            self.at, self.error, self._keep = self._now(), error, None
+            self.at, self.error, self._buffer = self._now(), error, None
             self._done = True  # last: it is asked without the lock
             watcher = self._watcher
         if watcher is not None:
@@ -79,14 +79,14 @@ class PostedWork:
             return True
 
 
-class HostBell(PostedWork):
-    """See `isles.comm.transport.Bell`. Nobody's loss can fail it: it rings then, too."""
+class HostEvent(PostedWork):
+    """See `isles.comm.transport.WaitEvent`. Nobody's loss can fail it: it rings then, too."""
 
-    def ring(self) -> None:
+    def set(self) -> None:
         super().finished()
 
     def finished(self, error: Exception | None = None) -> None:
-        self.ring()
+        self.set()
 
 
 class Watch:
@@ -96,7 +96,7 @@ class Watch:
         self.transfer, self.works = transfer, works
         self._lock = threading.Lock()
         self._needed = needed
-        self._held = True  # until `released`: nobody wakes the transfer while this is being made
+        self._is_starting = True  # until `released`: nobody wakes the transfer while this is being made
         self._woken = False
         for work in works:
             if not work.watch(self):
@@ -105,7 +105,7 @@ class Watch:
     def released(self) -> bool:
         """From now on the transfer may be woken; True when there is nothing left to wait for."""
         with self._lock:
-            self._held = False
+            self._is_starting = False
             return self._wakes()
 
     def one_done(self) -> None:
@@ -117,7 +117,7 @@ class Watch:
 
     def _wakes(self) -> bool:
         """Whether the wait is over and nobody has been told. Under the lock: True once."""
-        if self._held or self._woken or (self._needed > 0 and self.outcome() is None):
+        if self._is_starting or self._woken or (self._needed > 0 and self.outcome() is None):
             return False
         self._woken = True
         return True
@@ -156,7 +156,7 @@ class BackgroundTransfer:
                 except Exception as failure:  # whatever the protocol raises belongs to whoever waits
                     self._end(None, failure)
                 else:
-                    self._watch = Watch(self, *awaited(waited))  # type: ignore[arg-type]
+                    self._watch = Watch(self, *works_of(waited))  # type: ignore[arg-type]
                     if not self._watch.released():
                         return
 
@@ -164,8 +164,8 @@ class BackgroundTransfer:
         if not self._ended.is_set():
             start, mark = self.driver.now(), self.traffic.mark()
             while (left := self._left()) > 0 and not self._ended.wait(min(left, GLANCE)):
-                self.driver.life.look()
-                self.driver.life.awaited({work.peer for work in self._late()}, self.driver.now() - start)
+                self.driver.liveness.look()
+                self.driver.liveness.notify_blocked({work.peer for work in self._late()}, self.driver.now() - start)
             self.traffic.waited(self.channel, start, self.driver.now(), mark)
             if not self._ended.is_set():
                 self._abandon()
@@ -179,7 +179,7 @@ class BackgroundTransfer:
     def give_up_lost(self) -> None:
         """End what is waited for from peers that are gone."""
         for work in self._late():
-            if (why := self.driver.life.gone(work.peer)) is not None:
+            if (why := self.driver.liveness.loss_of(work.peer)) is not None:
                 work.finished(PeerLost(-1 if work.peer is None else work.peer, why))
 
     def _late(self) -> list[PostedWork]:
@@ -187,17 +187,19 @@ class BackgroundTransfer:
 
     def _left(self) -> float:
         """Seconds until the deadline."""
-        life, ends_at = self.driver.life, self._start + self.seconds
+        liveness, ends_at = self.driver.liveness, self._start + self.seconds
         for work in self._late():
-            elsewhere = min(life.last_elsewhere(work.peer), self._start + (_CHAIN - 1) * self.seconds)
-            ends_at = max(ends_at, max(life.last(work.peer), elsewhere) + self.seconds + life.again(work.peer))
+            elsewhere = min(liveness.last_elsewhere(work.peer), self._start + (_CHAIN - 1) * self.seconds)
+            ends_at = max(
+                ends_at, max(liveness.last(work.peer), elsewhere) + self.seconds + liveness.retry_in(work.peer)
+            )
         return ends_at - time.monotonic()
 
     def _abandon(self) -> None:
         with self._lock:
             if self._ended.is_set():
                 return
-            late = min((work.peer for work in self._late()), key=self.driver.life.last, default=None)
+            late = min((work.peer for work in self._late()), key=self.driver.liveness.last, default=None)
             self._steps.close()
             self._end(None, DeadlinePassed(-1 if late is None else late, self.channel, self.seconds))
 
@@ -214,24 +216,24 @@ class Driver:
     now: the worker's clock, seconds.
     """
 
-    def __init__(self, now: Callable[[], float], life: Life) -> None:
-        self.now, self.life = now, life
+    def __init__(self, now: Callable[[], float], liveness: Liveness) -> None:
+        self.now, self.liveness = now, liveness
         self.under_way: set[BackgroundTransfer] = set()
         self._lock = threading.Lock()
         self._ready: SimpleQueue[BackgroundTransfer | str | None] = SimpleQueue()
-        self._alarms: list[tuple[float, int, HostBell]] = []  # a heap; numbered, for bells have no order
+        self._alarms: list[tuple[float, int, HostEvent]] = []  # a heap; numbered, for bells have no order
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
-    def bell(self, seconds: float) -> HostBell:
+    def event(self, seconds: float) -> HostEvent:
         """One that is rung after `seconds`."""
-        bell = HostBell(None, None, self.now)
+        event = HostEvent(None, None, self.now)
         if seconds < math.inf:
             self._begin()
             with self._lock:
-                heapq.heappush(self._alarms, (time.monotonic() + seconds, next(self._numbers), bell))
+                heapq.heappush(self._alarms, (time.monotonic() + seconds, next(self._numbers), event))
             self._ready.put(_LOOK)
-        return bell
+        return event
 
     def start(self, steps: Steps[Any], channel: Channel, deadline: float, traffic: Traffic) -> BackgroundTransfer:
         """Begin a transfer in the caller's thread."""
@@ -260,33 +262,33 @@ class Driver:
             self._thread = threading.Thread(target=self._serve, name="isles-transfers", daemon=True)
             self._thread.start()
 
-    def _ring(self) -> float | None:
+    def _notify(self) -> float | None:
         """Ring the bells whose time has come; seconds until something is to be looked at, None: not by itself."""
         with self._lock:
             now, due = time.monotonic(), []
             while self._alarms and (self._alarms[0][0] <= now or self._alarms[0][2].done()):
                 due.append(heapq.heappop(self._alarms)[2])
             following = self._alarms[0][0] - now if self._alarms else math.inf
-        for bell in due:
-            bell.ring()
+        for event in due:
+            event.set()
         following = min(following, GLANCE if self.under_way else math.inf)
         return following if following < math.inf else None
 
     def _serve(self) -> None:
         while True:
             with contextlib.suppress(Empty):
-                if (transfer := self._ready.get(timeout=self._ring())) is None:
+                if (transfer := self._ready.get(timeout=self._notify())) is None:
                     return
                 if isinstance(transfer, BackgroundTransfer):
                     if torch.get_num_threads() != transfer.threads:
                         torch.set_num_threads(transfer.threads)
                     transfer.advance()
-            self.life.look()
-            for waiting in list(self.under_way):
-                waiting.give_up_lost()
+            self.liveness.look()
+            for transfer in list(self.under_way):
+                transfer.give_up_lost()
 
 
-WaitingJob = Callable[[], Callable[[], None]]
+WaiterJob = Callable[[], Callable[[], None]]
 """Waits, and returns what then tells of it; neither raises."""
 
 
@@ -294,12 +296,12 @@ class Waiters:
     """A pool that never queues: a job gets an idle thread, or a new one."""
 
     def __init__(self) -> None:
-        self._idle: list[SimpleQueue[WaitingJob | None]] = []
+        self._idle: list[SimpleQueue[WaiterJob | None]] = []
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._closed = False
 
-    def submit(self, job: WaitingJob) -> None:
+    def submit(self, job: WaiterJob) -> None:
         """Run `job` on a thread of its own. It is idle again before anybody is told: who then has another job finds it,
         so there are never more threads than jobs have waited at once.
         """
@@ -324,15 +326,15 @@ class Waiters:
             thread.join(max(ends_at - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _serve(self, inbox: SimpleQueue[WaitingJob | None]) -> None:
+    def _serve(self, inbox: SimpleQueue[WaiterJob | None]) -> None:
         while (job := inbox.get()) is not None:
-            tell = job()
+            set_counts = job()
             with self._lock:
                 closed = self._closed
                 if not closed:
                     self._idle.append(inbox)
-            tell()
-            del job, tell  # an idle thread keeps no message, and so no buffer, alive
+            set_counts()
+            del job, set_counts  # an idle thread keeps no message, and so no buffer, alive
             if closed:
                 return
 
@@ -343,23 +345,23 @@ class OnHostClock:
     step_seconds = 0.0
     away_seconds = 0.0
 
-    def __init__(self, life: Life | None = None) -> None:
+    def __init__(self, liveness: Liveness | None = None) -> None:
         self.traffic = Traffic()
-        self.life = life or Life()
+        self.liveness = liveness or Liveness()
         self._start = time.perf_counter()
-        self._driver = Driver(self.now, self.life)
+        self._driver = Driver(self.now, self.liveness)
 
     def run(self, protocol: Steps[Any], channel: Channel, deadline: float) -> BackgroundTransfer:
         """Drive `protocol` in the background; the transfer fails `deadline` seconds after the last sign of life."""
         return self._driver.start(protocol, channel, deadline, self.traffic)
 
-    def bell(self, seconds: float = math.inf) -> HostBell:
+    def event(self, seconds: float = math.inf) -> HostEvent:
         """On the host's clock; the thread that drives protocols rings it."""
-        return self._driver.bell(seconds)
+        return self._driver.event(seconds)
 
-    def line(self) -> Line | None:
+    def link_estimate(self) -> LinkEstimate | None:
         """By the kernel's counters."""
-        return self.life.line()
+        return self.liveness.link_estimate()
 
     def now(self) -> float:
         """Seconds since this transport was made, host clock."""

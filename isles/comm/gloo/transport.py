@@ -37,7 +37,7 @@ from torch import Tensor
 
 from isles.comm.environment import world_variables
 from isles.comm.errors import PeerLost, RendezvousFailed
-from isles.comm.gloo.liveness import GLANCE, Life
+from isles.comm.gloo.liveness import GLANCE, Liveness
 from isles.comm.gloo.transfers import OnHostClock, PostedWork, Waiters
 from isles.comm.tags import Tag, pack
 from isles.comm.tcp import gloo_interface, refuse_unknown_interfaces
@@ -91,10 +91,10 @@ _SOON = 0.0005  # seconds between looks at one that somebody waits for
 class NativeGroup:
     """torch's group of `ranks`, of which this worker is `rank`."""
 
-    def __init__(self, processes: Any, rank: int, ranks: tuple[int, ...], life: Life, silence: float) -> None:
+    def __init__(self, processes: Any, rank: int, ranks: tuple[int, ...], liveness: Liveness, silence: float) -> None:
         self.processes, self._rank = processes, rank
         self._others = [other for other in ranks if other != rank]
-        self._life, self._silence = life, silence
+        self._life, self._silence = liveness, silence
         self._ended = 0.0  # when the newest of its collectives was seen to be over
         self.error: PeerLost | None = None
 
@@ -107,10 +107,10 @@ class NativeGroup:
             self._life.look()
             quiet = min(self._others, key=self._liveliness, default=self._rank)
             late = time.monotonic() - max(began, self._ended, self._life.last(quiet)) > self._silence
-            why = self._life.gone(quiet) or f"a sum on GPUs has waited for it for {self._silence:g} s"
+            why = self._life.loss_of(quiet) or f"a sum on GPUs has waited for it for {self._silence:g} s"
             if work is not None:
                 work.peer = quiet  # it is named where the wait is given up
-            if self.error is None and (late or self._life.gone(quiet) is not None):
+            if self.error is None and (late or self._life.loss_of(quiet) is not None):
                 self.error = PeerLost(quiet, why)
                 self.processes.abort()
             if self.error is not None:
@@ -121,7 +121,7 @@ class NativeGroup:
         return (lambda: None) if work is None else partial(work.finished, self.error)
 
     def _liveliness(self, other: int) -> tuple[bool, float]:
-        return self._life.gone(other) is None, self._life.last(other)
+        return self._life.loss_of(other) is None, self._life.last(other)
 
 
 _LOG = logging.getLogger(__name__)
@@ -135,9 +135,9 @@ class DistributedTransport(OnHostClock):
     native = True
 
     def __init__(
-        self, rank: int = 0, size: int = 1, processes: dist.ProcessGroup | None = None, life: Life | None = None
+        self, rank: int = 0, size: int = 1, processes: dist.ProcessGroup | None = None, liveness: Liveness | None = None
     ) -> None:
-        super().__init__(life)
+        super().__init__(liveness)
         self.rank, self.size = rank, size
         self._processes = processes  # None: the default process group, which is this transport's own
         self._waiters = Waiters()
@@ -149,12 +149,12 @@ class DistributedTransport(OnHostClock):
         self._lost: Counter[tuple[tuple[int, ...], str]] = Counter()
 
     @classmethod
-    def join(cls, store: dist.Store, rank: int, size: int, life: Life | None = None) -> DistributedTransport:
+    def join(cls, store: dist.Store, rank: int, size: int, liveness: Liveness | None = None) -> DistributedTransport:
         """Meet `size` processes over `store` and open gloo connections."""
         refuse_unknown_interfaces(os.environ)
-        life = life or Life()
-        life.meet(partial(_default, store, rank, size), rank, range(size), lambda: dist.PrefixStore("life", store))
-        return cls(rank, size, life=life)
+        liveness = liveness or Liveness()
+        liveness.meet(partial(_default, store, rank, size), rank, range(size), lambda: dist.PrefixStore("life", store))
+        return cls(rank, size, liveness=liveness)
 
     @classmethod
     def from_environment(cls, join: float = 300.0) -> tuple[DistributedTransport, int | None]:
@@ -164,40 +164,40 @@ class DistributedTransport(OnHostClock):
         not come within `join` seconds.
         """
         is_beside = dist.is_available() and dist.is_initialized()
-        told = dict(os.environ) if is_beside else world_variables(os.environ)
-        if told is None:
+        variables = dict(os.environ) if is_beside else world_variables(os.environ)
+        if variables is None:
             return cls(), _local_rank(os.environ)
         if is_beside:
             rank, size = dist.get_rank(), dist.get_world_size()
         else:
-            rank, size = int(told["RANK"]), int(told["WORLD_SIZE"])
-        if interface := gloo_interface({**told, "WORLD_SIZE": str(size)}):
+            rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+        if interface := gloo_interface({**variables, "WORLD_SIZE": str(size)}):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        store = distributed_c10d._get_default_store() if is_beside else store_of(told, join)
+        store = distributed_c10d._get_default_store() if is_beside else store_of(variables, join)
         # Keys of its own: those of a process group that was made and destroyed before are still there.
         store = dist.PrefixStore(f"isles/{next(_WORLDS)}", store)
         meet(store, rank, range(size), join)
-        life = Life()
+        liveness = Liveness()
         refuse_unknown_interfaces(os.environ)
         default = partial(_default, dist.PrefixStore("gloo", store), rank, size, join)
         make = partial(_new_group, join, backend="gloo") if is_beside else default
         with failing_as(f"the {size} workers met, but gloo did not connect them within {join:g} s"):
-            processes = life.meet(make, rank, range(size), lambda: dist.PrefixStore("life", store))
-        transport = cls(rank, size, processes, life)
+            processes = liveness.meet(make, rank, range(size), lambda: dist.PrefixStore("life", store))
+        transport = cls(rank, size, processes, liveness)
         transport._store, transport._join = store, join
         atexit.register(transport.close)  # a script may just end
-        return transport, _local_rank(told)
+        return transport, _local_rank(variables)
 
     def waits(self, deadlines: Deadlines) -> Deadlines:
         """These, with more time for long transfers where the kernel does not tell whether a line moves."""
         self._join, self._silence = deadlines.join, deadlines.silence
-        return self.life.waits(deadlines, (peer for peer in range(self.size) if peer != self.rank))
+        return self.liveness.waits(deadlines, (peer for peer in range(self.size) if peer != self.rank))
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> PostedWork:
-        return self._post(peer, data, lambda: dist.isend(data, peer, self._processes, pack(tag)))
+        return self._start_message(peer, data, lambda: dist.isend(data, peer, self._processes, pack(tag)))
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> PostedWork:
-        return self._post(peer, out, lambda: dist.irecv(out, peer, self._processes, pack(tag)))
+        return self._start_message(peer, out, lambda: dist.irecv(out, peer, self._processes, pack(tag)))
 
     def native_sum(self, buffer: Tensor, ranks: tuple[int, ...]) -> PostedWork:
         """`torch.distributed`'s all_reduce, over NCCL for CUDA buffers, else over gloo.
@@ -236,8 +236,8 @@ class DistributedTransport(OnHostClock):
             meet(own, self.rank, ranks, self._join)
             make = partial(_new_group, self._join, ranks=list(ranks), backend=key[1], use_local_synchronization=True)
             with failing_as(f"workers {ranks} met, but {key[1]} did not connect them"):
-                made = self.life.meet(make, self.rank, ranks, lambda: own)
-            self._native_groups[key] = NativeGroup(made, self.rank, ranks, self.life, self._silence)
+                made = self.liveness.meet(make, self.rank, ranks, lambda: own)
+            self._native_groups[key] = NativeGroup(made, self.rank, ranks, self.liveness, self._silence)
         return self._native_groups[key].processes
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ class DistributedTransport(OnHostClock):
         except RuntimeError as error:
             _LOG.debug("closed all connections: %s", _first_line(error))
 
-    def _post(self, peer: int | None, buffer: Tensor, start: Any) -> PostedWork:
+    def _start_message(self, peer: int | None, buffer: Tensor, start: Any) -> PostedWork:
         assert buffer.dtype == torch.uint8 and buffer.device.type == "cpu", "gloo takes uint8 views of CPU memory"
         return self._watch(peer, buffer, start, ask_sender=peer is None)
 

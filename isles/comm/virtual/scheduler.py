@@ -46,7 +46,7 @@ class Killed(BaseException):
     """This worker dies now: unwinds its thread past `except Exception`. The others go on."""
 
 
-class Awaited(Protocol):
+class Blocker(Protocol):
     """What a worker blocks on: a protocol under way."""
 
     error: BaseException | None
@@ -55,7 +55,7 @@ class Awaited(Protocol):
     def fail(self, error: Exception) -> None: ...
 
 
-class Stepped(Awaited, Protocol):
+class Stepped(Blocker, Protocol):
     """A transfer, while its protocol is stepped."""
 
     tag: Tag | None
@@ -73,7 +73,7 @@ class VirtualWorker:
         self.absences = absences  # None: never paused
         self.clock = begins
         self.killed = False
-        self.awaits: Awaited | None = None
+        self.awaits: Blocker | None = None
         self.gate = threading.Lock()  # released by whoever lets this worker go on
         self.gate.acquire()
 
@@ -149,12 +149,12 @@ class Scheduler:
         try:
             if self._stopped:
                 raise Stopped
-            place = (worker.clock, worker.rank)
+            key = (worker.clock, worker.rank)
             timeline = self.timeline
             while True:
-                if self._is_another_before(place):
+                if self._is_another_before(key):
                     self._running.remove(worker)
-                    heapq.heappush(self._ready, place)
+                    heapq.heappush(self._ready, key)
                     self._sleep(worker)
                     break  # woken in its turn, and since then nobody could act
                 if timeline.next_time() > worker.clock:
@@ -188,14 +188,14 @@ class Scheduler:
             worker.clock = clock
             self._dispatch()  # others may have waited for this clock to pass theirs
 
-    def block(self, worker: VirtualWorker, awaited: Awaited) -> None:
+    def block(self, worker: VirtualWorker, blocker: Blocker) -> None:
         """In the worker's turn: sleep until `wake`, which moves its clock."""
-        worker.awaits = awaited
+        worker.awaits = blocker
         self._blocked += 1
         self._running.remove(worker)
         self._sleep(worker)
 
-    def turn_anew(self, worker: VirtualWorker) -> None:
+    def retake_turn(self, worker: VirtualWorker) -> None:
         """After `block`, which only lets the worker go on: in its turn again, at its clock now."""
         self.end_turn()
         try:
@@ -236,11 +236,11 @@ class Scheduler:
         with self.mutex:
             self._stop()
 
-    def _is_another_before(self, place: Turn) -> bool:
+    def _is_another_before(self, key: Turn) -> bool:
         return (
-            (bool(self._ready) and self._ready[0] < place)
-            or (bool(self._resuming) and self._resuming[0] < place)
-            or (self._slots > 1 and any((other.clock, other.rank) < place for other in self._running))
+            (bool(self._ready) and self._ready[0] < key)
+            or (bool(self._resuming) and self._resuming[0] < key)
+            or (self._slots > 1 and any((other.clock, other.rank) < key for other in self._running))
         )
 
     def _first_clock(self) -> float | None:

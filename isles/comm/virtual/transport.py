@@ -14,7 +14,7 @@ from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
 from isles.comm.transport import Steps
 from isles.comm.virtual.scheduler import Scheduler, Stepped, VirtualWorker
-from isles.comm.virtual.wire import VirtualBell, VirtualTransfer, VirtualWire, VirtualWork
+from isles.comm.virtual.wire import VirtualEvent, VirtualTransfer, VirtualWire, VirtualWork
 from isles.network.noise import lognormal
 
 
@@ -84,19 +84,19 @@ class VirtualTransport:
         """Messages a failed transfer has asked for are dropped when they come."""
         with self._worker:
             transfer = VirtualTransfer(
-                self._scheduler, self._worker, protocol, channel, deadline, self._traffic, self._wire.fates
+                self._scheduler, self._worker, protocol, channel, deadline, self._traffic, self._wire.accounting
             )
             transfer.suspect = self.suspect
             transfer.start()
             self._transfers = [other for other in (*self._transfers, transfer) if not other.finished]
         return transfer
 
-    def bell(self, seconds: float = math.inf) -> VirtualBell:
+    def event(self, seconds: float = math.inf) -> VirtualEvent:
         """In virtual time."""
         with self._worker:
-            return VirtualBell(self._worker, seconds)
+            return VirtualEvent(self._worker, seconds)
 
-    def line(self) -> None:
+    def link_estimate(self) -> None:
         """All workers are in this process."""
 
     def now(self) -> float:
@@ -129,9 +129,9 @@ class VirtualTransport:
         """JSON-able: clock, counters, latest arrivals. RuntimeError while a transfer is under way (those without a
         deadline listen only).
 
-        A run that continues from the states of all workers computes the same bits, if the lines were idle: each
+        A run that continues from the states of all workers computes the same bits, if the links were idle: each
         worker's own sends gone, and for shared uplinks and narrow downlinks all workers at one virtual time (behind a
-        barrier). Else only times differ, by what was on those lines.
+        barrier). Else only times differ, by what was on those links.
         """
         with self._worker:
             if any(not transfer.finished and not transfer.listens for transfer in self._transfers):
@@ -156,8 +156,8 @@ class VirtualTransport:
             numbers.clear()
             numbers.update({int(target): int(count) for target, count in state["messages"].items()})
             for target, channel, time in state["latest"]:
-                place = int(target), channel
-                latest[place] = max(float(time), latest.get(place, 0.0))
+                key = int(target), channel
+                latest[key] = max(float(time), latest.get(key, 0.0))
         self._scheduler.advance(self._worker, clock)
 
     def give_up(self, member: int, why: str | PeerLost) -> None:

@@ -32,11 +32,11 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from isles.base.modes import own_modes
-from isles.comm.errors import DeadlinePassed, Malformed, PeerLost, RoundPassed
+from isles.comm.errors import DeadlinePassed, Malformed, PeerLost, RoundClosed
 from isles.comm.tags import Channel, Tag
 from isles.comm.traffic import Traffic
-from isles.comm.transport import SUSPECT_AFTER, SUSPECT_EVERY, Steps, awaited
-from isles.comm.virtual.scheduler import Awaited, Scheduler, VirtualWorker
+from isles.comm.transport import SUSPECT_AFTER, SUSPECT_EVERY, Steps, works_of
+from isles.comm.virtual.scheduler import Blocker, Scheduler, VirtualWorker
 from isles.network.engine import ARRIVED, LAST, Event, EventQueue, Wire, WireMessage
 from isles.network.links import Topology
 
@@ -44,7 +44,7 @@ Address = tuple[int, Channel, int, int, int]  # whose part in which exchange: ra
 
 
 @dataclass(slots=True)
-class Fates:
+class MessageAccounting:
     """Bytes of all messages. sent = received + the sum of `missed`, by why nobody received them, + those that nobody
     has asked for (`VirtualWire.unclaimed`) + those still on their way.
     """
@@ -87,7 +87,7 @@ class VirtualWork:
 
     __slots__ = ("_owner", "_transfer", "at", "error", "finished", "out", "peer", "waiter")
 
-    def __init__(self, owner: VirtualWorker, peer: int | None, out: Tensor | None, transfer: Awaited | None) -> None:
+    def __init__(self, owner: VirtualWorker, peer: int | None, out: Tensor | None, transfer: Blocker | None) -> None:
         self.peer = peer
         self.out = out  # a receive's buffer
         self.finished = False
@@ -123,8 +123,8 @@ class VirtualWork:
             waiter.one_done(self)
 
 
-class VirtualBell(VirtualWork):
-    """See `isles.comm.transport.Bell`."""
+class VirtualEvent(VirtualWork):
+    """See `isles.comm.transport.WaitEvent`."""
 
     __slots__ = ("alarm",)
 
@@ -133,16 +133,16 @@ class VirtualBell(VirtualWork):
         timeline = owner.scheduler.timeline
         self.alarm: Event | None = None
         if seconds < math.inf:
-            self.alarm = timeline.at(timeline.now + seconds, ARRIVED, owner.rank, self._rung)
+            self.alarm = timeline.at(timeline.now + seconds, ARRIVED, owner.rank, self._event_set)
 
-    def ring(self) -> None:
+    def set(self) -> None:
         with self._owner:
             if not self.finished:
                 if self.alarm is not None:
                     self._owner.scheduler.timeline.cancel(self.alarm)
-                self._rung()
+                self._event_set()
 
-    def _rung(self) -> None:
+    def _event_set(self) -> None:
         self.alarm = None
         self.finish()
 
@@ -158,7 +158,7 @@ class VirtualTransfer:
         channel: Channel,
         deadline: float,
         traffic: Traffic,
-        fates: Fates,
+        accounting: MessageAccounting,
     ) -> None:
         self.error: BaseException | None = None
         self.finished = False
@@ -167,7 +167,7 @@ class VirtualTransfer:
         self._steps: Steps[Any] | None = steps
         self._channel: Channel = channel
         self._seconds = deadline
-        self._traffic, self._fates = traffic, fates
+        self._traffic, self._accounting = traffic, accounting
         self._began = scheduler.timeline.now
         self._pending: dict[VirtualWork, None] = {}  # in the order of the yield
         self._needed = 0  # of them, before the protocol goes on
@@ -266,7 +266,7 @@ class VirtualTransfer:
                 except BaseException as failure:  # whatever the protocol raises belongs to whoever waits
                     self._end(None, failure)
                     return
-                works, needed = cast("tuple[Sequence[VirtualWork], int]", awaited(waited))
+                works, needed = cast("tuple[Sequence[VirtualWork], int]", works_of(waited))
                 error = next((work.error for work in works if work.error is not None), None)
                 pending = [work for work in works if not work.finished]
                 done = len(works) - len(pending)
@@ -280,7 +280,7 @@ class VirtualTransfer:
         self._result, self.error, self.finished, self._steps = result, error, True, None
         self._pending.clear()
         if error is not None and self.tag is not None:
-            self._fates.failed(self._owner.rank, self.tag, error)
+            self._accounting.failed(self._owner.rank, self.tag, error)
         self._traffic.transfer(self._channel, self._began, self._scheduler.timeline.now)
         if self._deadline is not None:
             self._scheduler.timeline.cancel(self._deadline)
@@ -339,18 +339,18 @@ class VirtualWire(Wire[VirtualMessage]):
         self._posted: dict[tuple[int, int | None, Tag], list[VirtualWork]] = {}  # (target, source, tag)
         self._arrived: dict[tuple[int, Tag], dict[int, deque[VirtualMessage]]] = {}  # (target, tag) -> source
         self._coming: Counter[tuple[int, int, Tag]] = Counter()  # (target, source, tag): sent, and no receive bound yet
-        self.fates = Fates()
+        self.accounting = MessageAccounting()
         self._over: dict[tuple[int, Channel], int] = {}  # the newest round that is over there
         self._again: dict[tuple[int, Channel], tuple[int, int]] = {}  # the newest round of several attempts; its newest
         self._lost: dict[int, str] = {}
-        self._dead: set[int] = set()  # of the lost ones those whose lines broke in the middle
+        self._dead: set[int] = set()  # of the lost ones those whose links broke in the middle
 
     def send(self, source: int, target: int, data: Tensor, tag: Tag, work: VirtualWork) -> None:
         """Queue `data` on the uplink of `source`; `work` is done when it is gone, PeerLost if the target has ended."""
-        self.fates.sent += data.nbytes
+        self.accounting.sent += data.nbytes
         if target in self._lost:
             error = PeerLost(target, self._lost[target])
-            self.fates.ended(data.nbytes, error)
+            self.accounting.ended(data.nbytes, error)
             work.finish(error)
             return
         key = target, source, tag
@@ -359,19 +359,19 @@ class VirtualWire(Wire[VirtualMessage]):
 
     def recv(self, target: int, source: int | None, tag: Tag, work: VirtualWork) -> None:
         """Fill `work.out` with the next message under `tag`; at once PeerLost if it can never come."""
-        waiting = self._arrived.get((target, tag))
-        if waiting and (source is None or source in waiting):
+        arrived = self._arrived.get((target, tag))
+        if arrived and (source is None or source in arrived):
             if source is None:
-                source = min(waiting, key=lambda rank: (waiting[rank][0].arrival, rank))
-            message = waiting[source].popleft()
-            if not waiting[source]:
-                del waiting[source]
-                if not waiting:
+                source = min(arrived, key=lambda rank: (arrived[rank][0].arrival, rank))
+            message = arrived[source].popleft()
+            if not arrived[source]:
+                del arrived[source]
+                if not arrived:
                     del self._arrived[target, tag]
             self._deliver(message, work)
             return
         if source is not None and self._has_passed(target, tag):
-            work.finish(RoundPassed(source, "another attempt of that round has begun"))
+            work.finish(RoundClosed(source, "another attempt of that round has begun"))
             return
         key = (target, source, tag)
         queue = self._posted.get(key)
@@ -387,20 +387,20 @@ class VirtualWire(Wire[VirtualMessage]):
         self._lost[rank] = why
         for key in [key for key in self._posted if key[0] == rank]:
             del self._posted[key]
-        for gone in [key for key in self._arrived if key[0] == rank]:
-            for message in (message for queue in self._arrived.pop(gone).values() for message in queue):
-                self.fates.ended(message.nbytes, PeerLost(rank, why))
+        for lost_rank in [key for key in self._arrived if key[0] == rank]:
+            for message in (message for queue in self._arrived.pop(lost_rank).values() for message in queue):
+                self.accounting.ended(message.nbytes, PeerLost(rank, why))
         for key in sorted((key for key in self._posted if key[1] in (rank, None)), key=lambda key: key[0]):
             self._fail_hopeless(key)
 
     def dead(self, rank: int) -> None:
-        """`rank` died: what is still leaving its line never arrives. The others hear of it by `lost`."""
+        """`rank` died: what is still leaving its link never arrives. The others hear of it by `lost`."""
         self._dead.add(rank)
 
     def cut(self, rank: int, why: str) -> None:
         """As `lost`, until `mend`; what `rank` waits for fails, too."""
-        waiting = sorted((key for key in self._posted if key[0] == rank), key=str)
-        works = [(key[1], work) for key in waiting for work in self._posted.pop(key)]
+        arrived = sorted((key for key in self._posted if key[0] == rank), key=str)
+        works = [(key[1], work) for key in arrived for work in self._posted.pop(key)]
         self.lost(rank, why)
         for peer, work in works:
             work.finish(PeerLost(rank if peer is None else peer, why))
@@ -427,7 +427,7 @@ class VirtualWire(Wire[VirtualMessage]):
         known = self._again.get((rank, tag.channel), (-1, 0))
         self._again[rank, tag.channel] = max(known, (tag.round, tag.attempt))
         why = "another attempt of that round has begun"
-        self.end(rank, lambda _, old: self._has_passed(rank, old), lambda peer: RoundPassed(peer, why))
+        self.end(rank, lambda _, old: self._has_passed(rank, old), lambda peer: RoundClosed(peer, why))
 
     def _is_over(self, rank: int, tag: Tag) -> bool:
         over = self._over.get((rank, tag.channel))
@@ -440,17 +440,17 @@ class VirtualWire(Wire[VirtualMessage]):
     def _came_late(self, message: VirtualMessage) -> None:
         """Its round is over at its target: its sender is told, a latency later."""
         source, target, tag = message.source, message.target, message.tag
-        self.fates.ended(message.nbytes, RoundPassed(target))
+        self.accounting.ended(message.nbytes, RoundClosed(target))
         latency = (self._ways[target].get(source) or self._way(target, source))[2]
 
-        def told() -> None:
+        def notify() -> None:
             self.end(
                 source,
                 lambda peer, old: peer == target and old.channel == tag.channel and old.round <= tag.round,
-                RoundPassed,
+                RoundClosed,
             )
 
-        self.timeline.at(self.timeline.now + latency, ARRIVED, source, told)
+        self.timeline.at(self.timeline.now + latency, ARRIVED, source, notify)
 
     def mend(self, rank: int) -> None:
         """`rank` is back; messages of before are not."""
@@ -500,8 +500,8 @@ class VirtualWire(Wire[VirtualMessage]):
             return
         self._count_down((target, source, tag))
         if target in self._lost or message.dropped:
-            gone = target if target in self._lost else source
-            self.fates.ended(message.nbytes, PeerLost(gone, self._lost.get(gone, "it died")))
+            lost_rank = target if target in self._lost else source
+            self.accounting.ended(message.nbytes, PeerLost(lost_rank, self._lost.get(lost_rank, "it died")))
             self._fail_hopeless((target, source, tag))
             return
         receive = self._take((target, source, tag)) or self._take((target, None, tag))
@@ -532,20 +532,20 @@ class VirtualWire(Wire[VirtualMessage]):
         self._hand_over(message, receive)
 
     def _hand_over(self, message: VirtualMessage, receive: VirtualWork) -> None:
-        self.fates.ended(message.nbytes, receive.abandoned() or message.error)
+        self.accounting.ended(message.nbytes, receive.abandoned() or message.error)
         receive.finish(message.error)
 
     def unclaimed(self) -> list[tuple[int, int, Tag, int]]:
         """(source, target, tag, bytes) of each message that has come and that nobody has asked for."""
-        waiting = (
+        arrived = (
             (target, tag, source, queue) for (target, tag), by in self._arrived.items() for source, queue in by.items()
         )
-        return [(source, target, tag, one.nbytes) for target, tag, source, queue in waiting for one in queue]
+        return [(source, target, tag, one.nbytes) for target, tag, source, queue in arrived for one in queue]
 
     def under_way(self) -> int:
         """Bytes of messages that have not come yet."""
-        known = self.fates.received + self.fates.missed.total() + sum(one[-1] for one in self.unclaimed())
-        return self.fates.sent - known
+        known = self.accounting.received + self.accounting.missed.total() + sum(one[-1] for one in self.unclaimed())
+        return self.accounting.sent - known
 
 
 def _fill(message: VirtualMessage, receive: VirtualWork) -> None:

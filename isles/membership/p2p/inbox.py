@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from isles.comm.errors import PeerLost, RoundPassed
+from isles.comm.errors import PeerLost, RoundClosed
 from isles.comm.tags import Channel, Tag
 from isles.membership.p2p.stream import KEPT, PASSED, REFUSED, Head
 from isles.membership.session import Rejections
@@ -110,7 +110,7 @@ class Inbox:
         for old in given_up:
             old.ended("nobody waits for it any more")
         if has_passed:
-            ended(RoundPassed(sender, ANOTHER))
+            ended(RoundClosed(sender, ANOTHER))
         elif kept is not None:
             out[:] = np.frombuffer(kept, np.uint8)
             ended(None)
@@ -290,7 +290,7 @@ class Inbox:
         found = list[tuple[Receive, str | PeerLost]]()
         for one, known in self._senders.items():
             for tag in [tag for tag in known.posted if which(tag)] if sender in (None, one) else []:
-                receive, because = known.posted.pop(tag), why or RoundPassed(one, ANOTHER)
+                receive, because = known.posted.pop(tag), why or RoundClosed(one, ANOTHER)
                 if receive.end(because):
                     found.append((receive, because))
         self._changed.notify_all()

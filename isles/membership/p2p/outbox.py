@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from isles.comm.errors import PeerLost, RoundPassed
+from isles.comm.errors import PeerLost, RoundClosed
 from isles.comm.gloo.transfers import PostedWork
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.tags import Tag
@@ -108,14 +108,14 @@ class Outgoing:
             message.work.finished(lost_peer(self._peer, over))
 
     def drop(self, has_passed: Callable[[Tag], bool], *why: str) -> None:
-        """Send nothing any more to addresses that have passed. why: for `RoundPassed`."""
+        """Send nothing any more to addresses that have passed. why: for `RoundClosed`."""
         with self._changed:
             numbers = [number for number, message in self._messages.items() if has_passed(message.tag)]
             ended = [self._messages.pop(number) for number in numbers]
             if self._sending in numbers and threading.current_thread() is not self._thread and self._stream is not None:
                 self._stream.cut()  # whose bytes are somebody else's from now on
         for message in ended:
-            message.work.finished(RoundPassed(self._peer, *why))
+            message.work.finished(RoundClosed(self._peer, *why))
 
     def end(self, why: str | PeerLost) -> None:
         """Send nothing any more."""
@@ -213,7 +213,7 @@ class Outgoing:
             if message is None:
                 continue
             if kind == PASSED:
-                message.work.finished(RoundPassed(self._peer))
+                message.work.finished(RoundClosed(self._peer))
                 self._carrier.passed(self._peer, message.tag)
             elif kind == REFUSED:
                 message.work.finished(PeerLost(self._peer, "it refused what was sent to it"))

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from isles.comm.errors import PeerLost, RoundPassed
+from isles.comm.errors import PeerLost, RoundClosed
 from isles.comm.gloo.transfers import OnHostClock, PostedWork
 from isles.comm.sockets.connection import LinkLost
 from isles.comm.tags import Channel, Tag
@@ -275,7 +275,7 @@ class ElasticTransport(OnHostClock):
         for line in self._lines(peer):
             line.drop(lambda sent: sent.channel == tag.channel and sent.round <= tag.round)
         for inbox in self._inboxes:
-            inbox.passed(peer, tag.channel, tag.round, RoundPassed(peer))
+            inbox.passed(peer, tag.channel, tag.round, RoundClosed(peer))
 
     # What comes
 

@@ -252,10 +252,10 @@ class _Search:
             sets[own] |= 1 << node
         changes, best, least = self._changes, list(grouping), now
         self._draw.shuffle(changes)
-        place = tried = 0
+        index = tried = 0
         while tried < min(len(changes), patience) and not self._is_over(least):
-            node, other = changes[place]
-            place, tried = (place + 1) % len(changes), tried + 1
+            node, other = changes[index]
+            index, tried = (index + 1) % len(changes), tried + 1
             own, to = grouping[node], ~other if other < 0 else grouping[other]
             both = 1 << node | (0 if other < 0 else 1 << other)
             if own == to or sets[own] == both:
@@ -331,8 +331,8 @@ class ClusterGrowth:
 
     def form(self, nodes: Sequence[ClusterNode | None], present: Sequence[Cuts]) -> list[NewCluster]:
         """The clusters that can be made. present: cuts of those that train."""
-        told = [node for node in nodes if node is not None]
-        made = self._by_cut(nodes, present) if len(told) < len(nodes) else self._described(told)
+        described = [node for node in nodes if node is not None]
+        made = self._by_cut(nodes, present) if len(described) < len(nodes) else self._described(described)
         return made[: max(0, self.most - len(present))]
 
     def _described(self, nodes: Sequence[ClusterNode]) -> list[NewCluster]:

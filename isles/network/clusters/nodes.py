@@ -98,27 +98,27 @@ def _node(where: str, table: dict[str, Any]) -> ClusterNode:
         raise ValueError(f"{where}: {error}") from None
 
 
-SILENT = 1
+NO_FIGURES = 1
 """Of a node that is there, and tells nothing of itself."""
 _BITS, _FINE, _SHIFTS = 15, 512, (1, 16, 31, 46)
 _END = 1 << 61
 
 
-def told(node: ClusterNode | None) -> int:
+def encode_node(node: ClusterNode | None) -> int:
     """The number, above 0 and below 2**61."""
     if node is None:
-        return SILENT
+        return NO_FIGURES
     amounts = (node.memory, node.speed, node.bandwidth, 1e9 * node.latency)
     codes = (min(round(_FINE * math.log2(1 + amount)), (1 << _BITS) - 1) for amount in amounts)
-    return SILENT | sum(code << shift for code, shift in zip(codes, _SHIFTS, strict=True))
+    return NO_FIGURES | sum(code << shift for code, shift in zip(codes, _SHIFTS, strict=True))
 
 
-def is_told(number: int) -> bool:
+def is_encoded_node(number: int) -> bool:
     """Whether it can be what a node tells."""
     return 0 < number < _END and bool(number & 1)
 
 
-def heard(number: int, name: str) -> ClusterNode | None:
+def decode_node(number: int, name: str) -> ClusterNode | None:
     """The node that tells this; None for one that tells nothing, or has nothing to give."""
     codes = (number >> shift & (1 << _BITS) - 1 for shift in _SHIFTS)
     memory, speed, bandwidth, nanoseconds = (2 ** (code / _FINE) - 1 for code in codes)

@@ -155,11 +155,11 @@ def aligned(stages: Stages, delays: CostMatrix, forward: Sequence[float]) -> lis
     them, by the pairing with the least largest cost.
     """
     count = min(map(len, stages))
-    lines: list[tuple[int, ...]] = [(node,) for node in stages[0]]
+    pipelines: list[tuple[int, ...]] = [(node,) for node in stages[0]]
     for stage in stages[1:]:
-        costs = [[delays[line[-1]][node] + forward[line[-1]] for node in stage] for line in lines]
-        lines = [(*lines[row], stage[column]) for row, column in bottleneck(costs)[1]]
-    return lines[:count]
+        costs = [[delays[pipeline[-1]][node] + forward[pipeline[-1]] for node in stage] for pipeline in pipelines]
+        pipelines = [(*pipelines[row], stage[column]) for row, column in bottleneck(costs)[1]]
+    return pipelines[:count]
 
 
 def _drawn(sizes: Sequence[int], rng: random.Random) -> Stages:
@@ -171,11 +171,11 @@ def _drawn(sizes: Sequence[int], rng: random.Random) -> Stages:
 
 def _child(sizes: Sequence[int], one: Stages, other: Stages, rng: random.Random) -> Stages:
     """The stages of `other`, but for some nodes that are where `one` has them."""
-    places = {node: number for number, stage in enumerate(other) for node in stage}
+    stage_by_node = {node: number for number, stage in enumerate(other) for node in stage}
     theirs = {node: number for number, stage in enumerate(one) for node in stage}
-    inherited = set(rng.sample(sorted(places), min(_INHERITED, len(places))))
-    places |= {node: theirs[node] for node in inherited}
-    members = [[node for node, stage in places.items() if stage == number] for number in range(len(sizes))]
+    inherited = set(rng.sample(sorted(stage_by_node), min(_INHERITED, len(stage_by_node))))
+    stage_by_node |= {node: theirs[node] for node in inherited}
+    members = [[node for node, stage in stage_by_node.items() if stage == number] for number in range(len(sizes))]
     spare = []
     for number, size in enumerate(sizes):
         members[number].sort(key=lambda node: (node not in inherited, rng.random()))
@@ -201,8 +201,8 @@ def _improved(score: Scores, stages: Stages, rng: random.Random, deadline: float
         helped = False
         for one, u, other, v in rng.sample(pairs, min(len(pairs), _EXCHANGES)):
             changed = list(stages)
-            changed[one] = _with(stages[one], u, stages[other][v])
-            changed[other] = _with(stages[other], v, stages[one][u])
+            changed[one] = _replaced(stages[one], u, stages[other][v])
+            changed[other] = _replaced(stages[other], v, stages[one][u])
             after = tuple(changed)
             found = score(after)
             if found < value:
@@ -210,5 +210,5 @@ def _improved(score: Scores, stages: Stages, rng: random.Random, deadline: float
     return value, stages
 
 
-def _with(stage: tuple[int, ...], place: int, node: int) -> tuple[int, ...]:
-    return tuple(sorted((*stage[:place], node, *stage[place + 1 :])))
+def _replaced(stage: tuple[int, ...], index: int, node: int) -> tuple[int, ...]:
+    return tuple(sorted((*stage[:index], node, *stage[index + 1 :])))

@@ -35,7 +35,7 @@ class Queue(Protocol):
     def take(self, room: bool) -> Task | None:
         """The task to do now, which leaves the queue; without `room` no forward. None: wait for what comes."""
 
-    def waiting(self) -> Iterable[Task]:
+    def pending(self) -> Iterable[Task]:
         """All of them."""
 
     def due(self) -> Task | None:
@@ -79,7 +79,7 @@ class Ranked:
             return heapq.heappop(self._others)[1]
         return heapq.heappop(self._forwards)[1] if self._forwards and room else None
 
-    def waiting(self) -> Iterable[Task]:
+    def pending(self) -> Iterable[Task]:
         return [task for _, task in self._forwards + self._others]
 
     def due(self) -> Task | None:
@@ -87,7 +87,7 @@ class Ranked:
 
 
 class FirstCome(Ranked):
-    """A queue by the time since when a task could start, then by microbatch; forwards have no place of their own."""
+    """A queue by the time since when a task could start, then by microbatch; forwards do not wait behind others."""
 
     def __init__(self) -> None:
         super().__init__(lambda time, task: (time, task.microbatch, task.hop))
@@ -117,7 +117,7 @@ class Listed:
         self._ready.discard(self._tasks[self._next - 1])
         return self._tasks[self._next - 1]
 
-    def waiting(self) -> Iterable[Task]:
+    def pending(self) -> Iterable[Task]:
         return self._ready
 
     def due(self) -> Task | None:
@@ -242,13 +242,13 @@ class StepPlay:
         waits: dict[int, tuple[str, list[int]]] = {}  # microbatch: (where it waits, for which microbatches)
         for worker, queue in self.queues.items():
             due = queue.due()
-            for task in queue.waiting():
+            for task in queue.pending():
                 if due is not None:
                     waits[task.microbatch] = f"its turn at worker {worker}, where {_named(due)} comes", [due.microbatch]
                 else:
                     holders = sorted({microbatch for microbatch, _ in self.held[worker]})
-                    kept = " and ".join(map(str, holders))
-                    waits[task.microbatch] = f"room at worker {worker}, which keeps microbatch {kept}", holders
+                    held_list = " and ".join(map(str, holders))
+                    waits[task.microbatch] = f"room at worker {worker}, which keeps microbatch {held_list}", holders
         for route in self.routes.values():
             if route.after is not None and route.microbatch not in waits:
                 waits[route.microbatch] = f"the end of microbatch {route.after}", [route.after]

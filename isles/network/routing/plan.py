@@ -25,7 +25,7 @@ from isles.network.routing.problem import (
     replay_shared,
     routes_of,
 )
-from isles.network.routing.replay import MessageLines, Replay, Sizes
+from isles.network.routing.replay import LinkWire, Replay, Sizes
 from isles.network.routing.routes import Route
 
 FORM = "isles plan paths 1"
@@ -34,7 +34,7 @@ FORM = "isles plan paths 1"
 @dataclass(frozen=True, kw_only=True)
 class PlanNetwork:
     """Lines that messages share. links: with rates and latencies as numbers. sizes: of the messages. overhead: seconds
-    of each beside its line.
+    of each beside its link.
     """
 
     DRAWS: ClassVar[int] = 16
@@ -47,8 +47,8 @@ class PlanNetwork:
     def replays(self, problem: Problem, routes: Sequence[Route]) -> list[Replay]:
         """A step of `routes`; some of them where latencies vary."""
         draws = self.DRAWS if self.links.jitter else 1
-        lines = Topology(problem.nodes, self.links)
-        wires = [MessageLines(lines, self.sizes, seed=seed, overhead=self.overhead) for seed in range(draws)]
+        topology = Topology(problem.nodes, self.links)
+        wires = [LinkWire(topology, self.sizes, seed=seed, overhead=self.overhead) for seed in range(draws)]
         return replay_shared(problem, routes, wires)
 
 
@@ -79,7 +79,7 @@ _ENDLESS = 1e300
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
     """Paths for the slots of a problem. links: the `fingerprint` of the network that they are made for. cuts: the first
-    block of every stage but the first; None: as the run cuts by itself. network: the lines of it; None: each message
+    block of every stage but the first; None: as the run cuts by itself. network: the links of it; None: each message
     takes the problem's delay, as if it were alone.
     """
 
@@ -96,7 +96,7 @@ class PipelinePlan:
 
     @cached_property
     def step_seconds(self) -> float:
-        """That a step takes, by its replay on lines that messages share; the mean where latencies vary."""
+        """That a step takes, by its replay on links that messages share; the mean where latencies vary."""
         if self.network is None:
             return replay_paths(self.problem, self.paths).makespan
         return fmean(step.makespan for step in self.network.replays(self.problem, self.routes))
@@ -194,8 +194,8 @@ def read_plan(path: str | File) -> PipelinePlan:
     """The plan in a file. ValueError, one line that begins with the file's name, for whatever is wrong, and for a plan
     that breaks a rule or does not take the time that it says.
     """
-    plan, said = read_unchecked(path)
-    wrong = complaints(plan, said)
+    plan, expected_seconds = read_unchecked(path)
+    wrong = complaints(plan, expected_seconds)
     if wrong:
         more = f" (and {len(wrong) - 1} more: isles plan check)" if len(wrong) > 1 else ""
         raise ValueError(f"{path}: {wrong[0]}{more}")
@@ -212,15 +212,15 @@ def read_unchecked(path: str | File) -> tuple[PipelinePlan, float]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def complaints(plan: PipelinePlan, said: float) -> list[str]:
+def complaints(plan: PipelinePlan, expected_seconds: float) -> list[str]:
     """The rules that a plan breaks, or that a step of it does not take the seconds that the file says."""
     broken = broken_rules(plan.problem, plan.paths)
     if broken:
         return broken
     takes = plan.step_seconds
-    if math.isclose(takes, said, rel_tol=1e-9):
+    if math.isclose(takes, expected_seconds, rel_tol=1e-9):
         return []
-    return [f"a step of these paths takes {takes:.6g} s, expected.step_seconds says {said:.6g}: plan again"]
+    return [f"a step of these paths takes {takes:.6g} s, expected.step_seconds says {expected_seconds:.6g}: plan again"]
 
 
 def _table(path: File) -> Mapping[str, Any]:

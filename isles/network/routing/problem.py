@@ -219,7 +219,7 @@ def replay_paths(problem: Problem, paths: Paths) -> Replay:
 
 
 def replay_shared(problem: Problem, routes: Sequence[Route], wires: Sequence[TaskWire]) -> list[Replay]:
-    """A step of `routes` over each of the `wires`, whose lines messages share. Every node does its tasks in the order
+    """A step of `routes` over each of the `wires`, whose links messages share. Every node does its tasks in the order
     that they have where each message is alone on its way, as a run with `pipeline.order = "plan"` does.
     """
     tasks = orders_of(replay_routes(problem, routes).spans)

@@ -4,7 +4,7 @@ In a fixed pipeline of S equal stages and M microbatches, loss at the last, forw
 messages that take no time, a step takes (M + S - 1) (F + B), of which (S - 1) / (M + S - 1) is a bubble. Nothing is
 rounded but the sums of times, so a run on the virtual clock without jitter takes what its replay takes.
 
-The network under a replay of tasks: seconds from a table, or messages over the lines of a run.
+The network under a replay of tasks: seconds from a table, or messages over the links of a run.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class TaskMessage(WireMessage):
         self.task = task
 
 
-class MessageLines(Wire[TaskMessage]):
+class LinkWire(Wire[TaskMessage]):
     """Messages over `topology`, as the virtual backend sends them.
 
     ranks: of each position in the pipeline's group; None: they are the same. seed: of the latencies' jitter, which a
-    step's messages draw as the first between their ranks. overhead: seconds of each message before it enters its line.
+    step's messages draw as the first between their ranks. overhead: seconds of each message before it enters its link.
     """
 
     ready: Callable[[Task], None]
@@ -172,7 +172,7 @@ def fixed_step(microbatches: int, seconds: TaskSeconds, holds: str, links: Links
     stages = len(seconds.forward)
     routes = fixed_routes(1, stages, microbatches, home=False)
     queue = in_order(orders(routes, in_flight(holds, 1, stages)))
-    return replay(routes, seconds, MessageLines(Topology(stages, links), sizes), queue)
+    return replay(routes, seconds, LinkWire(Topology(stages, links), sizes), queue)
 
 
 def seconds_of(seconds: TaskSeconds, route: Route, worker: int, task: Task) -> float:

@@ -25,7 +25,7 @@ Kind = Literal["F", "L", "B"]
 
 
 class Task(NamedTuple):
-    """What a worker does in one go. hop: the place in the route's visits, of L that of the last visit."""
+    """What a worker does in one go. hop: the index in the route's visits, of L that of the last visit."""
 
     kind: Kind
     microbatch: int

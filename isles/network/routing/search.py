@@ -163,7 +163,7 @@ def with_collisions(problem: Problem, effort: Effort, begin: Paths, seed: int = 
     if coarse is not None:
         best = min(best, coarse, key=score)
     moves = _Moves(problem, rng)
-    moves.stand(best)
+    moves.use(best)
     fine = _anneal(moves, best, score, effort.moves, _deadline(effort, 0.4), rng)
     return dict(zip(problem.slots, min(best, fine, key=stopwatch), strict=True))
 
@@ -251,10 +251,10 @@ class _Moves:
                 room[stage] -= 1
                 path.append(node)
             paths.append(tuple(path))
-        self.stand(paths)
+        self.use(paths)
         return paths
 
-    def stand(self, paths: Sequence[Path]) -> None:
+    def use(self, paths: Sequence[Path]) -> None:
         """Changes are of these paths from now on."""
         self._loads = Counter(node for path in paths for node in path)
 
@@ -287,8 +287,8 @@ class _Moves:
         node = rng.choice(self._later)
         if self._loads[node] >= self._problem.memory or node in path:
             return None
-        place = rng.randrange(1, len(path))
-        new = self._fitted(path[0], (*path[1:place], *path[place + 1 :], node))
+        index = rng.randrange(1, len(path))
+        new = self._fitted(path[0], (*path[1:index], *path[index + 1 :], node))
         return None if new is None else {slot: new}
 
     def _exchanged(self, paths: Sequence[Path], one: int, other: int) -> dict[int, Path] | None:
@@ -323,7 +323,7 @@ class _Moves:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """One way. played: a step on lines that messages share. seconds: that it takes; the mean where latencies vary.
+    """One way. played: a step on links that messages share. seconds: that it takes; the mean where latencies vary.
     planning: seconds that it took to find. paths: of the slots, where it has such.
     """
 
@@ -340,7 +340,7 @@ class Strategy:
 
 
 def strategies(problem: Problem, effort: Effort, seed: int = 0, network: PlanNetwork | None = None) -> list[Strategy]:
-    """All four, the plan last, replayed on `network`, whose lines messages share; None: each message is alone.
+    """All four, the plan last, replayed on `network`, whose links messages share; None: each message is alone.
 
     The search counts each message as if it were alone. Of the paths that are fast alone and those whose collisions are
     counted the plan takes those with the shorter step on `network`. ValueError where no legal paths fit.
@@ -361,12 +361,12 @@ def strategies(problem: Problem, effort: Effort, seed: int = 0, network: PlanNet
 
 def full(problem: Problem, network: PlanNetwork | None = None) -> Strategy:
     """Fixed pipelines; microbatches are dealt out to their slots in turn."""
-    lines = aligned(problem.stages, problem.delays, problem.forward)
+    pipelines = aligned(problem.stages, problem.delays, problem.forward)
     latest: dict[int, int] = {}
     routes = []
     for number in range(problem.microbatches):
-        slot = number % (len(lines) * problem.memory)
-        routes.append(Route(number, lines[slot % len(lines)], True, latest.get(slot)))
+        slot = number % (len(pipelines) * problem.memory)
+        routes.append(Route(number, pipelines[slot % len(pipelines)], True, latest.get(slot)))
         latest[slot] = number
     return _replayed("full", problem, network, routes)
 

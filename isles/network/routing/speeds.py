@@ -1,7 +1,7 @@
 """How long each node of a plan takes for a forward: said in seconds, by the machines that they are, or
 corrected by the seconds that a run took.
 
-Seconds of a microbatch between every two nodes, from the lines between them; what tells one network from another.
+Seconds of a microbatch between every two nodes, from the links between them; what tells one network from another.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def forward_seconds(nodes: int, task: str) -> tuple[float, ...]:
     work, on, names = task.partition(" on ")
     if on:
         operations = parse_count("--task", work.strip())
-        return _spread([_on_machine(word.strip(), operations) for word in names.split(",")], nodes)
-    seconds = [parse_latency("--task", word.strip()) for word in task.split(",")]
+        return _spread([_on_machine(entry.strip(), operations) for entry in names.split(",")], nodes)
+    seconds = [parse_latency("--task", entry.strip()) for entry in task.split(",")]
     if not all(one > 0 for one in seconds):
         raise ValueError(f"--task {task}: choose times above 0, such as 440ms")
     return _spread(seconds, nodes)
@@ -66,18 +66,18 @@ def _spread(values: Sequence[float], nodes: int) -> tuple[float, ...]:
     return tuple(values) if len(values) == nodes else (values[0],) * nodes
 
 
-def _on_machine(word: str, operations: float) -> float:
-    name, slower, factor = word.partition("*")
+def _on_machine(entry: str, operations: float) -> float:
+    name, slower, factor = entry.partition("*")
     try:
         times = float(factor) if slower else 1.0
     except ValueError:
         times = 0.0
     if not 0 < times < float("inf"):
-        raise ValueError(f"--task {word}: write how many times as slow the machine is, above 0, such as A100-40*4")
+        raise ValueError(f"--task {entry}: write how many times as slow the machine is, above 0, such as A100-40*4")
     try:
         return times * machine(name.strip()).seconds(operations)
     except ValueError as error:
-        raise ValueError(f"--task {word}: {error}") from None
+        raise ValueError(f"--task {entry}: {error}") from None
 
 
 _SLIP = 50
@@ -116,7 +116,7 @@ def fingerprint(links: Links, nodes: int) -> str:
     ways = [(source, target) for source in range(nodes) for target in range(nodes) if source != target]
     known = {
         "ways": [[links.way_rate(*way), links.base_latency(*way)] for way in ways],
-        "lines": [links.line_of(*way) for way in ways],
+        "lines": [links.link_of(*way) for way in ways],
         "jitter": links.jitter,
     }
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]

@@ -26,8 +26,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from isles.comm.collectives.message_queue import HEAD, MailNote
-from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost, RoundPassed
+from isles.comm.collectives.message_queue import HEAD, MessageHeader
+from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost, RoundClosed
 from isles.comm.group import numbers
 from isles.comm.tags import Channel
 from isles.pipeline.peers.inbox import WORD, Post
@@ -86,7 +86,7 @@ class Agreement:
         """
         ranks, past = self.post.mail.group.ranks, dict[int, CommError]()
         for sender, body in self.post.calls():
-            past[sender] = RoundPassed(ranks[sender])
+            past[sender] = RoundClosed(ranks[sender])
             for position in self._lost_by(body.view(torch.int64)[1:].tolist()):
                 past.setdefault(position, PeerLost(ranks[position], f"as worker {ranks[sender]} says"))
         return past
@@ -122,7 +122,7 @@ class Agreement:
             self.post.wait_for(self._is_drained, self.patience)
 
     def _is_drained(self) -> bool:
-        self._owing -= {letter.sender for letter in self.post.of_turn(WORD) if letter.note.extra == _DECIDED}
+        self._owing -= {letter.sender for letter in self.post.of_turn(WORD) if letter.header.extra == _DECIDED}
         return self._owing.isdisjoint({*self.members} - self.post.mail.lost.keys())
 
     def _flood(self, own: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -146,7 +146,7 @@ class Agreement:
 
     def _tell(self, number: int, known: Mapping[int, Sequence[int]], extra: int = 0) -> None:
         rows = numbers(*(each for position, said in sorted(known.items()) for each in (position, *said)))
-        note = MailNote(WORD, 0, self.post.turn, number, extra=extra)
+        note = MessageHeader(WORD, 0, self.post.turn, number, extra=extra)
         for position in self.members:
             if position != self.me:
                 self.post.mail.send(position, note, rows.view(torch.uint8))
@@ -165,12 +165,12 @@ class Agreement:
                 word = self._read(letter.sender, letter.body, width)
                 if word is None:
                     continue
-                if letter.note.extra == _DECIDED:
+                if letter.header.extra == _DECIDED:
                     self._owing.discard(letter.sender)
                     decision = decision or word
-                elif letter.note.number == number:
+                elif letter.header.number == number:
                     heard[letter.sender] = word
-                elif letter.note.number > number:
+                elif letter.header.number > number:
                     self.post.keep(letter)
             if decision is not None:
                 return heard, decision

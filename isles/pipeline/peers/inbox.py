@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from isles.comm.collectives.message_queue import Mail, MailLetter
+from isles.comm.collectives.message_queue import MessageQueue, QueuedMessage
 from isles.comm.errors import DeadlinePassed
 from isles.comm.tags import Channel
 from isles.network.routing.routes import Task
@@ -72,18 +72,18 @@ class Post:
     as this peer looks, whatever it waits for and whichever turn they are of.
     """
 
-    def __init__(self, mail: Mail) -> None:
+    def __init__(self, mail: MessageQueue) -> None:
         self.mail, self.turn = mail, 0
-        self.answers: dict[int, Callable[[MailLetter], object]] = {}
-        self._boxes: dict[int, list[MailLetter]] = {WORD: [], OUTER: [], _REST: []}
+        self.answers: dict[int, Callable[[QueuedMessage], object]] = {}
+        self._boxes: dict[int, list[QueuedMessage]] = {WORD: [], OUTER: [], _REST: []}
 
     def sort(self) -> None:
         """Take in what has come."""
         while (letter := self.mail.take()) is not None:
-            if (answer := self.answers.get(letter.note.kind)) is not None:
+            if (answer := self.answers.get(letter.header.kind)) is not None:
                 answer(letter)
-            elif letter.note.attempt >= self.turn:
-                self._boxes.get(letter.note.kind, self._boxes[_REST]).append(letter)
+            elif letter.header.attempt >= self.turn:
+                self._boxes.get(letter.header.kind, self._boxes[_REST]).append(letter)
 
     def wait_for(self, ready: Callable[[], bool], patience: float, late: int = -1, look: float = math.inf) -> None:
         """Take in what comes until all is `ready`, asked again after each letter, and every `look` seconds.
@@ -107,23 +107,23 @@ class Post:
         now = self.mail.group.transport.now
         began = now()
         self.mail.wait(seconds)
-        if not self.mail.letters and now() - began >= patience:
+        if not self.mail.messages and now() - began >= patience:
             raise DeadlinePassed(self.mail.group.ranks[late] if late >= 0 else -1, "pipeline", patience)
 
     def calls(self) -> list[tuple[int, Tensor]]:
         """The words with which others have begun the next agreement, beside whose they are."""
         words = self._boxes[WORD]
-        return [(letter.sender, letter.body) for letter in words if letter.note.attempt == self.turn + 1]
+        return [(letter.sender, letter.body) for letter in words if letter.header.attempt == self.turn + 1]
 
-    def of_turn(self, kind: int = _REST) -> list[MailLetter]:
+    def of_turn(self, kind: int = _REST) -> list[QueuedMessage]:
         """Those of this turn, in the order in which they came: the words, the messages of exchanges (OUTER), or by
         default all others. Those of later turns stay.
         """
         box = self._boxes[kind]
-        self._boxes[kind] = [letter for letter in box if letter.note.attempt > self.turn]
-        return [letter for letter in box if letter.note.attempt == self.turn]
+        self._boxes[kind] = [letter for letter in box if letter.header.attempt > self.turn]
+        return [letter for letter in box if letter.header.attempt == self.turn]
 
-    def keep(self, letter: MailLetter) -> None:
+    def keep(self, letter: QueuedMessage) -> None:
         """Put a word back."""
         self._boxes[WORD].append(letter)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from isles.comm.collectives.message_queue import MailLetter, MailNote
+from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import Malformed, PeerLost
 from isles.comm.group import numbers
 from isles.pipeline.peers.inbox import ASK, ROW, WELCOME, Post, as_bits, as_number
@@ -44,7 +44,7 @@ def ask(
     """
     mail, came = post.mail, list[W]()
 
-    def hear(letter: MailLetter) -> None:
+    def hear(letter: QueuedMessage) -> None:
         try:
             came.append(read(letter.body))
         except ValueError as error:
@@ -53,7 +53,7 @@ def ask(
     post.answers[WELCOME] = hear
     for other in others:
         mail.meet(other)
-        mail.send(other, MailNote(ASK, 0, number=number), body)
+        mail.send(other, MessageHeader(ASK, 0, number=number), body)
     asked = set(others)
     post.wait_for(lambda: bool(came) or asked <= mail.lost.keys() or gives_up(), _PATIENCE * patience, look=_LOOK)
     if not came and asked <= mail.lost.keys():
@@ -84,7 +84,7 @@ def welcome(swarm: Swarm, step: int) -> None:
     head = [swarm.agreement.post.turn, step, as_bits(arrangement.next_look)]
     body = numbers(*head, *(int(each) for row in rows for each in row)).view(torch.uint8)
     for peer in comers:
-        swarm.agreement.post.mail.send(peer, MailNote(WELCOME, 0), body)
+        swarm.agreement.post.mail.send(peer, MessageHeader(WELCOME, 0), body)
 
 
 def enter(swarm: Swarm, others: Sequence[int], wish: int = NOWHERE) -> Welcome:

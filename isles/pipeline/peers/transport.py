@@ -19,11 +19,11 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
-from isles.comm.collectives.message_queue import MailLetter, MailNote
+from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import CommError, DeadlinePassed, Malformed, PeerLost
 from isles.comm.tags import CHANNELS, MAX_FRAGMENTS, MAX_PHASES, Channel, Tag
 from isles.comm.traffic import Traffic
-from isles.comm.transport import Bell, Line, Steps, Work, awaited
+from isles.comm.transport import LinkEstimate, Steps, WaitEvent, Work, works_of
 from isles.pipeline.peers.inbox import OUTER, Post
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class LetterTransport:
         self.traffic: Traffic = below.traffic
         self._positions = {rank: position for position, rank in enumerate(self.post.mail.group.ranks)}
         self._awaited: dict[_Address, tuple[_Message, Tensor]] = {}
-        self._early: dict[_Address, MailLetter] = {}
+        self._early: dict[_Address, QueuedMessage] = {}
         self._running: list[LetterTransfer[Any]] = []
 
     @property
@@ -78,7 +78,7 @@ class LetterTransport:
     def send(self, peer: int, data: Tensor, tag: Tag) -> Work:
         """Copied, so that it is gone at once."""
         channel, place = CHANNELS.index(tag.channel), tag.fragment * MAX_PHASES + tag.phase
-        note = MailNote(OUTER, tag.round, self.post.turn, place, queue=channel)
+        note = MessageHeader(OUTER, tag.round, self.post.turn, place, queue=channel)
         self.post.mail.send(self._positions[peer], note, data.clone())
         if data.numel() and self._positions[peer] not in self.post.mail.lost:
             self.traffic.reassign(data.numel(), sent=True, before=self.post.mail.group.channel)
@@ -116,7 +116,7 @@ class LetterTransport:
     def _read(self) -> None:
         """What was sorted, then what will not come."""
         for letter in self.post.of_turn(OUTER):
-            note, turn = letter.note, self.post.turn
+            note, turn = letter.header, self.post.turn
             address = _Address(turn, letter.sender, note.queue, note.step, note.number)
             if address in self._awaited:
                 self._arrive(address, letter)
@@ -124,7 +124,7 @@ class LetterTransport:
                 self._early[address] = letter
         self._lose()
 
-    def _arrive(self, address: _Address, letter: MailLetter) -> None:
+    def _arrive(self, address: _Address, letter: QueuedMessage) -> None:
         message, out = self._awaited.pop(address)
         if letter.body.numel() == out.numel():
             out.copy_(letter.body)
@@ -143,11 +143,11 @@ class LetterTransport:
             error = why if isinstance(why, PeerLost) else PeerLost(ranks[address.sender], str(why))
             self._awaited.pop(address)[0].error = error
 
-    def bell(self, seconds: float = math.inf) -> Bell:
-        return self.below.bell(seconds)
+    def event(self, seconds: float = math.inf) -> WaitEvent:
+        return self.below.event(seconds)
 
-    def line(self) -> Line | None:
-        return self.below.line()
+    def link_estimate(self) -> LinkEstimate | None:
+        return self.below.link_estimate()
 
     def now(self) -> float:
         return self.below.now()
@@ -215,7 +215,7 @@ class LetterTransfer(Generic[T]):
             except Exception as error:  # whoever waits is told
                 self._end(error)
             else:
-                works, self._needed = awaited(waited)
+                works, self._needed = works_of(waited)
                 self._works = list(works)
 
     def _late(self) -> int:

@@ -33,12 +33,12 @@ from pydantic import Field
 from torch import Tensor
 
 from isles.base.parsing import Int, Str, read_json
-from isles.comm.collectives.message_queue import Mail, MailLetter, MailNote
+from isles.comm.collectives.message_queue import MessageHeader, MessageQueue, QueuedMessage
 from isles.comm.errors import Malformed, PeerLost
 from isles.comm.group import Group, numbers
 from isles.comm.transport import Steps, Transfer
 from isles.network.clusters.formation import ClusterGrowth
-from isles.network.clusters.nodes import is_told
+from isles.network.clusters.nodes import is_encoded_node
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import ASK, COMERS, OUTER, WELCOME, WORD, Post
 from isles.pipeline.peers.join import ask
@@ -65,7 +65,7 @@ def cluster_post(world: Group, run: int, largest: int, met: Sequence[int] | None
         WELCOME: range(2, _LONGEST),
     }
     group = world.among(range(world.size), "inner")  # which nodes of clusters use for nothing else
-    return Post(Mail(group, run=run, lengths=lengths, met=met))
+    return Post(MessageQueue(group, run=run, lengths=lengths, met=met))
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class ClusterAgreement:
         return not odd
 
     def _is_word(self, word: tuple[int, ...]) -> bool:
-        can_be = (0 <= position < self.world.size and is_told(told) for position, told in _rows(word))
+        can_be = (0 <= position < self.world.size and is_encoded_node(told) for position, told in _rows(word))
         return all(can_be) and all(leaves in (0, 1) for leaves in word[:1])
 
     def _comers(self) -> list[int]:
@@ -197,9 +197,9 @@ class ClusterAgreement:
         rows = [number for one in sorted(self._met.keys() - known)[:COMERS] for number in (one, self._met[one])]
         return rows + [0] * (2 * COMERS - len(rows))
 
-    def _hear(self, letter: MailLetter) -> None:
+    def _hear(self, letter: QueuedMessage) -> None:
         told = int(letter.body.view(torch.int64))
-        if is_told(told):
+        if is_encoded_node(told):
             self._met[letter.sender] = told
         else:
             why = Malformed(self.world.ranks[letter.sender], "numbers that no node tells of itself")
@@ -257,7 +257,7 @@ def let_in(agreement: ClusterAgreement, facts: Mapping[str, int]) -> list[int]:
     comers, post = agreement.admit(), agreement.post
     body = ClusterWelcome(turn=post.turn, seats=agreement.seats, facts=facts).packed()
     for position in comers:
-        post.mail.send(position, MailNote(WELCOME, 0), body)
+        post.mail.send(position, MessageHeader(WELCOME, 0), body)
     return comers
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from isles.base.parsing import MANY, Int, Ints, Unfit, read
 from isles.network.clusters.formation import ClusterGrowth, Cuts
-from isles.network.clusters.nodes import ClusterNode, heard, is_told
+from isles.network.clusters.nodes import ClusterNode, decode_node, is_encoded_node
 
 _Rows = Annotated[tuple[Ints, ...], MANY]
 _Set = Annotated[frozenset[Int], MANY]
@@ -67,7 +67,7 @@ class ClusterSeats:
             and len({*seated, *made.waiting}) == len(seated) + len(made.waiting)
             and [len(own) + 1 for own in made.cuts] == list(map(len, made.clusters))
             and made.out <= set(range(len(made.clusters)))
-            and all(map(is_told, made.told.values()))
+            and all(map(is_encoded_node, made.told.values()))
         )
         if not fits:
             raise ValueError("no seats of clusters")
@@ -232,7 +232,7 @@ class ClusterSeats:
         )
 
     def _node(self, position: int) -> ClusterNode | None:
-        return heard(self.told.get(position, 1), f"worker {position}")
+        return decode_node(self.told.get(position, 1), f"worker {position}")
 
     def _missing(self, number: int) -> list[int]:
         return [stage for stage, position in enumerate(self.clusters[number]) if position in self.lost]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from isles.comm.codecs.base import as_bytes
-from isles.comm.collectives.message_queue import MailLetter, MailNote
+from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import Malformed, Refused
 from isles.models.cuts import Piece
 from isles.models.stages import Stage
@@ -66,9 +66,9 @@ class SwarmJudge:
         turns = cycle(self.swarm.peer.stages[1])
         while len(losses) < len(parts):
             for letter in self._letters():
-                if letter.note.kind == LOSS and letter.body.numel() == 8:
-                    losses[letter.note.number] = float(letter.body.view(torch.float64))
-                    under_way.pop(letter.note.number, None)
+                if letter.header.kind == LOSS and letter.body.numel() == 8:
+                    losses[letter.header.number] = float(letter.body.view(torch.float64))
+                    under_way.pop(letter.header.number, None)
             if self.agreement.lost != lost:  # any of them may have been on its way
                 lost = set(self.agreement.lost)
                 waiting.extendleft(under_way)
@@ -85,16 +85,16 @@ class SwarmJudge:
                 self._wait()
         for position in self.agreement.members:
             if position != self.swarm.me:
-                self.post.mail.send(position, MailNote(HOME, 0, self.post.turn))
+                self.post.mail.send(position, MessageHeader(HOME, 0, self.post.turn))
         return sum(losses[number] * len(part) for number, part in enumerate(parts)), sum(map(len, parts))
 
     def _serve(self, origin: int) -> None:
         while True:
             letters = self._letters()
             for letter in letters:
-                if letter.note.kind == HOME and letter.sender == origin:
+                if letter.header.kind == HOME and letter.sender == origin:
                     return
-                if letter.note.kind == LOOK:
+                if letter.header.kind == LOOK:
                     self._pass_on(letter)
             lost = self.agreement.lost
             if self.agreement.is_due or origin in lost or any(set(peers) <= lost for peers in self.swarm.peer.stages):
@@ -102,8 +102,8 @@ class SwarmJudge:
             if not letters:
                 self._wait()
 
-    def _pass_on(self, letter: MailLetter) -> None:
-        rows, ends = letter.note.extra, self.work.ends
+    def _pass_on(self, letter: QueuedMessage) -> None:
+        rows, ends = letter.header.extra, self.work.ends
         form = replace(self.work.form, sequences=min(max(rows, 1), self.work.form.sequences))
         if form.sequences != rows or letter.body.numel() != form.nbytes(Task("F", 0, 1)):
             rank = self.post.mail.group.ranks[letter.sender]
@@ -114,7 +114,7 @@ class SwarmJudge:
         except Refused as error:
             self.post.mail.refuse(letter.sender, error)
             return
-        origin, number = letter.note.queue, letter.note.number
+        origin, number = letter.header.queue, letter.header.number
         if not ends:
             lost = self.agreement.lost
             following = [peer for peer in self.swarm.peer.stages[self.swarm.peer.stage + 1] if peer not in lost]
@@ -122,13 +122,13 @@ class SwarmJudge:
                 self._send(following[number % len(following)], number, origin, form, out)
         elif origin in self.agreement.members and origin != self.swarm.me:
             body = out.to(device="cpu", dtype=torch.float64).reshape(1).view(torch.uint8)
-            self.post.mail.send(origin, MailNote(LOSS, 0, self.post.turn, number), body)
+            self.post.mail.send(origin, MessageHeader(LOSS, 0, self.post.turn, number), body)
 
     def _send(self, receiver: int, number: int, origin: int, form: StageForm, wire: Tensor) -> None:
-        note = MailNote(LOOK, 0, self.post.turn, number, queue=origin, extra=form.sequences)
+        note = MessageHeader(LOOK, 0, self.post.turn, number, queue=origin, extra=form.sequences)
         self.post.mail.send(receiver, note, wire)
 
-    def _letters(self) -> Sequence[MailLetter]:
+    def _letters(self) -> Sequence[QueuedMessage]:
         self.post.sort()
         return self.post.of_turn()
 
@@ -158,7 +158,7 @@ def gathered(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], mend: Call
         elif swarm.me in firsts:
             state = swarm.peer.work.stage.state_dict().values()
             body = torch.cat([as_bytes(tensor.detach().to("cpu").contiguous().view(-1)) for tensor in state])
-            post.mail.send(firsts[0], MailNote(STATE, 0, post.turn, swarm.peer.stage), body)
+            post.mail.send(firsts[0], MessageHeader(STATE, 0, post.turn, swarm.peer.stage), body)
         said = agreement.agree([holds])
         swarm.place(mend)
         if firsts[0] in said and said[firsts[0]][0]:
@@ -175,8 +175,8 @@ def _fill(swarm: Swarm, whole: nn.Module, pieces: Sequence[Piece], firsts: Seque
     while missing:
         post.sort()
         for letter in post.of_turn():
-            stage = letter.note.number
-            if letter.note.kind != STATE or stage not in missing or letter.sender != firsts[stage]:
+            stage = letter.header.number
+            if letter.header.kind != STATE or stage not in missing or letter.sender != firsts[stage]:
                 continue
             names = list(Stage(whole, pieces[stage]).state_dict())
             if letter.body.numel() != sum(state[name].nbytes for name in names):

@@ -15,7 +15,7 @@ from typing_extensions import override
 from isles.comm.call import Ledger
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.group import Group
-from isles.comm.roster import Ruling
+from isles.comm.roster import RoundOutcome
 from isles.pipeline.swarm.swarm import Swarm
 
 _LANDS, _FAILED = 1, 0
@@ -47,15 +47,15 @@ class SwarmRoster:
     def lost(self, member: int) -> bool:
         return self._post.mail.group.ranks.index(member) in self._post.mail.lost
 
-    def lacks(self, members: Sequence[int]) -> bool:
+    def has_lost(self, members: Sequence[int]) -> bool:
         return any(self.lost(member) for member in members)
 
-    def miss(self, member: int, error: CommError) -> None:
+    def report_failure(self, member: int, error: CommError) -> None:
         """Who is only late is met again, at the end of the step at the latest. Who sent what cannot be is not."""
         if isinstance(error, (Malformed, Refused, Diverged, Elsewhere)):
             self._post.mail.refuse(self._post.mail.group.ranks.index(member), error)
 
-    def accepts(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
+    def may_apply(self, round: int, members: Sequence[int], *, whole: bool) -> bool:
         return whole
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
@@ -64,14 +64,16 @@ class SwarmRoster:
         """
         return self.group(round), self._post.turn
 
-    def finish_round(self, round: int, attempt: int, digest: int | None, error: CommError | None = None) -> Ruling:
+    def finish_round(
+        self, round: int, attempt: int, digest: int | None, error: CommError | None = None
+    ) -> RoundOutcome:
         """Blocks until all who are left have said what they have. DeadlinePassed for who is silent; Diverged where
         peers of this stage have other answers.
         """
         if isinstance(error, DeadlinePassed):
             raise error
         if error is not None and not isinstance(error, PeerLost):
-            self.miss(getattr(error, "peer", -1), error)
+            self.report_failure(getattr(error, "peer", -1), error)
         said = self._swarm.agreement.agree([_FAILED if digest is None else _LANDS, digest or 0])
         self._swarm.place()
         if not all(word[0] == _LANDS for word in said.values()):

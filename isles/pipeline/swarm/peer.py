@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from isles.comm.collectives.message_queue import MailLetter, MailNote
+from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import Refused
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import BACKWARD, FORWARD, HOME, TAKEN, Post
@@ -80,8 +80,8 @@ class SwarmPeer:
         self._seed = seed
         self._balancer = PeerBalancer(seed)
         self._under: dict[int, OpenWork] = {}
-        self._forwards: deque[MailLetter] = deque()
-        self._backwards: deque[MailLetter] = deque()
+        self._forwards: deque[QueuedMessage] = deque()
+        self._backwards: deque[QueuedMessage] = deque()
         self._queued: list[int] = []
         self._home: set[int] = set()
         self._pending: set[int] = set()
@@ -180,7 +180,7 @@ class SwarmPeer:
                 self._backward(self._backwards.popleft())
             elif self._forwards:
                 letter = self._forwards.popleft()
-                answers.discard(letter.note.number)
+                answers.discard(letter.header.number)
                 self._forward(letter)
             elif starts and (self.ways.room is None or len(self._under) < self.ways.room):
                 self._originate(starts.popleft())
@@ -195,7 +195,7 @@ class SwarmPeer:
     def _take(self) -> None:
         self.post.sort()
         for letter in self.post.of_turn():
-            kind, sender, number = letter.note.kind, letter.sender, letter.note.number
+            kind, sender, number = letter.header.kind, letter.sender, letter.header.number
             if kind == FORWARD and self.stage and sender in self.stages[self.stage - 1]:
                 self._forwards.append(letter)
             elif kind == BACKWARD:
@@ -214,8 +214,8 @@ class SwarmPeer:
         self._under[microbatch] = self.work.forward(microbatch, None, None)
         self._send_on(microbatch)
 
-    def _forward(self, letter: MailLetter) -> None:
-        number, sender = letter.note.number, letter.sender
+    def _forward(self, letter: QueuedMessage) -> None:
+        number, sender = letter.header.number, letter.sender
         if number in self.books:  # it was counted here, on another way
             self._answer(sender, number, self.books[number], 0.0)
             return
@@ -233,11 +233,11 @@ class SwarmPeer:
         self.post.mail.send(sender, self._note(TAKEN, number))
         self._send_on(number)
 
-    def _backward(self, letter: MailLetter) -> None:
-        number, sender = letter.note.number, letter.sender
+    def _backward(self, letter: QueuedMessage) -> None:
+        number, sender = letter.header.number, letter.sender
         if number not in self._under:
             return  # the late answer of another way
-        self._balancer.answered(sender, letter.note.nanoseconds / 1e9, 1, wire=letter.wire, queue=letter.note.queue)
+        self._balancer.answered(sender, letter.header.nanoseconds / 1e9, 1, wire=letter.wire, queue=letter.header.queue)
         self._count(number, letter.body, sender)
 
     def _count(self, number: int, gradient: Tensor | None, source: int | None) -> None:
@@ -288,8 +288,8 @@ class SwarmPeer:
     def _send(self, receiver: int, kind: int, number: int, body: Tensor | None) -> None:
         self.post.mail.send(receiver, self._note(kind, number), body)
 
-    def _note(self, kind: int, number: int, seconds: float = 0.0) -> MailNote:
-        return MailNote(kind, 0, self.post.turn, number, nanoseconds=round(seconds * 1e9), queue=self.queue)
+    def _note(self, kind: int, number: int, seconds: float = 0.0) -> MessageHeader:
+        return MessageHeader(kind, 0, self.post.turn, number, nanoseconds=round(seconds * 1e9), queue=self.queue)
 
     def _go_home(self) -> None:
         self._home.add(self.me)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isles.comm.collectives.message_queue import MailLetter, MailNote
+from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import Malformed, Refused
 from isles.pipeline.peers.agreement import Agreement
 from isles.pipeline.peers.inbox import MEAN, SHARD
@@ -26,7 +26,7 @@ class StageSum:
         self._agreement, self._post = agreement, agreement.post
         self._me = agreement.me
         self._turn = -1
-        self._early: list[MailLetter] = []
+        self._early: list[QueuedMessage] = []
         self._post.answers[SHARD] = self._post.answers[MEAN] = self._take
 
     def begin(self, peers: Sequence[int], own: Tensor) -> None:
@@ -43,7 +43,7 @@ class StageSum:
             if peer == self._me:
                 self._parts[peer] = share
             else:
-                self._post.mail.send(peer, MailNote(SHARD, 0, self._turn), share.view(torch.uint8))
+                self._post.mail.send(peer, MessageHeader(SHARD, 0, self._turn), share.view(torch.uint8))
         self._add_up()
         early, self._early = self._early, []
         for letter in early:
@@ -63,16 +63,16 @@ class StageSum:
                 return None
             self._post.wait_for_news(agreement.patience, agreement.patience, min(missing))
 
-    def _take(self, letter: MailLetter) -> None:
+    def _take(self, letter: QueuedMessage) -> None:
         """Of a sum that this peer begins later it is kept; of one that failed it is too late."""
-        if letter.note.attempt > self._turn:
+        if letter.header.attempt > self._turn:
             self._early.append(letter)
-        elif letter.note.attempt == self._turn:
+        elif letter.header.attempt == self._turn:
             self._read(letter)
 
-    def _read(self, letter: MailLetter) -> None:
+    def _read(self, letter: QueuedMessage) -> None:
         """A share that is to be added up here, or one that was elsewhere."""
-        sender, is_sum = letter.sender, letter.note.kind == MEAN
+        sender, is_sum = letter.sender, letter.header.kind == MEAN
         if sender not in self._peers:
             return
         at = self._peers.index(sender) if is_sum else self._place
@@ -103,4 +103,4 @@ class StageSum:
         self._done.add(self._me)
         for peer in self._peers:
             if peer != self._me:
-                self._post.mail.send(peer, MailNote(MEAN, 0, self._turn), added.view(torch.uint8))
+                self._post.mail.send(peer, MessageHeader(MEAN, 0, self._turn), added.view(torch.uint8))

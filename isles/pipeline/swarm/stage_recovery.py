@@ -24,7 +24,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from isles.comm.collectives.message_queue import MailLetter, MailNote
+from isles.comm.collectives.message_queue import MessageHeader, QueuedMessage
 from isles.comm.errors import DeadlinePassed
 from isles.pipeline.peers.inbox import GIFT, WANT, Post
 from isles.pipeline.peers.join import welcome
@@ -43,7 +43,7 @@ class StateGifts:
     def __init__(self, post: Post, state: AsBytes) -> None:
         self._post, self._state = post, state
         self._is_open = True
-        self._asked: list[MailLetter] = []
+        self._asked: list[QueuedMessage] = []
         post.answers[WANT] = self._answer
 
     def close(self) -> None:
@@ -57,12 +57,12 @@ class StateGifts:
         for letter in asked:
             self._answer(letter)
 
-    def _answer(self, letter: MailLetter) -> None:
+    def _answer(self, letter: QueuedMessage) -> None:
         if not self._is_open:
             self._asked.append(letter)
             return
         body = torch.frombuffer(bytearray(self._state()), dtype=torch.uint8)
-        self._post.mail.send(letter.sender, MailNote(GIFT, 0, letter.note.attempt), body)
+        self._post.mail.send(letter.sender, MessageHeader(GIFT, 0, letter.header.attempt), body)
 
 
 def take(post: Post, donors: Sequence[int], patience: float) -> Tensor | None:
@@ -74,7 +74,7 @@ def take(post: Post, donors: Sequence[int], patience: float) -> Tensor | None:
     try:
         for donor in donors:
             if donor not in lost:
-                post.mail.send(donor, MailNote(WANT, 0, post.turn))
+                post.mail.send(donor, MessageHeader(WANT, 0, post.turn))
                 post.wait_for(lambda donor=donor: donor in came or donor in lost, patience, donor)
             if donor in came:
                 return came[donor]

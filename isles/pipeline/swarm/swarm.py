@@ -105,7 +105,7 @@ class Swarm:
         self._going: list[int] = []
         self._asking: dict[int, int] = {}  # by position, the stage that it wishes to serve
         self.sum = StageSum(agreement)
-        agreement.post.answers[ASK] = lambda letter: self._asking.update({letter.sender: letter.note.number - 1})
+        agreement.post.answers[ASK] = lambda letter: self._asking.update({letter.sender: letter.header.number - 1})
         if self.stages[self.me] != NOWHERE:
             self.place()
 

@@ -38,7 +38,7 @@ from isles.comm.errors import DeadlinePassed, WorkerFailed
 from isles.comm.tags import MAX_FRAGMENTS
 from isles.comm.transport import Transfer
 from isles.comm.trust import JUMPS
-from isles.network.exchange_plan import PINNED, Held, PlannedExchange, Rhythm, by_size
+from isles.network.exchange_plan import PINNED, MemoryItem, PlannedExchange, Rhythm, by_size
 from isles.replicas import start
 from isles.replicas.config import workers
 from isles.replicas.exchange_schedule import Outline, everyone, outline
@@ -72,18 +72,18 @@ class Bucket:
             part.view(parameter.shape) for part, parameter in zip(self.split(self.flat), parameters, strict=True)
         ]
         self._staging = HostCopies(self.views if self.layout.exact else arena(parameters) if self._away else ())
-        self.waiting = len(parameters)
+        self.pending = len(parameters)
         """Gradients not ready yet in this backward pass."""
         self.reduction: Reduction
         self.transfer: Transfer[tuple[int, ...]] | None = None
         self.stale = False
         """True if a backward pass changed a gradient after the bucket had left."""
         self._loaded: list[tuple[Tensor | None, int]] = []
-        self._given = False
+        self._is_handed_over = False
         self.means: list[Tensor] = []
         """The gradients, while they are means that no step has used."""
-        self._filled = [place for place, parameter in enumerate(parameters) if parameter.numel()]
-        self._firsts = [self.views[place].view(-1)[:1] for place in self._filled]
+        self._filled = [position for position, parameter in enumerate(parameters) if parameter.numel()]
+        self._firsts = [self.views[position].view(-1)[:1] for position in self._filled]
 
     def split(self, flat: Tensor) -> tuple[Tensor, ...]:
         """A flat vector of the bucket as one view (p,) a parameter."""
@@ -105,7 +105,7 @@ class Bucket:
             if parameter.grad is not None and 0 in parameter.grad.stride():  # expanded: nobody could write to it
                 parameter.grad = parameter.grad.contiguous()
         if self.means and {id(mean) for mean in self.means} & {id(p.grad) for p in self.parameters}:
-            self.keep()  # this pass adds to what was told of the earlier ones
+            self.commit()  # this pass adds to what was told of the earlier ones
         self.means = []
         self._staging.settle()
         self.flat.zero_() if any(p.grad is None for p in self.parameters) else None
@@ -114,26 +114,26 @@ class Bucket:
         pairs = self._pairs()
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [own for _, own in pairs])
-        if self.reduction.keeps_signs:
+        if self.reduction.preserves_signs:
             self._mark()
         self._loaded = self._gradients()
 
     def _mark(self) -> None:
         if self._firsts:
             torch._foreach_add_(self._firsts, 0.0)  # which makes -0.0 positive
-        for place, first in zip(self._filled, self._firsts, strict=True):
-            if self.parameters[place].grad is None:
+        for index, first in zip(self._filled, self._firsts, strict=True):
+            if self.parameters[index].grad is None:
                 first.fill_(_NOBODYS)
 
     @property
     def frozen_digest(self) -> int:
         """Hash of which parameters are frozen; 0: none is."""
-        frozen = [place for place, parameter in enumerate(self.parameters) if not parameter.requires_grad]
+        frozen = [index for index, parameter in enumerate(self.parameters) if not parameter.requires_grad]
         return crc32(repr(frozen).encode()) if frozen else 0
 
-    def handed_on(self) -> None:
+    def hand_over(self) -> None:
         """Its means were given to the inner optimizer, which may take the gradients when it will."""
-        self._loaded, self._given = self._gradients(), True
+        self._loaded, self._is_handed_over = self._gradients(), True
 
     def is_changed(self, *, in_pass: bool) -> bool:
         """Whether somebody else wrote to a gradient since `load`: what travels does not know of it. What the inner
@@ -142,7 +142,7 @@ class Bucket:
         """
         return any(
             (old is not new or (before != now and not (in_pass and new is not None and new._is_view())))
-            and not (self._given and (old is None or new is None))
+            and not (self._is_handed_over and (old is None or new is None))
             for (old, before), (new, now) in zip(self._loaded, self._gradients(), strict=True)
         )
 
@@ -153,15 +153,15 @@ class Bucket:
         """Copy the means back into the gradients. What is frozen, and where zeros keep their signs what nobody has a
         gradient of, has none, so that the inner optimizer leaves it alone.
         """
-        missing = [place for place, parameter in enumerate(self.parameters) if parameter.grad is None]
-        left = {place for place in missing if not self.parameters[place].requires_grad}
-        if missing and self.reduction.keeps_signs:
+        missing = [index for index, parameter in enumerate(self.parameters) if parameter.grad is None]
+        left = {index for index in missing if not self.parameters[index].requires_grad}
+        if missing and self.reduction.preserves_signs:
             firsts = torch.cat(self._firsts)
             nobodys = (firsts == 0).logical_and_(firsts.signbit()).tolist()
-            left |= {place for place, own in zip(self._filled, nobodys, strict=True) if own} & set(missing)
-        for place in missing:
-            if place not in left:
-                self.parameters[place].grad = torch.zeros_like(self.parameters[place])
+            left |= {index for index, own in zip(self._filled, nobodys, strict=True) if own} & set(missing)
+        for index in missing:
+            if index not in left:
+                self.parameters[index].grad = torch.zeros_like(self.parameters[index])
         pairs = self._pairs()
         if pairs:
             torch._foreach_copy_([own for _, own in pairs], [view for view, _ in pairs])
@@ -179,16 +179,16 @@ class Bucket:
         pairs = zip(self.views, own, self.parameters, strict=True)
         return [(view, one) for view, one, p in pairs if one is not None and p.grad is not None]
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """The means are used, if there are any."""
         if self.means:
-            self.reduction.keep(self.flat)
+            self.reduction.commit(self.flat)
         self.means = []
 
     def rest(self) -> None:
         """Ready for the next backward pass."""
         self._loaded = []  # holds gradients that the user may want freed
-        self.waiting, self.transfer, self.stale, self._given = len(self.parameters), None, False, False
+        self.pending, self.transfer, self.stale, self._is_handed_over = len(self.parameters), None, False, False
 
 
 def cut_buckets(parameters: list[nn.Parameter], limit: float, device: torch.device) -> list[Bucket]:
@@ -213,85 +213,11 @@ def cut_buckets(parameters: list[nn.Parameter], limit: float, device: torch.devi
 FORWARD_SHARE = 1 / 3  # of a step's computation: a backward pass costs twice a forward pass
 
 
-class BucketsForetold(ReplicaSync):
-    """The part of `BucketedSync`, whose attributes these are, that plans."""
+class BucketedSync(ReplicaSync):
+    """All workers hold equal weights after every step."""
 
     Config = BucketsConfig
     config: BucketsConfig
-    buckets: list[Bucket]
-    _careful: bool
-    _portions: list[list[int]]
-
-    def device(self) -> torch.device:
-        """Where buckets lie."""
-        return torch.device("cpu")
-
-    def phases(self, steps: int) -> list[tuple[int, int]]:
-        """The steps of a run that send differently: (the first, how many are like it), one behind the other."""
-        return [(1, steps)] if steps else []
-
-    @override
-    def schedule(self, steps: int) -> list[PlannedExchange]:
-        """A bucket leaves when the backward pass has filled it."""
-        groups, left = everyone(self.group.size), self._left()
-        plan = []
-        for first, count in self.phases(steps):
-            patterns = [by_size(groups, partial(bucket.reduction.pattern, first)) for bucket in self.buckets]
-            plan += [
-                one
-                for step in range(first, first + count)
-                for one in [
-                    *(
-                        PlannedExchange(step - behind, step, index, "gradient", groups, pattern, 2 * step)
-                        for index, (behind, pattern) in enumerate(zip(left, patterns, strict=True))
-                    ),
-                    *planned_spreads(self._portions, step, groups, 2 * step + 1),
-                ]
-            ]
-        return plan
-
-    def _left(self) -> list[float]:
-        """Of a step's computation, what is left when each bucket leaves."""
-        behind, last = [bucket.layout.numel for bucket in self.buckets], (1 - FORWARD_SHARE) / self.batches
-        return [last * sum(behind[index + 1 :]) / sum(behind) for index in range(len(behind))]
-
-    @override
-    def rhythm(self, steps: int) -> Rhythm:
-        return Rhythm(self.phases(steps)[-1][0] - 1 if steps else 0, 1)
-
-    @property
-    @override
-    def questions(self) -> list[PeerQuestion]:
-        return [*super().questions, "largest"] if self._careful else super().questions
-
-    @override
-    def own_outline(self, steps: int) -> Outline:
-        """Steps times buckets may be millions, and most steps are alike."""
-        sent = [0] * self.group.size
-        for first, count in self.phases(steps):
-            for position in range(self.group.size):
-                each = sum(self._sent(bucket, first, position) for bucket in self.buckets)
-                shares = (self.group.size - 1) * sum(sizes[position] for sizes in self._portions)
-                sent[position] += count * (each + shares)
-        short = outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
-        return replace(short, sent=tuple(sent))
-
-    @override
-    def memory(self) -> list[Held]:
-        """With reduction = "native" the buckets lie where the gradients do."""
-        buffers = Held("gradient buckets", sum(bucket.flat.nbytes for bucket in self.buckets), "always")
-        held = [one for bucket in self.buckets for one in bucket.reduction.memory(self.group.size)]
-        if self.device().type == "cpu":
-            held += [Held(PINNED, bucket.pinned_bytes, "pinned") for bucket in self.buckets]
-        return [*super().memory(), *together([buffers, *held])]
-
-    def _sent(self, bucket: Bucket, step: int, position: int) -> int:
-        return bucket.reduction.sent_bytes(step, self.group.size, position)
-
-
-class BucketedSync(BucketsForetold):
-    """All workers hold equal weights after every step."""
-
     level = "gradient"
     agrees = True
 
@@ -332,7 +258,7 @@ class BucketedSync(BucketsForetold):
         self._reduced = False  # and no other backward pass has changed them since
         self._unusable: list[int] | None = None  # whose gradients are not finite, once all have come
         self._pass: int | None = None  # the backward pass at whose end `_end_of_pass` is called
-        self._quiet = self._told = False
+        self._quiet = self._has_warned = False
         self._worker_thread = get_ident()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda one, bucket=bucket: self._ready(bucket, one))
@@ -402,7 +328,7 @@ class BucketedSync(BucketsForetold):
         if self._unusable is not None:
             self._skip(self._unusable)
         for bucket in self.buckets:
-            bucket.keep()
+            bucket.commit()
         self._passes, self._reduced, self._unusable, self._proof = 0, False, None, 0
 
     def _reduce(self, *, in_pass: bool = False) -> None:
@@ -460,20 +386,20 @@ class BucketedSync(BucketsForetold):
                 return self._skip(broken) if wait else None
             bucket.reduction.land(bucket.flat)
             bucket.unload()
-            bucket.keep()
+            bucket.commit()
             self._landed += 1
             inner.ready(bucket.parameters)
-            bucket.handed_on()
+            bucket.hand_over()
         return None
 
     def _without(self, usable: Sequence[int]) -> list[int]:
         """The workers at other positions than these."""
-        return [seat for position, seat in enumerate(self.group.ranks) if position not in usable]
+        return [member for position, member in enumerate(self.group.ranks) if position not in usable]
 
     def _broken(self) -> list[int]:
         """Wait for all buckets; the workers whose gradients are not finite in one of them."""
         usable = [self._wait(bucket) for bucket in self.buckets]
-        return self._without([seat for seat in range(self.group.size) if all(seat in own for own in usable)])
+        return self._without([member for member in range(self.group.size) if all(member in own for own in usable)])
 
     def _skip(self, broken: Sequence[int]) -> None:
         """Have all workers skip the inner step: optimizers leave parameters without a gradient alone, and scalers look
@@ -501,8 +427,8 @@ class BucketedSync(BucketsForetold):
         """The 2-norm of what error feedback holds back."""
         if not self._careful:
             return {}
-        kept = [bucket.reduction.residual for bucket in self.buckets]
-        square = sum(float(own.dot(own)) for own in kept if own is not None)
+        states = [bucket.reduction.residual for bucket in self.buckets]
+        square = sum(float(own.dot(own)) for own in states if own is not None)
         return {"residual_norm": math.sqrt(square), "skipped_steps": self.skipped}
 
     @override
@@ -513,8 +439,8 @@ class BucketedSync(BucketsForetold):
         if not self._careful:
             return {}
         self._follow_scale()
-        kept = [{"residual": bucket.reduction.residual, **bucket.reduction.state_dict()} for bucket in self.buckets]
-        return {"buckets": kept, "skipped": self.skipped, "unit": self._unit}
+        states = [{"residual": bucket.reduction.residual, **bucket.reduction.state_dict()} for bucket in self.buckets]
+        return {"buckets": states, "skipped": self.skipped, "unit": self._unit}
 
     @override
     def load_outer_state(self, state: dict[str, Any]) -> None:
@@ -540,20 +466,20 @@ class BucketedSync(BucketsForetold):
             self._reduced = False
             return
         if get_ident() != self._worker_thread and not self.group.transport.native:
-            bucket.waiting -= 1
+            bucket.pending -= 1
             return  # autograd's thread of a GPU serves all virtual workers, and none may wait in it: `step` sends
         if not self._in_step:
             self._await_end(parameter)
             self._launch_ready()  # one gradient later: hooks of the user's on the last one have run
-        bucket.waiting -= 1
-        if bucket.waiting < 0 and bucket.transfer is not None:
+        bucket.pending -= 1
+        if bucket.pending < 0 and bucket.transfer is not None:
             if bucket.index < self._landed:
                 raise ValueError(
                     "a second backward pass before step(), but what the first one made has been updated by: wrap all "
                     "but the last in `with optimizer.no_sync():`"
                 )
             bucket.stale = True
-            self._tell_twice()
+            self._warn_of_second_pass()
         if self._in_step:
             self._launch_ready()
 
@@ -566,7 +492,7 @@ class BucketedSync(BucketsForetold):
             return
         self._pass = number
         if self._passes:
-            self._tell_twice()
+            self._warn_of_second_pass()
             self._forget_thrown_away(first)
         self._reduced = False
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
@@ -582,9 +508,9 @@ class BucketedSync(BucketsForetold):
             for bucket in self.buckets:
                 bucket.means = []
 
-    def _tell_twice(self) -> None:
-        if not self._told:
-            self._told = True
+    def _warn_of_second_pass(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 "a second backward pass before step(): its gradients travel again; use `with optimizer.no_sync():`",
                 stacklevel=2,
@@ -592,7 +518,7 @@ class BucketedSync(BucketsForetold):
 
     def _launch_ready(self) -> None:
         """Start the buckets that are full, up to the first that is not."""
-        ready = next((one.index for one in self.buckets[self._launched :] if one.waiting > 0), len(self.buckets))
+        ready = next((one.index for one in self.buckets[self._launched :] if one.pending > 0), len(self.buckets))
         if ready > self._launched or self._phased is not None:
             with own_modes(), host_work():
                 self._launch(ready)
@@ -641,3 +567,71 @@ class BucketedSync(BucketsForetold):
                 f"{error}, where gradients travel again: without no_sync() all workers do as many backward passes a "
                 "step; wrap all but the last in `with optimizer.no_sync():`, then each may do its own number"
             ) from error
+
+    # What a plan asks before a run.
+
+    def device(self) -> torch.device:
+        """Where buckets lie."""
+        return torch.device("cpu")
+
+    def phases(self, steps: int) -> list[tuple[int, int]]:
+        """The steps of a run that send differently: (the first, how many are like it), one behind the other."""
+        return [(1, steps)] if steps else []
+
+    @override
+    def schedule(self, steps: int) -> list[PlannedExchange]:
+        """A bucket leaves when the backward pass has filled it."""
+        groups, left = everyone(self.group.size), self._left()
+        plan = []
+        for first, count in self.phases(steps):
+            patterns = [by_size(groups, partial(bucket.reduction.pattern, first)) for bucket in self.buckets]
+            plan += [
+                one
+                for step in range(first, first + count)
+                for one in [
+                    *(
+                        PlannedExchange(step - behind, step, index, "gradient", groups, pattern, 2 * step)
+                        for index, (behind, pattern) in enumerate(zip(left, patterns, strict=True))
+                    ),
+                    *planned_spreads(self._portions, step, groups, 2 * step + 1),
+                ]
+            ]
+        return plan
+
+    def _left(self) -> list[float]:
+        """Of a step's computation, what is left when each bucket leaves."""
+        behind, last = [bucket.layout.numel for bucket in self.buckets], (1 - FORWARD_SHARE) / self.batches
+        return [last * sum(behind[index + 1 :]) / sum(behind) for index in range(len(behind))]
+
+    @override
+    def rhythm(self, steps: int) -> Rhythm:
+        return Rhythm(self.phases(steps)[-1][0] - 1 if steps else 0, 1)
+
+    @property
+    @override
+    def questions(self) -> list[PeerQuestion]:
+        return [*super().questions, "largest"] if self._careful else super().questions
+
+    @override
+    def own_outline(self, steps: int) -> Outline:
+        """Steps times buckets may be millions, and most steps are alike."""
+        sent = [0] * self.group.size
+        for first, count in self.phases(steps):
+            for position in range(self.group.size):
+                each = sum(self._sent(bucket, first, position) for bucket in self.buckets)
+                shares = (self.group.size - 1) * sum(sizes[position] for sizes in self._portions)
+                sent[position] += count * (each + shares)
+        short = outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
+        return replace(short, sent=tuple(sent))
+
+    @override
+    def memory(self) -> list[MemoryItem]:
+        """With reduction = "native" the buckets lie where the gradients do."""
+        buffers = MemoryItem("gradient buckets", sum(bucket.flat.nbytes for bucket in self.buckets), "always")
+        items = [one for bucket in self.buckets for one in bucket.reduction.memory(self.group.size)]
+        if self.device().type == "cpu":
+            items += [MemoryItem(PINNED, bucket.pinned_bytes, "pinned") for bucket in self.buckets]
+        return [*super().memory(), *together([buffers, *items])]
+
+    def _sent(self, bucket: Bucket, step: int, position: int) -> int:
+        return bucket.reduction.sent_bytes(step, self.group.size, position)

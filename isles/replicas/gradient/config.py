@@ -13,7 +13,7 @@ from isles.replicas.config import Feedback, MethodConfig, at_least, check_feedba
 from isles.replicas.search_space import Dimension
 
 VALUES = ("none", "bf16", "fp16", "int8", "int4")
-Places = Literal["auto", "blocks", "indices", "bitmap"]
+IndexForm = Literal["auto", "blocks", "indices", "bitmap"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ class DCTDPConfig(BucketsConfig):
     """A threshold that sends this many times more or fewer entries than it should is renewed at once."""
     codec: str = "none"
     """Form of the values on the wire."""
-    places: Places = "auto"
-    """Form of their places: blocks (2 bytes each), indices (4 bytes), bitmap (1 bit an entry of all), or auto, whatever
+    indices: IndexForm = "auto"
+    """Form of their indices: blocks (2 bytes each), indices (4 bytes), bitmap (1 bit an entry of all), or auto, what
     is smallest.
     """
     exclude_below: int = 4096
@@ -89,14 +89,14 @@ class DCTDPConfig(BucketsConfig):
             at_least(key, getattr(self, key), 0)
         one_of("error_feedback", self.error_feedback, ("none", "local"))
         one_of("codec", self.codec, VALUES)
-        one_of("places", self.places, get_args(Places))
+        one_of("indices", self.indices, get_args(IndexForm))
         if self.sparsity == 0 and self.codec != "none":
             raise ValueError(f'sparsity = 0 sends all entries as they are: use method = "ddp" with codec {self.codec}')
 
     @override
     def space(self, steps: int, *, timed: bool) -> list[Dimension]:
-        kept = Dimension(name="replicas.error_feedback", start=self.error_feedback, choices=("local", "none"))
-        return [kept, *([Dimension.below_1("replicas.sparsity", self.sparsity, 4)] if timed else [])]
+        feedback = Dimension(name="replicas.error_feedback", start=self.error_feedback, choices=("local", "none"))
+        return [feedback, *([Dimension.below_1("replicas.sparsity", self.sparsity, 4)] if timed else [])]
 
 
 @dataclass(frozen=True, kw_only=True)

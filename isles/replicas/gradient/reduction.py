@@ -3,9 +3,9 @@
     begin      the bucket's gradients are in place: look at them, encode what is to travel
     exchange   a protocol behind the computation
     land       all gradients are usable: the mean is in place
-    keep       the mean is used: what stays behind becomes final
+    commit     the mean is used: what stays behind becomes final
 
-Between `begin` and `keep` nothing that is kept changes: a bucket may begin again (its gradients changed after it had
+Between `begin` and `commit` nothing that is kept changes: a bucket may begin again (its gradients changed after it had
 left, or were thrown away), and a step in which somebody's gradients are not finite ends as if it had not been.
 
 One bucket of gradients sent as its entries of at least a threshold: the reduction of
@@ -28,7 +28,7 @@ from typing_extensions import override
 from isles.comm.call import Call
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.scaled import Identity
-from isles.comm.codecs.sparse import FORMS, pack, places_bytes, smallest, unpack
+from isles.comm.codecs.sparse import FORMS, indices_bytes, pack, smallest, unpack
 from isles.comm.collectives.averaging import Averaging, Coded
 from isles.comm.collectives.basic import gather_ragged, ragged_bytes
 from isles.comm.collectives.headers import HEADER_BYTES, NOTE_BYTES, Stamp
@@ -36,7 +36,7 @@ from isles.comm.collectives.mean import native_bytes, native_mean
 from isles.comm.errors import Malformed, sent_by
 from isles.comm.transport import Steps
 from isles.comm.trust import mean_square
-from isles.network.exchange_plan import Held, MessagePattern, Ragged, Ring
+from isles.network.exchange_plan import MemoryItem, MessagePattern, Ragged, Ring
 from isles.replicas.flat import FlatParameters
 from isles.replicas.parts.interfaces import ErrorFeedback
 from isles.replicas.start import OTHER_SETTINGS, OTHER_STATE
@@ -51,7 +51,7 @@ class Reduction(ABC):
     """What was not sent yet, flat (n,), in the gradients' units: error feedback."""
     careful = False
     """True if all workers skip a step in which somebody's gradients are not finite, as what is kept would suffer."""
-    keeps_signs = False
+    preserves_signs = False
     """True if the mean of zeros has the sign that all of them had: -0.0 marks what nobody has a gradient of."""
 
     def __init__(self, layout: FlatParameters) -> None:
@@ -71,7 +71,7 @@ class Reduction(ABC):
         """Leave the mean in `flat`, if it is not there."""
         del flat
 
-    def keep(self, flat: Tensor) -> None:
+    def commit(self, flat: Tensor) -> None:
         """The mean, which is in `flat`, is taken: what stays behind of this step is final."""
         del flat
 
@@ -89,10 +89,10 @@ class Reduction(ABC):
         """The same of what `begin` has made."""
         return self.sent_bytes(step, size, position)
 
-    def memory(self, size: int) -> list[Held]:
+    def memory(self, size: int) -> list[MemoryItem]:
         """What it holds beside the bucket's own vector."""
         vector = 0 if self.residual is None else self.residual.nbytes
-        return [Held(what, vector, "always") for what in ("error feedback", "error feedback of the step")]
+        return [MemoryItem(what, vector, "always") for what in ("error feedback", "error feedback of the step")]
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept from step to step beside the residual."""
@@ -111,7 +111,7 @@ class Reduction(ABC):
 class Native(Reduction):
     """The backend's own all-reduce, where the gradients lie; nobody looks at them."""
 
-    keeps_signs = True
+    preserves_signs = True
 
     @override
     def exchange(self, call: Call, flat: Tensor, step: int) -> Steps[tuple[int, ...]]:
@@ -135,7 +135,7 @@ class Averaged(Reduction):
         super().__init__(layout)
         self.averaging, self.feedback = averaging, feedback
         self.careful = feedback is not None or averaging.held_bytes > 0
-        self.keeps_signs = feedback is None and averaging.keeps_signs
+        self.preserves_signs = feedback is None and averaging.preserves_signs
         self.usable = True
         self._before: dict[str, Any] | None = None  # what `averaging` kept, while a step has not landed
         if feedback is not None:
@@ -159,7 +159,7 @@ class Averaged(Reduction):
         return (yield from self.averaging.mean(call, flat, stamp, None, left, 0))
 
     @override
-    def keep(self, flat: Tensor) -> None:
+    def commit(self, flat: Tensor) -> None:
         self._before = None
         if self.residual is None or self.feedback is None:
             return
@@ -172,11 +172,11 @@ class Averaged(Reduction):
         return self.averaging.pattern(step, size)
 
     @override
-    def memory(self, size: int) -> list[Held]:
+    def memory(self, size: int) -> list[MemoryItem]:
         return [
             *super().memory(size),
-            Held("bases of the factors", self.averaging.held_bytes, "always"),
-            Held("messages under way", self.averaging.working_bytes(size), "exchange"),
+            MemoryItem("bases of the factors", self.averaging.held_bytes, "always"),
+            MemoryItem("messages under way", self.averaging.working_bytes(size), "exchange"),
         ]
 
     @override
@@ -193,22 +193,22 @@ def is_finite(vector: Tensor) -> bool:
     return bool(vector.sum().isfinite())
 
 
-def together(held: Sequence[Held]) -> list[Held]:
+def together(items: Sequence[MemoryItem]) -> list[MemoryItem]:
     """One entry for all that share a name and a time, with the sum of their bytes; those of no bytes are left out."""
     sums: dict[tuple[str, Any], int] = {}
-    for one in held:
+    for one in items:
         sums[one.what, one.when] = sums.get((one.what, one.when), 0) + one.nbytes
-    return [Held(what, nbytes, when) for (what, when), nbytes in sums.items() if nbytes]
+    return [MemoryItem(what, nbytes, when) for (what, when), nbytes in sums.items() if nbytes]
 
 
 _PIECE = 1 << 17  # entries looked at in one go: they and what is made of them stay in the second-level cache
 _SPARSE = 1  # a kind of payloads beside those of `exact`, whose number is even
-_WORD = 8  # bytes before a message's values: its form and how many places it has
+_PREFIX = 8  # bytes before a message's values: its form and how many indices it has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """The settings of `DCTDPConfig`, taken apart. places: a form of `codecs.places`, or "auto". exact: so many steps at
+    """The settings of `DCTDPConfig`, read. indices: their form (`codecs.sparse`), or "auto". exact: so many steps at
     the start travel whole. every_step: in so many steps after them thresholds are renewed each time.
     """
 
@@ -217,7 +217,7 @@ class Rule:
     feedback: bool
     guard: float
     codec: Codec
-    places: str
+    indices: str
     exclude_below: int
     exact: int
     every_step: int
@@ -225,11 +225,11 @@ class Rule:
 
 @dataclass(slots=True)
 class _Tensor:
-    """A tensor (of entries start to stop of the vector) that is sent in part. keep: K, the entries wanted."""
+    """A tensor (of entries start to stop of the vector) that is sent in part. count: K, the entries wanted."""
 
     start: int
     stop: int
-    keep: int
+    count: int
 
     def entries(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.stop]
@@ -237,7 +237,7 @@ class _Tensor:
     def threshold(self, flat: Tensor) -> float:
         """The K-th largest magnitude."""
         sizes = self.entries(flat).abs().numpy()
-        return float(np.partition(sizes, len(sizes) - self.keep)[len(sizes) - self.keep])
+        return float(np.partition(sizes, len(sizes) - self.count)[len(sizes) - self.count])
 
     def pick(self, flat: Tensor, threshold: float, room: Tensor) -> np.ndarray:
         """Places in the vector of the entries of at least the threshold, ascending."""
@@ -271,8 +271,8 @@ class Thresholds(Reduction):
         for parameter in layout.parameters:
             stop = start + parameter.numel()
             if parameter.numel() >= rule.exclude_below and parameter.numel():
-                keep = max(1, ceil((1 - rule.sparsity) * parameter.numel() - 1e-9))
-                self.tensors.append(_Tensor(start, stop, keep))
+                wanted = max(1, ceil((1 - rule.sparsity) * parameter.numel() - 1e-9))
+                self.tensors.append(_Tensor(start, stop, wanted))
             else:
                 whole.append(torch.arange(start, stop, device=layout.device, dtype=torch.int64))
             start = stop
@@ -296,7 +296,7 @@ class Thresholds(Reduction):
         if self.residual is not None:
             flat.add_(self.residual)
         picked = self._pick(flat, step)
-        self._places = torch.cat((self.whole, picked))
+        self._indices = torch.cat((self.whole, picked))
         self._wire = self._encode(flat, picked)
 
     @override
@@ -321,21 +321,21 @@ class Thresholds(Reduction):
         if self._whole:
             return
         if self.residual is not None:
-            self._left.copy_(flat).index_add_(0, self._places, self._own, alpha=-1)
+            self._left.copy_(flat).index_add_(0, self._indices, self._own, alpha=-1)
         flat.zero_()
-        for places, values in self._theirs:
-            flat.index_add_(0, places, values)
+        for indices, values in self._theirs:
+            flat.index_add_(0, indices, values)
         flat.div_(len(self._theirs))
 
     @override
-    def keep(self, flat: Tensor) -> None:
+    def commit(self, flat: Tensor) -> None:
         if self._whole:
             self.density = 1.0
             return
         if self.residual is not None:
             self.residual, self._left = self._left, self.residual
         partial = self.layout.numel - len(self.whole)
-        self.density = (len(self._places) - len(self.whole)) / partial if partial else 0.0
+        self.density = (len(self._indices) - len(self.whole)) / partial if partial else 0.0
         self.thresholds, self.renewed = self._next, self.renewed + self._renewals
         self._drop()
 
@@ -349,7 +349,7 @@ class Thresholds(Reduction):
         """That of K entries a tensor."""
         if step <= self.rule.exact:
             return self.exact.pattern(step, size)
-        return Ragged(self._message_bytes(sum(tensor.keep for tensor in self.tensors)), HEADER_BYTES + NOTE_BYTES)
+        return Ragged(self._message_bytes(sum(tensor.count for tensor in self.tensors)), HEADER_BYTES + NOTE_BYTES)
 
     @override
     def begun_bytes(self, step: int, size: int, position: int) -> int:
@@ -358,16 +358,16 @@ class Thresholds(Reduction):
         return ragged_bytes(self._wire.numel(), size)
 
     @override
-    def memory(self, size: int) -> list[Held]:
+    def memory(self, size: int) -> list[MemoryItem]:
         """Messages of K entries a tensor, and what is made of them."""
-        count = len(self.whole) + sum(tensor.keep for tensor in self.tensors)
+        count = len(self.whole) + sum(tensor.count for tensor in self.tensors)
         decoded = size * count * (8 + self.layout.dtype.itemsize)
         message = self._message_bytes(count - len(self.whole))
         exact = self.exact.working_bytes(size) if self.rule.exact else 0
         return [
             *super().memory(size),
-            Held("thresholds", self.thresholds.nbytes + self.whole.nbytes, "always"),
-            Held("messages under way", max(size * message + decoded, exact), "exchange"),
+            MemoryItem("thresholds", self.thresholds.nbytes + self.whole.nbytes, "always"),
+            MemoryItem("messages under way", max(size * message + decoded, exact), "exchange"),
         ]
 
     @override
@@ -384,19 +384,19 @@ class Thresholds(Reduction):
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
         self.usable, self._whole = True, False
         self._wire, self._own = nothing.to(torch.uint8), nothing
-        self._places = nothing.to(torch.int64)
+        self._indices = nothing.to(torch.int64)
         self._theirs: list[tuple[Tensor, Tensor]] = []
         self._next, self._renewals = self.thresholds, 0
 
     def _pick(self, flat: Tensor, step: int) -> Tensor:
-        """The places to send, and the thresholds by which, int64 (c,)."""
+        """The indices to send, and the thresholds by which, int64 (c,)."""
         rule, since = self.rule, step - self.rule.exact - 1
         due = since < rule.every_step or since % rule.interval == 0
         thresholds, found = self.thresholds.tolist(), []
         room = torch.empty(_PIECE, dtype=flat.dtype, device="cpu")
         for index, tensor in enumerate(self.tensors):
             picked = None if due else tensor.pick(flat, thresholds[index], room)
-            if picked is None or self._is_off(len(picked), tensor.keep, thresholds[index]):
+            if picked is None or self._is_off(len(picked), tensor.count, thresholds[index]):
                 thresholds[index] = max(tensor.threshold(flat), self.floor)
                 self._renewals += 1
                 picked = tensor.pick(flat, thresholds[index], room)
@@ -404,48 +404,50 @@ class Thresholds(Reduction):
         self._next = torch.tensor(thresholds, dtype=self.layout.dtype, device="cpu")
         return torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64, device="cpu")
 
-    def _is_off(self, count: int, keep: int, threshold: float) -> bool:
+    def _is_off(self, count: int, wanted: int, threshold: float) -> bool:
         """Whether a threshold does not do its work any more; one at the floor lets through all that there is."""
         guard = self.rule.guard
-        return count > guard * keep or (count < keep / guard and threshold > self.floor)
+        return count > guard * wanted or (count < wanted / guard and threshold > self.floor)
 
     def _encode(self, flat: Tensor, picked: Tensor) -> Tensor:
-        """The message: form and count, values, places; nothing where there is nothing to say."""
-        if not len(self._places):
+        """The message: form and count, values, indices; nothing where there is nothing to say."""
+        if not len(self._indices):
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         elements, count = self.layout.numel, len(picked)
-        form = smallest(count, elements) if self.rule.places == "auto" else self.rule.places
-        word = torch.tensor([count * len(FORMS) + FORMS.index(form)], dtype=torch.int64, device="cpu").view(torch.uint8)
-        values = self.rule.codec.encode(flat.index_select(0, self._places))
-        return torch.cat((word, values, pack(form, picked, elements)))
+        form = smallest(count, elements) if self.rule.indices == "auto" else self.rule.indices
+        prefix = torch.tensor([count * len(FORMS) + FORMS.index(form)], dtype=torch.int64, device="cpu").view(
+            torch.uint8
+        )
+        values = self.rule.codec.encode(flat.index_select(0, self._indices))
+        return torch.cat((prefix, values, pack(form, picked, elements)))
 
     def _decode(self, wire: Tensor) -> tuple[Tensor, Tensor]:
         """Places and values of a message. Malformed where its count is not that of what follows."""
         dtype = self.layout.dtype
         if not len(wire):
             return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=dtype, device="cpu")
-        if len(wire) < _WORD:
+        if len(wire) < _PREFIX:
             raise Malformed(-1, f"a message of {len(wire)} bytes")
-        count, form = divmod(int(wire[:_WORD].view(torch.int64)), len(FORMS))
+        count, form = divmod(int(wire[:_PREFIX].view(torch.int64)), len(FORMS))
         total, elements = len(self.whole) + count, self.layout.numel
         if not 0 <= count <= elements - len(self.whole) or len(wire) != self._length(FORMS[form], count):
-            raise Malformed(-1, f"{count} places of {elements} in a message of {len(wire)} bytes")
-        values_end = _WORD + self.rule.codec.wire_bytes(total, dtype)
-        values = self.rule.codec.decode(wire[_WORD:values_end], total, dtype)
-        places = unpack(FORMS[form], wire[values_end:], elements)
-        if len(places) != count:
-            raise Malformed(-1, f"{count} places announced, {len(places)} marked")
-        return torch.cat((self.whole, places)), values
+            raise Malformed(-1, f"{count} indices of {elements} in a message of {len(wire)} bytes")
+        values_end = _PREFIX + self.rule.codec.wire_bytes(total, dtype)
+        values = self.rule.codec.decode(wire[_PREFIX:values_end], total, dtype)
+        indices = unpack(FORMS[form], wire[values_end:], elements)
+        if len(indices) != count:
+            raise Malformed(-1, f"{count} indices announced, {len(indices)} marked")
+        return torch.cat((self.whole, indices)), values
 
     def _message_bytes(self, count: int) -> int:
-        """Length of a message of `count` places."""
+        """Length of a message of `count` indices."""
         elements, total = self.layout.numel, len(self.whole) + count
         if not total:
             return 0
-        form = smallest(count, elements) if self.rule.places == "auto" else self.rule.places
+        form = smallest(count, elements) if self.rule.indices == "auto" else self.rule.indices
         return self._length(form, count)
 
     def _length(self, form: str, count: int) -> int:
-        """Of a message of `count` places in `form`."""
+        """Of a message of `count` indices in `form`."""
         values = self.rule.codec.wire_bytes(len(self.whole) + count, self.layout.dtype)
-        return _WORD + values + places_bytes(form, count, self.layout.numel)
+        return _PREFIX + values + indices_bytes(form, count, self.layout.numel)

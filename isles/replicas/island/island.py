@@ -25,7 +25,7 @@ from isles.base.staging import HostCopies, is_away, to_host
 from isles.comm.collectives import basic as collectives
 from isles.comm.group import Group
 from isles.comm.tags import MAX_FRAGMENTS, Channel
-from isles.network.exchange_plan import COMPARED, Groups, Held, PlannedExchange, Swap, by_size
+from isles.network.exchange_plan import COMPARED, Groups, MemoryItem, PlannedExchange, Swap, by_size
 from isles.replicas.flat import all_finite
 from isles.replicas.island.fsdp import own_rows
 from isles.replicas.replica import Holder, PeerQuestion, Replica, largest, refuse_shared, refuse_survivors, summed
@@ -158,7 +158,7 @@ class Together(Replica):
     def largest(self, number: int) -> int:
         return self.inside.replica.largest(largest(self._group, number))
 
-    def judged(self) -> AbstractContextManager[nn.Module]:
+    def for_evaluation(self) -> AbstractContextManager[nn.Module]:
         return self.inside.evaluation_weights()
 
     def whole(self) -> nn.Module:
@@ -183,9 +183,11 @@ class Together(Replica):
     def opening(self) -> int:
         return super().opening() + self.inside.opening()[self._group.rank]
 
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryItem]:
         held = [one for one in self.inside.memory() if one.what != COMPARED]
-        return held + ([Held("shares of the island", self.working_bytes, "exchange")] if self.working_bytes else [])
+        return held + (
+            [MemoryItem("shares of the island", self.working_bytes, "exchange")] if self.working_bytes else []
+        )
 
 
 class Shards(Together):

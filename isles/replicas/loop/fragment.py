@@ -63,9 +63,9 @@ class Exchange:
     """Known before it arrives: this worker is one of them."""
     round: int = 0
     """Of its fragment, where it is under way."""
-    put_off: bool = False
+    postponed: bool = False
     """Nothing lands now, and nothing has changed; see `isles.replicas.loop.round_exchange`."""
-    since: Tensor | None = None
+    learned_meanwhile: Tensor | None = None
     """What was learned after it was sent, which its landing would undo."""
 
     def wait(self) -> None:
@@ -81,19 +81,19 @@ class Exchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, live ones, and numbers of what has arrived (`settle`)."""
-        told = {name: getattr(self, name) for name in _ARRIVED}
-        return {"buffer": self.buffer, "own": self.own, "broken": list(self.broken), **told}
+        saved = {name: getattr(self, name) for name in _ARRIVED}
+        return {"buffer": self.buffer, "own": self.own, "broken": list(self.broken), **saved}
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlight:
     """One round of one fragment between its snapshot and its landing, after inner step `lands`."""
 
     fragment: Fragment
     lands: int
     payload: Exchange
     anchors: Exchange | None
-    at_rest: tuple[int, ...] = ()
+    frozen: tuple[int, ...] = ()
     """Places in the fragment of parameters that are frozen since before what travels was learned."""
 
     def exchanges(self) -> list[Exchange]:
@@ -104,12 +104,12 @@ class Flight:
         """Tensors and numbers; its exchanges must have arrived (`settle`)."""
         anchors = None if self.anchors is None else self.anchors.state_dict()
         payload = self.payload.state_dict()
-        told = {"fragment": self.fragment.index, "lands": self.lands, "at_rest": list(self.at_rest)}
-        return {**told, "payload": payload, "anchors": anchors}
+        saved = {"fragment": self.fragment.index, "lands": self.lands, "frozen": list(self.frozen)}
+        return {**saved, "payload": payload, "anchors": anchors}
 
 
 class Fragment:
-    """Parameters (this worker's shares of number `places` of the model's) and the flat vectors (n,) that belong to
+    """Parameters (this worker's shares of number `indices` of the model's) and the flat vectors (n,) that belong to
     them, 4 bytes an entry each for float32 models: the anchor, the outer rule's `vectors`, the `residual` of error
     feedback where there is one, the `reference` that progress is counted from where it is not the anchor. `averaging`,
     `anchor_averaging`: how its means are taken.
@@ -118,17 +118,17 @@ class Fragment:
     def __init__(
         self,
         index: int,
-        places: Sequence[int],
+        indices: Sequence[int],
         parameters: Sequence[Tensor],
         parts: Composition,
         maker: VectorMaker | None = None,
     ) -> None:
-        self.index, self.places = index, places
+        self.index, self.indices = index, indices
         self.flat = FlatParameters(parameters, maker, pinned=True)
         self.anchor = self.flat.read(self.flat.new())
         start = parts.rule.start
         self.vectors = {name: self.flat.new().fill_(start.get(name, 0.0)) for name in parts.rule.vectors}
-        left_over = parts.feedback is not None or parts.rule.keeps_left
+        left_over = parts.feedback is not None or parts.rule.needs_residual
         self.residual = self.flat.new().zero_() if left_over else None
         self.reference = self.flat.new().copy_(self.anchor) if parts.landing.moves_reference else self.anchor
         self.averaging = averaging(parts.codec, *self.flat.layout)
@@ -150,9 +150,9 @@ class Fragment:
         """The exchange of anchors for the next round, started before it."""
         self.latest: Exchange | None = None
         """The exchange of the last round's payload."""
-        self.keep_until = 0
+        self.retain_until = 0
         """The means of rounds up to this one are kept, one at a time, for somebody else."""
-        self.kept: Tensor | None = None
+        self.landed_mean: Tensor | None = None
         """That of the round which landed last: a landing uses up the answer's own buffer."""
         self.progress = 0.0
         """2-norm of what the last round had to send, before error feedback."""
@@ -164,14 +164,14 @@ class Fragment:
         """A flat buffer to send from; give it back with `release` when its answer has landed."""
         return self._spare.pop() if self._spare else self.flat.new()
 
-    def release(self, flight: Flight) -> None:
+    def release(self, flight: InFlight) -> None:
         """Reuse a landed flight's buffers for a later round: fresh pages cost more than the arithmetic."""
         for exchange in flight.exchanges():
             self._spare.extend(buffer for buffer in (exchange.buffer, exchange.own) if buffer is not None)
 
-    def swapped(self, *, keeps_own: bool) -> Exchange:
+    def swapped(self, *, copies_own: bool) -> Exchange:
         """An exchange of anchors that are equal everywhere, without a message."""
-        own = self.anchor.clone() if keeps_own else None
+        own = self.anchor.clone() if copies_own else None
         return Exchange(self.staging().copy_(self.anchor), None, own)
 
     def compensate(self, payload: Tensor) -> bool:
@@ -186,19 +186,19 @@ class Fragment:
         return bool(torch.stack(sums).isfinite().all())
 
     @contextmanager
-    def resting(self, places: Sequence[int]) -> Iterator[None]:
-        """Around a landing: the parameters at `places` stay on their anchor, which stays where it is, as do the outer
+    def resting(self, indices: Sequence[int]) -> Iterator[None]:
+        """Around a landing: the parameters at `indices` stay on their anchor, which stays where it is, as do the outer
         rule's vectors.
         """
-        spans = self.flat.spans(places)
+        spans = self.flat.spans(indices)
         vectors = [self.anchor, *self.vectors.values()]
-        kept = [(vector[span], vector[span].clone()) for span in spans for vector in vectors]
+        landed_mean = [(vector[span], vector[span].clone()) for span in spans for vector in vectors]
         yield
-        for part, before in kept:
+        for part, before in landed_mean:
             part.copy_(before)
-        self.flat.is_read = self.flat.is_read and not places
-        for place, span in zip(places, spans, strict=True):
-            live = self.flat.parameters[place].detach()
+        self.flat.is_read = self.flat.is_read and not indices
+        for index, span in zip(indices, spans, strict=True):
+            live = self.flat.parameters[index].detach()
             live.copy_(self.anchor[span].view(live.shape))
             if self.reference is not self.anchor:
                 self.reference[span].copy_(live.reshape(-1))
@@ -261,9 +261,9 @@ def fragments_of(
     parts: Composition, parameters: Sequence[Tensor], shares: Sequence[Tensor], maker: VectorMaker | None = None
 ) -> list[Fragment]:
     """The fragments of `parts`, of this worker's shares of the parameters in each. maker: of their vectors."""
-    places = {id(parameter): place for place, parameter in enumerate(parameters)}
-    cut = [[places[id(parameter)] for parameter in own] for own in parts.fragments or [parameters]]
-    return [Fragment(index, own, [shares[place] for place in own], parts, maker) for index, own in enumerate(cut)]
+    index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+    cut = [[index_of[id(parameter)] for parameter in own] for own in parts.fragments or [parameters]]
+    return [Fragment(number, own, [shares[i] for i in own], parts, maker) for number, own in enumerate(cut)]
 
 
 def show(fragments: Sequence[Fragment], weights: Sequence[Tensor]) -> None:

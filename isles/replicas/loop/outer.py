@@ -11,15 +11,24 @@ A worker that is alone in a round does all of it in one sweep over memory (`isle
 what the live weights were when they last landed, in the live dtype: the anchor, rounded where weights are coarser than
 float32: rounding never looks like progress. A hash of the anchor rides in the next transfer's header.
 
-How a worker takes part in rounds that others have begun: with the state of one of them.
+A worker that joins a run starts from the state of another one (`donor_state`, `adopt`, `enter`).
+
+How much a worker counts in the mean (DiLoCo, section 2: g = sum_i w_i g_i, with w_i as large as its shard):
+
+    equal      w_i = 1/N
+    samples    w_i = n_i / sum n:  a worker scales what it sends by N w_i, before it is encoded, and the mean is theirs
+
+Every worker gives its n_i to `OuterSync.weigh` once, before the first round.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 from warnings import warn
 
@@ -27,24 +36,36 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from isles.base.staging import pinned_bytes
 from isles.comm.group import Group
-from isles.comm.roster import FixedRoster
+from isles.comm.roster import FixedRoster, Roster
+from isles.network.exchange_plan import PINNED, MemoryItem, PlannedExchange, Rhythm
 from isles.network.noise import uniform
-from isles.replicas.config import not_finite
-from isles.replicas.loop.config import OuterConfig
-from isles.replicas.loop.fragment import Exchange, Flight, Fragment, fragments_of, on_anchors, show
-from isles.replicas.loop.quorum import courier_of
-from isles.replicas.loop.round_exchange import Courier
-from isles.replicas.loop.state import OuterSaved
+from isles.replicas import start
+from isles.replicas.config import MethodConfig, not_finite, rounds_for_momentum, uneven_fragments
+from isles.replicas.exchange_schedule import (
+    idle_low_rank,
+    landings,
+    opening_exchanges,
+    outer_memory,
+    planned_rounds,
+    rounds_to_leave_behind,
+)
+from isles.replicas.loop.config import OuterConfig, Weights
+from isles.replicas.loop.fragment import Exchange, Fragment, InFlight, fragments_of, on_anchors, show, without_partners
+from isles.replicas.loop.quorum import round_exchange_for
+from isles.replicas.loop.round_exchange import RoundExchange
 from isles.replicas.loop.sweep import FiniteCheck, NoCheck, Sweep
-from isles.replicas.loop.weights import agreed_factor, counts_alike, refuse_unweighed, weights_of
-from isles.replicas.parts.interfaces import Composition
+from isles.replicas.parts.choices import EveryH
+from isles.replicas.parts.interfaces import Cadence, Composition
+from isles.replicas.parts.legal import warnings
 from isles.replicas.start import T
+from isles.replicas.sync import ReplicaSync
 
 _DROPPING = 0x64726F70  # keeps these draws apart from others of the same seed
 
 
-class OuterSync(OuterSaved):
+class OuterSync(ReplicaSync):
     """An outer method: a `Composition` run by the one loop.
 
     A worker whose share is not finite heals itself: its weights become the anchors, the inner optimizer's moments and
@@ -55,6 +76,7 @@ class OuterSync(OuterSaved):
     level = "parameter"
     spans_islands = True
     follows_roster = True
+    keeps_flat = True
 
     @abstractmethod
     def compose(self) -> Composition:
@@ -64,12 +86,12 @@ class OuterSync(OuterSaved):
         super()._begin()
         self._take_parts()
         parts = self.parts
-        self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.keeps_left)
-        self.courier = self.new_courier()
+        self.agrees = parts.mixing.agrees and not (parts.reading.needs_own or parts.rule.needs_residual)
+        self.round_exchange = self.new_round_exchange()
         self.fragments = fragments_of(parts, self.parameters, self.shares, self.vectors)
         assert len(self.fragments) == parts.cadence.fragments, "the cadence is of another number of fragments"
         self._name_run()
-        self.flights: list[Flight] = []
+        self.flights: list[InFlight] = []
         self._weighed = counts_alike(self.config, parts, self.roster)
         self._dropping = 0.0, 0  # probability, seed
         self.skipped = 0
@@ -77,7 +99,7 @@ class OuterSync(OuterSaved):
         self.healed = 0  # times that this worker healed itself
         if parts.prefetch_anchors:  # anchors are still equal (just verified): the first exchange of them is known
             for fragment in self.fragments:
-                fragment.ahead = fragment.swapped(keeps_own=parts.cadence.rounds_late > 0)
+                fragment.ahead = fragment.swapped(copies_own=parts.cadence.rounds_late > 0)
 
     def _take_parts(self) -> None:
         parts, config = self.compose(), self.config
@@ -89,15 +111,15 @@ class OuterSync(OuterSaved):
         super().retime(sync_every)
         self._take_parts()
 
-    def new_courier(self) -> Courier:
+    def new_round_exchange(self) -> RoundExchange:
         """One that has nothing under way."""
-        return courier_of(self.roster, self.parts, self.config, self.land, agrees=self.agrees)
+        return round_exchange_for(self.roster, self.parts, self.config, self.land, agrees=self.agrees)
 
     @override
     def after_inner_step(self) -> None:
         sending = self.cadence.sends(self.steps)
         self._moved()
-        self.courier.stepped(self.steps, sends=bool(sending))
+        self.round_exchange.stepped(self.steps, sends=bool(sending))
         self._exchange(sending)
 
     def adapt(self) -> None:
@@ -130,7 +152,7 @@ class OuterSync(OuterSaved):
             self.replica.spread(self.everything)
         for fragment in self.fragments:
             if fragment.ahead is not None:
-                self.courier.survives(fragment.ahead)  # the partner counts on this worker's half of it
+                self.round_exchange.survives(fragment.ahead)  # the partner counts on this worker's half of it
 
     def weigh(self, samples: float) -> None:
         """With weights = "samples": count this worker in every mean by its number of samples (0 or more, of one unit on
@@ -139,7 +161,7 @@ class OuterSync(OuterSaved):
         """
         if weights_of(self.config) == "equal":
             raise ValueError('weigh() is for weights = "samples": choose that, or leave it out')
-        factor, self.courier.leeway = agreed_factor(self.group, samples)
+        factor, self.round_exchange.leeway = agreed_factor(self.group, samples)
         for fragment in self.fragments:
             fragment.weight = factor
         self._weighed = True
@@ -161,12 +183,12 @@ class OuterSync(OuterSaved):
             raise ValueError(f"world.drop_outer = {share}: {why}; choose 0, or a method such as diloco")
         self.parts = replace(parts, on_broken="leave out")  # so that a mean is of what came
         self._weighed = counts_alike(self.config, self.parts, self.roster)
-        self._dropping, self.courier = (share, seed), self.new_courier()
+        self._dropping, self.round_exchange = (share, seed), self.new_round_exchange()
 
     @override
     def settle(self) -> None:
         for exchange in self._under_way():
-            self.courier.survives(exchange)
+            self.round_exchange.survives(exchange)
 
     @property
     def lost(self) -> set[int]:
@@ -175,23 +197,23 @@ class OuterSync(OuterSaved):
 
     @override
     def survivors(self) -> Group:
-        return self.courier.survivors()
+        return self.round_exchange.survivors()
 
     @override
     def together(self, collective: Callable[[Group], T]) -> T:
-        return self.courier.together(collective)
+        return self.round_exchange.together(collective)
 
     def members(self, round: int) -> tuple[int, ...]:
         """Positions that take part in this worker's exchange of `round` (1, 2, ...); known in advance."""
-        return self.courier.members(round)
+        return self.round_exchange.members(round)
 
     @override
     def gauges(self) -> dict[str, float]:
         """What error feedback holds back in outer gradients is the largest of the fragments'."""
         refused = self.group.ledger.trust.refused
-        told: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed, "refused": refused}
+        values: dict[str, float] = {"skipped_rounds": self.skipped, "healed": self.healed, "refused": refused}
         ratios = (fragment.left_ratio for fragment in self.fragments)
-        return told if self.parts.feedback is None else {"feedback_ratio": max(ratios), **told}
+        return values if self.parts.feedback is None else {"feedback_ratio": max(ratios), **values}
 
     @contextmanager
     @override
@@ -225,7 +247,7 @@ class OuterSync(OuterSaved):
                 if not usable:
                     Sweep(fragment, self.parts, self.agrees).snapshot(payload, NoCheck())  # of no progress
         for flight in landing:
-            self.courier.receive(flight, self._snapshot)
+            self.round_exchange.receive(flight, self._snapshot)
         if sending:
             self.adapt()
         moment = self.cadence.lands(self.steps) if lands is None else lands
@@ -234,7 +256,7 @@ class OuterSync(OuterSaved):
             flight = self._send(fragment, payload, moment, usable)
             fresh[fragment.index] = flight.payload.own
             landing += self._landing_with(flight, landing)
-            self.flights += [] if flight.payload.put_off else [flight]
+            self.flights += [] if flight.payload.postponed else [flight]
         for flight in landing:
             self.land(flight, fresh.get(flight.fragment.index))
 
@@ -242,11 +264,11 @@ class OuterSync(OuterSaved):
         """What leaves now, by fragment, and whether it is of use; rounds without anybody else are done here."""
         leaving = []
         for fragment in (self.fragments[index] for index in sending):
-            if self.courier.is_alone(fragment):
+            if self.round_exchange.is_alone(fragment):
                 self._alone(fragment)
             else:
                 payload = fragment.staging()
-                check = NoCheck() if self.courier.is_only_one and self.parts.feedback is None else FiniteCheck()
+                check = NoCheck() if self.round_exchange.is_only_one and self.parts.feedback is None else FiniteCheck()
                 Sweep(fragment, self.parts, self.agrees).snapshot(payload, check)
                 leaving.append((fragment, payload, check.is_usable and self.replica.is_sound()))
         return leaving
@@ -258,14 +280,14 @@ class OuterSync(OuterSaved):
         if self.group.transport.rank in self._dropped(fragment):
             return
         sweep = Sweep(fragment, self.parts, self.agrees)
-        if not self.courier.is_only_one and not (sweep.check().is_usable and self.replica.is_sound()):
+        if not self.round_exchange.is_only_one and not (sweep.check().is_usable and self.replica.is_sound()):
             self._heal()
             self._skipped(fragment, [self.group.transport.rank])
             return
-        with self.landing(fragment.places):
+        with self.landing(fragment.indices):
             with fragment.resting(resting):
                 fragment.digest = sweep.alone()
-            self.replica.spread(fragment.places)
+            self.replica.spread(fragment.indices)
         if resting and self.agrees:
             fragment.digest = fragment.flat.digest(fragment.anchor)
 
@@ -288,24 +310,24 @@ class OuterSync(OuterSaved):
 
     def _resting(self, fragment: Fragment) -> tuple[int, ...]:
         """Places in the fragment of what is frozen since before its last round."""
-        still = set(self.watch.at_rest(fragment.places, fragment.sent))
-        return tuple(place for place, number in enumerate(fragment.places) if number in still)
+        still = set(self.watch.frozen(fragment.indices, fragment.sent))
+        return tuple(index for index, number in enumerate(fragment.indices) if number in still)
 
-    def _landing_with(self, sent: Flight, landing: Sequence[Flight]) -> list[Flight]:
+    def _landing_with(self, sent: InFlight, landing: Sequence[InFlight]) -> list[InFlight]:
         """What lands because `sent` left: itself, if its answer is awaited at once; an answer of nothing, if answers
         come rounds late and none of its fragment's is among those that land.
         """
         if sent.lands <= self.steps:
-            self.courier.receive(sent, self._snapshot)
-            return [] if sent.payload.put_off else [sent]
+            self.round_exchange.receive(sent, self._snapshot)
+            return [] if sent.payload.postponed else [sent]
         if self.parts.cadence.rounds_late and all(flight.fragment is not sent.fragment for flight in landing):
-            return [self.courier.nothing(sent.fragment, self.steps)]
+            return [self.round_exchange.nothing(sent.fragment, self.steps)]
         return []
 
     def _drain(self) -> None:
         """Land everything in flight, in the order in which it was sent."""
         for flight in list(self.flights):
-            self.courier.receive(flight, self._snapshot)
+            self.round_exchange.receive(flight, self._snapshot)
             self.land(flight, None)
 
     def _snapshot(self, fragment: Fragment, out: Tensor) -> Tensor:
@@ -316,35 +338,35 @@ class OuterSync(OuterSaved):
             sweep.snapshot(out, NoCheck())
         return out
 
-    def _send(self, fragment: Fragment, payload: Tensor, lands: int, usable: bool) -> Flight:
+    def _send(self, fragment: Fragment, payload: Tensor, lands: int, usable: bool) -> InFlight:
         resting = self._resting(fragment)
         fragment.rounds, fragment.sent = fragment.rounds + 1, self.steps
         anchors, fragment.ahead = fragment.ahead, None
         if anchors is None and self.parts.rule.shares_anchors:
-            anchors = self.courier.send_anchor(fragment, fragment.rounds, self.steps)
+            anchors = self.round_exchange.send_anchor(fragment, fragment.rounds, self.steps)
         usable = usable and self.group.transport.rank not in self._dropped(fragment)
-        sent = self.courier.send(fragment, payload, self.steps, lands, usable)
-        return Flight(fragment, lands, sent, anchors, resting)
+        sent = self.round_exchange.send(fragment, payload, self.steps, lands, usable)
+        return InFlight(fragment, lands, sent, anchors, resting)
 
-    def land(self, flight: Flight, fresh: Tensor | None) -> None:
+    def land(self, flight: InFlight, fresh: Tensor | None) -> None:
         """What came back of a flight. fresh: see `Reading.read`."""
-        with self.landing(flight.fragment.places):
+        with self.landing(flight.fragment.indices):
             self._land(flight, fresh)
 
     @override
     def anchors(self) -> Mapping[int, Tensor]:
         return {
-            place: fragment.anchor[span].view(self.shares[place].shape)
+            index: fragment.anchor[span].view(self.shares[index].shape)
             for fragment in self.fragments
-            for place, span in zip(fragment.places, fragment.flat.spans(range(len(fragment.places))), strict=True)
-            if self.shares[place] is self.parameters[place]
+            for index, span in zip(fragment.indices, fragment.flat.spans(range(len(fragment.indices))), strict=True)
+            if self.shares[index] is self.parameters[index]
         }
 
-    def _land(self, flight: Flight, fresh: Tensor | None) -> None:
+    def _land(self, flight: InFlight, fresh: Tensor | None) -> None:
         fragment = flight.fragment
         if flight in self.flights:
             self.flights.remove(flight)
-        fragment.kept = flight.payload.buffer.clone() if fragment.rounds <= fragment.keep_until else None
+        fragment.landed_mean = flight.payload.buffer.clone() if fragment.rounds <= fragment.retain_until else None
         dropped = self._dropped(fragment)
         live = fragment.flat.read(fragment.flat.new()) if self.group.transport.rank in dropped else None
         broken = [member for member in flight.payload.broken if member not in dropped]
@@ -358,22 +380,22 @@ class OuterSync(OuterSaved):
             flight.payload.buffer.zero_()  # nothing for all: the own share, which counted as fresh, is taken back
         elif broken:
             self._warn(broken, "the mean is that of the others")
-        with fragment.resting(flight.at_rest):
+        with fragment.resting(flight.frozen):
             fragment.digest = Sweep(fragment, self.parts, self.agrees).answered(flight, fresh)
-        if flight.at_rest and self.agrees:
+        if flight.frozen and self.agrees:
             fragment.digest = fragment.flat.digest(fragment.anchor)
         self._landed(flight, live)
 
-    def _landed(self, flight: Flight, live: Tensor | None) -> None:
+    def _landed(self, flight: InFlight, live: Tensor | None) -> None:
         fragment = flight.fragment
         if live is not None:  # dropped: the worker goes on from its own weights
             fragment.flat.write(live)
-        if flight.payload.since is not None:
-            fragment.flat.write(fragment.flat.read(fragment.flat.new()).add_(flight.payload.since))
-        self.replica.spread(fragment.places)
+        if flight.payload.learned_meanwhile is not None:
+            fragment.flat.write(fragment.flat.read(fragment.flat.new()).add_(flight.payload.learned_meanwhile))
+        self.replica.spread(fragment.indices)
         fragment.release(flight)
         if self.parts.prefetch_anchors and fragment.ahead is None:  # several may land at the end
-            fragment.ahead = self.courier.send_anchor(fragment, fragment.rounds + 1, self.steps)
+            fragment.ahead = self.round_exchange.send_anchor(fragment, fragment.rounds + 1, self.steps)
 
     def _skipped(self, fragment: Fragment, broken: Sequence[int]) -> None:
         self.skipped += 1
@@ -387,8 +409,103 @@ class OuterSync(OuterSaved):
             yield from flight.exchanges()
         yield from (fragment.ahead for fragment in self.fragments if fragment.ahead is not None)
 
+    # What a checkpoint holds.
 
-def given(optimizer: OuterSync) -> dict[str, Any]:
+    @override
+    def outer_state(self) -> dict[str, Any]:
+        return {
+            "fragments": [fragment.state_dict() for fragment in self.fragments],
+            "flights": [flight.state_dict() for flight in self.flights],
+            "roster": self.roster.state_dict(),
+            "run": self.run,
+            "skipped": self.skipped,
+            "healed": self.healed,
+        }
+
+    @override
+    def load_outer_state(self, state: dict[str, Any]) -> None:
+        self.watch.loaded()
+        for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
+            fragment.load_state_dict(saved)
+        self.flights = []
+        for saved in state["flights"]:
+            fragment, anchors = self.fragments[saved["fragment"]], saved["anchors"]
+            anchor_exchange = None if anchors is None else fragment.restored(anchors)
+            fragment.latest = fragment.restored(saved["payload"])
+            frozen = tuple(saved["frozen"])
+            self.flights.append(InFlight(fragment, saved["lands"], fragment.latest, anchor_exchange, frozen))
+        self.roster.load_state_dict(state["roster"])
+        self.round_exchange = self.new_round_exchange()
+        self.run = state["run"]
+        self._name_run()
+        self.skipped, self.healed = state["skipped"], state["healed"]
+
+    def _name_run(self) -> None:
+        for fragment in self.fragments:
+            fragment.run = self.run
+
+    @classmethod
+    @override
+    def regrouped(cls, outer: dict[str, Any]) -> dict[str, Any]:
+        """Anchors, momenta, what is under way as they are, the mean of linear rules' states
+        being the state of their mean: a round that has been sent lands with the new workers.
+        """
+        return {**outer, "fragments": [without_partners(fragment) for fragment in outer["fragments"]], "roster": {}}
+
+    # What a plan asks before a run.
+
+    @override
+    def schedule(self, steps: int) -> list[PlannedExchange]:
+        return planned_rounds(self.parts, self.fragments, self.group.size, steps)
+
+    @override
+    def spread_bytes(self, steps: int) -> int:
+        """A fragment after each landing, everything at the end."""
+        return sum(self.replica.spread_bytes(indices) for _, indices in self.landings(steps))
+
+    def landings(self, steps: int) -> list[tuple[int, Sequence[int]]]:
+        """(moment, numbers of the parameters that are written to) of each landing, that of `finish` too."""
+        landed = landings(self.schedule(steps), self.parts.cadence.rounds_late)
+        return [*((at, self.fragments[index].indices) for at, index in landed), (steps + 1, self.everything)]
+
+    @override
+    def rhythm(self, steps: int) -> Rhythm:
+        if not isinstance(self.cadence, EveryH):
+            return super().rhythm(steps)
+        dense = max(fragment.averaging.starting for fragment in self.fragments)
+        return Rhythm(self.cadence.every_step_until + dense * self.cadence.sync_every, self.cadence.sync_every)
+
+    @override
+    def memory(self) -> list[MemoryItem]:
+        outer = outer_memory(self.parts, self.fragments, self.group.size)
+        pinned = sum(pinned_bytes(fragment.flat.parameters) for fragment in self.fragments)
+        return [
+            *super().memory(),
+            *outer,
+            MemoryItem(PINNED, pinned, "pinned"),
+            *self.round_exchange.extra_memory(self.fragments),
+        ]
+
+    @override
+    def opening_exchanges(self) -> list[PlannedExchange]:
+        hashes = 2 if weights_of(self.config) == "equal" else 3  # numbers of samples are as long as one
+        return opening_exchanges(start.bytes_by_format(self._shared()), self.group.size, hashes)
+
+    @override
+    def advise(self, steps: int) -> list[str]:
+        rounds = _rounds(self.parts.cadence, steps)
+        if not rounds:
+            raise ValueError(f"sync_every: no exchange falls into a run of {steps} steps; choose sync_every <= {steps}")
+        if self.parts.on_peer_failure == "solo":
+            largest = max(fragment.flat.numel for fragment in self.fragments)
+            rounds_to_leave_behind(rounds, len(self.fragments), largest)
+        notices = super().advise(steps) + warnings(self.parts.choice) + idle_low_rank(self.parts.codec, self.shares)
+        if isinstance(self.cadence, EveryH):
+            notices += uneven_fragments(self.cadence.sync_every, len(self.fragments))
+        return notices + rounds_for_momentum(rounds, self.parts.rule.momentum)
+
+
+def donor_state(optimizer: OuterSync) -> dict[str, Any]:
     """The live state right after a landing, for whoever is to `adopt` it. What has been sent ahead is not waited for:
     its partner may be the very worker that waits for this state before it begins its first round.
     """
@@ -403,8 +520,8 @@ def given(optimizer: OuterSync) -> dict[str, Any]:
 
 
 def adopt(optimizer: OuterSync, state: dict[str, Any]) -> None:
-    """Begin with the state of another worker (`given`), whose weights are here already: what this worker has counted,
-    and its clock, stay its own; what it had under way is nobody's. ValueError for another method or config.
+    """Begin with the state of another worker (`donor_state`), whose weights are here already. Its own
+    counters and clock stay; its exchanges in flight are dropped. ValueError for another method or config.
     """
     optimizer.flights = []
     for fragment in optimizer.fragments:
@@ -413,7 +530,7 @@ def adopt(optimizer: OuterSync, state: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def follow(optimizer: OuterSync, round: int, mean: Tensor, participants: int, *, whole: bool) -> int:
+def land_missed(optimizer: OuterSync, round: int, mean: Tensor, participants: int, *, whole: bool) -> int:
     """Land the mean (n,) of a round that others landed without this worker; the hash of its anchor then.
 
     participants: whose mean it is; not whole: the round was skipped by all.
@@ -421,7 +538,7 @@ def follow(optimizer: OuterSync, round: int, mean: Tensor, participants: int, *,
     (fragment,) = optimizer.fragments
     fragment.rounds = round
     answer = Exchange(mean, None, participants=participants, whole=whole)
-    optimizer.land(Flight(fragment, optimizer.steps, answer, None), None)
+    optimizer.land(InFlight(fragment, optimizer.steps, answer, None), None)
     return fragment.digest
 
 
@@ -430,9 +547,58 @@ def enter(optimizer: OuterSync, round: int, steps: int) -> None:
     under way with its partners of then is nobody's.
     """
     optimizer.steps, optimizer.flights = steps, []
-    optimizer.courier = optimizer.new_courier()
+    optimizer.round_exchange = optimizer.new_round_exchange()
     for fragment in optimizer.fragments:
         fragment.rounds, fragment.sent = round - 1, steps
         fragment.latest = None
         if optimizer.parts.prefetch_anchors and round > 1:
-            fragment.ahead = optimizer.courier.send_anchor(fragment, round, steps)
+            fragment.ahead = optimizer.round_exchange.send_anchor(fragment, round, steps)
+
+
+@lru_cache(maxsize=64)
+def _rounds(cadence: Cadence, steps: int) -> int:  # which a plan asks again and again
+    return sum(0 in cadence.sends(step) for step in range(1, steps + 1))
+
+
+def weights_of(config: MethodConfig) -> Weights:
+    """ "equal" for a method that knows nothing else."""
+    return getattr(config, "weights", "equal")
+
+
+def counts_alike(config: MethodConfig, parts: Composition, roster: Roster) -> bool:
+    """Whether workers have equal weights, and need not tell of any. ValueError where they have not, and a scaled
+    payload would not make the weighted mean.
+    """
+    if weights_of(config) == "equal":
+        return True
+    if not parts.mixing.agrees:
+        why = "it takes no mean over all workers"
+    elif parts.rule.needs_residual:
+        why = "what does not travel stays a worker's own, and would be scaled too"
+    elif parts.on_broken == "leave out":
+        why = "who is left out would count in the divisor"
+    elif parts.on_peer_failure == "solo" or not isinstance(roster, FixedRoster):
+        why = "workers may be lost or change, and weights are of those of the start"
+    else:
+        return False
+    raise ValueError(f'weights = "samples": {why}; choose "equal"')
+
+
+def refuse_unweighed(weighed: bool) -> None:
+    """ValueError before a round of workers that have not told their samples."""
+    if not weighed:
+        raise ValueError('weights = "samples": call optimizer.weigh(SAMPLES) on every worker, before the first round')
+
+
+def agreed_factor(group: Group, samples: float) -> tuple[float, float]:
+    """N w of this worker among those of `group`, who all ask at once, and how many times the smallest (but 0) the
+    largest is. Bytes sent: 8 to each of the others. ValueError for what is no number of samples.
+    """
+    if not 0 <= samples < math.inf:
+        raise ValueError(f"weigh({samples}): give this worker's number of samples, 0 or more")
+    values = group.all_gather(torch.tensor([float(samples)], dtype=torch.float64, device="cpu"))
+    total = math.fsum(float(each) for each in values)
+    if not total > 0:
+        raise ValueError("weigh(0) on all workers: at least one must have samples")
+    positive = [float(each) for each in values if each > 0]
+    return group.size * float(samples) / total, max(positive) / min(positive)

@@ -21,29 +21,29 @@ from typing_extensions import override
 
 from isles.comm.roster import Roster
 from isles.membership.late_shares import Deliveries, Delivery
-from isles.network.exchange_plan import Held
+from isles.network.exchange_plan import MemoryItem
 from isles.replicas.config import MethodConfig
 from isles.replicas.loop.config import WeightedConfig
-from isles.replicas.loop.fragment import Exchange, Flight, Fragment
-from isles.replicas.loop.round_exchange import AgreedCourier, Courier, ToldCourier
+from isles.replicas.loop.fragment import Exchange, Fragment, InFlight
+from isles.replicas.loop.round_exchange import AgreedExchange, AttemptExchange, RoundExchange
 from isles.replicas.parts.interfaces import Composition
 
 _POSITIVE = (1 << 61) - 1
 _STEPS = 4.0  # inner steps that others may be behind when an exchange begins
 
 
-class QuorumCourier(ToldCourier):
+class QuorumExchange(AttemptExchange):
     """Of one fragment. land: what lands a flight. Beyond the buffer a delivery takes two more vectors, and one while it
     is exchanged.
     """
 
     def __init__(
-        self, roster: Roster, parts: Composition, deliveries: Deliveries, land: Callable[[Flight, None], None]
+        self, roster: Roster, parts: Composition, deliveries: Deliveries, land: Callable[[InFlight, None], None]
     ) -> None:
         super().__init__(roster, parts)
         self._deliveries, self._land = deliveries, land
         self._delivery: Delivery | None = None
-        self._flight: Flight | None = None
+        self._flight: InFlight | None = None
         self._live: Tensor | None = None  # the weights when it was delivered
         self._answer: Exchange | None = None
         self._attempt = 0  # that the answer is of
@@ -59,14 +59,14 @@ class QuorumCourier(ToldCourier):
         super().stepped(step, sends=sends)
 
     @override
-    def extra_memory(self, fragments: Sequence[Fragment]) -> list[Held]:
-        return [Held("delivered shares", 3 * sum(fragment.anchor.nbytes for fragment in fragments), "exchange")]
+    def extra_memory(self, fragments: Sequence[Fragment]) -> list[MemoryItem]:
+        return [MemoryItem("delivered shares", 3 * sum(fragment.anchor.nbytes for fragment in fragments), "exchange")]
 
     @override
-    def receive(self, flight: Flight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
+    def receive(self, flight: InFlight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
         """Deliver; nothing lands now."""
         fragment = flight.fragment
-        flight.payload.put_off = True
+        flight.payload.postponed = True
         if self._delivery is not None:  # nobody can say what became of the one before
             fragment.release(flight)
             fragment.rounds -= 1
@@ -115,7 +115,7 @@ class QuorumCourier(ToldCourier):
         answer = self._answer
         return answer is not None and (answer.transfer is None or answer.transfer.done())
 
-    def _exchange(self, delivery: Delivery, flight: Flight) -> None:
+    def _exchange(self, delivery: Delivery, flight: InFlight) -> None:
         """An attempt, begun."""
         assert delivery.decision is not None
         group, self._attempt = self._deliveries.group(delivery.decision, _STEPS * self._pace), delivery.attempt
@@ -123,24 +123,24 @@ class QuorumCourier(ToldCourier):
             flight, group, round=delivery.round, step=delivery.round, attempt=self._attempt, factor=delivery.factor
         )
 
-    def _answered(self, delivery: Delivery, flight: Flight, answer: Exchange) -> None:
+    def _answered(self, delivery: Delivery, flight: InFlight, answer: Exchange) -> None:
         digest, error = self.finish_attempt(flight.fragment, answer)
         if error is not None:
             self._deliveries.fail(delivery, error)
         else:
             delivery.answered(digest, self.transport.now())
 
-    def _landed(self, delivery: Delivery, flight: Flight, live: Tensor) -> None:
+    def _landed(self, delivery: Delivery, flight: InFlight, live: Tensor) -> None:
         """It is everybody's: the anchor moves, and what was learned since the delivery is added again."""
         fragment, answer, decision = flight.fragment, self._answer, delivery.decision
         assert answer is not None and decision is not None
-        answer.since = fragment.flat.read(fragment.flat.new()).sub_(live)
+        answer.learned_meanwhile = fragment.flat.read(fragment.flat.new()).sub_(live)
         fragment.release(flight)
         flight.payload = fragment.latest = answer
         self._work -= delivery.steps
         self._drop()
         if self._deliveries.is_missed(decision):
-            fragment.keep_until = max(fragment.keep_until, delivery.round)
+            fragment.retain_until = max(fragment.retain_until, delivery.round)
         self._land(flight, None)
         self._deliveries.landed(delivery.round)
 
@@ -150,10 +150,12 @@ class QuorumCourier(ToldCourier):
         if missed is None:
             return False
         learned = fragment.flat.read(fragment.flat.new()).sub_(fragment.anchor)
-        answer = Exchange(missed.mean, None, participants=missed.participants, whole=missed.whole, since=learned)
+        answer = Exchange(
+            missed.mean, None, participants=missed.participants, whole=missed.whole, learned_meanwhile=learned
+        )
         fragment.rounds += 1
         fragment.latest = answer
-        self._land(Flight(fragment, 0, answer, None), None)
+        self._land(InFlight(fragment, 0, answer, None), None)
         self._deliveries.landed(delivery.round)
         return True
 
@@ -161,9 +163,9 @@ class QuorumCourier(ToldCourier):
         self._delivery = self._flight = self._live = self._answer = None
 
 
-def courier_of(
-    roster: Roster, parts: Composition, config: MethodConfig, land: Callable[[Flight, None], None], *, agrees: bool
-) -> Courier:
+def round_exchange_for(
+    roster: Roster, parts: Composition, config: MethodConfig, land: Callable[[InFlight, None], None], *, agrees: bool
+) -> RoundExchange:
     """Which one an outer method has for a fragment's rounds: of those that all land together, where workers come and
     go, or of any other. ValueError for late ones that cannot be left to the next round.
     """
@@ -174,16 +176,16 @@ def courier_of(
                 'on_late = "quorum": where nobody comes and goes all are waited for; choose "wait", or use isles '
                 "lighthouse, or isles simulate --churn"
             )
-        return Courier(roster, parts)
+        return RoundExchange(roster, parts)
     if not takes_quorum:
-        return AgreedCourier(roster, parts)
+        return AgreedExchange(roster, parts)
     deliveries = getattr(roster, "deliveries", None)
     assert isinstance(deliveries, Deliveries), "a roster that grows knows of deliveries"
     why = None
-    if parts.landing.moves_reference or parts.rule.keeps_left:
+    if parts.landing.moves_reference or parts.rule.needs_residual:
         why = "what was learned meanwhile is added to weights that land on the anchor"
     elif parts.feedback is not None or parts.codec.name.startswith("powersgd"):
         why = "what a codec keeps from round to round is not kept of shares that come late"
     if why is not None:
         raise ValueError(f'on_late = "quorum": {why}; choose "wait", or other parts')
-    return QuorumCourier(roster, parts, deliveries, land)
+    return QuorumExchange(roster, parts, deliveries, land)

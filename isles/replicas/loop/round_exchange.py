@@ -31,8 +31,8 @@ from isles.comm.collectives.headers import Stamp
 from isles.comm.errors import CommError, DeadlinePassed, Diverged, Elsewhere, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 from isles.comm.roster import Roster
-from isles.network.exchange_plan import Held
-from isles.replicas.loop.fragment import Exchange, Flight, Fragment
+from isles.network.exchange_plan import MemoryItem
+from isles.replicas.loop.fragment import Exchange, Fragment, InFlight
 from isles.replicas.parts.interfaces import Composition
 from isles.replicas.start import T, among_even
 
@@ -45,7 +45,7 @@ _SLOWER = 2.0  # how many times as long as here a step may take elsewhere, beyon
 
 
 @dataclass(frozen=True, slots=True)
-class Sending:
+class OutgoingRound:
     """What this worker brings to the exchange of a fragment's `round`.
 
     buffer: of the fragment's entries, live until its mean lies there. means: how it is formed. stamp: what must be the
@@ -64,7 +64,7 @@ class Sending:
     part: int = _PAYLOAD
 
 
-class Courier:
+class RoundExchange:
     """roster: who is in which round, and who is lost; rounds with lost ones are done alone.
 
     Where answers land later a worker may be ahead of another by all that is computed meanwhile, so such an exchange has
@@ -104,7 +104,7 @@ class Courier:
         """True if there is nobody else in the world: what this worker does is its inner optimizer's business."""
         return self.roster.founders.size == 1 and not self.roster.grows
 
-    def extra_memory(self, fragments: Sequence[Fragment]) -> list[Held]:
+    def extra_memory(self, fragments: Sequence[Fragment]) -> list[MemoryItem]:
         """What it keeps beyond the buffers that travel."""
         return []
 
@@ -123,14 +123,14 @@ class Courier:
             usable = fragment.compensate(payload) and usable
             if not usable:
                 payload.zero_()
-        if parts.feedback is None and parts.rule.keeps_left and fragment.residual is not None:
+        if parts.feedback is None and parts.rule.needs_residual and fragment.residual is not None:
             fragment.residual.copy_(payload)
         if parts.reading.needs_own or (parts.on_peer_failure == "solo" and lands > step):
             own = fragment.staging()
             fragment.averaging.share(payload, fragment.rounds, fragment.index, self.transport.rank, own)
         left = fragment.residual if parts.feedback is None or parts.feedback.form == "local" else None
         stamp = fragment.stamp(step, broken=not usable)
-        sending = Sending(fragment, fragment.rounds, payload, fragment.averaging, stamp, own=own, residual=left)
+        sending = OutgoingRound(fragment, fragment.rounds, payload, fragment.averaging, stamp, own=own, residual=left)
         fragment.latest = sent = self._start(self._present(sending.round), sending)
         sent.spares, sent.is_own_broken = parts.on_broken == "leave out", not usable
         return sent
@@ -142,16 +142,16 @@ class Courier:
         anchor = fragment.staging().copy_(fragment.anchor)
         own = fragment.staging() if not form.lossless or self.parts.cadence.rounds_late else None
         stamp = fragment.stamp(step)
-        sending = Sending(fragment, round, anchor, means, stamp, part=_ANCHORS, own=own, fill=own)
+        sending = OutgoingRound(fragment, round, anchor, means, stamp, part=_ANCHORS, own=own, fill=own)
         return self._start(self._present(round), sending)
 
-    def nothing(self, fragment: Fragment, step: int) -> Flight:
+    def nothing(self, fragment: Fragment, step: int) -> InFlight:
         """What lands before the first answer is due."""
         size = len(self.members(fragment.rounds))
         anchors = Exchange(fragment.anchor.clone(), None) if self.parts.rule.shares_anchors else None
-        return Flight(fragment, step, Exchange(fragment.staging().zero_(), None, participants=size), anchors)
+        return InFlight(fragment, step, Exchange(fragment.staging().zero_(), None, participants=size), anchors)
 
-    def receive(self, flight: Flight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
+    def receive(self, flight: InFlight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
         """Wait for a flight, and make error feedback of its round final. Where the round failed and the method may go
         on alone, this worker's own share (as sent, or what `snapshot` writes now) is taken for the mean.
         """
@@ -178,7 +178,7 @@ class Courier:
         most = max(exchanges, key=lambda one: len(one.members))
         apart = any(one.members not in ((), most.members) for one in exchanges)  # one was lost between the two
         whole = all(came) and not (apart and self.roster.grows)
-        usable = self.roster.accepts(most.round, most.members, whole=whole)
+        usable = self.roster.may_apply(most.round, most.members, whole=whole)
         for one in exchanges:
             one.failed = one.failed or (all(came) and not usable)
         return usable
@@ -237,9 +237,9 @@ class Courier:
         if isinstance(error, DeadlinePassed) and member >= 0:
             self._late[member] += 1
             if self._late[member] >= MISSES:
-                self.roster.miss(member, PeerLost(member, f"it did not answer {MISSES} times in succession"))
+                self.roster.report_failure(member, PeerLost(member, f"it did not answer {MISSES} times in succession"))
                 return
-        self.roster.miss(member, error)
+        self.roster.report_failure(member, error)
 
     def _balance(self, fragment: Fragment, payload: Exchange) -> None:
         """Make error feedback of an exchange that has arrived final."""
@@ -255,7 +255,7 @@ class Courier:
         residual.mul_(feedback.decay)
         fragment.left_ratio = float(residual.norm()) / fragment.progress if fragment.progress else 0.0
 
-    def _start(self, group: Group, sending: Sending, attempt: int = 0) -> Exchange:
+    def _start(self, group: Group, sending: OutgoingRound, attempt: int = 0) -> Exchange:
         """Begin it in `group`. attempt: how often it was begun before."""
         fragment, means, own = sending.fragment, sending.means, sending.own
         call = group.call(round=sending.round, fragment=fragment.index, leeway=self.leeway, attempt=attempt)
@@ -275,11 +275,11 @@ class Courier:
     def _present(self, round: int) -> Group:
         """The members of this worker's exchange of `round`, or this worker alone where one of them is lost."""
         group, members = self.roster.group(round), self.members(round)
-        alone = self.roster.lacks([group.ranks[position] for position in members])
+        alone = self.roster.has_lost([group.ranks[position] for position in members])
         return group.among((group.rank,) if alone else members)
 
 
-class ToldCourier(Courier):
+class AttemptExchange(RoundExchange):
     """Of rounds whose members others name, and which all of them land or none: the snapshot stays as it is, and each
     attempt sends a copy.
     """
@@ -293,7 +293,7 @@ class ToldCourier(Courier):
         return Exchange(payload, None, round=fragment.rounds, is_own_broken=not usable)
 
     def start_attempt(
-        self, flight: Flight, group: Group, *, round: int, step: int, attempt: int, factor: float = 1.0
+        self, flight: InFlight, group: Group, *, round: int, step: int, attempt: int, factor: float = 1.0
     ) -> Exchange:
         """An attempt at `round` in `group`, begun. step: the same at all. factor: of this worker's share."""
         fragment, parts, usable = flight.fragment, self.parts, not flight.payload.is_own_broken
@@ -306,7 +306,7 @@ class ToldCourier(Courier):
             buffer.zero_()
         left = fragment.residual if parts.feedback is not None and parts.feedback.form == "local" else None
         stamp = fragment.stamp(step, broken=not usable)
-        sending = Sending(fragment, round, buffer, fragment.averaging, stamp, residual=left)
+        sending = OutgoingRound(fragment, round, buffer, fragment.averaging, stamp, residual=left)
         answer = self._start(group, sending, attempt)
         answer.spares, answer.is_own_broken = parts.on_broken == "leave out", not usable
         return answer
@@ -321,14 +321,14 @@ class ToldCourier(Courier):
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _RoundState:
     """What an attempt changes beside its buffer."""
 
     residual: Tensor | None
     bases: dict[str, Any]
 
     @classmethod
-    def of(cls, fragment: Fragment) -> _Kept:
+    def of(cls, fragment: Fragment) -> _RoundState:
         residual = fragment.residual
         return cls(None if residual is None else residual.clone(), fragment.averaging.state_dict())
 
@@ -340,38 +340,38 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _PendingAttempt:
     """An attempt without a verdict. answer: None where it failed; then: what it left behind; live: the weights then."""
 
     round: int
     attempt: int
     answer: Exchange | None
     digest: int | None
-    then: _Kept
+    then: _RoundState
     live: Tensor | None
 
 
-class AgreedCourier(ToldCourier):
+class AgreedExchange(AttemptExchange):
     """Of one fragment whose answers land at once. Beyond the buffer an attempt takes one more vector, and a copy of the
     residual and of the bases.
     """
 
     def __init__(self, roster: Roster, parts: Composition) -> None:
         super().__init__(roster, parts)
-        self._waiting: _Waiting | None = None
+        self._pending: _PendingAttempt | None = None
         self._sent = 0  # inner step of the last round that landed
 
     @override
-    def extra_memory(self, fragments: Sequence[Fragment]) -> list[Held]:
+    def extra_memory(self, fragments: Sequence[Fragment]) -> list[MemoryItem]:
         vectors = sum(fragment.anchor.nbytes for fragment in fragments)
         residuals = sum(fragment.residual.nbytes for fragment in fragments if fragment.residual is not None)
         bases = sum(fragment.averaging.held_bytes for fragment in fragments)
-        return [Held("copies for another attempt", vectors + residuals + bases, "exchange")]
+        return [MemoryItem("copies for another attempt", vectors + residuals + bases, "exchange")]
 
     @override
-    def receive(self, flight: Flight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
+    def receive(self, flight: InFlight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
         """Exchange until it lands, or put the round off."""
-        fragment, kept = flight.fragment, _Kept.of(flight.fragment)
+        fragment, before = flight.fragment, _RoundState.of(flight.fragment)
         if not self._resumed(flight):
             return
         started = self.roster.start_round(fragment.rounds)
@@ -379,50 +379,50 @@ class AgreedCourier(ToldCourier):
             group, attempt = started
             answer = self.start_attempt(flight, group, round=fragment.rounds, step=flight.lands, attempt=attempt)
             digest, error = self.finish_attempt(fragment, answer)
-            verdict = self.roster.finish_round(fragment.rounds, attempt, digest, error)
-            if verdict == "land":
+            outcome = self.roster.finish_round(fragment.rounds, attempt, digest, error)
+            if outcome == "land":
                 self._land(flight, answer)
                 return
-            then = _Kept.of(fragment)
-            kept.restore(fragment)
+            then = _RoundState.of(fragment)
+            before.restore(fragment)
             started = None
-            if verdict == "retry":
+            if outcome == "retry":
                 started = self.roster.start_round(fragment.rounds)
             if started is None:
                 live = None if error else fragment.flat.read(fragment.flat.new())
-                self._waiting = _Waiting(fragment.rounds, attempt, None if error else answer, digest, then, live)
-        self._put_off(flight)
+                self._pending = _PendingAttempt(fragment.rounds, attempt, None if error else answer, digest, then, live)
+        self._postpone(flight)
 
-    def _resumed(self, flight: Flight) -> bool:
+    def _resumed(self, flight: InFlight) -> bool:
         """Ask what became of an attempt that waits; whether another one may be made. The flight lands, or is put off,
         where not.
         """
-        fragment, waiting, self._waiting = flight.fragment, self._waiting, None
-        if waiting is None or waiting.round != fragment.rounds:
+        fragment, pending, self._pending = flight.fragment, self._pending, None
+        if pending is None or pending.round != fragment.rounds:
             return True
-        verdict = self.roster.finish_round(waiting.round, waiting.attempt, waiting.digest)
-        if verdict == "retry":
+        outcome = self.roster.finish_round(pending.round, pending.attempt, pending.digest)
+        if outcome == "retry":
             return True
-        if verdict == "land" and waiting.answer is not None and waiting.live is not None:
-            waiting.then.restore(fragment)
-            learned = fragment.flat.read(fragment.flat.new()).sub_(waiting.live)
-            self._land(flight, waiting.answer)
-            flight.payload.since = learned
+        if outcome == "land" and pending.answer is not None and pending.live is not None:
+            pending.then.restore(fragment)
+            learned = fragment.flat.read(fragment.flat.new()).sub_(pending.live)
+            self._land(flight, pending.answer)
+            flight.payload.learned_meanwhile = learned
             return False
-        self._waiting = waiting
-        self._put_off(flight)
+        self._pending = pending
+        self._postpone(flight)
         return False
 
-    def _land(self, flight: Flight, answer: Exchange) -> None:
+    def _land(self, flight: InFlight, answer: Exchange) -> None:
         """The copy that was not sent is spare; those of attempts that failed may still be on their way to somebody."""
         flight.fragment.release(flight)
         flight.payload = flight.fragment.latest = answer
         self._sent = flight.lands
         self._balance(flight.fragment, answer)
 
-    def _put_off(self, flight: Flight) -> None:
+    def _postpone(self, flight: InFlight) -> None:
         """As if the round had not been."""
         fragment = flight.fragment
         fragment.release(flight)
         fragment.rounds, fragment.sent = fragment.rounds - 1, self._sent
-        flight.payload.put_off = True
+        flight.payload.postponed = True

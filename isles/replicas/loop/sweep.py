@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from isles.replicas.flat import digest
-from isles.replicas.loop.fragment import Flight, Fragment
+from isles.replicas.loop.fragment import Fragment, InFlight
 from isles.replicas.parts.interfaces import Answer, Composition
 
 
@@ -52,14 +52,16 @@ class Sweep:
         self.fragment, self.flat, self.parts, self.hashed = fragment, fragment.flat, parts, hashed
         self.scratch = fragment.scratch
         self.blocks, self.anchors = self.flat.blocks(), self.flat.parts(fragment.anchor)
-        self.left = fragment.residual if parts.rule.keeps_left else None
+        self.left = fragment.residual if parts.rule.needs_residual else None
         own = fragment.reference is fragment.anchor
         self.references = self.anchors if own else self.flat.parts(fragment.reference)
         vectors = {name: self.flat.parts(vector) for name, vector in fragment.vectors.items()}
         self.vectors = [{name: vectors[name][i] for name in vectors} for i in range(len(self.anchors))]
         self.words = self.flat.words(fragment.anchor) if hashed else ()
         self.sums: list[Tensor] = []
-        self.kept = parts.landing.kept if self.flat.is_staged else None  # where the landing is done by `FlatParameters`
+        self.local_share = (
+            parts.landing.local_share if self.flat.is_staged else None
+        )  # where the landing is done by `FlatParameters`
 
     def snapshot(self, out: Tensor, check: FiniteCheck) -> FiniteCheck:
         """Write what travels into `out` (numel,), and show it to `check`."""
@@ -69,7 +71,7 @@ class Sweep:
             check.take(part)
         return check
 
-    def answered(self, flight: Flight, fresh: Tensor | None) -> int:
+    def answered(self, flight: InFlight, fresh: Tensor | None) -> int:
         """Land what came back of a flight; the anchor's hash, or 0. fresh: see `Reading.read`."""
         payload, shared, read = flight.payload, flight.anchors, self.parts.reading.read
         flat, means = self.flat, self.flat.parts(payload.buffer)
@@ -78,12 +80,12 @@ class Sweep:
         mine = self.anchors if shared is None or shared.own is None else flat.parts(shared.own)
         left = flat.parts_or_none(self.left)
         self.fragment.landed += 1
-        if self.kept is None:
+        if self.local_share is None:
             flat.down()
         for i, mean in enumerate(means):
             gradient = read(mean, new[i], own[i], payload.participants)
             self._land(i, Answer(gradient, theirs[i], mine[i], left[i]))
-        flat.up(self.kept or 0.0)
+        flat.up(self.local_share or 0.0)
         return digest(self.sums)
 
     def check(self) -> FiniteCheck:
@@ -105,7 +107,7 @@ class Sweep:
             part = room[: anchor.numel()]
             self._form(i, part)
             self._land(i, Answer(self.parts.reading.read(part, None, None, 1)))
-        self.flat.up(self.kept or 0.0)
+        self.flat.up(self.local_share or 0.0)
         return digest(self.sums)
 
     def _form(self, i: int, out: Tensor) -> None:
@@ -119,7 +121,7 @@ class Sweep:
         block, anchor = self.blocks[i], self.anchors[i]
         self.parts.rule.apply(anchor, answer, self.vectors[i], self.fragment.landed)
         shaped = block.shaped(anchor)
-        if self.kept is None:
+        if self.local_share is None:
             origin = shaped if self.references is self.anchors else block.shaped(self.references[i])
             self.parts.landing.land(block.live, shaped, origin)
         else:

@@ -373,10 +373,10 @@ class CustomConfig(WeightedConfig):
         check_fragments(self.fragments, self.layers_per_fragment, self.first_sync)
         refuse(self.choice)
         for setting, (axis, members) in ACTS_ON.items():
-            given, member = getattr(self, setting), getattr(self, axis)
-            if given is not None and member not in members:
+            value, member = getattr(self, setting), getattr(self, axis)
+            if value is not None and member not in members:
                 raise ValueError(
-                    f'{setting} = {given} has nothing to act on with {axis} = "{member}": leave it out, or choose '
+                    f'{setting} = {value} has nothing to act on with {axis} = "{member}": leave it out, or choose '
                     f"{axis} = {' or '.join(members)}"
                 )
         self._check_numbers()
@@ -412,7 +412,7 @@ class CustomConfig(WeightedConfig):
 
     def filled(self, setting: str) -> Any:
         """A setting, or its default where it was left out."""
-        given = getattr(self, setting)
-        if given is None and setting == "gamma":
+        value = getattr(self, setting)
+        if value is None and setting == "gamma":
             return self.filled("outer_lr")
-        return DEFAULTS.get(self.rule, {}).get(setting, USUAL[setting]) if given is None else given
+        return DEFAULTS.get(self.rule, {}).get(setting, USUAL[setting]) if value is None else value

@@ -55,7 +55,7 @@ class DCTDP(BucketedSync):
             feedback=config.error_feedback == "local",
             guard=config.density_guard,
             codec=codec(config.codec),
-            places=config.places,
+            indices=config.indices,
             exclude_below=config.exclude_below,
             exact=config.warmup_dense_steps,
             every_step=config.warmup_steps,

@@ -22,11 +22,11 @@ from typing_extensions import override
 from isles.comm.codecs import form
 from isles.comm.collectives.factors import averaging
 from isles.comm.collectives.mean import native_bytes, native_mean
+from isles.replicas.exchange_schedule import idle_low_rank
 from isles.replicas.gradient.bucketed import Bucket, BucketedSync
 from isles.replicas.gradient.config import DDPConfig
 from isles.replicas.gradient.reduction import Averaged, Native, Reduction
 from isles.replicas.parts.interfaces import feedback
-from isles.replicas.plannable import idle_low_rank
 
 
 class DDP(BucketedSync):

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from isles.comm.errors import Refused
 from isles.comm.group import Group
-from isles.network.exchange_plan import Held, PlannedExchange, Swap, by_size
+from isles.network.exchange_plan import MemoryItem, PlannedExchange, Swap, by_size
 from isles.replicas.exchange_schedule import everyone, opening_exchanges
 from isles.replicas.flat import all_names
 from isles.replicas.gradient.config import FSDPConfig
@@ -85,9 +85,9 @@ class FSDP(StepsAlike):
     @override
     def take_step(self, scaled: Scaled | None) -> None:
         """Refused for gradients of a peer that are not finite, unless a scaler is there to skip the step."""
-        suspects = [told.suspect for told in self.sharding.messages if getattr(told, "suspect", None) is not None]
-        for told in self.sharding.messages:
-            told.suspect = None
+        suspects = [own.suspect for own in self.sharding.messages if getattr(own, "suspect", None) is not None]
+        for own in self.sharding.messages:
+            own.suspect = None
         if suspects and scaled is None:
             self.group.ledger.trust.refused += 1
             raise Refused(suspects[0], "its gradient is not finite")
@@ -162,18 +162,18 @@ class FSDP(StepsAlike):
         return opening_exchanges(bytes_by_format(tensors), self.group.size, hashes=1)
 
     @override
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryItem]:
         """Where the weights are."""
         units, size = self.sharding.units, self.group.size
         if size == 1:
             return []
         whole = max(unit.held for unit in units) if self.config.reshard_after_forward else sum(u.held for u in units)
-        kept = sum(unit.trained for unit in units) if self.batches > 1 else max(unit.trained for unit in units)
+        gathered = sum(unit.trained for unit in units) if self.batches > 1 else max(unit.trained for unit in units)
         return [
-            Held("gathered weights", size * whole, "exchange"),
-            Held("gradients, whole", size * kept, "exchange"),
-            Held("gradients on their way", size * max(unit.trained for unit in units), "exchange"),
-            Held("the whole model", size * sum(unit.held for unit in units), "end"),
+            MemoryItem("gathered weights", size * whole, "exchange"),
+            MemoryItem("gradients, whole", size * gathered, "exchange"),
+            MemoryItem("gradients on their way", size * max(unit.trained for unit in units), "exchange"),
+            MemoryItem("the whole model", size * sum(unit.held for unit in units), "end"),
         ]
 
     @override

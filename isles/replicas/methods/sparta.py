@@ -27,7 +27,7 @@ from isles.replicas.parts.interfaces import Answer, Composition
 class AveragePart(Average):
     """anchor = mean of the live weights where they travel, the own ones elsewhere."""
 
-    keeps_left: ClassVar[bool] = True
+    needs_residual: ClassVar[bool] = True
 
     @override
     def apply(self, anchor: Tensor, answer: Answer, vectors: Mapping[str, Tensor], round: int) -> None:

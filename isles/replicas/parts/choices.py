@@ -123,7 +123,7 @@ class Replace:
     """live = anchor: the next inner steps start from the anchor."""
 
     moves_reference: bool = False
-    kept: float | None = 0.0
+    local_share: float | None = 0.0
     name: ClassVar[str] = "replace"
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
@@ -136,12 +136,12 @@ class Blend:
     2501.18512, Algorithm 2). alpha = 1: the anchor is never landed on.
     """
 
-    kept: float  # alpha
+    local_share: float  # alpha
     moves_reference: bool = False
     name: ClassVar[str] = "blend"
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:
-        torch._foreach_lerp_(live, [a.to(x) for a, x in zip(anchor, live, strict=True)], 1 - self.kept)
+        torch._foreach_lerp_(live, [a.to(x) for a, x in zip(anchor, live, strict=True)], 1 - self.local_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Carry:
     """
 
     moves_reference: bool = True
-    kept: float | None = None
+    local_share: float | None = None
     name: ClassVar[str] = "carry"
 
     def land(self, live: list[Tensor], anchor: list[Tensor], reference: list[Tensor]) -> None:

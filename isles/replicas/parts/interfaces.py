@@ -103,7 +103,7 @@ class OuterRule(ABC):
     """Names of the vectors it keeps beside the anchor, such as the momentum."""
     shares_anchors: ClassVar[bool] = False
     """Workers also exchange their anchors."""
-    keeps_left: ClassVar[bool] = False
+    needs_residual: ClassVar[bool] = False
     """What of its payload did not get into the mean stays the worker's own; anchors are then each worker's own."""
 
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
@@ -132,7 +132,7 @@ class Landing(Protocol):
         """True if it leaves the live weights elsewhere than on the anchor, and counts their progress from there."""
 
     @property
-    def kept(self) -> float | None:
+    def local_share(self) -> float | None:
         """k, if it is live = k live + (1 - k) anchor and no more: done on a GPU, weights there need not be read for it.
         None: it is something else.
         """
@@ -208,7 +208,7 @@ class Composition:
             return (
                 "an own share counts at once as a part of a mean of all, and could not be taken back from a smaller one"
             )
-        if self.rule.keeps_left:
+        if self.rule.needs_residual:
             return "a worker keeps what did not travel of its weights, which is what is broken"
         return "nothing travels, so there is nobody to leave out" if self.choice["mixing"] == "nobody" else None
 

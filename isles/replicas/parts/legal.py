@@ -38,7 +38,7 @@ LATE = ("overlap", "one_round", "more_rounds")
 class Row(NamedTuple):
     """What is said of every choice whose members are among `when`'s, axis by axis."""
 
-    verdict: Literal["refused", "warned"]
+    severity: Literal["refused", "warned"]
     when: Mapping[str, tuple[str, ...]]
     because: str
     instead: str
@@ -191,7 +191,7 @@ BY_NUMBERS: tuple[tuple[Literal["refused", "warned"], str, str], ...] = (
 
 def refusal(choice: Mapping[str, str]) -> str | None:
     """Why the choice makes no sense, with the mend, in one line; None where it does."""
-    return next((_line(row, choice) for row in TABLE if row.verdict == "refused" and row.meets(choice)), None)
+    return next((_message(row, choice) for row in TABLE if row.severity == "refused" and row.meets(choice)), None)
 
 
 def refuse(choice: Mapping[str, str]) -> None:
@@ -203,9 +203,9 @@ def refuse(choice: Mapping[str, str]) -> None:
 
 def warnings(choice: Mapping[str, str]) -> list[str]:
     """What is to be said of a choice that is not refused, a line each."""
-    return [_line(row, choice) for row in TABLE if row.verdict == "warned" and row.meets(choice)]
+    return [_message(row, choice) for row in TABLE if row.severity == "warned" and row.meets(choice)]
 
 
-def _line(row: Row, choice: Mapping[str, str]) -> str:
+def _message(row: Row, choice: Mapping[str, str]) -> str:
     met = " x ".join(f"{axis} {choice[axis]}" for axis in row.when)
     return f"{met}: {row.because}; choose {row.instead}"

@@ -69,7 +69,7 @@ class Quadratic:
         return 1 - self.rate * self.curvature
 
 
-def kept(workers: int) -> float:
+def retained_share(workers: int) -> float:
     """p: the share of the squared disagreement that averaging in random pairs keeps."""
     return 0.5 if workers % 2 else (workers - 2) / (2 * (workers - 1))
 
@@ -79,11 +79,11 @@ def heavy_ball(alpha: float, pull: float) -> np.ndarray:
     return np.array([[1 - pull, alpha], [-pull, alpha]])
 
 
-def disagreement(alpha: float, gamma: float, kept: float, drift: float = 0.0) -> np.ndarray:
+def disagreement(alpha: float, gamma: float, retained: float, drift: float = 0.0) -> np.ndarray:
     """The matrix (3, 3) for (E phi^2, E phi delta, E delta^2) of what deviates from the mean. drift: beta h."""
-    first = gamma * (1 - kept) + drift * kept
+    first = gamma * (1 - retained) + drift * retained
     # phi' = phi + delta', so the rows of phi'^2 and phi' delta' hold that of delta'^2.
-    last = [gamma**2 * (1 - kept) + drift**2 * kept, -2 * alpha * first, alpha**2]
+    last = [gamma**2 * (1 - retained) + drift**2 * retained, -2 * alpha * first, alpha**2]
     return np.array([[1 - 2 * first, 2 * alpha, 0.0], [-first, alpha, 0.0], [0.0, 0.0, 0.0]]) + np.array(last)
 
 
@@ -115,9 +115,10 @@ def variance(setting: Quadratic) -> Variance:
     added = setting.beta**2 * setting.inner_variance
     # Of the mean, the same three moments: nobody to disagree with, so averaging keeps all of it.
     together = disagreement(setting.alpha, 0.0, 1.0, drift)
-    apart = disagreement(setting.alpha, setting.gamma, kept(count), drift)
+    apart = disagreement(setting.alpha, setting.gamma, retained_share(count), drift)
     return Variance(
-        mean=_settled(together, added / count), replicas=_settled(apart, added * kept(count) * (1 - 1 / count))
+        mean=_settled(together, added / count),
+        replicas=_settled(apart, added * retained_share(count) * (1 - 1 / count)),
     )
 
 

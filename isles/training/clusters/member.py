@@ -27,7 +27,7 @@ from isles.membership.keys import STATUS
 from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat, SwarmStatus
 from isles.membership.requests import measure_lighthouse_link
 from isles.models import choose_device
-from isles.network.clusters.nodes import SILENT, ClusterNode, told
+from isles.network.clusters.nodes import NO_FIGURES, ClusterNode, encode_node
 from isles.training.clusters.cuts import cluster_cuts, forward_speed, memory, post_of, run_number
 from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
 from isles.training.elastic.states import state_of
@@ -234,7 +234,7 @@ class SeatedClusterPeer(SeatedPeer):
         return SeatedNode(
             self.member(),
             part,
-            told=told(self._told or self._measured()) if isinstance(part, JoinSwarm) else SILENT,
+            told=encode_node(self._told or self._measured()) if isinstance(part, JoinSwarm) else NO_FIGURES,
             members_now=self._members_now,
             await_kept=lambda step: self.line.await_kept(step, self.config.run.grace / 2),
         )

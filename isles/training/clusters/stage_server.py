@@ -76,7 +76,7 @@ class Serving:
         self, config: Config, world: Mesh, cut: Cut, update: Callable[[int], None], corpus: Corpus | None
     ) -> None:
         self.config, self.world, self.cut, self._update, self._corpus = config, world, cut, update, corpus
-        self.model = build_stage(config, cut, run_scheme(config, cut), world.place.stage, world.local_rank)
+        self.model = build_stage(config, cut, run_scheme(config, cut), world.coordinate.stage, world.local_rank)
         self.optimizer = inner_optimizer(self.model, config.inner, "adamw")
         self.schedule = rate_schedule(self.optimizer, config)
         self.device = next(self.model.parameters()).device
@@ -89,7 +89,7 @@ class Serving:
     def _take_part(self) -> None:
         """In the cluster that this worker is in now, and of its text."""
         config, world = self.config, self.world
-        self.text = Text(config, world, self._corpus) if world.place.stage == 0 else None
+        self.text = Text(config, world, self._corpus) if world.coordinate.stage == 0 else None
         context, vocab = limits(config.model)
         scheme = run_scheme(config, self.cut)
         form = form_of(self.model, scheme, config.pipeline, batch_size=self.samples, context=context, vocab=vocab)
@@ -103,7 +103,7 @@ class Serving:
         self._go_on_after(updates, sequences)
 
     def _ways(self) -> AsyncWays:
-        pipeline, piece = self.config.pipeline, self.cut.pieces[self.world.place.stage]
+        pipeline, piece = self.config.pipeline, self.cut.pieces[self.world.coordinate.stage]
         shares = stage_shares(piece, self.cut.costs, pipeline.microbatches, recompute=pipeline.recompute)
         return AsyncWays(
             in_flight=pipeline.in_flight if isinstance(pipeline.in_flight, int) else len(self.cut.pieces),
@@ -296,7 +296,7 @@ class NodeHolding:
         """Hold what this worker's place is now."""
         self._serve_nothing()
         world = self._arranged()
-        self.serving = Serving(self._config, world, self.cuts[world.place.replica], self._update, self._corpus)
+        self.serving = Serving(self._config, world, self.cuts[world.coordinate.replica], self._update, self._corpus)
         self.average.serve(self.serving.model, self.serving.optimizer)
         return self.serving
 

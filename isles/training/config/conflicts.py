@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from isles.base.errors import as_typed
 from isles.base.parsing import parse_toml
-from isles.base.tables import given, parse_value
+from isles.base.tables import non_defaults, parse_value
 from isles.network.networks import links as named
 from isles.network.routing.plan import PipelinePlan, read_plan
 from isles.network.routing.speeds import fingerprint
@@ -146,7 +146,7 @@ def refuse_conflicts(config: Config, *told: str) -> None:
     Raises:
         ValueError: "KEY = VALUE does not go with SITUATIONS: why; mend", of the first rule that speaks.
     """
-    changed = dict(given(config))
+    changed = dict(non_defaults(config))
     for rule in conflicts():
         asked = TOLD.keys() & set(rule.where)
         if bool(asked) != bool(told) or not asked <= set(told):

@@ -26,7 +26,7 @@ from typing import Any
 import tomlkit
 
 from isles.base.errors import unknown_name
-from isles.base.imports import is_place
+from isles.base.imports import is_import_target
 from isles.base.parsing import parse_toml
 from isles.base.schema import backend_of
 from isles.base.tables import field_docs, in_tables, keys_of, parse_value, read_toml, tables_of, typed
@@ -285,7 +285,7 @@ def _method_of(tables: Tables) -> str:
         raise ValueError(f"replicas.method = {name!r}: write a name in quotes")
     if ":" not in name and name not in METHODS:
         raise ValueError(unknown_name("method", name, METHODS) + ", or package.module:Class for your own")
-    if ":" in name and not is_place(name):
+    if ":" in name and not is_import_target(name):
         raise ValueError(f"replicas.method = {name!r}: write package.module:Class")
     return name
 

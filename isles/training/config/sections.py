@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from isles.base.errors import demand, unknown_name
-from isles.base.imports import named
+from isles.base.imports import import_target
 from isles.base.tables import refuse
 from isles.data.config import DataConfig
 from isles.memory.config import MemoryConfig
@@ -128,7 +128,7 @@ class Config:
 
     @property
     def _kind(self) -> Any:
-        return named("pipeline.routing", _KIND)(self.pipeline)
+        return import_target("pipeline.routing", _KIND)(self.pipeline)
 
     def _check_boundary(self, shape: Shape) -> None:
         boundary = boundary_name(self.pipeline.boundary.kind)
@@ -148,7 +148,7 @@ class Config:
                 f"pipeline.stages = {stages}: {world.workers} workers do not make whole replicas of {stages} stages"
                 f"{inside}; choose a multiple of {stages * world.inner} as world.workers"
             )
-        named("conflicts", _CONFLICTS)(self)
+        import_target("conflicts", _CONFLICTS)(self)
         sequences = self.data.batch_size_per_worker(self._kind.check(self))
         if sequences % self.pipeline.microbatches:
             raise ValueError(

@@ -258,10 +258,10 @@ class Participant:
             if client.ended is not None:
                 return "left" if self.leaving.is_set() else "over"
             if self._leaves(round):
-                self.optimizer.courier.progress(blocks=True)
+                self.optimizer.round_exchange.progress(blocks=True)
                 return "left"
             round += yield from self._round(round, every)
-        self.optimizer.courier.progress(blocks=True)
+        self.optimizer.round_exchange.progress(blocks=True)
         return "again" if client.is_called else "finished"
 
     @property

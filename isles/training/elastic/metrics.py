@@ -37,18 +37,18 @@ def figures(
         rounds_alone=done.alone,
         rounds_again=there.counts["again"],
         outcomes=dict(done.outcomes),
-        rounds_out_of_turn=done.out_of_turn,
+        rounds_unassigned=done.out_of_turn,
         inner_steps=done.steps,
         inner_steps_counted=counted,
-        inner_steps_owed=count_steps(membership.ledger.outstanding(last + 1, membership.members())),
+        inner_steps_backlog=count_steps(membership.ledger.outstanding(last + 1, membership.members())),
         inner_steps_repeated=repeated(journal, lines),
         joins=there.counts["join"],
         losses=there.counts["gone"],
         leaves=there.counts["leave"],
         views=there.counts["view"],
         outages=len(there.outages),
-        gifts=done.gifts,
-        gift_bytes=done.size,
+        state_transfers=done.gifts,
+        state_transfer_bytes=done.size,
     )
 
 

@@ -217,7 +217,7 @@ def _decisions(
                     f"{done.outcome} after {done.steps}: the record is not of this run, or misses lines"
                 )
             yield Decision(kind="keep", round=round)
-        worker.optimizer.courier.progress(blocks=True)
+        worker.optimizer.round_exchange.progress(blocks=True)
     if done is not None and done.round >= last:
         yield Decision(kind="conclude")
 

@@ -31,7 +31,7 @@ from isles.membership.keys import LIGHTHOUSE
 from isles.membership.late_shares import MEAN_HOLDERS, MissedMean
 from isles.membership.round_commit import RoundDecision
 from isles.membership.state_transfer import FetchRequest, StateTransfer, StateUnavailable
-from isles.replicas.loop.outer import OuterSync, adopt, follow, given
+from isles.replicas.loop.outer import OuterSync, adopt, donor_state, land_missed
 from isles.training.config.world import JoinState
 from isles.training.records.shard import StateCopy, first_nan, read_state, write_tensors
 
@@ -115,7 +115,7 @@ class States:
 
     def _offer(self, what: str, round: int, left_out: dict[int, int]) -> None:
         optimizer = self._optimizer
-        state, weights = given(optimizer), optimizer.weights()
+        state, weights = donor_state(optimizer), optimizer.weights()
         if what == ANCHORS:
             del state["inner"]
             weights = {name: weights[name] for name in self._beside_anchors()}
@@ -216,7 +216,7 @@ class Means:
     def forget(self) -> None:
         """This worker is to begin with another's state: who has followed it asks elsewhere."""
         (fragment,) = self._optimizer.fragments
-        fragment.keep_until, self._next = 0, math.inf
+        fragment.retain_until, self._next = 0, math.inf
         for round in self._offered:
             self._gifts.unpublish(_name(round))
         self._offered = []
@@ -230,17 +230,17 @@ class Means:
     def copied(self, round: int) -> None:
         """This worker's state after `round` has been given to somebody: the means of the next ones are kept for it."""
         (fragment,) = self._optimizer.fragments
-        fragment.keep_until = round + KEPT
+        fragment.retain_until = round + KEPT
 
     def landed(self, round: int, left_out: Mapping[Any, int]) -> None:
         """Right after the landing of `round`: its mean, where it was kept. left_out: see `MissedMean`."""
         (fragment,) = self._optimizer.fragments
         answer = fragment.latest
-        if fragment.kept is not None and answer is not None:
+        if fragment.landed_mean is not None and answer is not None:
             path = self._folder / f"{_MEAN}-{round}.safetensors"
             facts = {"round": round, "whole": answer.whole, "participants": answer.participants}
             facts |= {"digest": fragment.digest, "left_out": dict(left_out)}
-            kept = {_MEAN: fragment.kept}
+            kept = {_MEAN: fragment.landed_mean}
             self._gifts.publish(_name(round), path, facts, lambda path: write_tensors(path, kept))
             self._offered.append(round)
         self._next = round + 1
@@ -260,7 +260,7 @@ def shadow(
     out: dict[int, int] = {}
     for round in rounds:
         mean = _taken(optimizer, gifts, donor, round, path, seconds)
-        if follow(optimizer, round, mean.mean, mean.participants, whole=mean.whole) != mean.digest:
+        if land_missed(optimizer, round, mean.mean, mean.participants, whole=mean.whole) != mean.digest:
             raise StateUnavailable(f"with the mean of round {round} this worker is elsewhere than worker {donor}")
         out |= mean.left_out
     return out

@@ -230,7 +230,7 @@ def _outer_states(
     for fragments, flights in ((state.get("fragments", ()), state.get("flights", ())) for state in states):
         if len(fragments) > 1:
             raise ValueError("fragments are cut from each stage's own blocks: resume with as many stages")
-        if any(flight["at_rest"] for flight in flights):
+        if any(flight["frozen"] for flight in flights):
             raise ValueError("some parameters were frozen while a round was under way: resume with as many stages")
         if any(fragment["averaging"] for fragment in fragments):
             raise ValueError("bases of low-rank factors belong to each stage's matrices: resume with as many stages")

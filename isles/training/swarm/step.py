@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isles.comm.collectives.message_queue import Mail
+from isles.comm.collectives.message_queue import MessageQueue
 from isles.comm.errors import Malformed, PeerLost
 from isles.comm.group import same_text
 from isles.comm.mesh import Mesh
@@ -121,7 +121,7 @@ class Swarmed:
             ever=world.size,
         )
         group, run = world.world.among(range(world.size), "pipeline"), split_sequence(identity(config, self.cut))
-        return Post(Mail(group, run=run, lengths=lengths, channels=ASIDE, met=met))
+        return Post(MessageQueue(group, run=run, lengths=lengths, channels=ASIDE, met=met))
 
     def _swarm(self, post: Post, present: Sequence[int], autocast: Context) -> Swarm:
         """The swarm as it begins, with this worker in it where it is `present`."""

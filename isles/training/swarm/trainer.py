@@ -409,9 +409,9 @@ class SeatedTrainer(SwarmTrainer, SeatedWork):
 
     @override
     def go_on_from(self, step: int, kept: KeptParts) -> None:
-        given = torch.frombuffer(bytearray(kept(self.world.place.stage)[0].read_bytes()), dtype=torch.uint8)
+        given = torch.frombuffer(bytearray(kept(self.world.coordinate.stage)[0].read_bytes()), dtype=torch.uint8)
         stepped = self.model_step
-        stepped.serve(*self._become(stepped.cut, self.world.place.stage, given))
+        stepped.serve(*self._become(stepped.cut, self.world.coordinate.stage, given))
         stepped.step = step
 
     @property

@@ -14,7 +14,7 @@ from isles.network.networks import links
 from isles.network.routing.events import AtOnce, in_flight, orders
 from isles.network.routing.replay import (
     Delays,
-    MessageLines,
+    LinkWire,
     Sizes,
     TaskSeconds,
     bytes_sent,
@@ -192,6 +192,6 @@ def test_replay_over_lines_is_the_virtual_clock(name):
                 seed=9,
                 deadlines=Deadlines(),
             )
-            wire = MessageLines(Topology(6, network, near, island), sizes, ranks, seed=9)
+            wire = LinkWire(Topology(6, network, near, island), sizes, ranks, seed=9)
             played = replay(routes, seconds, wire, in_order(lists))
             assert played.makespan == pytest.approx(max(clocks), rel=0, abs=1e-9)

@@ -23,7 +23,7 @@ from isles.network.routing.problem import (
     replay_shared,
     routes_of,
 )
-from isles.network.routing.replay import MessageLines, Sizes
+from isles.network.routing.replay import LinkWire, Sizes
 from isles.network.routing.search import Effort, Stopwatch, blind, strategies, with_collisions, without_collisions
 from isles.network.routing.speeds import delays_of
 from tests.network.routing.instances import drawn, reference
@@ -81,7 +81,7 @@ def test_a_plan_over_latencies_alone_is_the_same_over_lines():
         problem = drawn(seed, (2, 3, 3), path_length=3)
         paths = blind(problem, seed)
         network = Links(bandwidth=math.inf, latency=problem.delays)
-        wire = MessageLines(Topology(problem.nodes, network), Sizes(forward=9, home=9, backward=9))
+        wire = LinkWire(Topology(problem.nodes, network), Sizes(forward=9, home=9, backward=9))
         assert replay_shared(problem, routes_of(paths, problem.waves), [wire])[0].makespan == pytest.approx(
             replay_paths(problem, paths).makespan, abs=1e-9
         )

@@ -17,7 +17,7 @@ from isles.models.cuts import pieces
 from isles.models.stages import Stage
 from isles.network.clusters.cuts import ModelLoad
 from isles.network.clusters.formation import ClusterGrowth
-from isles.network.clusters.nodes import SILENT
+from isles.network.clusters.nodes import NO_FIGURES
 from isles.pipeline.ravnest.agreement import ClusterAgreement, ask_in, cluster_post, let_in
 from isles.pipeline.ravnest.assignment import ClusterSeats
 from isles.pipeline.ravnest.averaging import ClusterAverage, SharedSegment, refinement
@@ -29,7 +29,7 @@ FOUNDERS = 6
 
 
 @dataclass(frozen=True)
-class Fates:
+class MessageAccounting:
     """comes: by rank behind the founders, the second at which it asks to come. leaves: by rank, after which round."""
 
     rounds: int
@@ -108,16 +108,16 @@ class ChangingNode:
         return told
 
 
-def change(world: Mesh, fates: Fates) -> dict[int, Averaged]:
+def change(world: Mesh, accounting: MessageAccounting) -> dict[int, Averaged]:
     """By round, what this node had; until it has left, or is lost."""
     torch.set_num_threads(1)
     post, rank, first = cluster_post(world.world, 5, 1 << 20), world.rank, 0
     if rank < FOUNDERS:
         agreement = ClusterAgreement(post, world.world, ClusterSeats.of(THREE, range(FOUNDERS)), GROWTH)
     else:
-        world.transport.compute(fates.comes[rank])
+        world.transport.compute(accounting.comes[rank])
         try:
-            welcome = ask_in(post, range(rank), SILENT)
+            welcome = ask_in(post, range(rank), NO_FIGURES)
         except CommError:  # everybody whom it could have met has gone
             return {}
         assert welcome is not None
@@ -130,8 +130,8 @@ def change(world: Mesh, fates: Fates) -> dict[int, Averaged]:
             node.average.load(first - 1)
     node.serve()
     found: dict[int, Averaged] = {}
-    for number in range(first, fates.rounds):
-        if fates.leaves.get(rank, fates.rounds) <= number:
+    for number in range(first, accounting.rounds):
+        if accounting.leaves.get(rank, accounting.rounds) <= number:
             agreement.leave()
         told = node.round(number)
         if told is None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 import isles
-from tests.pipeline.ravnest.changing import FOUNDERS, Averaged, Fates, change, expected, start
+from tests.pipeline.ravnest.changing import FOUNDERS, Averaged, MessageAccounting, change, expected, start
 from tests.pipeline.swarm import killing
 
 LINKS = isles.Links(bandwidth=1e8, latency=0.01, jitter=0.8)
@@ -21,14 +21,14 @@ def test_sixty_rounds_under_kills_leaves_and_joins(seed: int) -> None:
     """Cluster 2 is one node that stays, so that there is always somebody to go on from."""
     draw, rounds, workers, stays = random.Random(seed), 60, 12, 5
     comers = range(FOUNDERS, workers)
-    fates = Fates(
+    accounting = MessageAccounting(
         rounds,
         comes={rank: draw.uniform(1.0, 40.0) for rank in comers},
         leaves={rank: draw.randrange(50) for rank in draw.sample([0, 3, *comers], 3)},
     )
-    mortal = [rank for rank in range(workers) if rank != stays and rank not in fates.leaves]
+    mortal = [rank for rank in range(workers) if rank != stays and rank not in accounting.leaves]
     deaths = {rank: draw.randint(1, 4000) for rank in draw.sample(mortal, 5)}
-    done = killing.run(change, workers, (fates,), deaths, links=LINKS, step_seconds=0.0)
+    done = killing.run(change, workers, (accounting,), deaths, links=LINKS, step_seconds=0.0)
     told = {rank: one[0] for rank, one in enumerate(done) if one is not None}
     assert [*told[stays]] == [*range(rounds)]
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import isles
-from isles.comm.collectives.message_queue import MailNote
+from isles.comm.collectives.message_queue import MessageHeader
 from isles.comm.errors import PeerLost
 from isles.comm.group import numbers
 from isles.comm.mesh import Mesh
 from isles.network.clusters.cuts import ModelLoad
 from isles.network.clusters.formation import ClusterGrowth, form_clusters
-from isles.network.clusters.nodes import SILENT, ClusterNode, heard, is_told, told
+from isles.network.clusters.nodes import NO_FIGURES, ClusterNode, decode_node, encode_node, is_encoded_node
 from isles.pipeline.peers.inbox import ASK, COMERS, WORD
 from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, cluster_post, let_in
 from isles.pipeline.ravnest.assignment import ClusterSeats
@@ -38,13 +38,13 @@ def test_what_a_node_tells_is_heard_within_a_share_of_a_percent() -> None:
             bandwidth=draw.uniform(1e5, 1e11),
             latency=draw.choice([0.0, draw.uniform(1e-6, 1.0)]),
         )
-        number = told(own)
-        made = heard(number, "worker 7")
-        assert is_told(number) and made is not None
+        number = encode_node(own)
+        made = decode_node(number, "worker 7")
+        assert is_encoded_node(number) and made is not None
         for key in ("memory", "speed", "bandwidth", "latency"):
             assert getattr(made, key) == pytest.approx(getattr(own, key), rel=1e-3)
-    assert heard(SILENT, "") is None and is_told(SILENT)
-    assert not any(map(is_told, (0, -1, 2, 1 << 61, (1 << 62) + 1)))
+    assert decode_node(NO_FIGURES, "") is None and is_encoded_node(NO_FIGURES)
+    assert not any(map(is_encoded_node, (0, -1, 2, 1 << 61, (1 << 62) + 1)))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -60,7 +60,8 @@ def test_seats_over_all_that_can_happen(seed: int) -> None:
         lost += [position for position in seats.waiting if draw.random() < 0.1]
         seats = seats.without(lost)
         came = {
-            latest + n: draw.choice([SILENT, told(node(draw.uniform(2e6, 4e7)))]) for n in range(draw.randint(0, 2))
+            latest + n: draw.choice([NO_FIGURES, encode_node(node(draw.uniform(2e6, 4e7)))])
+            for n in range(draw.randint(0, 2))
         }
         latest += len(came)
         leaving = [position for position in seats.living if draw.random() < 0.1]
@@ -87,7 +88,7 @@ def test_seats_over_all_that_can_happen(seed: int) -> None:
 
 
 def test_what_are_no_seats_is_refused() -> None:
-    good = ClusterSeats.of([[2], []], range(4)).met({4: SILENT}, [1]).to_plain()
+    good = ClusterSeats.of([[2], []], range(4)).met({4: NO_FIGURES}, [1]).to_plain()
     assert ClusterSeats.of_plain(good, 5).to_plain() == good
     bad: list[Any] = [
         None, [], [good], good[:-1], [[[0, 0], [2]], *good[1:]], [[[0, 9], [2]], *good[1:]],
@@ -103,16 +104,16 @@ def test_a_new_cluster_holds_the_model_and_spares_stay() -> None:
     small = node(0.6 * LOAD.least)
     (three,) = form_clusters([small] * 3, LOAD)  # two have too little
     seats = ClusterSeats.of([[2], [1]], range(4))
-    grown = seats.met(dict.fromkeys((4, 5, 6), told(small)), ()).mended(GROWTH)
+    grown = seats.met(dict.fromkeys((4, 5, 6), encode_node(small)), ()).mended(GROWTH)
     assert grown.clusters[2:] == (tuple(4 + number for number in three.nodes),) and grown.cuts[2] == three.split.cuts
     assert grown.out == {2} and grown.joined([2]).whole == [0, 1, 2]
-    assert seats.met(dict.fromkeys((4, 5), told(small)), ()).mended(GROWTH).waiting == (4, 5)
-    assert seats.met(dict.fromkeys((4, 5, 6), SILENT), ()).mended(GROWTH).clusters[2:] == ((4, 5),)
+    assert seats.met(dict.fromkeys((4, 5), encode_node(small)), ()).mended(GROWTH).waiting == (4, 5)
+    assert seats.met(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).mended(GROWTH).clusters[2:] == ((4, 5),)
     keeping = ClusterGrowth(LOAD, spares=2)
-    assert seats.met(dict.fromkeys((4, 5, 6), SILENT), ()).mended(keeping).waiting == (4, 5, 6)
+    assert seats.met(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).mended(keeping).waiting == (4, 5, 6)
     limited = ClusterGrowth(LOAD, most=2)
-    assert seats.met(dict.fromkeys((4, 5), SILENT), ()).mended(limited).waiting == (4, 5)
-    tiny = seats.met({4: told(node(1e5)), 5: SILENT}, ()).without([0])
+    assert seats.met(dict.fromkeys((4, 5), NO_FIGURES), ()).mended(limited).waiting == (4, 5)
+    tiny = seats.met({4: encode_node(node(1e5)), 5: NO_FIGURES}, ()).without([0])
     assert tiny.mended(GROWTH).clusters[0] == (5, 1)  # the first has not the memory for the place
 
 
@@ -130,7 +131,7 @@ def agree(world: Mesh, how: str) -> Any:
         rows = [1, told] + [0] * (2 * COMERS - 2) if told else [0] * (2 * COMERS)
         word = numbers(2, lost, leaves, *rows, *([0] if how == "long" else []))
         for other in (0, 1):
-            mail.send(other, MailNote(WORD, 0, agreement.post.turn + 1, 1), word.view(torch.uint8))
+            mail.send(other, MessageHeader(WORD, 0, agreement.post.turn + 1, 1), word.view(torch.uint8))
         mail.settle()
         return None
     try:
@@ -155,13 +156,13 @@ def knock(world: Mesh, how: str) -> Any:
         world.transport.compute(1.0)
     if world.rank == 2:
         body = {"long": torch.ones(9, dtype=torch.uint8), "numbers": torch.tensor([2]).view(torch.uint8)}
-        sent = body.get(how, torch.tensor([SILENT]).view(torch.uint8))
+        sent = body.get(how, torch.tensor([NO_FIGURES]).view(torch.uint8))
         for other in (0, 1):
-            post.mail.send(other, MailNote(ASK, 0), sent)
+            post.mail.send(other, MessageHeader(ASK, 0), sent)
         world.transport.compute(9.0)
         return None
     if world.rank == 3:
-        welcome = ask_in(post, range(2), SILENT)
+        welcome = ask_in(post, range(2), NO_FIGURES)
         assert welcome is not None
         return welcome.turn, welcome.seats.waiting, dict(welcome.facts)
     agreement = ClusterAgreement(post, world.world, ClusterSeats.of([[1]], range(2)), GROWTH)

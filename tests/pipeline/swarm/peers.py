@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isles.comm.collectives.message_queue import Mail
+from isles.comm.collectives.message_queue import MessageQueue
 from isles.comm.mesh import Mesh
 from isles.models import Decoder, Shape
 from isles.models.cuts import PieceCosts, cut_points, pieces
@@ -78,7 +78,7 @@ def swarm_of(world: Mesh, setting: Setting) -> Swarm:
     group = world.world.among(range(world.size), "pipeline")
     longest = sum(parameter.nbytes for parameter in stage.parameters())
     lengths = letter_lengths(form, gradient=longest, state=longest, peers=world.size, microbatches=setting.microbatches)
-    post = Post(Mail(group, run=9, lengths=lengths, channels=ASIDE))
+    post = Post(MessageQueue(group, run=9, lengths=lengths, channels=ASIDE))
     work = StageWork(stage, group, form, setting.microbatches, shares=shares, autocast=nullcontext)
     agreement = Agreement(post, setting.patience, range(world.size))
     arrangement = Arrangement(stages, [1.0] * len(setting.peers))

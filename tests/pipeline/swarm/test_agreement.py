@@ -12,7 +12,7 @@ import pytest
 
 import isles
 from isles.comm.collectives.basic import all_gather
-from isles.comm.collectives.message_queue import Mail
+from isles.comm.collectives.message_queue import MessageQueue
 from isles.comm.errors import CommError
 from isles.comm.group import numbers
 from isles.comm.mesh import Mesh
@@ -30,7 +30,7 @@ Answers = list[Any]
 def alone(world: Mesh, agreements: int) -> Answers:
     """What each agreement comes to: what everybody says is its rank and the number of the agreement."""
     group = world.world.among(range(world.size), "pipeline")
-    own = Agreement(Post(Mail(group, run=1, lengths={WORD: range(1 << 12)})), 1000.0, range(world.size))
+    own = Agreement(Post(MessageQueue(group, run=1, lengths={WORD: range(1 << 12)})), 1000.0, range(world.size))
     return [own.agree([10 * number + world.rank]) for number in range(agreements)]
 
 

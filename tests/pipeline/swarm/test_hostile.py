@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import isles
-from isles.comm.collectives.message_queue import MAGIC, MailNote
+from isles.comm.collectives.message_queue import MAGIC, MessageHeader
 from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
 from isles.pipeline.peers.inbox import BACKWARD, FORWARD, GIFT, MEAN, SHARD, TAKEN, WELCOME, WORD
@@ -41,7 +41,7 @@ def spoil(swarm: Swarm, what: str) -> None:
 
     def everybody(kind: int, nbytes: int) -> None:
         for other in mail.group.others:
-            mail.send(other, MailNote(kind, 0, turn), torch.zeros(nbytes, dtype=torch.uint8) if nbytes else None)
+            mail.send(other, MessageHeader(kind, 0, turn), torch.zeros(nbytes, dtype=torch.uint8) if nbytes else None)
 
     if what == "activations":
         work.forward = forward  # type: ignore[method-assign]
@@ -55,7 +55,7 @@ def spoil(swarm: Swarm, what: str) -> None:
     elif what == "one share":
         honest_send = mail.send
 
-        def send(position: int, note: MailNote, body: Any = None) -> None:
+        def send(position: int, note: MessageHeader, body: Any = None) -> None:
             is_shard = note.kind == SHARD and position == min(mail.group.others, key=lambda other: abs(other - LIAR))
             honest_send(position, note, torch.full_like(body, 0xFF) if is_shard else body)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from isles.network.clusters.formation import form_clusters
-from isles.network.clusters.nodes import ClusterNode, told
+from isles.network.clusters.nodes import ClusterNode, encode_node
 from isles.training.clusters.node import growth_of
 from tests.cli.command import isles
 from tests.training.clusters.changing import FOUR, Watched, alike, config
@@ -74,7 +74,7 @@ def test_what_nodes_tell_of_themselves_says_where_a_new_cluster_is_cut(
     run, memory = Watched(made, tmp_path, [{"at": 0.1, "join": 2}]), 0.95 * growth_of(made).load.least
     run.watch(monkeypatch)
     nodes = [ClusterNode(name="", memory=memory, speed=speed, bandwidth=1e9) for speed in (1e9, 3e10)]
-    run.machines = {4: told(nodes[0]), 5: told(nodes[1])}
+    run.machines = {4: encode_node(nodes[0]), 5: encode_node(nodes[1])}
     run.run()
     run.check()
     (cluster,) = form_clusters(nodes, growth_of(made).load)

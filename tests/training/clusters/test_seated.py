@@ -136,7 +136,7 @@ def test_who_asks_those_who_are_gone_asks_the_lighthouse_again(tmp_path: Path) -
 @LONG
 def test_a_joiner_tells_what_was_measured(tmp_path: Path) -> None:
     """Memory, speed and its line to the lighthouse, so that it makes a cluster of its own."""
-    from isles.network.clusters.nodes import heard
+    from isles.network.clusters.nodes import decode_node
 
     run = ClusterRun(tmp_path / "run", "run.steps=150", "run.validate_every=0")
     for _ in range(4):
@@ -146,7 +146,7 @@ def test_a_joiner_tells_what_was_measured(tmp_path: Path) -> None:
     last = run.join()
     run.until(lambda: len(members_of(run, 0).whole) == 3)
     members = members_of(run, 0)
-    node = heard(members.told[member(run, last)], "")
+    node = decode_node(members.told[member(run, last)], "")
     assert members.clusters[2] == (member(run, last),) and node is not None
     assert node.bandwidth != pytest.approx(run.config.world.slowest_link, rel=0.01) and 0 < node.latency < 1.0
     now = run.keeper.coordinator.now(0.0, [])

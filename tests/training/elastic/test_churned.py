@@ -281,7 +281,9 @@ def test_churn_costs_what_is_planned(tmp_path: Path, method: str, churn: str) ->
         rounds=hour // every,
         pairs=method == "noloco",
     )
-    found = {name: summary[name] for name in ("rounds_alone", "work_lost", "goodput", "gifts", "losses", "joins")}
+    found = {
+        name: summary[name] for name in ("rounds_alone", "work_lost", "goodput", "state_transfers", "losses", "joins")
+    }
     print(method, churn, f"{took:.0f} CPU seconds", found, planned)
     if churn == "10%/h":
         return  # 13 deaths

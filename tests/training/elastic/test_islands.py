@@ -23,7 +23,7 @@ from isles.comm.gloo.transfers import PostedWork
 from isles.comm.tags import Tag
 from isles.membership.p2p.transport import ElasticTransport
 from isles.membership.run_log import EXCHANGES, WHOLE, RoundRecord, read_record
-from isles.replicas.loop.fragment import Flight
+from isles.replicas.loop.fragment import InFlight
 from isles.replicas.loop.outer import OuterSync
 from isles.training.config.sections import Config
 from isles.training.records.checkpoint import Checkpoints
@@ -101,7 +101,7 @@ def test_no_place_lands_what_another_has_not(tmp_path: Path, method: str, monkey
                 with suppress(IndexError):  # the other place was faster
                     lost.pop().finished(PeerLost(1))
 
-    def landing(optimizer: OuterSync, flight: Flight, fresh: Tensor | None) -> None:
+    def landing(optimizer: OuterSync, flight: InFlight, fresh: Tensor | None) -> None:
         transport = optimizer.roster.founders.transport
         assert isinstance(transport, ElasticTransport)
         told = landed.setdefault((transport.rank, flight.fragment.rounds), {})

@@ -31,7 +31,7 @@ def run_through(folder: Path, method: str, *, most: int, events: int, seed: int,
     steps = 2 * (int(trace[-1].at / 20.0) + 12)
     with patch.object(VirtualWire, "_came_late", noted):
         run = churned(small(folder, founders, steps, method=method), trace, folder, name)
-    why = {run.meeting.wire.fates.why(one.source, one.target, one.tag) for one in late}
+    why = {run.meeting.wire.accounting.why(one.source, one.target, one.tag) for one in late}
     assert why <= REASONS
     return run
 
@@ -41,12 +41,12 @@ def check(run: ChurnedRun) -> None:
     assert run.meeting.membership is not None
     assert set(run.meeting.membership.view.members) <= set(run.results)
     wire = run.meeting.wire
-    fates = wire.fates
+    accounting = wire.accounting
     assert wire.under_way() == 0
-    assert set(fates.missed) <= REASONS
-    reasons = {fates.why(source, target, tag) for source, target, tag, _ in wire.unclaimed()}
+    assert set(accounting.missed) <= REASONS
+    reasons = {accounting.why(source, target, tag) for source, target, tag, _ in wire.unclaimed()}
     assert reasons <= REASONS
-    assert fates.received > 0.5 * fates.sent
+    assert accounting.received > 0.5 * accounting.sent
     assert run.meeting.counts["deaths"] and run.meeting.counts["outages"] and run.meeting.counts["pauses"]
 
 
@@ -64,9 +64,9 @@ def test_hundreds_of_events_are_the_same_twice(tmp_path: Path, method: str, seed
     """No two members ever differ; the first seed is done again."""
     one = run_through(tmp_path, method, most=64, events=events, seed=seed, name="one")
     check(one)
-    fates = one.meeting.wire.fates
+    accounting = one.meeting.wire.accounting
     print(f"{method}, seed {seed}: {dict(one.meeting.counts)}, {one.summary['outcomes']}")
-    print(f"bytes: {fates.sent} sent, {fates.received} received, {dict(fates.missed)} missed")
+    print(f"bytes: {accounting.sent} sent, {accounting.received} received, {dict(accounting.missed)} missed")
     if seed > 1:
         return
     two = run_through(tmp_path, method, most=64, events=events, seed=seed, name="two")

@@ -11,7 +11,7 @@ import pytest
 
 from isles.membership.late_shares import Delivery
 from isles.membership.round_commit import Ballot, Graces, RoundState
-from isles.replicas.loop.quorum import QuorumCourier
+from isles.replicas.loop.quorum import QuorumExchange
 from tests.membership import test_quorum as rounds
 from tests.membership.interleavings import start, walk
 from tests.training.elastic import test_late as late
@@ -77,12 +77,12 @@ def test_who_lands_without_the_word_lands_another_set_than_the_others() -> None:
 @pytest.mark.long
 def test_work_that_is_counted_twice_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The share that came too late is in the mean of the next round, and once more in that of the one after."""
-    landed = QuorumCourier._landed
+    landed = QuorumExchange._landed
 
-    def twice(courier: QuorumCourier, delivery: Delivery, *more: Any) -> None:
-        landed(courier, delivery, *more)
-        courier._work += delivery.steps
+    def twice(round_exchange: QuorumExchange, delivery: Delivery, *more: Any) -> None:
+        landed(round_exchange, delivery, *more)
+        round_exchange._work += delivery.steps
 
-    monkeypatch.setattr(QuorumCourier, "_landed", twice)
+    monkeypatch.setattr(QuorumExchange, "_landed", twice)
     with pytest.raises(AssertionError):
         late.test_a_slow_worker_delivers_into_the_next_round_and_delays_nobody(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import isles
-from isles.comm.collectives.message_queue import MailNote
+from isles.comm.collectives.message_queue import MessageHeader
 from isles.comm.errors import CommError
 from isles.comm.mesh import Mesh
 from isles.comm.tags import CHANNELS
@@ -41,7 +41,7 @@ def lie(trainer: oracle.Recorded, to: int, what: str) -> None:
     mail = trainer.model_step.swarm.agreement.post.mail
     honest = mail.send
 
-    def send(position: int, note: MailNote, body: Any = None) -> None:
+    def send(position: int, note: MessageHeader, body: Any = None) -> None:
         is_of_exchange = note.kind == OUTER and note.queue == CHANNELS.index("outer")
         if is_of_exchange and position == to and body is not None and body.numel():
             body = torch.full_like(body, 0xFF) if what == "garbage" else body[:-8].clone()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.training.swarm.members import SwarmRun, seated
 from torch import Tensor
 
-from isles.comm.collectives.message_queue import MailNote
+from isles.comm.collectives.message_queue import MessageHeader
 from isles.comm.credentials import parse_token
 from isles.membership.messages import RequestWork
 from isles.membership.state_transfer import StateUnavailable
@@ -271,7 +271,11 @@ def spoil(trainer: SeatedTrainer, lie: str, others: set[int]) -> None:
         false.run += 1
         mail.send = false.send  # type: ignore[method-assign]
     else:
-        notes = {"kind": MailNote(99, 0), "length": MailNote(FORWARD, 0), "number": MailNote(HOME, 0, 0, -5)}
+        notes = {
+            "kind": MessageHeader(99, 0),
+            "length": MessageHeader(FORWARD, 0),
+            "number": MessageHeader(HOME, 0, 0, -5),
+        }
         body = torch.zeros(3, dtype=torch.uint8) if lie == "length" else None
         for member in others:
             mail.send(member, notes[lie], body)

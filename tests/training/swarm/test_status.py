@@ -13,7 +13,7 @@ from tests.training.swarm.members import SwarmRun, seated
 
 from isles.cli.elastic import query
 from isles.cli.elastic import status as command
-from isles.comm.collectives.message_queue import MailNote
+from isles.comm.collectives.message_queue import MessageHeader
 from isles.training.records.tokens import make_token
 from tests.training.swarm.test_seated import settings
 
@@ -63,7 +63,7 @@ def test_it_shows_stages_peers_and_loads(tmp_path: Path, show: Show) -> None:
     assert all(cell in next(line for line in lines if "stage" in line) for cell in ("a microbatch", "queue", "heard"))
     liar = run.peers[2]
     assert liar._trainer is not None
-    liar._trainer.model_step.swarm.agreement.post.mail.send(run.peers[1].line.member, MailNote(99, 0))
+    liar._trainer.model_step.swarm.agreement.post.mail.send(run.peers[1].line.member, MessageHeader(99, 0))
     run.until(lambda: any(f"worker {liar.line.member}: " in line and "kind 99" in line for line in show(run)))
     run.stop()
 

@@ -16,7 +16,7 @@ Projection = Literal["dct", "identity", "random"]
 Values = Literal["fp32", "bf16", "int8", "sign"]
 Reduce = Literal["contributors", "world"]
 
-MOST_EDGE = 256  # places within a block then fit into 16 bits
+MOST_EDGE = 256  # indices within a block then fit into 16 bits
 
 
 @dataclass(frozen=True, kw_only=True)

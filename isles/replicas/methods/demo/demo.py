@@ -39,7 +39,7 @@ from isles.comm.collectives.basic import all_gather
 from isles.comm.collectives.headers import Stamp, packed
 from isles.comm.errors import Diverged, WorkerFailed, sent_by
 from isles.comm.trust import JUMPS, mean_square
-from isles.network.exchange_plan import Held, PlannedExchange, by_size, gathered
+from isles.network.exchange_plan import MemoryItem, PlannedExchange, by_size, gathered
 from isles.replicas import start
 from isles.replicas.exchange_schedule import everyone
 from isles.replicas.methods.demo.config import DeMoConfig
@@ -118,16 +118,16 @@ class DeMo(StepsAlike):
         momentum, group = self.momentum, self.group
         self._accumulate()
         chosen = momentum.extract()
-        values, places = to_host(chosen)
+        values, indices = to_host(chosen)
         if not values.isfinite().all():
             reason = f"its momentum is not finite at inner step {self.steps + 1}: lower the learning rate"
             raise WorkerFailed(group.transport.rank, reason)
-        wire = momentum.packing.pack(self.steps, self._digest(), values, places)
+        wire = momentum.packing.pack(self.steps, self._digest(), values, indices)
         call = group.call(leeway=JUMPS)
         transfer = group.start(all_gather(call, wire), nbytes=(group.size - 1) * wire.numel())
         own = momentum.packing.unpack(wire)
-        there = replace(own, values=to_device([own.values], momentum.device)[0], places=chosen[1])
-        momentum.subtract(chosen[0] if momentum.packing.exact else there.values, there.places)
+        there = replace(own, values=to_device([own.values], momentum.device)[0], indices=chosen[1])
+        momentum.subtract(chosen[0] if momentum.packing.exact else there.values, there.indices)
         everyone = []
         with among_even():
             arrived = transfer.wait()
@@ -200,16 +200,16 @@ class DeMo(StepsAlike):
         return plan
 
     @override
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryItem]:
         """Momentum and update lie where the weights do."""
         packing = self.momentum.packing
         under_way = self.group.size * (packing.nbytes + packing.pairs * (4 + 8))
         return [
             *super().memory(),
-            Held("momentum", self.momentum.vector.nbytes, "always"),
-            Held("bases of the transform", self.momentum.bases_bytes, "always"),
-            Held("update", self.momentum.vector.nbytes, "exchange"),
-            Held("messages under way", under_way, "exchange"),
+            MemoryItem("momentum", self.momentum.vector.nbytes, "always"),
+            MemoryItem("bases of the transform", self.momentum.bases_bytes, "always"),
+            MemoryItem("update", self.momentum.vector.nbytes, "exchange"),
+            MemoryItem("messages under way", under_way, "exchange"),
         ]
 
     @override

@@ -1,8 +1,8 @@
 """One worker's momentum in DeMo, and the steps that need no other worker.
 
-    gradients -> add -> extract -> values, places       to be sent
+    gradients -> add -> extract -> values, indices       to be sent
                         subtract                         while they travel
-    everyone's values, places -> decode -> U             phi(U) where phi works entry by entry
+    everyone's values, indices -> decode -> U             phi(U) where phi works entry by entry
 
 All by pieces that stay in cache: neither coefficients nor decoded blocks of the whole model are ever held, but for U.
 
@@ -15,7 +15,7 @@ The message of one worker's step of DeMo: a fixed number of bytes, known from th
 
     header    16   inner step, hash of the weights (0: not compared), int64 each
     values         all kept coefficients, group by group, in the form of a codec
-    places         group by group, where not all coefficients are kept: 1 byte each in blocks of up to 256 entries,
+    indices         group by group, where not all coefficients are kept: 1 byte each in blocks of up to 256 entries,
                    12 bits (two in three bytes) up to 4096, 2 bytes beyond; where all are kept they need none
 
 pairs of a group = blocks * min(k, entries of a block).
@@ -34,7 +34,7 @@ from isles.base.staging import to_device
 from isles.comm.codecs import codec
 from isles.comm.codecs.base import Codec
 from isles.comm.codecs.scaled import Sign
-from isles.comm.codecs.sparse import pack_places, unpack_places
+from isles.comm.codecs.sparse import pack_indices, unpack_indices
 from isles.comm.errors import Malformed
 from isles.comm.group import numbers
 from isles.replicas.methods.demo.config import DeMoConfig, Values
@@ -68,24 +68,24 @@ class Bits(Codec):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One worker's step as the others decode it. values: float32 (pairs,). places: within their blocks,
+    """One worker's step as the others decode it. values: float32 (pairs,). indices: within their blocks,
     int64 (pairs,); those of groups that are sent whole mean nothing.
     """
 
     step: int
     digest: int
     values: Tensor
-    places: Tensor
+    indices: Tensor
 
 
 class Packing:
     """The form of the messages of a model laid out in `blocks`, k coefficients of each block."""
 
     def __init__(self, blocks: Blocks, k: int, values: Values) -> None:
-        self.kept = [min(k, group.entries) for group in blocks.groups]
+        self.per_block = [min(k, group.entries) for group in blocks.groups]
         """Coefficients kept of a block, by group."""
         self.groups = blocks.groups
-        counts = [group.blocks * kept for group, kept in zip(self.groups, self.kept, strict=True)]
+        counts = [group.blocks * per_block for group, per_block in zip(self.groups, self.per_block, strict=True)]
         self.firsts = [sum(counts[:index]) for index in range(len(counts))]
         """The first pair of each group."""
         self.counts, self.pairs = counts, sum(counts)
@@ -98,24 +98,24 @@ class Packing:
     @property
     def nbytes(self) -> int:
         """Length of a message."""
-        places = sum(_places_bytes(group, count) for group, count in self._listed())
-        return HEADER_BYTES + self.codec.wire_bytes(self.pairs, torch.float32) + places
+        indices = sum(_indices_bytes(group, count) for group, count in self._listed())
+        return HEADER_BYTES + self.codec.wire_bytes(self.pairs, torch.float32) + indices
 
     @property
     def sent_whole(self) -> int:
         """Coefficients of the blocks of which all are kept."""
         return sum(count for index, count in enumerate(self.counts) if not self.is_listed(index))
 
-    def pack(self, step: int, digest: int, values: Tensor, places: Tensor) -> Tensor:
+    def pack(self, step: int, digest: int, values: Tensor, indices: Tensor) -> Tensor:
         """The message, uint8 (nbytes,), of CPU tensors as in `Sent`."""
         parts = [numbers(step, digest).view(torch.uint8), self.codec.encode(values)]
         for index, group in enumerate(self.groups):
             if self.is_listed(index):
-                parts.append(_pack(group, places[self._of(index)]))
+                parts.append(_pack(group, indices[self._of(index)]))
         return torch.cat(parts)
 
     def unpack(self, wire: Tensor) -> Sent:
-        """The inverse. Malformed for a message of another length, or with a place beyond the end of its block."""
+        """The inverse. Malformed for a message of another length, or with an index beyond the end of its block."""
         if len(wire) != self.nbytes:
             raise Malformed(-1, f"{len(wire)} bytes for a step of {self.nbytes}")
         if wire.storage_offset() % 8:  # numbers begin where numbers may
@@ -123,25 +123,25 @@ class Packing:
         step, digest = wire[:HEADER_BYTES].view(torch.int64).tolist()
         front = HEADER_BYTES + self.codec.wire_bytes(self.pairs, torch.float32)
         values = self.codec.decode(wire[HEADER_BYTES:front], self.pairs, torch.float32)
-        places = torch.empty(self.pairs, dtype=torch.int64, device="cpu")
+        indices = torch.empty(self.pairs, dtype=torch.int64, device="cpu")
         for index, group in enumerate(self.groups):
             if self.is_listed(index):
-                last = front + _places_bytes(group, self.counts[index])
-                own = places[self._of(index)]
+                last = front + _indices_bytes(group, self.counts[index])
+                own = indices[self._of(index)]
                 _unpack(group, wire[front:last], own)
                 if len(own) and int(own.max()) >= group.entries:
-                    raise Malformed(-1, f"place {int(own.max())} in a block of {group.entries} entries")
+                    raise Malformed(-1, f"index {int(own.max())} in a block of {group.entries} entries")
                 front = last
-        return Sent(step, digest, values, places)
+        return Sent(step, digest, values, indices)
 
     def is_listed(self, index: int) -> bool:
-        """Whether the places of a group travel: not all of its coefficients are kept."""
-        return self.kept[index] < self.groups[index].entries
+        """Whether the indices of a group travel: not all of its coefficients are kept."""
+        return self.per_block[index] < self.groups[index].entries
 
     def of(self, index: int, start: int, stop: int) -> slice:
         """The pairs of blocks [start, stop) of a group."""
-        first, kept = self.firsts[index], self.kept[index]
-        return slice(first + start * kept, first + stop * kept)
+        first, per_block = self.firsts[index], self.per_block[index]
+        return slice(first + start * per_block, first + stop * per_block)
 
     def _of(self, index: int) -> slice:
         return self.of(index, 0, self.groups[index].blocks)
@@ -150,25 +150,25 @@ class Packing:
         return [(group, self.counts[index]) for index, group in enumerate(self.groups) if self.is_listed(index)]
 
 
-def _places_bytes(group: BlockGroup, count: int) -> int:
+def _indices_bytes(group: BlockGroup, count: int) -> int:
     if group.entries <= 256:
         return count
     return -(-count // 2) * 3 if group.entries <= 4096 else 2 * count
 
 
-def _pack(group: BlockGroup, places: Tensor) -> Tensor:
+def _pack(group: BlockGroup, indices: Tensor) -> Tensor:
     if group.entries <= 256:
-        return places.to(torch.uint8)
+        return indices.to(torch.uint8)
     if group.entries <= 4096:
-        return pack_places(torch.nn.functional.pad(places, (0, len(places) % 2)))
-    return places.to(torch.int16).view(torch.uint8)  # wraps around: read back as unsigned
+        return pack_indices(torch.nn.functional.pad(indices, (0, len(indices) % 2)))
+    return indices.to(torch.int16).view(torch.uint8)  # wraps around: read back as unsigned
 
 
 def _unpack(group: BlockGroup, packed: Tensor, out: Tensor) -> None:
     if group.entries <= 256:
         out.copy_(packed)
     elif group.entries <= 4096:
-        out.copy_(unpack_places(packed)[: len(out)])
+        out.copy_(unpack_indices(packed)[: len(out)])
     else:
         out.copy_(packed.clone().view(torch.int16)).bitwise_and_(0xFFFF)  # as above
 
@@ -253,22 +253,22 @@ class Momentum:
             torch._foreach_add_(inside, cut, alpha=factor)
 
     def extract(self) -> tuple[Tensor, Tensor]:
-        """Values (pairs,), float32, and places (pairs,), int64, of the largest coefficients, on `device`."""
+        """Values (pairs,), float32, and indices (pairs,), int64, of the largest coefficients, on `device`."""
         values = [torch.empty(0, dtype=torch.float32, device=self.device)]
-        places = [torch.empty(0, dtype=torch.int64, device=self.device)]
+        indices = [torch.empty(0, dtype=torch.int64, device=self.device)]
         for piece in self.blocks.pieces(self.device):
-            group, kept = self.blocks.groups[piece.group], self.packing.kept[piece.group]
+            group, per_block = self.blocks.groups[piece.group], self.packing.per_block[piece.group]
             coefficients = self.transform.forward(self.vector[piece.first : piece.last].view(-1, *group.edges))
             if self.packing.is_listed(piece.group):
-                chosen = largest(coefficients, kept)
+                chosen = largest(coefficients, per_block)
                 coefficients = coefficients.gather(1, chosen)
-                places.append(chosen.view(-1))
+                indices.append(chosen.view(-1))
             else:
-                places.append(torch.zeros(coefficients.numel(), dtype=torch.int64, device=self.device))
+                indices.append(torch.zeros(coefficients.numel(), dtype=torch.int64, device=self.device))
             values.append(coefficients.reshape(-1))
-        return torch.cat(values), torch.cat(places)
+        return torch.cat(values), torch.cat(indices)
 
-    def subtract(self, values: Tensor, places: Tensor) -> None:
+    def subtract(self, values: Tensor, indices: Tensor) -> None:
         """Take `subtract` times what these coefficients, on `device`, stand for."""
         alpha = self.config.subtract
         if not alpha:
@@ -278,7 +278,7 @@ class Momentum:
             part = self.vector[piece.first : piece.last].view(-1, *group.edges)
             sent = values[pairs].view(len(part), -1)
             if self.packing.is_listed(piece.group):
-                sent = part.new_zeros(len(part), group.entries).scatter_(1, places[pairs].view_as(sent), sent)
+                sent = part.new_zeros(len(part), group.entries).scatter_(1, indices[pairs].view_as(sent), sent)
             part.sub_(self.transform.inverse(sent, group.edges), alpha=alpha)
 
     def decode(self, everyone: Sequence[Sent]) -> Tensor:
@@ -287,13 +287,13 @@ class Momentum:
             self.update = torch.empty_like(self.vector)
             tensors = range(len(self._inside))
             self._decoded = [view for index in tensors for view in self.blocks.views(self.update, index)]
-        there = to_device([part for sent in everyone for part in (sent.values, sent.places)], self.device)
+        there = to_device([part for sent in everyone for part in (sent.values, sent.indices)], self.device)
         moved = list(zip(there[::2], there[1::2], strict=True))
         for piece in self.blocks.pieces(self.device):
             group, pairs = self.blocks.groups[piece.group], self.packing.of(piece.group, piece.start, piece.stop)
             mean = self.update[piece.first : piece.last].view(-1, group.entries).zero_()
             shares = [
-                (values[pairs].view(len(mean), -1), places[pairs].view(len(mean), -1)) for values, places in moved
+                (values[pairs].view(len(mean), -1), indices[pairs].view(len(mean), -1)) for values, indices in moved
             ]
             if self.packing.is_listed(piece.group):
                 self._gather(mean, shares)
@@ -306,15 +306,15 @@ class Momentum:
         return self.update
 
     def _gather(self, mean: Tensor, shares: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Add up values at their places, and divide by how many there are of each, or by the number of workers."""
-        for values, places in shares:
-            mean.scatter_add_(1, places, values)
+        """Add up values at their indices, and divide by how many there are of each, or by the number of workers."""
+        for values, indices in shares:
+            mean.scatter_add_(1, indices, values)
         if self.config.reduce == "world":
             mean.div_(len(shares))
         elif len(shares) > 1:
             counts = torch.zeros_like(mean)
-            for values, places in shares:
-                counts.scatter_add_(1, places, torch.ones_like(values))
+            for values, indices in shares:
+                counts.scatter_add_(1, indices, torch.ones_like(values))
             mean.div_(counts.clamp_min_(1.0))
 
     def write(self, gradients: Sequence[Tensor]) -> None:

@@ -90,9 +90,9 @@ def largest(c_NE: Tensor, k: int) -> Tensor:
     columns = entries // _WAYS
     if entries % _WAYS or 2 * k > columns:
         return magnitudes.topk(k, dim=1, sorted=False).indices
-    lines = magnitudes.view(rows, _WAYS, columns)
-    chosen = lines.amax(dim=1).topk(k, dim=1, sorted=False).indices
-    few = lines.gather(2, chosen[:, None].expand(rows, _WAYS, k)).view(rows, -1)
+    strips = magnitudes.view(rows, _WAYS, columns)
+    chosen = strips.amax(dim=1).topk(k, dim=1, sorted=False).indices
+    few = strips.gather(2, chosen[:, None].expand(rows, _WAYS, k)).view(rows, -1)
     found = few.topk(k, dim=1, sorted=False).indices
     return found // k * columns + chosen.gather(1, found % k)
 
@@ -146,22 +146,22 @@ class Blocks:
             for shape, edges in zip(self.shapes, cut, strict=True)
         ]
         self.groups: list[BlockGroup] = []
-        self._places: dict[int, _BlockLayout] = {}
+        self._indices: dict[int, _BlockLayout] = {}
         first = 0
         for edges in dict.fromkeys((a, b) for a, b in cut):
             start = first
             for index, grid in enumerate(grids):
                 if cut[index] == edges:
-                    self._places[index] = _BlockLayout(grid, edges, first)
+                    self._indices[index] = _BlockLayout(grid, edges, first)
                     first += math.prod(grid) * math.prod(edges)
             self.groups.append(BlockGroup(edges, start, (first - start) // math.prod(edges)))
         self.entries = first
 
     def views(self, flat: Tensor, index: int) -> list[Tensor]:
         """Tensor `index` inside a flat vector (entries,): views with the shapes of `cut` of it."""
-        place, shape = self._places[index], self.shapes[index]
-        (a, b), count = place.edges, math.prod(place.grid) * math.prod(place.edges)
-        whole = flat[place.first : place.first + count].view(*place.grid, a, b).transpose(-3, -2)
+        grid, shape = self._indices[index], self.shapes[index]
+        (a, b), count = grid.edges, math.prod(grid.grid) * math.prod(grid.edges)
+        whole = flat[grid.first : grid.first + count].view(*grid.grid, a, b).transpose(-3, -2)
         return [
             whole[..., rows.first : rows.first + rows.blocks, : rows.height, :, :][
                 ..., columns.first : columns.first + columns.blocks, : columns.height
@@ -172,20 +172,20 @@ class Blocks:
 
     def cut(self, tensor: Tensor, index: int) -> list[Tensor]:
         """A tensor of shape `index`, seen by blocks: (..., block rows, rows, block columns, columns) each."""
-        place, shape = self._places[index], self.shapes[index]
+        grid, shape = self._indices[index], self.shapes[index]
         lead = shape[:-2]
         whole = tensor if tensor.dim() >= 2 else tensor.view(shape)
         return [
             whole[..., rows.start : rows.stop, columns.start : columns.stop].view(
                 *lead, rows.blocks, rows.height, columns.blocks, columns.height
             )
-            for rows in _runs(shape[-2], place.edges[0])
-            for columns in _runs(shape[-1], place.edges[1])
+            for rows in _runs(shape[-2], grid.edges[0])
+            for columns in _runs(shape[-1], grid.edges[1])
         ]
 
     def thin(self, chunk: int) -> list[int]:
         """Dimensions above `chunk` whose blocks have less than half of it: what padding mends."""
-        both = [zip(shape[-2:], self._places[i].edges, strict=True) for i, shape in enumerate(self.shapes)]
+        both = [zip(shape[-2:], self._indices[i].edges, strict=True) for i, shape in enumerate(self.shapes)]
         return sorted({size for pairs in both for size, one in pairs if size > chunk and 2 * one < chunk})
 
     def pieces(self, device: torch.device) -> Iterator[BlockRange]:

@@ -23,7 +23,7 @@ class ISTConfig(MethodConfig):
     split: str = "all"
     """What is divided: heads, ffn, heads+ffn, or "all" that the model can (never whole blocks)."""
     sampler: Literal["random", "stratified", "rolling", "fixed"] = "random"
-    """Who gets which units: random; stratified (equally many from each keeper); rolling (neighbours, moved on by one a
+    """Who gets which units: random; stratified (equally many from each server); rolling (neighbours, moved on by one a
     round); fixed.
     """
     server: Literal["partitioned", "central"] = "partitioned"

@@ -1,7 +1,7 @@
 """Independent Subnetwork Training (Yuan et al., PVLDB 2022): every worker trains a narrow model of its own.
 
     every H inner steps (a round):
-        up        the units of each worker go back to their keepers, with their share of the inner optimizer's state
+        up        the units of each worker go back to their servers, with their share of the inner optimizer's state
         average   what all workers hold (embeddings, norms, head) becomes its mean
         down      the units are divided anew, and go to whom they now belong
 
@@ -48,7 +48,7 @@ from isles.comm.tags import Channel
 from isles.models.decoder import Decoder
 from isles.models.sizes import like_size
 from isles.models.subnet import fit, put, reads, split_axes, take
-from isles.network.exchange_plan import PINNED, Cross, Held, PlannedExchange, Rhythm, by_size
+from isles.network.exchange_plan import PINNED, Cross, MemoryItem, PlannedExchange, Rhythm, by_size
 from isles.replicas.exchange_schedule import everyone
 from isles.replicas.flat import FlatParameters, all_finite
 from isles.replicas.methods.ist.config import ISTConfig
@@ -84,7 +84,7 @@ class Subnet:
         axes = self.division.axes
         self.set_values(
             {
-                name: take(parameter.detach(), axes[name], self.division.held_units(name, worker, 0))
+                name: take(parameter.detach(), axes[name], self.division.trained_units(name, worker, 0))
                 for name, parameter in self.parameters.items()
             }
         )
@@ -141,7 +141,7 @@ _SKETCHED: dict[type[Optimizer], tuple[str, ...]] = {
     torch.optim.SGD: (),
 }  # as `isles train` makes them
 _SIDE = 2  # entries a dimension of the stand-ins
-_MEND = 'set optimizer_state = "reset", or take another inner optimizer'
+_HINT = 'set optimizer_state = "reset", or take another inner optimizer'
 
 
 def moments_of(inner: Optimizer) -> dict[int, dict[str, torch.dtype]]:
@@ -161,7 +161,7 @@ def moments_of(inner: Optimizer) -> dict[int, dict[str, torch.dtype]]:
     except Exception as error:  # an optimizer of the user's own may do anything here
         raise ValueError(
             f"what of {name}'s state could travel is found by a step of a copy of it, which failed "
-            f"({type(error).__name__}: {error}): {_MEND}"
+            f"({type(error).__name__}: {error}): {_HINT}"
         ) from error
     return {own: _slots(copy.state[small], small, name) for own, small in stand_ins.items()}
 
@@ -171,7 +171,7 @@ def _slots(state: Mapping[str, Any], small: Tensor, name: str) -> dict[str, torc
     tensors = {slot: value for slot, value in state.items() if isinstance(value, Tensor) and value.numel() > 1}
     for slot, value in tensors.items():
         if value.shape != small.shape:
-            raise ValueError(f"{name}'s {slot} is of whole rows or columns and cannot travel with units: {_MEND}")
+            raise ValueError(f"{name}'s {slot} is of whole rows or columns and cannot travel with units: {_HINT}")
     return {slot: value.dtype for slot, value in tensors.items()}
 
 
@@ -282,8 +282,8 @@ class IST(ReplicaSync):
 
     @override
     def schedule(self, steps: int) -> list[PlannedExchange]:
-        """Merge: units to their keepers; average: what all hold; divide: units to their next
-        holders.
+        """Merge: units to their servers; average: what all hold; divide: units to their next
+        trainers.
         """
         size, every = self.group.size, self.config.sync_every
         ends = [*range(every, steps + 1, every), *([steps + 1] if steps % every else [])]
@@ -291,18 +291,18 @@ class IST(ReplicaSync):
         averaged = by_size(groups, partial(pattern, flat.numel, flat.dtype, codec("none")))
         planned, before = [], self._units(0)
         for round, step in enumerate(ends):
-            holders = before if self.division.steady else self._units(round + 1)
+            trainers = before if self.division.steady else self._units(round + 1)
             up = by_size(groups, lambda _, units=before: Cross(units))
-            down = by_size(groups, lambda _, units=holders: Cross(tuple(zip(*units, strict=True))))
+            down = by_size(groups, lambda _, units=trainers: Cross(tuple(zip(*units, strict=True))))
             planned.append(PlannedExchange(step, step, 0, "merge", groups, up, 2 * round))
             if flat.numel:
                 planned.append(PlannedExchange(step, step, 1, "average", groups, averaged, 2 * round))
             planned.append(PlannedExchange(step, step, 2, "divide", groups, down, 2 * round + 1))
-            before = holders
+            before = trainers
         return planned
 
     def _units(self, round: int) -> tuple[tuple[int, ...], ...]:
-        """Bytes between each holder and each keeper."""
+        """Bytes between each trainer and each server."""
         return tuple(map(tuple, self.store.messages(round).fill_diagonal_(0).tolist()))
 
     @override
@@ -311,17 +311,17 @@ class IST(ReplicaSync):
         return Rhythm(0, self.config.sync_every)
 
     @override
-    def memory(self) -> list[Held]:
+    def memory(self) -> list[MemoryItem]:
         flat, size, rank = FlatParameters(self.shares), self.group.size, self.group.rank
         between = self.store.messages(0)
         pieces = int(between[rank].sum() + between[:, rank].sum())
         averaging = flat.numel * flat.dtype.itemsize + working_bytes(flat.numel, flat.dtype, codec("none"), size)
         units = [self.subnet.parameters[key.name] for key in self.store.keys(moments=True)]  # moments are as large
         return [
-            Held(PINNED, pinned_bytes(units) + pinned_bytes(self.shares), "pinned"),
-            Held("units kept between rounds", self.store.nbytes(), "always"),
-            Held("messages under way", pieces + averaging, "exchange"),
-            Held("the full model and its parts", 2 * self.subnet.full_bytes, "end"),
+            MemoryItem(PINNED, pinned_bytes(units) + pinned_bytes(self.shares), "pinned"),
+            MemoryItem("units kept between rounds", self.store.nbytes(), "always"),
+            MemoryItem("messages under way", pieces + averaging, "exchange"),
+            MemoryItem("the full model and its parts", 2 * self.subnet.full_bytes, "end"),
         ]
 
     @override
@@ -369,7 +369,7 @@ class IST(ReplicaSync):
             self._staging.down(own)
             hosted = dict(zip(live, self._staging.hosts, strict=True))
         sent_up, sent_down = (each[self.group.rank] for each in self.store.sent_bytes(self.round))
-        up = self.store.up(self.group.call(), hosted, self.store.kept, self.round)
+        up = self.store.up(self.group.call(), hosted, self.store.stored, self.round)
         merging = self.group.start(up, nbytes=sent_up)
         digest = packed(self.division.digest(self.round), self.run)
         shared = set(map(id, self.shares))
@@ -401,11 +401,11 @@ class IST(ReplicaSync):
         """The divided parameters with all their units, as all workers hold them now; what all hold is averaged in
         place.
         """
-        kept = self.store.weights()
+        stored = self.store.weights()
         if self.merged < self.steps:
-            live = self.subnet.live(self.inner, list(kept))
+            live = self.subnet.live(self.inner, list(stored))
             live = dict(zip(live, to_host(list(live.values())), strict=True))
-            up = self.store.up(self.group.call(channel), live, kept, self.round)
+            up = self.store.up(self.group.call(channel), live, stored, self.round)
             self.group.start(up, channel, nbytes=sum(tensor.nbytes for tensor in live.values())).wait()
             self._average(channel)
         share = 1 / self.group.size if self.config.eval_scale == "keep_fraction" else 1.0
@@ -413,11 +413,11 @@ class IST(ReplicaSync):
         for name, parameter in self.subnet.parameters.items():
             axes = self.division.axes[name]
             whole = torch.empty(self.division.shapes[name], dtype=parameter.dtype, device="cpu")
-            for keeper in range(self.group.size):
-                units = self.division.kept_units(name, keeper)
-                part = kept[Key(name)] if keeper == self.group.rank else torch.empty_like(take(whole, axes, units))
+            for server in range(self.group.size):
+                units = self.division.stored_units(name, server)
+                part = stored[Key(name)] if server == self.group.rank else torch.empty_like(take(whole, axes, units))
                 if part.numel():
-                    self.group.broadcast(part, keeper, channel)
+                    self.group.broadcast(part, server, channel)
                     put(whole, axes, units, part)
             full[name] = (whole * share if reads(axes) else whole).to(parameter.device)
         return full
@@ -450,7 +450,7 @@ def _baseline(model: Decoder, division: Division) -> str:
         dense, how = replace(model.shape, ffn=model.shape.ffn // division.workers), "is a subnet's shape"
     else:
         rest = sum(p.numel() for name, p in model.named_parameters() if name not in division.axes)
-        count = rest + sum(division.held_numel(name, worker=0) for name in division.axes)
+        count = rest + sum(division.trained_numel(name, worker=0) for name in division.axes)
         dense, how = like_size(model.shape, count), "has a subnet's size"
     changed = [key for key in ("d_model", "heads", "ffn") if getattr(dense, key) != getattr(model.shape, key)]
     settings = " ".join(f"--set model.{key}={getattr(dense, key)}" for key in changed)

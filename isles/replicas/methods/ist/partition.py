@@ -2,8 +2,8 @@
 seed, so that no index is ever sent.
 
     (seed, round, layer) -> partition: n lists of units, one a worker, all units once
-    server               -> keepers: a run of neighbouring units a worker
-    both                 -> places: which entries of a parameter go between a worker and a keeper
+    server               -> servers: a run of neighbouring units a worker
+    both                 -> places: which entries of a parameter go between a worker and a server
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _partition(layer: str, units: int, workers: int, sampler: str, seed: int, ro
     return tuple(dealt[owners == worker].sort().values for worker in range(workers))
 
 
-def kept_by(units: int, workers: int, server: str) -> list[tuple[int, int]]:
+def stored_ranges(units: int, workers: int, server: str) -> list[tuple[int, int]]:
     """First and last + 1 of the units that each worker keeps between rounds. central: worker 0 all of them."""
     if server == "central":
         return [(0, units), *[(units, units)] * (workers - 1)]
@@ -70,20 +70,20 @@ def kept_by(units: int, workers: int, server: str) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=256)
-def _between(held: tuple[Tensor, ...], units: int, server: str) -> Tensor:
+def _between(trained: tuple[Tensor, ...], units: int, server: str) -> Tensor:
     """How many units each worker (rows) holds of what each keeps (columns), (n, n). held: of a layer, by worker."""
-    n = len(held)
-    holders = _run(n).repeat_interleave(numbers(*map(len, held)))
-    stops = numbers(*(stop for _, stop in kept_by(units, n, server)))
-    keepers = torch.bucketize(torch.cat(held), stops, right=True)
-    return torch.bincount(holders * n + keepers, minlength=n * n).view(n, n)
+    n = len(trained)
+    trainers = _run(n).repeat_interleave(numbers(*map(len, trained)))
+    stops = numbers(*(stop for _, stop in stored_ranges(units, n, server)))
+    servers = torch.bucketize(torch.cat(trained), stops, right=True)
+    return torch.bincount(trainers * n + servers, minlength=n * n).view(n, n)
 
 
 class EntryPositions(NamedTuple):
     """The same entries of a parameter as they lie at the worker that holds them and at the one that keeps them."""
 
-    held: Units
-    kept: Units
+    trained: Units
+    stored: Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,45 +112,45 @@ class Division:
                     f"out, choose a wider model, or at most {units} workers"
                 )
 
-    def held(self, layer: str, worker: int, round: int) -> Tensor:
+    def trained(self, layer: str, worker: int, round: int) -> Tensor:
         """The units of `worker` in `round`."""
         return partition(layer, self.layers[layer], self.workers, self.sampler, self.seed, round)[worker]
 
-    def held_units(self, name: str, worker: int, round: int) -> Units:
+    def trained_units(self, name: str, worker: int, round: int) -> Units:
         """The same for a parameter, dimension by dimension."""
-        return tuple(None if axis is None else self.held(axis.layer, worker, round) for axis in self.axes[name])
+        return tuple(None if axis is None else self.trained(axis.layer, worker, round) for axis in self.axes[name])
 
-    def kept_units(self, name: str, worker: int) -> Units:
+    def stored_units(self, name: str, worker: int) -> Units:
         """The units of a parameter that `worker` keeps."""
         lead = self.lead(name)
         return tuple(
-            None if axis is None else _run(*(self._kept(axis.layer, worker) if axis is lead else (axis.units,)))
+            None if axis is None else _run(*(self._stored(axis.layer, worker) if axis is lead else (axis.units,)))
             for axis in self.axes[name]
         )
 
-    def places(self, name: str, holder: int, keeper: int, round: int) -> EntryPositions | None:
+    def entries(self, name: str, trainer: int, server: int, round: int) -> EntryPositions | None:
         """What of a parameter goes between the two; None: nothing."""
         lead = self.lead(name)
-        held, kept = [], []
+        trained, stored = [], []
         for axis in self.axes[name]:
             if axis is None:
-                held.append(None)
-                kept.append(None)
+                trained.append(None)
+                stored.append(None)
                 continue
-            units = self.held(axis.layer, holder, round)
-            first, last = self._between(axis.layer, holder, keeper, round) if axis is lead else (0, len(units))
+            units = self.trained(axis.layer, trainer, round)
+            first, last = self._between(axis.layer, trainer, server, round) if axis is lead else (0, len(units))
             if first == last:
                 return None
-            held.append(_run(first, last))
-            kept.append(units[first:last] - (self._kept(axis.layer, keeper)[0] if axis is lead else 0))
-        return EntryPositions(tuple(held), tuple(kept))
+            trained.append(_run(first, last))
+            stored.append(units[first:last] - (self._stored(axis.layer, server)[0] if axis is lead else 0))
+        return EntryPositions(tuple(trained), tuple(stored))
 
     def units_between(self, layer: str, round: int) -> Tensor:
         """How many units each worker (rows) holds of what each keeps (columns), (n, n)."""
         units, n = self.layers[layer], self.workers
         return _between(partition(layer, units, n, self.sampler, self.seed, round), units, self.server)
 
-    def held_numel(self, name: str, worker: int) -> int:
+    def trained_numel(self, name: str, worker: int) -> int:
         """Entries of a parameter that a worker holds, in any round."""
         counts = [
             size if axis is None else size // axis.units * sizes(axis.units, self.workers)[worker]
@@ -167,7 +167,7 @@ class Division:
         found = hashlib.sha256()
         for layer in self.layers:
             for worker in range(self.workers):
-                found.update(self.held(layer, worker, round).numpy().tobytes())
+                found.update(self.trained(layer, worker, round).numpy().tobytes())
         return int.from_bytes(found.digest()[:8], "little", signed=True)
 
     @property
@@ -176,13 +176,13 @@ class Division:
         even = all(units % self.workers**2 == 0 for units in self.layers.values())
         return self.server == "central" or self.sampler == "fixed" or (self.sampler == "stratified" and even)
 
-    def _kept(self, layer: str, worker: int) -> tuple[int, int]:
-        return kept_by(self.layers[layer], self.workers, self.server)[worker]
+    def _stored(self, layer: str, worker: int) -> tuple[int, int]:
+        return stored_ranges(self.layers[layer], self.workers, self.server)[worker]
 
-    def _between(self, layer: str, holder: int, keeper: int, round: int) -> tuple[int, int]:
-        """Where in the holder's units the keeper's lie: a run, for both ascend."""
-        edges = numbers(*self._kept(layer, keeper))
-        first, last = torch.searchsorted(self.held(layer, holder, round), edges).tolist()
+    def _between(self, layer: str, trainer: int, server: int, round: int) -> tuple[int, int]:
+        """Where in the trainer's units the server's lie: a run, for both ascend."""
+        edges = numbers(*self._stored(layer, server))
+        first, last = torch.searchsorted(self.trained(layer, trainer, round), edges).tolist()
         return first, last
 
 

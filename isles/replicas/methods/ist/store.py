@@ -1,6 +1,6 @@
 """What is kept of the divided parameters between rounds, and how it gets to those who hold it and back.
 
-    live tensors of a worker  -- up -->  kept tensors of the keepers  -- down, another round's units -->  live tensors
+    live tensors of a worker  -- up -->  kept tensors of the servers  -- down, another round's units -->  live tensors
 
 A pair of workers exchanges one message each way: the entries that one holds and the other keeps, parameter after
 parameter, slot after slot (the weight, then what travels of the inner optimizer's state), as they lie in memory.
@@ -53,28 +53,28 @@ class Store:
         moments: Mapping[str, Mapping[str, torch.dtype]],
     ) -> None:
         self.division, self.rank = division, rank
-        self.kept: dict[Key, Tensor] = {}
+        self.stored: dict[Key, Tensor] = {}
         for name, axes in division.axes.items():
-            own = take(weights[name].detach(), axes, division.kept_units(name, rank))
+            own = take(weights[name].detach(), axes, division.stored_units(name, rank))
             own = own if own.is_meta else own.cpu()
-            self.kept[Key(name)] = own
+            self.stored[Key(name)] = own
             for slot, dtype in moments.get(name, {}).items():
-                self.kept[Key(name, slot)] = torch.zeros_like(own, dtype=dtype)
+                self.stored[Key(name, slot)] = torch.zeros_like(own, dtype=dtype)
 
     def keys(self, *, moments: bool) -> list[Key]:
         """What travels, in the order of the messages."""
-        return [key for key in self.kept if moments or key.slot == WEIGHT]
+        return [key for key in self.stored if moments or key.slot == WEIGHT]
 
     def weights(self) -> dict[Key, Tensor]:
         """A copy of the kept weights."""
-        return {key: self.kept[key].clone() for key in self.keys(moments=False)}
+        return {key: self.stored[key].clone() for key in self.keys(moments=False)}
 
     def nbytes(self) -> int:
         """Memory of what is kept."""
-        return sum(tensor.nbytes for tensor in self.kept.values())
+        return sum(tensor.nbytes for tensor in self.stored.values())
 
     def messages(self, round: int, *, moments: bool = True) -> Tensor:
-        """Bytes of the message between each holder (rows) and each keeper (columns) in `round`, either way, (n, n)."""
+        """Bytes of the message between each trainer (rows) and each server (columns) in `round`, either way, (n, n)."""
         total = torch.zeros(self.division.workers, self.division.workers, dtype=torch.int64, device="cpu")
         for layer, each in self._unit_bytes[moments].items():
             total += self.division.units_between(layer, round) * each[:, None]
@@ -82,14 +82,14 @@ class Store:
 
     @cached_property
     def _unit_bytes(self) -> dict[bool, dict[str, Tensor]]:
-        """Without moments and with them: of all that lies along a unit of a layer, by holder, (n,)."""
+        """Without moments and with them: of all that lies along a unit of a layer, by trainer, (n,)."""
         division, found = self.division, dict[bool, dict[str, Tensor]]()
         for moments in (False, True):
             found[moments] = {}
             for key in self.keys(moments=moments):
                 lead = division.lead(key.name)
-                held = [division.held_numel(key.name, worker) for worker in range(division.workers)]
-                each = numbers(*held) // numbers(*sizes(lead.units, division.workers)) * self.kept[key].itemsize
+                trained = [division.trained_numel(key.name, worker) for worker in range(division.workers)]
+                each = numbers(*trained) // numbers(*sizes(lead.units, division.workers)) * self.stored[key].itemsize
                 found[moments][lead.layer] = found[moments].get(lead.layer, 0) + each
         return found
 
@@ -98,40 +98,40 @@ class Store:
         up, down = self.messages(round).fill_diagonal_(0), self.messages(round + 1).fill_diagonal_(0)
         return tuple(up.sum(dim=1).tolist()), tuple(down.sum(dim=0).tolist())
 
-    def up(self, call: Call, live: Tensors, kept: dict[Key, Tensor], round: int) -> Steps[None]:
-        """Bring what all workers hold in `round` to its keepers: into `kept` here. Its keys are what travels."""
-        keys, lengths = list(kept), self.messages(round, moments=_has_moments(kept))
-        holder, keeper = self._end(live, keys, round, held=True), self._end(kept, keys, round, held=False)
+    def up(self, call: Call, live: Tensors, stored: dict[Key, Tensor], round: int) -> Steps[None]:
+        """Bring what all workers hold in `round` to its servers: into `stored` here. Its keys are what travels."""
+        keys, lengths = list(stored), self.messages(round, moments=_has_moments(stored))
+        trainer, server = self._end(live, keys, round, trained=True), self._end(stored, keys, round, trained=False)
         incoming = [torch.empty(int(nbytes), dtype=torch.uint8, device="cpu") for nbytes in lengths[:, self.rank]]
-        yield from _exchange(call, holder, keeper, incoming)
+        yield from _exchange(call, trainer, server, incoming)
 
     def down(self, call: Call, live: Tensors, round: int) -> Steps[None]:
         """Bring to all workers what they hold in `round`: into the tensors of `live` here."""
-        keys, lengths = list(self.kept), self.messages(round)
-        keeper, holder = self._end(self.kept, keys, round, held=False), self._end(live, keys, round, held=True)
+        keys, lengths = list(self.stored), self.messages(round)
+        server, trainer = self._end(self.stored, keys, round, trained=False), self._end(live, keys, round, trained=True)
         incoming = [torch.empty(int(nbytes), dtype=torch.uint8, device="cpu") for nbytes in lengths[self.rank]]
-        yield from _exchange(call, keeper, holder, incoming)
+        yield from _exchange(call, server, trainer, incoming)
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept, by parameter and slot."""
         state: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in self.kept.items():
+        for key, tensor in self.stored.items():
             state.setdefault(key.name, {})[key.slot] = tensor.clone()
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Continue from `state_dict`."""
-        for key, tensor in self.kept.items():
+        for key, tensor in self.stored.items():
             tensor.copy_(state[key.name][key.slot])
 
-    def _end(self, tensors: Tensors, keys: Sequence[Key], round: int, *, held: bool) -> _End:
-        return _End(division=self.division, rank=self.rank, tensors=tensors, keys=keys, round=round, held=held)
+    def _end(self, tensors: Tensors, keys: Sequence[Key], round: int, *, trained: bool) -> _End:
+        return _End(division=self.division, rank=self.rank, tensors=tensors, keys=keys, round=round, trained=trained)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
     """This worker's end of a round's messages: they come out of `tensors`, or go into them. held: these are what it
-    holds in the round, and the other one is the keeper; else what it keeps, and the other one is the holder.
+    holds in the round, and the other one is the server; else what it keeps, and the other one is the trainer.
     """
 
     division: Division
@@ -139,7 +139,7 @@ class _End:
     tensors: Tensors
     keys: Sequence[Key]
     round: int
-    held: bool
+    trained: bool
 
     def pack(self, other: int) -> Tensor:
         """The message to `other` as bytes."""
@@ -154,7 +154,7 @@ class _End:
         for key, units, part in self._parts(wire, other):
             put(self.tensors[key], self.division.axes[key.name], units, part)
 
-    def judge(self, call: Call, wires: Sequence[Tensor]) -> None:
+    def check(self, call: Call, wires: Sequence[Tensor]) -> None:
         """Refused, by name, for what cannot be units of this round; nothing was written yet. Weights are compared with
         weights, each moment with its like, where a gradient's leeway is allowed.
         """
@@ -167,9 +167,9 @@ class _End:
             flats = {other: torch.cat(parts) for other, parts in found[slot].items()}
             squares = {other: mean_square(flat) for other, flat in flats.items()}
             own = squares.pop(self.rank, 0.0)
-            judged = call if slot == WEIGHT else replace(call, leeway=JUMPS)
-            kind = -1 - 2 * number - self.held  # means have the numbers from 0 on
-            judged.accept(kind, squares, own, min(flat.numel() for flat in flats.values()))
+            checked = call if slot == WEIGHT else replace(call, leeway=JUMPS)
+            kind = -1 - 2 * number - self.trained  # means have the numbers from 0 on
+            checked.accept(kind, squares, own, min(flat.numel() for flat in flats.values()))
 
     def _parts(self, wire: Tensor, other: int) -> Iterator[tuple[Key, Any, Tensor]]:
         """What lies in a message from `other`: whose it is, its units in `tensors`, and its entries."""
@@ -186,17 +186,17 @@ class _End:
 
     def _units(self, other: int) -> Iterator[tuple[Key, Any]]:
         """What a message with `other` consists of, in its order: units in `tensors`."""
-        holder, keeper = (self.rank, other) if self.held else (other, self.rank)
+        trainer, server = (self.rank, other) if self.trained else (other, self.rank)
         for key in self.keys:
-            places = self.division.places(key.name, holder, keeper, self.round)
-            if places is not None:
-                yield key, places.held if self.held else places.kept
+            entries = self.division.entries(key.name, trainer, server, self.round)
+            if entries is not None:
+                yield key, entries.trained if self.trained else entries.stored
 
 
 def _exchange(call: Call, source: _End, target: _End, incoming: list[Tensor]) -> Steps[None]:
     """From `source` of all to `target` of all. incoming: buffers for what comes, by position."""
     yield from all_to_all(call, [source.pack(other) for other in range(len(incoming))], incoming)
-    target.judge(call, incoming)
+    target.check(call, incoming)
     for other, wire in enumerate(incoming):
         target.unpack(wire, other)
 

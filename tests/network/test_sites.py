@@ -1,10 +1,10 @@
-"""Places on the map: distances, latencies of the right size, shared lines."""
+"""Sites on the map: distances, latencies of the right size, shared lines."""
 
 import pytest
 
-from isles.network.places import ACCESS, WORLD, WORLDWIDE, Place, connect, kilometres, latency
+from isles.network.sites import ACCESS, WORLD, WORLDWIDE, Site, connect, kilometres, latency
 
-BY_NAME = {place.name: place for place in WORLD}
+BY_NAME = {site.name: site for site in WORLD}
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_worldwide():
 
 
 def test_a_household_shares_its_line():
-    home = Place(name="a", latitude=0, longitude=0, upload=10e6, download=100e6)
-    far = Place(name="b", latitude=0, longitude=90, upload=1e9)
+    home = Site(name="a", latitude=0, longitude=0, upload=10e6, download=100e6)
+    far = Site(name="b", latitude=0, longitude=90, upload=1e9)
     made = connect([home, far], [2, 1])
     made.check(3)
     assert made.uplinks == (0, 0, 1) and made.slowest_rate(3) == 5e6
@@ -51,4 +51,4 @@ def test_a_household_shares_its_line():
 def test_no_such_place(key):
     good = {"name": "a", "latitude": 1.0, "longitude": 1.0, "upload": 1.0, "download": 1.0}
     with pytest.raises(ValueError, match=key):
-        Place(**{**good, key: -1000.0})
+        Site(**{**good, key: -1000.0})
