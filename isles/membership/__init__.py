@@ -1,7 +1,7 @@
 """Worlds that change: workers join, leave, die and come back while the others train.
 
-A `Lighthouse` process decides who takes part in which round; each worker follows through its `MembershipClient`. What they
-decide by are state machines without a clock or a socket, so that tests and the virtual clock drive the same code.
+A `Lighthouse` process decides who takes part in which round; each worker follows through its `MembershipClient`. What
+they decide by are state machines without a clock or a socket, so that tests and the virtual clock drive the same code.
 
 State machines, in the order in which they are best read:
 

@@ -9,11 +9,13 @@
     next_decision   between rounds: begin with somebody's state, judge the run's model, end
 
 These are called by the training thread, which never waits for the lighthouse longer than it says. One condition
-guards the `MemberState`, the state machine that both share. No thread is begun here, and no clock read but the session's.
+guards the `MemberState`, the state machine that both share. No thread is begun here, and no clock read but the
+session's.
 
 What the lighthouse tells a member, as each worker of it hears it: whom nobody is to wait for any more.
 
-`client.MembershipClient` is the whole line of a member, and its first worker's; `FollowerClient` that of another worker of an island.
+`client.MembershipClient` is the whole line of a member, and its first worker's; `FollowerClient` that of another worker
+of an island.
 """
 
 from __future__ import annotations
@@ -77,8 +79,9 @@ def cancel_waits(waits: PendingTransfers | None, message: Any) -> None:
 
 
 def failure_notifier(line: LighthouseClient, island_rank: int, island_size: int) -> Callable[[int, int], None]:
-    """What tells the others of an island of `island_size` workers, called with (round, attempt), that the one at `island_rank` has
-    no answer of that attempt: so none of them waits for somebody who waits itself for one that was lost.
+    """What tells the others of an island of `island_size` workers, called with (round, attempt), that the one at
+    `island_rank` has no answer of that attempt: so none of them waits for somebody who waits itself for one that was
+    lost.
     """
 
     def tell(round: int, attempt: int) -> None:
@@ -123,7 +126,9 @@ class Notifications:
 
 
 class FollowerClient(LighthouseClient):
-    """Of the worker at `island_rank` in the island of the member of `entry`, whose leader decides: it hears the same orders."""
+    """Of the worker at `island_rank` in the island of the member of `entry`, whose leader decides: it hears the same
+    orders.
+    """
 
     def __init__(self, session: ControlSession, entry: Entry, island_rank: int) -> None:
         super().__init__(session, entry)
@@ -314,7 +319,7 @@ class MembershipClient(LighthouseClient):
             return self.state.until()
 
     def left_out(self) -> dict[int, int]:
-        """Whom this worker knows to be left out, see `MemberState.left_out`; goes with its state to whoever takes that."""
+        """Whom this worker knows to be left out (`MemberState.left_out`); goes with its state to whoever takes that."""
         with self.changed:
             return dict(self.state.left_out)
 

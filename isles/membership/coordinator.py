@@ -2,7 +2,8 @@
 
 Every method is a call in and returns the orders that go out, in their order; nothing is done here, there is no clock
 and no socket. A `Append` must be on disk before any later order leaves. What is recorded is all that must survive the
-lighthouse (`lasting.register`): `RoundsCoordinator(rules, entries)` goes on from there and waits for its workers to come back.
+lighthouse (`lasting.register`): `RoundsCoordinator(rules, entries)` goes on from there and waits for its workers to
+come back.
 
 A change (somebody ready, gone, leaving) becomes a proposal for the newest round + `MARGIN`. Every connected member of
 the present view promises, or says that it is there already; then the view is recorded and told. Training never waits.

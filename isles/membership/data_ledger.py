@@ -234,8 +234,8 @@ class DataLedger:
         return max((v for v in self.views.values() if v.since <= round), key=lambda v: v.number, default=None)
 
     def begun(self, member: int, round: int, skipped: Iterable[int], seen: Mapping[int, int]) -> None:
-        """`member` is in `round`; of its rounds it did `skipped` out of turn; it has taken part in exchanges with others,
-        `seen` = the newest of their rounds, by member.
+        """`member` is in `round`; of its rounds it did `skipped` out of turn; it has taken part in exchanges with
+        others, `seen` = the newest of their rounds, by member.
         """
         life = self._lives.get(member, _Life(member))
         newest = max(life.begun, round)
@@ -309,8 +309,8 @@ class DataLedger:
     ) -> tuple[list[SampleRange], dict[int, _Life], list[_Life]]:
         """(what is owed if the newest view ends before round `until`, the lives that go on, those that are lost).
 
-        coming: members that go on from then, too. They have what their donors had when they copied it: were they the only
-        ones left, it would be all there is.
+        coming: members that go on from then, too. They have what their donors had when they copied it: were they the
+        only ones left, it would be all there is.
         """
         view, living = self.newest, frozenset(living)
         going_on = living.union(coming)

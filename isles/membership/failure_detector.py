@@ -38,8 +38,8 @@ class IslandLiveness:
         self._missing: dict[int, set[int]] = {}  # by member whose first worker is there: places whose connection broke
 
     def changed(self, member: int, island_rank: int, there: bool) -> bool | None:
-        """The connection of the worker at `island_rank` came or broke: whether the member is there now; None where that is as
-        before. Who has not come yet is on its way.
+        """The connection of the worker at `island_rank` came or broke: whether the member is there now; None where that
+        is as before. Who has not come yet is on its way.
         """
         if island_rank == 0:
             self._missing.pop(member, None)

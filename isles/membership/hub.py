@@ -3,8 +3,8 @@ is there.
 
 The hub waits for nobody: for each client some megabytes wait to be sent, and a question that finds no room is answered
 with "later" at once. So one client on a slow line, or one that has stopped, holds up no other. Whoever is let in may
-ask everybody, and watch who is there; it serves `SERVED_BY_MEMBERS` and is seen as `PRESENT_AS_MEMBERS` alone, so nobody
-answers in the place of the hub's own session.
+ask everybody, and watch who is there; it serves `SERVED_BY_MEMBERS` and is seen as `PRESENT_AS_MEMBERS` alone, so
+nobody answers in the place of the hub's own session.
 
 All of it runs in the loop's thread.
 

@@ -25,7 +25,8 @@ _KEPT = 8  # rounds whose answers stay final; an exchange is begun at most a few
 
 @dataclass(frozen=True)
 class RoundMembers:
-    """Who takes part in a round. members: its group, the worker's own included; view: the number of theirs, -1 for none.
+    """Who takes part in a round. members: its group, the worker's own included; view: the number of theirs, -1 for
+    none.
 
     decided: False where this worker has promised not to begin the round before it knows more than it does.
     """

@@ -237,9 +237,9 @@ SwarmPart = StartSwarm | JoinSwarm | Wait | Over | Rejoin | Refusal
 
 
 class SwarmClient(LighthouseClient):
-    """Of the peer in the member of `entry`. ended: what the lighthouse said last, where this peer has no part in the run
-    any more. saved: the newest step of which it has said that it keeps all states. is_away: whether it has not answered
-    lately. met: called with a peer that is there (again), in some thread.
+    """Of the peer in the member of `entry`. ended: what the lighthouse said last, where this peer has no part in the
+    run any more. saved: the newest step of which it has said that it keeps all states. is_away: whether it has not
+    answered lately. met: called with a peer that is there (again), in some thread.
     """
 
     def __init__(self, session: ControlSession, entry: Entry, met: Callable[[int], None] = lambda member: None) -> None:

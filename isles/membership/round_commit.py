@@ -47,8 +47,8 @@ _WORDS = 2  # of a member on one attempt: an answer, and that it failed there
 class RoundDecision(Exact):
     """The lighthouse's word on a round, or that of a member which has landed.
 
-    outcome: "land" the answer of `attempt`, which holds the work of `members`; "retry": exchange as `attempt` among them.
-    view: the newest one when it was decided; a member that is left out takes part again from a newer view on.
+    outcome: "land" the answer of `attempt`, which holds the work of `members`; "retry": exchange as `attempt` among
+    them. view: the newest one when it was decided; a member that is left out takes part again from a newer view on.
     steps: where those are taken who have delivered, the inner steps in the work of each of `members`.
     """
 
@@ -68,8 +68,9 @@ class Ballot:
     newest one then.
     done: (attempt, member, digest) of answers, as told since the lighthouse's start.
     out: members that the next attempt leaves out although they live: late, or refused.
-    quorum: share of the living members that is enough; 0: all exchange at once. delivered: (member, inner steps) of those
-    who have. is_closing: the grace for the others is over. taken: (member, inner steps) of the first attempt of them.
+    quorum: share of the living members that is enough; 0: all exchange at once. delivered: (member, inner steps) of
+    those who have. is_closing: the grace for the others is over. taken: (member, inner steps) of the first attempt of
+    them.
     """
 
     round: int
@@ -100,8 +101,8 @@ class Ballot:
         return replace(self, out=self.out | {member})
 
     def decision(self, member: int | None = None) -> RoundDecision | None:
-        """What is decided: to land, or the newest attempt that is not the first. For `member`: None where it has no part
-        in it.
+        """What is decided: to land, or the newest attempt that is not the first. For `member`: None where it has no
+        part in it.
         """
         attempt = len(self.attempts) - 1 if self.landed is None else self.landed
         if self.landed is None and attempt == 0:

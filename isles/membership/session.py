@@ -38,7 +38,9 @@ _Rows = Annotated[
 
 
 class Rejections(Counter[tuple[int, str]]):
-    """By (member, reason); member -1: somebody without a member, or in another's name. Safe to call from several threads."""
+    """By (member, reason); member -1: somebody without a member, or in another's name. Safe to call from several
+    threads.
+    """
 
     def __init__(self) -> None:
         super().__init__()

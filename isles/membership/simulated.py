@@ -6,9 +6,9 @@
     leave         the worker is told to
     lighthouse    away: no questions are answered; then another one goes on from its journal
 
-The lighthouse, and the lines to it, are those between processes (`Lighthouse`, `MembershipClient`), over sessions of the virtual
-clock (`session`); between workers messages take what the links say. Who waits is asked again when something has
-changed, as if it had asked all the time.
+The lighthouse, and the lines to it, are those between processes (`Lighthouse`, `MembershipClient`), over sessions of
+the virtual clock (`session`); between workers messages take what the links say. Who waits is asked again when something
+has changed, as if it had asked all the time.
 
 Sessions of a run on the virtual clock, as `isles.membership.tls_session.Session` is one between processes.
 

@@ -9,7 +9,8 @@ A swarm that has nobody left is over; the next one is of those who wait by then,
 that was torn in two goes on twice for as long as neither half is heard of: the half that is heard first goes on, and
 the peers of the other come again. So `epoch` and membership, as the lighthouse has it, are the run's one history.
 
-Calls in, orders out, as `membership`: no clock, no sockets; `SwarmCoordinator(rules, entries)` goes on from its journal.
+Calls in, orders out, as `membership`: no clock, no sockets; `SwarmCoordinator(rules, entries)` goes on from its
+journal.
 """
 
 from __future__ import annotations

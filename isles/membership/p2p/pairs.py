@@ -162,9 +162,10 @@ class PairedTransport(Protocol):
 class PeerConnections:
     """Of the worker in the member of `entry`; the `PeerKeys` of what it gives and takes.
 
-    ask: asks the lighthouse, as `MembershipClient.ask`. mine: this worker's key and certificate. lease: seconds of silence after
-    which a connection counts as broken. notice: called with a line for a person. place: this worker's in its island; it
-    is connected with the workers at the same place of other islands. certificates: fingerprints of its whole island.
+    ask: asks the lighthouse, as `MembershipClient.ask`. mine: this worker's key and certificate. lease: seconds of
+    silence after which a connection counts as broken. notice: called with a line for a person. place: this worker's in
+    its island; it is connected with the workers at the same place of other islands. certificates: fingerprints of its
+    whole island.
 
     seen: the address from which the lighthouse sees this worker.
     """

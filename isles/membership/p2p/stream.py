@@ -70,8 +70,8 @@ class Head(NamedTuple):
 
 
 class PairHello(NamedTuple):
-    """Who dials: a member, and a place in its island. sends: whether it is the one that sends. lane: which of the pair's
-    connections in that direction this is.
+    """Who dials: a member, and a place in its island. sends: whether it is the one that sends. lane: which of the
+    pair's connections in that direction this is.
     """
 
     member: int
@@ -310,7 +310,9 @@ def show(talk: ssl.SSLSocket, mine: Credentials, certificates: Sequence[str], ho
 
 
 def shown(talk: ssl.SSLSocket, host: str, island_rank: int) -> str:
-    """The identity of the member whose worker at `island_rank` has dialled this one, of the fingerprint `host`. LinkLost."""
+    """The identity of the member whose worker at `island_rank` has dialled this one, of the fingerprint `host`.
+    LinkLost.
+    """
     try:
         der, said, island = (exactly(talk, size) for size in _SIZES.unpack(exactly(talk, _SIZES.size)))
         key = x509.load_der_x509_certificate(der).public_key()
