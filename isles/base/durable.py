@@ -1,7 +1,5 @@
-"""Files that are there whole or not at all, whatever is cut off when: written beside their place, flushed to the disk,
-renamed, and the folder's entry flushed too.
-
-The one folder in which Isles keeps things of its user's own: for this user's eyes alone, never part of a run.
+"""Files that are there whole or not at all, whatever is cut off when: written beside their path, flushed to the disk,
+renamed, and the folder's entry flushed too. `home` is the one folder in which Isles keeps things of its user's own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How Isles words a user's mistake: one line that names the key and the mend; and how it shows what others wrote, and
-what Python warns of.
+"""How Isles words a user's mistake (one line that names the key and what to do), text that others wrote, and Python's
+warnings.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""TOML tables that a user wrote: read from a file, and turned into a dataclass, one line an error; and what the fields
-of such a dataclass say of themselves.
+"""TOML tables that a user wrote: read from a file, turned into a dataclass with one line an error, and the
+documentation of such a dataclass's fields.
 
 A field whose default is made by another dataclass is a table inside the section. Keys are written with dots:
 "pipeline.swarm.peers" is key peers of table swarm of section pipeline.

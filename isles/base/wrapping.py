@@ -1,5 +1,6 @@
-"""An optimizer around another one: the same parameter groups and the same state, so that schedulers and trainers that
-look at either see both; what is asked of an optimizer that does its work late; and whose memory a thread works in.
+"""An optimizer around another one (`Wrapping`) shares its parameter groups and state, so that schedulers and trainers
+see both. `SeveralOptimizers` is several as one. `Deferred`, `Phased` and `Sharing` say what is asked of an optimizer
+that works later than its call, or on the host; `host_work` marks memory that a thread allocates there.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A group: an ordered set of ranks over a transport, made without sending anything.
 
 Positions inside a group are 0..size-1; only the group knows ranks. `among(positions)` gives a pair, a stage column, an
-island, the survivors. Collectives come in two forms: the generators of `collectives` and `mean` (start them with
-`start`, they run behind the computation) and the blocking verbs here, which are the same generators waited for.
-
-Whether all members of a group have the same.
+island, the survivors. Collectives come in two forms: the generators of `collectives` (start them with `start`, they run
+behind the computation) and the blocking methods here, which are the same generators waited for. `same_text` and
+`odd_one` compare what all members have and name the member that differs.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What Linux tells of a TCP connection, and how it is made to try again sooner after a cut.
+"""TCP connections of this process: what Linux says of them, how they are made to retry sooner, and which address and
+interface leads to another machine.
 
-On a full slow line TCP's time until the next try is seconds and doubles with each, so that traffic comes back up to one
-cut's length after the mend. `TCP_RTO_MAX_MS` (Linux 6.15) keeps it at two seconds; then the number of tries that Linux
-makes would be over in half a minute, so `TCP_USER_TIMEOUT` says how long to go on. Never the first without the second.
+After a loss on a full slow link TCP's retransmission timeout is seconds and doubles with each try, so traffic comes
+back up to one outage's length after the link does. `TCP_RTO_MAX_MS` (Linux 6.15) bounds it to two seconds; then the
+number of tries that Linux makes would be over in half a minute, so `TCP_USER_TIMEOUT` says how long to go on. Never the
+first without the second.
 
-Where nothing can even be sent, for the own interface is down, Linux probes instead, and gives up after fifteen of these
-however long it was told to go on: `keep_trying` spreads them, and has what waits sent as soon as it can be.
-
-By which of its addresses, and which network interface, this machine speaks to another one.
+Where nothing can be sent at all, because the own interface is down, Linux probes instead, and gives up after fifteen
+probes however long it was told to go on: `keep_trying` spreads them, and sends what is queued as soon as possible.
 """
 
 from __future__ import annotations

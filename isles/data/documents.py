@@ -1,4 +1,6 @@
-"""What the files say: one reader a format, each giving texts one by one. A document is a text file, or a row."""
+"""The texts of the source files: one reader a format, each giving texts one by one. A document is a text file, or a
+row.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""From files to a corpus: read, tokenise, and keep validation out of training.
+"""From files to a corpus (`load_corpus`: once a process and, on request, once a machine): read, tokenise, and keep
+validation out of training.
 
 Which side a document falls on is decided by a hash of its name, so it depends neither on the machine nor on the other
 documents. Where that leaves validation less than half or more than twice its share (one book, a few files of unequal
 size) every document is cut in two instead and its end goes to validation. Either way no token is on both sides.
-
-`load_corpus`: the corpus of a configuration, made once a process and, on request, once a machine.
 """
 
 from __future__ import annotations

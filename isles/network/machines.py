@@ -1,11 +1,9 @@
 """What one worker's machine can do: device memory and speed, the link between device and host, the host's memory and
-optimizer, the disk. Numbers alone; torch is not imported.
+optimizer, the disk; and how long a step computes on a GPU of a known name. Numbers alone; torch is not imported.
 
 Peaks and sizes are the makers'. Shares reached, links, host rates and disks are what such machines commonly show, not
 measurements of one: `isles doctor --memory --write my.toml` measures yours. A machine without an accelerator has its
 RAM as the device and no host beside it; its far tier is the disk.
-
-How long a step computes on a GPU of a known name:
 
     seconds = 6 x parameters x tokens of the step of one worker / (peak x mfu)
 

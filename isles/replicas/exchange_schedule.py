@@ -1,4 +1,4 @@
-"""What a run will exchange, said without running it."""
+"""What a run will exchange and hold, said without running it, and what a plan warns of."""
 
 from __future__ import annotations
 

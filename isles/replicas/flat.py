@@ -1,11 +1,10 @@
-"""A list of parameters seen as one flat vector, in cache-sized blocks.
+"""A list of parameters seen as one flat vector, in cache-sized blocks; and the names by which workers and checkpoints
+agree on a model's tensors.
 
 Parameters stay where the user put them; only what Isles adds (anchor, momentum, staging) is flat. A block is a run of
-entries small enough that every vector's part of it stays in the second-level cache while a rule works on it: this makes
-a whole outer round cost about what its memory traffic costs. No Python loop runs per inner step, one runs per block and
+entries small enough that every vector's part of it stays in the second-level cache while a rule works on it: a whole
+outer round then costs about what its memory traffic costs. No Python loop runs per inner step, one runs per block and
 round.
-
-Names of a model's tensors, by which workers and checkpoints agree on what is what.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """What one worker holds of its replica, and how that takes an inner step.
 
-    Plain     a module and the inner optimizer over it; `peers` hold the replica's other parts, such as stages
-    Copies    the workers of an island hold the same module, which a method such as DDP keeps the same
-    Shards    the workers of an island hold rows of one module, by FSDP
+    Plain        a module and the inner optimizer over it; `peers` hold the replica's other parts, such as stages
+    StageCopy    one of several workers that hold the same stage, where other stages have more or fewer copies
+    Copies       the workers of an island hold the same module, which a method such as DDP keeps the same
+    Shards       the workers of an island hold rows of one module, by FSDP
 
 Copies and Shards are in `isles.replicas.island.island`. Methods keep replicas alike and ask of a replica only what
 `Replica` says, never its kind.
-
-Stages that several workers hold alike, where other stages have more or fewer copies.
 """
 
 from __future__ import annotations

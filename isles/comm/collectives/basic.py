@@ -1,11 +1,10 @@
 """Collectives as generators over a `Call`: each yields the works it waits for.
 
-Receives are posted before sends: gloo halves a pair exchange done in the other order.
+Receives are posted before sends: gloo halves the rate of a pair exchange done in the other order.
 
-All-gather of messages of any length: for what finds out only in the exchange itself how much there is to say.
-
-Every member's length travels in its header and its message right behind it, so a receiver knows what to expect without
-a round trip of its own; an empty message does not travel. Bytes sent: (size - 1) (40 + those of the message).
+`gather_ragged` is an all-gather of messages whose lengths only the exchange itself shows. Every member's length travels
+in its header and its message right behind it, so a receiver needs no extra round trip; an empty message does not
+travel. Bytes sent: (size - 1) (40 + those of the message).
 """
 
 from __future__ import annotations

@@ -21,9 +21,7 @@ member that is elsewhere is noticed in the same round trip. On gloo a message th
 process, perhaps before its header is read: that is why lengths are agreed on when an optimizer is made, and by the
 headers before anything else in rounds whose lengths members adapt by themselves.
 
-The pieces of a mean under way: alone, all-gathered or in two shots (`isles.comm.collectives.mean` says which).
-
-What each peer sends is judged where it is decoded, block by block while it is in cache (`isles.comm.trust`).
+What each peer sends is checked where it is decoded, block by block while it is in cache (`isles.comm.trust`).
 """
 
 from __future__ import annotations

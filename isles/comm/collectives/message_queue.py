@@ -1,15 +1,14 @@
-"""Mail: letters that nobody asked for, from whoever is in the group, as they come.
+"""Messages that nobody asked for, from any member of a group, as they come.
 
-    letter = head | body
-    head   = 10 numbers of 8 bytes: what it is, whose run, kind, step, attempt, number, bytes of the body, and three
-             figures that ride along
-    body   = so many bytes, raw, received where they stay; of some kinds on a channel of its own, so that it shares the
-             line with other letters and keeps none waiting but those of the same sender to the same receiver
+    message = head | body
+    head    = 10 numbers of 8 bytes: magic, run, kind, step, attempt, number, bytes of the body, and three figures
+    body    = so many bytes, raw, received where they stay; of some kinds on a channel of its own, so that it shares the
+              link with other messages and delays none but those of the same sender to the same receiver
 
-Collectives know who sends what and when; letters are for what is decided while it travels. From every other member one
-head is awaited at any time, behind the computation, then the body that it announces: memory is taken only for a length
-that the configuration allows. What cannot be a letter of this run ends the mail from its sender (`lost`), and nothing
-else. Letters of one sender come in the order in which they were sent.
+Collectives know who sends what and when; these messages are for what is decided while it travels. From every other
+member one head is awaited at any time, behind the computation, then the body that it announces: memory is taken only
+for a length that the configuration allows. What cannot be a message of this run ends reception from its sender
+(`lost`), and nothing else. Messages of one sender come in the order in which they were sent.
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
-"""Transfers driven by one background thread: the distributed backend's way of running behind the computation.
+"""How the distributed backend runs transfers behind the computation: one driver thread steps them, and a pool of
+threads waits for gloo.
 
 A transfer's generator takes its first step in the caller's thread, so transfers start in program order; every later
 step runs on the driver thread when the works it waits for are done. Reductions there leave Python's lock to the
 computation, and take as many torch threads as the caller has.
 
-A deadline counts from the last sign of life of those that are waited for: from the last byte to or from them, or, where
-they have all that we have for them, from the last byte between them and others, for at most twenty deadlines.
-
-Threads that wait, so that nobody else has to.
+A deadline counts from the last sign of life of the peers that are waited for: from the last byte to or from them, or,
+where they have all that we have for them, from the last byte between them and others, for at most twenty deadlines.
 
 torch.distributed offers no way to poll a gloo receive (`is_completed` stays False until somebody waits), and a wait
-with a time-out closes every pair of the rank when it expires. So each posted message gets a thread that waits without
-limit, and deadlines are kept elsewhere. Idle threads are reused; a thread stuck on a silent peer harms nobody until the
-process ends. Then it must have ended before the interpreter does: one that wakes up meanwhile, in the middle of torch,
-takes the process down (SIGABRT).
-
-What transports between real processes have in common: a host's clock, and one thread that drives protocols.
+with a time-out closes every pair of the rank when it expires. So each posted message gets a thread (`Waiters`) that
+waits without limit, and transfers keep the deadlines. Idle threads are reused; a thread stuck on a silent peer harms
+nobody until the process ends. Then it must have ended before the interpreter does: one that wakes up meanwhile, in the
+middle of torch, takes the process down (SIGABRT).
 """
 
 from __future__ import annotations

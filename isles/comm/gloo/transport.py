@@ -2,18 +2,14 @@
 
 Guarantees: a killed peer is reported by every transfer that needs it (PeerLost, within seconds); a silent one when the
 transfer's deadline ends (DeadlinePassed); other pairs stay usable after either. Facts about gloo behind the design:
-`waiters.py`.
+`isles.comm.gloo.transfers`. Messages travel over gloo as uint8 views of CPU memory. Processes that somebody else has
+started meet at a store, within a deadline; the error names a missing one.
 
-Messages travel over gloo as uint8 views of CPU memory. `native_sum` is torch's own all_reduce, over NCCL for CUDA
-buffers: the fast path inside an island.
-
-How processes that somebody else has started meet: at a store, within a deadline, and by name if one is missing.
-
-Collectives of torch's own on GPUs, which nobody waits for: a call only queues them, on NCCL's streams.
-
-A lost member leaves the others' kernels turning for ever. So each collective is looked at until it is over. Where a
-member is gone, or none of its group's has ended for `silence` seconds, the group is aborted, the member that has given
-no sign of life for longest is named, and the next call over these ranks raises that; the group is made anew after it.
+`native_sum` is torch's own all_reduce, over NCCL for CUDA buffers: the fast path inside an island. Nobody waits for
+such a collective, a call only queues it on NCCL's streams, and a lost member would leave the others' kernels running
+for ever. So each collective is polled until it is over (`NativeGroup`). Where a member is lost, or none of the group's
+collectives has ended for `silence` seconds, the group is aborted, and the next call over these ranks raises PeerLost
+for the member that has given no sign of life for longest; the group is made anew after it.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""Messages of a virtual run: what they hold, and from which send to which receive they go. How long they take is said
-by `isles.network.engine`: a send is done when its message has left, a receive when it has arrived.
+"""Messages and transfers of a virtual run: what they hold, and which send matches which receive. `isles.network.engine`
+says how long they take: a send is done when its message has left, a receive when it has arrived.
 
-Bytes are copied once, when the message is gone, straight into the receive that is posted for it; if there is none
-yet, or one from anyone (which takes the earliest arrival, not known before), they wait in a copy of their own.
+Bytes are copied once, when the message has left, straight into the receive that is posted for it; if there is none yet,
+or one from anyone (which takes the earliest arrival, not known before), they wait in a copy of their own.
 
 Matching: by (source, target, tag), oldest message to oldest receive; a receive from a named rank goes before one from
 anyone.
 
-Messages and transfers of a virtual run, as their owner sees them.
+A transfer is a protocol (generator) that is stepped in the caller's turn up to its first wait, and from then on by the
+events it waits for, at their virtual time: stepping takes no time, and what it sends leaves then.
 
-A transfer is a protocol (generator) that is stepped in the caller's turn up to its first wait, and from then on by
-the events it waits for, at their virtual time: stepping takes no time, and what it sends leaves then.
-
-What became of every message of a virtual run: somebody received it, or a loss or a deadline that has a name ended
-the exchange that it was part of.
+`MessageAccounting` knows the outcome of every message: it was received, or a named loss or deadline ended the exchange
+that it was part of.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan as a file: JSON that holds all that a run and a replay need; whether it may be run."""
+"""A plan of paths as a file: JSON that holds all that a run and a replay need; and the checks whether it can be run."""
 
 from __future__ import annotations
 

@@ -4,13 +4,9 @@ Gradients travel in buckets, in the reverse order of the parameters, each as soo
 (Li et al., 2020, PyTorch Distributed). What travels of a bucket is its `Reduction`'s. When `backward()` returns, the
 means are the gradients: what a user does to them before `step` is done to means, as with torch's own data parallel.
 For parts of a pipeline, and an inner optimizer that works late, they are in `step`. An inner optimizer that updates
-early (a plan of memory) is told of each bucket whose mean has come, and updates what is in it while later buckets
-travel, as KARMA does (arXiv 2008.11421): then nothing may need all means at once, neither clipping nor a step that is
-skipped. Memory: one bucket-sized buffer for every bucket, 4 bytes a parameter.
-
-Parameters whose gradients travel together, in the reverse order of the model's.
-
-What methods that reduce gradients bucket by bucket say of a run before it: messages, bytes and memory.
+early (a plan of memory) gets each bucket whose mean has come, and updates what is in it while later buckets travel, as
+KARMA does (arXiv 2008.11421): then nothing may need all means at once, neither clipping nor a step that is skipped.
+Memory: one bucket-sized buffer for every bucket, 4 bytes a parameter.
 """
 
 from __future__ import annotations

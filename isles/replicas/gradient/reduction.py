@@ -5,11 +5,12 @@
     land       all gradients are usable: the mean is in place
     commit     the mean is used: what stays behind becomes final
 
-Between `begin` and `commit` nothing that is kept changes: a bucket may begin again (its gradients changed after it had
-left, or were thrown away), and a step in which somebody's gradients are not finite ends as if it had not been.
+Between `begin` and `commit` no state changes: a bucket may begin again (its gradients changed after it had left, or
+were thrown away), and a step in which somebody's gradients are not finite ends as if it had not been.
 
-One bucket of gradients sent as its entries of at least a threshold: the reduction of
-`isles.replicas.methods.dct_dp`.
+    Native       the backend's own all-reduce
+    Averaged     the mean through a codec or as low-rank factors, with error feedback
+    Thresholds   entries of at least a threshold, for `isles.replicas.methods.dct_dp`
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The part of the model that travels together, and its exchanges under way.
-
-How a model is cut into fragments that are exchanged apart (Streaming DiLoCo, arXiv 2501.18512, section 2.2).
+"""A fragment is the part of a model that travels together: its flat vectors, and its exchanges under way. `cut` divides
+a model into fragments that are exchanged apart (Streaming DiLoCo, arXiv 2501.18512, section 2.2):
 
     whole         one fragment
     sequential    blocks [0, n), [n, 2n), ...; then one of everything else (embedding, last norm, head)

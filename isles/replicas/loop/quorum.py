@@ -1,15 +1,15 @@
-"""Rounds whose mean is that of those who delivered in time, weighted by their inner steps, while all train on: where
-workers come and go, of methods with one mean for all (Decoupled DiLoCo, arXiv 2604.21428).
+"""Rounds whose mean is that of the members who delivered in time, weighted by their inner steps, while all train on:
+where workers come and go, of methods with one mean for all (Decoupled DiLoCo, arXiv 2604.21428).
 
     end of a round   snapshot; it is delivered (`isles.membership.late_shares`), and the next inner steps begin
-    between steps    told among whom: the exchange begins, behind the computation; it is done: its hash is told;
-                     told to land: land, and what was learned meanwhile is added again
-    next snapshot    the round before has landed, or it is waited for
-    late             the mean was taken without this worker: fetch it, land it, keep what was learned, deliver that into
-                     the next round at once
+    between steps    the members are decided: the exchange begins, behind the computation; it is done: its hash is
+                     reported; the decision is to land: land, and what was learned meanwhile is added again
+    next snapshot    the round before has landed, or this worker waits for it
+    late             the mean was taken without this worker: fetch it, land it, add what was learned again, and deliver
+                     that into the next round at once
 
-A share holds all that was learned since the last one that got into a mean. Anchors stay equal to the bit, for all land
-the same means in the same order.
+A share holds all that was learned since the last one that got into a mean. Anchors stay equal to the bit, because all
+land the same means in the same order.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
 """Starts and ends the exchanges of an outer method, each with the members of its round; survives what the method may
-survive.
+survive (`RoundExchange`).
 
-Rounds that all their members land together, or none: where workers come and go, of methods with one mean for all.
+`AgreedExchange`: rounds that all their members land together, or none, where workers come and go and a method has one
+mean for all:
 
     start      among whom, and as which attempt (`Roster.start_round`)
-    encode     a copy of the snapshot; what error feedback and low-rank bases were before is kept
-    exchange   the answer's hash is told, or that there is none (`Roster.finish_round`)
-    verdict    land; or again, from the snapshot and what was kept, among those who are left; or wait
+    encode     a copy of the snapshot; error feedback and low-rank bases are saved as they were before
+    exchange   the answer's hash is reported, or that there is none (`Roster.finish_round`)
+    outcome    land; or retry, from the snapshot and the saved state, among those who are left; or postpone
 
-A round whose verdict cannot be had now is put off: nothing has changed here, training goes on, and the next snapshot
-holds what was learned since the last landing. An answer that waits for its verdict is landed once it is told, and what
-was learned meanwhile is added again.
+A round whose outcome cannot be had now is postponed: nothing has changed here, training goes on, and the next snapshot
+holds what was learned since the last landing. A pending answer is landed once its outcome is known, and what was
+learned meanwhile is added again.
 """
 
 from __future__ import annotations

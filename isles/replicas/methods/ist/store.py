@@ -1,8 +1,8 @@
-"""What is kept of the divided parameters between rounds, and how it gets to those who hold it and back.
+"""The divided parameters between rounds, and how they get to the workers that train them and back.
 
-    live tensors of a worker  -- up -->  kept tensors of the servers  -- down, another round's units -->  live tensors
+    live tensors of a worker  -- up -->  stored tensors of the servers  -- down, another round's units -->  live tensors
 
-A pair of workers exchanges one message each way: the entries that one holds and the other keeps, parameter after
+A pair of workers exchanges one message each way: the entries that one trains and the other stores, parameter after
 parameter, slot after slot (the weight, then what travels of the inner optimizer's state), as they lie in memory.
 """
 
