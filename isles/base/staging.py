@@ -64,7 +64,7 @@ class HostCopies:
             copied.synchronize()
 
     def up(self, tensors: Sequence[Tensor | None], local_share: float = 0.0) -> None:
-        """tensors = kept tensors + (1 - kept) hosts."""
+        """tensors = local_share tensors + (1 - local_share) hosts."""
 
         def copy(index: int, own: Tensor) -> None:
             host = self.hosts[index]

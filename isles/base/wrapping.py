@@ -87,7 +87,7 @@ class Phased(Deferred, Protocol):
         """From here on, gradients are final when `ready` says so, not when they are made."""
 
     def ready(self, parameters: Sequence[nn.Parameter]) -> None:
-        """What is in `.grad` of these is what `step` would update them by. Theirs may be gone after this call."""
+        """What is in `.grad` of these is what `step` would update them by. Their `.grad` may be freed after this call."""
 
 
 class Spreading(Protocol):
@@ -299,7 +299,7 @@ def each_of(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def fresh_state(optimizer: Optimizer) -> None:
-    """Forget what an optimizer keeps of earlier gradients, as before its first step."""
+    """Reset what an optimizer has of earlier gradients, as before its first step."""
     if isinstance(optimizer, SeveralOptimizers):
         for one in optimizer.optimizers:
             fresh_state(one)

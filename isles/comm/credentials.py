@@ -2,8 +2,9 @@
 
     token = first 16 bytes of the SHA-256 of the certificate (DER) + 16 random bytes, as 64 hex digits
 
-Whoever has the token can tell the run's machine from another (the first half) and prove to it that it was told (the
-second half). Nobody signs the certificate: it is trusted because its fingerprint is the token's. One token is one run.
+Whoever has the token can tell the run's machine from another (the first half) and prove to it that it has the secret
+(the second half). Nobody signs the certificate: it is trusted because its fingerprint is the token's. One token is one
+run.
 
     found(folder) -> Credentials    a new run: key, certificate, secret, all in `folder`
     read(folder)                    those of a run that goes on

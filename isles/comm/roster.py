@@ -71,7 +71,7 @@ class Roster(Protocol):
         """The workers of the newest view; with `asked` those of them that answer now: all must ask together."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: what a checkpoint keeps."""
+        """JSON-able: what a checkpoint holds."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`; from {}: nobody is lost."""

@@ -53,7 +53,7 @@ class LeaveControl:
         self._stop_all = stop_all
         self._leave = stop_all
         self.has_left = False
-        """Whether the worker is done before the others, so that nothing keeps its process."""
+        """Whether the worker is done before the others, so that nothing holds its process."""
 
     def can(self, leave: Callable[[], None]) -> None:
         """From now on `leave` is called, in any thread, where this worker is asked."""

@@ -28,7 +28,7 @@ _AGAIN = 2000  # milliseconds until the next try, at most
 _SELDOM = 120_000  # the most that Linux takes
 _PATIENCE = 600.0  # seconds for which it is tried, at least
 _PROBES = 6.0  # of those that are left last for at least a silence
-_LONGEST = (1 << 31) - 1  # milliseconds that a socket can be told
+_LONGEST = (1 << 31) - 1  # milliseconds that a socket option takes
 _CUTS = 10.0  # times the silence after which somebody counts as lost
 # state, retransmits, probes, rto (us); unacked (segments); bytes_acked, bytes_received (Linux 4.1);
 # notsent_bytes (4.6); busy_time (us, 4.10)

@@ -29,20 +29,20 @@ from isles.comm.traffic import Traffic
 T = TypeVar("T", covariant=True)
 
 SUSPECT_AFTER = 1.0
-"""Seconds for which one is waited for without a doubt."""
+"""Seconds that a peer is waited for before it is suspected."""
 SUSPECT_EVERY = 0.25
-"""Seconds from one doubt about it to the next."""
+"""Seconds from one suspicion of it to the next."""
 
 
 class Work(Protocol):
-    """One message on its way. It keeps its buffer alive until the message is gone or has arrived."""
+    """One message on its way. It keeps its buffer alive until the message has left or has arrived."""
 
     peer: int | None  # the other rank; for a receive from anyone: None until it is done
     at: float  # seconds of the worker's clock at which it was done; infinity before
     error: Exception | None  # what it failed with; None before, and where it did not
 
     def done(self) -> bool:
-        """True once the message is gone (send) or arrived (receive), or once it failed."""
+        """True once the message has left (send) or arrived (receive), or once it failed."""
 
 
 class WaitEvent(Work, Protocol):
@@ -148,7 +148,7 @@ class Transport(Protocol):
         """Seconds for which computing stood still because this worker was paused (virtual); 0.0 where nobody is."""
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> Work:
-        """Start sending `data`; returns at once and holds the data until it is gone. Do not write to it before."""
+        """Start sending `data`; returns at once and holds the data until it has left. Do not write to it before."""
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> Work:
         """Post a receive of exactly `out.numel()` bytes from `peer` (None: from anyone; `work.peer` then names the
@@ -163,7 +163,7 @@ class Transport(Protocol):
         """Start `protocol` and drive it behind the computation; `deadline` seconds from now it counts as failed."""
 
     def event(self, seconds: float = math.inf) -> WaitEvent:
-        """A work of no message, for `AnyOf`: done when it is rung, and by itself after `seconds`."""
+        """A work of no message, for `AnyOf`: done when it is set, and by itself after `seconds`."""
 
     def link_estimate(self) -> LinkEstimate | None:
         """The slowest link to another machine; None where there is none, or nobody knows."""

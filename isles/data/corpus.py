@@ -25,7 +25,7 @@ def block_sums(array: np.ndarray) -> np.ndarray:
 
 
 class CheckedBlocks:
-    """Flat `array` and what its blocks' checksums must be. where: what is told to be damaged."""
+    """Flat `array` and what its blocks' checksums must be. where: what an error calls damaged."""
 
     def __init__(self, array: np.ndarray, sums: np.ndarray, where: str) -> None:
         self._data, self._sums, self._where = array, sums, where

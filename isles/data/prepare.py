@@ -134,9 +134,9 @@ def load_corpus(config: DataConfig) -> Corpus:
     """Read, tokenise and split the text of `config`; a second call in the process returns the same object.
 
     The files are looked at on every call (names, sizes, times of change), and a change makes a new corpus. With
-    `config.cache` the arrays are kept in that folder and memory-mapped, so that later processes read nothing else. A
+    `config.cache` the arrays are saved in that folder and memory-mapped, so that later processes read nothing else. A
     `config.path` that is itself such a folder (`store.save_corpus`) is opened as it is, with the split that it has.
-    ValueError, one line with key and mend, where something cannot be read or holds no text.
+    ValueError, one line with key and what to do, where something cannot be read or holds no text.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     if is_stored(config.path):

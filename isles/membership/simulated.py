@@ -487,7 +487,7 @@ class VirtualMeeting:
     def _resume(self, seat: int) -> None:
         if seat in self._cut:
             self._cut.discard(seat)
-            self.wire.mend(seat)
+            self.wire.restore(seat)
             for other in self.alive():
                 if other not in self._cut:
                     self.companies[other].connection(seat, broken=False)

@@ -284,7 +284,7 @@ def test_saved_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"a.jsonl": '{"text": null}\n'}, "", r"data\.text_key = 'text' holds NoneType instead of text in line 1"),
         ({"a.jsonl": '{"text": "\\ud800"}\n'}, "", r"data\.text_key = 'text' holds half a surrogate pair in line 1"),
-        ({"a.jsonl": '{"text": "x"\n'}, "", r"data\.path: .* line 1 is not JSON \(.*\); mend it"),
+        ({"a.jsonl": '{"text": "x"\n'}, "", r"data\.path: .* line 1 is not JSON \(.*\); correct it"),
         ({"a.jsonl": '["x"]\n'}, "", r'data\.path: .* line 1 is not an object; write \{"text": \.\.\.\}'),
         ({"a.jsonl": b'{"text": "\xe9"}\n'}, "", r"data\.path: .* line 1 is not UTF-8; convert it"),
     ],

@@ -38,7 +38,7 @@ from isles.comm.errors import Malformed
 
 
 class TopK(Codec):
-    """k: entries kept of each chunk, even. values: form of the values on the wire."""
+    """k: entries sent of each chunk, even. values: form of the values on the wire."""
 
     kind = "topk"
     block = CHUNK
@@ -173,7 +173,7 @@ class RandomK(Codec):
         return out_CB.view(-1)[:elements]
 
     def mask(self, elements: int) -> Tensor:
-        """What is kept of a flat tensor, bool (elements,)."""
+        """Which entries of a flat tensor are sent, bool (elements,)."""
         chunks = -(-elements // CHUNK)
         mask_CB = torch.zeros(chunks, CHUNK, dtype=torch.bool, device="cpu").scatter_(1, self._indices(chunks), True)
         return mask_CB.view(-1)[:elements]

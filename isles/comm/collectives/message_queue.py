@@ -33,13 +33,13 @@ MAGIC = 0x49534C45534D4131  # "ISLESMA1"
 _HEAD, _BODY = 62, 63  # phases that no task of a pipeline has (`isles.pipeline.wire.phase`)
 _NUMBERS = 10
 HEAD = 8 * _NUMBERS
-"""Bytes of a letter's head."""
-_ADDRESSES = 1024  # of letters, that come round again
-_UNREAD = 256  # letters of one sender that may lie here before no more are taken from it
+"""Bytes of a message's head."""
+_ADDRESSES = 1024  # of messages, used again in turn
+_UNREAD = 256  # unread messages of one sender before no more are received from it
 
 
 class MessageHeader(NamedTuple):
-    """What a letter is about. kind: which lengths it may have. nanoseconds, queue, extra: figures that ride along."""
+    """What a message is about. kind: which lengths it may have. nanoseconds, queue, extra: figures of the sender."""
 
     kind: int
     step: int
@@ -62,10 +62,10 @@ class QueuedMessage(NamedTuple):
 
 
 class MessageQueue:
-    """One worker's letters from and to the others of `group`, on the group's channel.
+    """One worker's messages from and to the others of `group`, on the group's channel.
 
     run: a number that all workers of this run share and others do not. lengths: of bodies in bytes, by kind. channels:
-    by kind, of bodies that would keep others waiting on the group's. Made once for a group: it listens to `met` from
+    by kind, of bodies that would delay others on the group's. Made once for a group: it listens to `met` from
     then on, by default to all others, and to who comes later once it has met it.
     """
 
@@ -87,9 +87,9 @@ class MessageQueue:
         self.refused: Counter[int] = Counter()
         """Letters that could not be, by position."""
         self._news: WaitEvent | None = None
-        self._reported_losses = 0  # members lost that `wait` has told of
+        self._reported_losses = 0  # lost members that `wait` has returned for
         self._unread: Counter[int] = Counter()
-        self._sent: Counter[int] = Counter()  # letters, by position
+        self._sent: Counter[int] = Counter()  # messages, by position
         self._room: dict[int, WaitEvent] = {}
         self._sends: list[Work] = []
         self._look_at = 0  # so many sends: then those that are done are forgotten
@@ -107,7 +107,7 @@ class MessageQueue:
             self.group.start(self._listen(position), self.group.channel, math.inf)
 
     def send(self, position: int, header: MessageHeader, body: Tensor | None = None) -> None:
-        """Hand a letter over. `body`, uint8, must not be written to from now on. To who is lost: nothing."""
+        """Send a message. `body`, uint8, must not be written to from now on. Nothing is sent to a lost member."""
         if position in self.lost:
             return
         length = 0 if body is None else body.numel()
@@ -122,7 +122,7 @@ class MessageQueue:
             self._sends.append(self._address(number, header.kind).send(position, body, _BODY))
 
     def take(self) -> QueuedMessage | None:
-        """The oldest letter that is here."""
+        """The oldest message received and not taken yet."""
         if not self.messages:
             return None
         message = self.messages.popleft()
@@ -132,7 +132,7 @@ class MessageQueue:
         return message
 
     def wait(self, seconds: float = math.inf) -> None:
-        """Until a letter is here, or somebody more is lost, or `seconds` have passed."""
+        """Until a message is here, or another member is lost, or `seconds` have passed."""
         event = self._news = self.group.transport.event(seconds)
         if not self.messages and self._reported_losses == len(self.lost):
             self.group.start(_event_set(event), self.group.channel, math.inf).wait()
@@ -145,12 +145,12 @@ class MessageQueue:
         self.messages = deque(message for message in self.messages if message.sender != position)
 
     def refuse(self, position: int, why: CommError) -> None:
-        """A letter of `position` could not be, which its head did not show."""
+        """A message of `position` is invalid in a way that its head did not show."""
         self.refused[position] += 1
         self.give_up(position, why)
 
     def settle(self, seconds: float = math.inf) -> None:
-        """Wait until what was sent is gone, for so long at most: who does not listen any more takes nothing."""
+        """Wait until what was sent has left, for so long at most: a member that stopped listening receives nothing."""
         event = self.group.transport.event(seconds)
         for work in self._sends:
             try:
@@ -187,8 +187,8 @@ class MessageQueue:
             self._notify()
 
     def _address(self, number: int, kind: int | None = None) -> Call:
-        """Of one sender's letter of that number: letters may go different ways, and pass each other. kind: whose body
-        it is of; None: the head.
+        """Of one sender's message of that number: messages may take different channels, and pass each other. kind:
+        whose body it is of; None: the head.
         """
         channel = self.group.channel if kind is None else self._channels.get(kind, self.group.channel)
         return self.group.call(channel, round=number % _ADDRESSES)
@@ -199,13 +199,13 @@ class MessageQueue:
         header = MessageHeader(kind, step, attempt, number, *figures)
         rank = self.group.ranks[position]
         if magic != MAGIC:
-            raise Malformed(rank, "the head of a letter begins with something else")
+            raise Malformed(rank, "the head of a message begins with something else")
         if run != self.run:
-            raise Malformed(rank, "a letter of another run, or of another configuration")
+            raise Malformed(rank, "a message of another run, or of another configuration")
         if length not in self.lengths.get(kind, range(0)):
-            raise Malformed(rank, f"a letter of kind {kind} with {length} bytes")
+            raise Malformed(rank, f"a message of kind {kind} with {length} bytes")
         if min(header) < 0:
-            raise Malformed(rank, "the head of a letter has numbers below 0")
+            raise Malformed(rank, "the head of a message has numbers below 0")
         return header, length
 
     def _notify(self) -> None:

@@ -112,7 +112,7 @@ class Liveness:
         self._losses.setdefault(peer, why)
 
     def notify_blocked(self, peers: Collection[int | None], seconds: float) -> None:
-        """A worker has stood still for so long because nothing comes from `peers`: told at each glance."""
+        """A worker has been blocked for so long because nothing comes from `peers`: called at each glance."""
 
     def loss_of(self, peer: int | None) -> str | None:
         """Why nothing will come from a peer any more; None for who may still answer."""

@@ -68,7 +68,7 @@ class PostedWork:
             watcher.one_done()
 
     def watch(self, watcher: Watch) -> bool:
-        """Have `watcher` told when done. False when it is done already."""
+        """Notify `watcher` when done. False when it is done already."""
         with self._lock:
             if self._done:
                 return False
@@ -77,7 +77,7 @@ class PostedWork:
 
 
 class HostEvent(PostedWork):
-    """See `isles.comm.transport.WaitEvent`. Nobody's loss can fail it: it rings then, too."""
+    """See `isles.comm.transport.WaitEvent`. No loss can fail it: it is set then, too."""
 
     def set(self) -> None:
         super().finished()
@@ -113,7 +113,7 @@ class Watch:
             self.transfer.driver.wake(self.transfer)
 
     def _wakes(self) -> bool:
-        """Whether the wait is over and nobody has been told. Under the lock: True once."""
+        """Whether the wait is over and nobody has been notified. Under the lock: True once."""
         if self._is_starting or self._woken or (self._needed > 0 and self.outcome() is None):
             return False
         self._woken = True
@@ -216,7 +216,7 @@ class Driver:
         self.under_way: set[BackgroundTransfer] = set()
         self._lock = threading.Lock()
         self._ready: SimpleQueue[BackgroundTransfer | str | None] = SimpleQueue()
-        self._alarms: list[tuple[float, int, HostEvent]] = []  # a heap; numbered, for bells have no order
+        self._alarms: list[tuple[float, int, HostEvent]] = []  # a heap; numbered, for events have no order
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
@@ -255,7 +255,7 @@ class Driver:
             self._thread.start()
 
     def _notify(self) -> float | None:
-        """Ring the bells whose time has come; seconds until something is to be looked at, None: not by itself."""
+        """Set the events whose time has come; seconds until something is to be looked at, None: not by itself."""
         with self._lock:
             now, due = time.monotonic(), []
             while self._alarms and (self._alarms[0][0] <= now or self._alarms[0][2].done()):
@@ -294,8 +294,8 @@ class Waiters:
         self._closed = False
 
     def submit(self, job: WaiterJob) -> None:
-        """Run `job` on a thread of its own. It is idle again before anybody is told: who then has another job finds it,
-        so there are never more threads than jobs have waited at once.
+        """Run `job` on a thread of its own. It is idle again before the job reports: a caller that then has another job
+        finds it, so there are never more threads than jobs have waited at once.
         """
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
@@ -320,13 +320,13 @@ class Waiters:
 
     def _serve(self, inbox: SimpleQueue[WaiterJob | None]) -> None:
         while (job := inbox.get()) is not None:
-            set_counts = job()
+            report = job()
             with self._lock:
                 closed = self._closed
                 if not closed:
                     self._idle.append(inbox)
-            set_counts()
-            del job, set_counts  # an idle thread keeps no message, and so no buffer, alive
+            report()
+            del job, report  # an idle thread keeps no message, and so no buffer, alive
             if closed:
                 return
 

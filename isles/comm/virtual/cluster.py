@@ -190,7 +190,7 @@ class _VirtualRun:
             self.scheduler.stop()
 
     def _bury(self, worker: VirtualWorker) -> None:
-        """It is gone already; its thread goes, too."""
+        """The worker was killed; now its thread ends, too."""
         worker.killed = False
         with contextlib.suppress(Stopped), worker:
             self.scheduler.end(worker)

@@ -63,7 +63,7 @@ class Stepped(Blocker, Protocol):
 
 
 class VirtualWorker:
-    """One worker's place in virtual time. As a context manager: its turn (free inside a turn, and in events)."""
+    """One worker in virtual time. As a context manager: its turn (free inside a turn, and in events)."""
 
     __slots__ = ("absences", "awaits", "clock", "gate", "killed", "rank", "scheduler")
 
@@ -318,7 +318,7 @@ def _live(worker: VirtualWorker) -> None:
 
 
 def _deadlock(blocked: list[VirtualWorker]) -> None:
-    """Everyone waits without a deadline and nothing is on its way: the first in virtual time is told."""
+    """Everyone waits without a deadline and nothing is on its way: the first in virtual time gets the error."""
     first = min(blocked, key=lambda worker: (worker.clock, worker.rank))
     ranks = ", ".join(str(worker.rank) for worker in blocked)
     assert first.awaits is not None

@@ -52,7 +52,7 @@ class VirtualTransport:
         self._traffic = Traffic()
         self._transfers: list[VirtualTransfer] = []  # under way
         self.doubt: Callable[[int], None] | None = None
-        """Called, in an event, with each peer that this worker stands still for, now and again."""
+        """Called, in an event, with each peer that this worker is blocked on, now and again."""
 
     @property
     def traffic(self) -> Traffic:

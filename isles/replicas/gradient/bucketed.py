@@ -101,7 +101,7 @@ class Bucket:
             if parameter.grad is not None and 0 in parameter.grad.stride():  # expanded: nobody could write to it
                 parameter.grad = parameter.grad.contiguous()
         if self.means and {id(mean) for mean in self.means} & {id(p.grad) for p in self.parameters}:
-            self.commit()  # this pass adds to what was told of the earlier ones
+            self.commit()  # this pass adds to what earlier ones have sent
         self.means = []
         self._staging.settle()
         self.flat.zero_() if any(p.grad is None for p in self.parameters) else None
@@ -233,7 +233,7 @@ class BucketedSync(ReplicaSync):
         """Steps that all skipped, because some worker's gradients were not finite."""
         self._careful = any(bucket.reduction.careful for bucket in self.buckets)
         self._scaled: Scaled | None = None  # of the last step
-        self._unit = 0.0  # what gradients that are kept are multiplied by; 0: before the first step
+        self._unit = 0.0  # what saved gradients are multiplied by; 0: before the first step
         self._is_scaled = False  # whether a gradient scaler takes part in this step
         self._settings_now = start.SettingsHash()
         self._proof = 0  # after a state was loaded: a hash of the weights that this step begins with
@@ -490,7 +490,7 @@ class BucketedSync(ReplicaSync):
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
 
     def _forget_thrown_away(self, first: Tensor) -> None:
-        """After zero_grad(set_to_none=False) nothing is kept of what was told of that batch. first: whose gradient of
+        """After zero_grad(set_to_none=False) nothing is saved of what was sent of that batch. first: whose gradient of
         the next pass is there already.
         """
         if not self._careful or not any(bucket.means for bucket in self.buckets):
@@ -529,7 +529,7 @@ class BucketedSync(ReplicaSync):
         self._launched = max(self._launched, stop)
 
     def _follow_scale(self) -> None:
-        """What is kept of gradients is multiplied as the loss is since the last step."""
+        """What is saved of gradients is multiplied as the loss is since the last step."""
         if self._scaled is not None and (scale := self._scaled.scaler.get_scale()) != self._unit:
             for bucket in self.buckets:
                 bucket.reduction.rescale(scale / self._unit)

@@ -51,7 +51,7 @@ class Reduction(ABC):
     residual: Tensor | None = None
     """What was not sent yet, flat (n,), in the gradients' units: error feedback."""
     careful = False
-    """True if all workers skip a step in which somebody's gradients are not finite, as what is kept would suffer."""
+    """True if all workers skip a step in which somebody's gradients are not finite, as saved state would suffer."""
     preserves_signs = False
     """True if the mean of zeros has the sign that all of them had: -0.0 marks what nobody has a gradient of."""
 
@@ -101,7 +101,7 @@ class Reduction(ABC):
         assert not state
 
     def rescale(self, factor: float) -> None:
-        """The loss is multiplied by `factor` more from now on: so is what is kept of gradients."""
+        """The loss is multiplied by `factor` more from now on: so is what is saved of gradients."""
         if self.residual is not None:
             self.residual.mul_(factor)
 
@@ -135,7 +135,7 @@ class Averaged(Reduction):
         self.careful = feedback is not None or averaging.held_bytes > 0
         self.preserves_signs = feedback is None and averaging.preserves_signs
         self.usable = True
-        self._before: dict[str, Any] | None = None  # what `averaging` kept, while a step has not landed
+        self._before: dict[str, Any] | None = None  # the state of `averaging`, while a step has not landed
         if feedback is not None:
             self.residual, self._left = layout.new().zero_(), layout.new()
 

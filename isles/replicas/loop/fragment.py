@@ -149,9 +149,9 @@ class Fragment:
         self.latest: Exchange | None = None
         """The exchange of the last round's payload."""
         self.retain_until = 0
-        """The means of rounds up to this one are kept, one at a time, for somebody else."""
+        """The means of rounds up to this one are retained, one at a time, for another worker."""
         self.landed_mean: Tensor | None = None
-        """That of the round which landed last: a landing uses up the answer's own buffer."""
+        """The mean of the round that landed last: a landing uses up the answer's own buffer."""
         self.progress = 0.0
         """2-norm of what the last round had to send, before error feedback."""
         self.left_ratio = 0.0

@@ -69,7 +69,7 @@ class OuterSync(ReplicaSync):
     """An outer method: a `Composition` run by the one loop.
 
     A worker whose share is not finite heals itself: its weights become the anchors, the inner optimizer's moments and
-    what error feedback held back are forgotten. Who it was is told in a warning on all workers of that round.
+    what error feedback held back are forgotten. A warning on all workers of that round names it.
     """
 
     Config = OuterConfig
@@ -584,7 +584,7 @@ def counts_alike(config: MethodConfig, parts: Composition, roster: Roster) -> bo
 
 
 def refuse_unweighed(weighed: bool) -> None:
-    """ValueError before a round of workers that have not told their samples."""
+    """ValueError before a round of workers that have not given their samples."""
     if not weighed:
         raise ValueError('weights = "samples": call optimizer.weigh(SAMPLES) on every worker, before the first round')
 

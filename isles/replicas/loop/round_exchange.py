@@ -51,7 +51,7 @@ class OutgoingRound:
 
     buffer: of the fragment's entries, live until its mean lies there. means: how it is formed. stamp: what must be the
     same at all. own: what the others decode of it, kept with the exchange; fill: where that is still to be written.
-    residual: where what they do not get of it is kept. part: which of the round's buffers it is.
+    residual: where what they do not get of it is saved. part: which of the round's buffers it is.
     """
 
     fragment: Fragment
@@ -81,8 +81,8 @@ class RoundExchange:
         """How much payloads may differ in size because workers count for more and less."""
 
     def stepped(self, step: int, *, sends: bool) -> None:
-        """Inner step `step` is done; the pace of the next ones is taken from the first one that is told here. sends:
-        whether a round is sent now.
+        """Inner step `step` is done; the pace of the next ones is taken from the first one that is reported here.
+        sends: whether a round is sent now.
         """
         if self._began is None:
             self._began = step, self.transport.now()
@@ -106,7 +106,7 @@ class RoundExchange:
         return self.roster.founders.size == 1 and not self.roster.grows
 
     def extra_memory(self, fragments: Sequence[Fragment]) -> list[MemoryItem]:
-        """What it keeps beyond the buffers that travel."""
+        """Memory beyond the buffers that travel."""
         return []
 
     def survivors(self) -> Group:
@@ -203,7 +203,7 @@ class RoundExchange:
     def together(self, collective: Callable[[Group], T]) -> T:
         """What `collective` returns over the workers that are left; it is one collective, or none. All of them call it
         together. Where the method goes on without lost ones and somebody is lost on the way, it is done again
-        without them: nobody keeps a result that another could not have.
+        without them: no worker has a result that another could not have.
         """
         while True:
             group = self.survivors()
@@ -340,7 +340,9 @@ class _RoundState:
 
 @dataclass(frozen=True, slots=True)
 class _PendingAttempt:
-    """An attempt without a verdict. answer: None where it failed; then: what it left behind; live: the weights then."""
+    """An attempt whose outcome is not known. answer: None where it failed; then: what it left behind; live: the weights
+    then.
+    """
 
     round: int
     attempt: int
@@ -369,7 +371,7 @@ class AgreedExchange(AttemptExchange):
 
     @override
     def receive(self, flight: InFlight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
-        """Exchange until it lands, or put the round off."""
+        """Exchange until it lands, or postpone the round."""
         fragment, before = flight.fragment, _RoundState.of(flight.fragment)
         if not self._resumed(flight):
             return
@@ -393,7 +395,7 @@ class AgreedExchange(AttemptExchange):
         self._postpone(flight)
 
     def _resumed(self, flight: InFlight) -> bool:
-        """Ask what became of an attempt that waits; whether another one may be made. The flight lands, or is put off,
+        """Ask for the outcome of a pending attempt; whether another one may be made. The flight lands, or is postponed,
         where not.
         """
         fragment, pending, self._pending = flight.fragment, self._pending, None
