@@ -153,13 +153,13 @@ ADDED: dict[str, tuple[dict[str, str], list[tuple[str, str, str]]]] = {
         {"running/classroom.py": BACKEND},
         [
             (
-                "schema.py",
+                "base/schema.py",
                 '        Backend(name="virtual"',
                 '        Backend(name="classroom", is_simulated=True, has_processes=False),\n'
                 '        Backend(name="virtual"',
             ),
             (
-                "training/running/starting.py",
+                "training/startup.py",
                 "STARTERS: dict[str, str] = {\n",
                 'STARTERS: dict[str, str] = {\n    "classroom": "isles.running.classroom",\n',
             ),

@@ -87,7 +87,7 @@ class Phased(Deferred, Protocol):
         """From here on, gradients are final when `ready` says so, not when they are made."""
 
     def ready(self, parameters: Sequence[nn.Parameter]) -> None:
-        """What is in `.grad` of these is what `step` would update them by. Their `.grad` may be freed after this call."""
+        """What is in `.grad` of these is what `step` would update them by. `.grad` may be freed after this call."""
 
 
 class Spreading(Protocol):

@@ -78,7 +78,7 @@ def test_no_validation(write: Write) -> None:
     assert len(corpus.validation) == len(corpus.validation.file_of) == 0
 
 
-def test_hash_follows_the_content_and_not_the_place(write: Write, tmp_path: Path) -> None:
+def test_hash_follows_the_content_and_not_the_path(write: Write, tmp_path: Path) -> None:
     root = write({"a.txt": "first\n" * 30, "b.txt": "second\n" * 30})
     first = load(root)
     assert load(root) is first
@@ -289,7 +289,7 @@ def test_saved_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"a.jsonl": b'{"text": "\xe9"}\n'}, "", r"data\.path: .* line 1 is not UTF-8; convert it"),
     ],
 )
-def test_every_error_names_the_key_and_the_mend(write: Write, files: dict, path: str, match: str) -> None:
+def test_every_error_names_the_key_and_the_hint(write: Write, files: dict, path: str, match: str) -> None:
     root = write(files)
     with pytest.raises(ValueError, match=f"^{match}") as caught:
         load(root / path)

@@ -156,7 +156,7 @@ def test_both_are_rosters() -> None:
     assert run(worker) == [True] * 4
 
 
-def test_a_state_is_given_without_waiting_for_the_next_rounds_partner() -> None:
+def test_a_state_is_sent_without_waiting_for_the_next_rounds_partner() -> None:
     """Whoever takes it may be that partner, which begins its round once it has it."""
 
     def worker(world: Mesh) -> Any:
@@ -214,12 +214,12 @@ class Line:
     def __init__(self, seat: int) -> None:
         self.seat, self.words = seat, Words()
 
-    def ask(self, said: Delivered) -> Word:
-        return Word(said.round, "again", 1, (0, 1), steps=(6, 2))
+    def ask(self, message: Delivered) -> Word:
+        return Word(message.round, "again", 1, (0, 1), steps=(6, 2))
 
-    def say(self, said: Done | Delivered) -> None:
-        if isinstance(said, Done):
-            self.words.hear(Word(said.round, "land", 1, (0, 1), steps=(6, 2)))
+    def say(self, message: Done | Delivered) -> None:
+        if isinstance(message, Done):
+            self.words.hear(Word(message.round, "land", 1, (0, 1), steps=(6, 2)))
 
 
 def test_a_quorums_mean_is_one_by_inner_steps() -> None:

@@ -310,8 +310,8 @@ def test_fragments_by_blocks() -> None:
         ((("embed", "blocks"), ("tail",)), "number 1 holds no trainable parameter"),
     ],
 )
-def test_fragments_that_do_not_fit(fragments: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_fragments_that_do_not_fit(fragments: Any, reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         cut(Blocks(), fragments, 1)
 
 
@@ -357,9 +357,9 @@ def test_a_model_without_blocks_has_no_pattern() -> None:
         ("diloco", {"codec": "int5"}, "unknown codec 'int5'"),
     ],
 )
-def test_what_cannot_be_is_refused(name: str, options: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_is_refused(name: str, options: dict[str, Any], reported: str) -> None:
     def worker(world: Mesh) -> None:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             wrap(world, name, Net(), sync_every=3, **options)
 
     run(worker, 2)
