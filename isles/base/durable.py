@@ -39,9 +39,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def plain_mode(path: Path) -> Iterator[None]:
-    """The file that the block makes at `path` may be read by whom the umask says: safetensors' own files are their
-    owner's alone.
-    """
+    """Give the file that the block makes at `path` the umask's permissions; safetensors' own are private."""
     path.touch()
     mode = path.stat().st_mode & 0o777
     yield

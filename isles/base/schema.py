@@ -144,9 +144,7 @@ class Summary:
     seed: int
     corpus_sha256: str
     memory: Mapping[str, Any] | None = None
-    """Of a run under a plan of memory: the plan, and its peak and step beside those of the run; else None, and left
-    out.
-    """
+    """The plan of memory, with its peak and step beside those of the run; None, and left out, without one."""
     priced_as: str | None = None
     """The model, step and links that seconds are of by `run.priced_as`; else None, and left out, as is the next."""
     priced_bytes_per_worker: float | None = None

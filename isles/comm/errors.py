@@ -131,9 +131,7 @@ class WorkerFailed(CommError):
 
 
 class NodeLost(CommError):
-    """The launcher on another machine of this run is lost; `node` is its number, `detail` its address and what was
-    seen.
-    """
+    """The launcher on another machine is lost; `node` is its number, `detail` its address and what was seen."""
 
     def __init__(self, node: int, detail: str) -> None:
         super().__init__(f"node {node} {detail}")
@@ -161,9 +159,7 @@ def to_plain(error: Exception) -> list[Any]:
 
 
 def from_plain(plain: Any) -> Exception:
-    """The error that `to_plain` was given. ValueError is the only class besides those of this file; texts come without
-    control characters.
-    """
+    """The error that `to_plain` was given: of this file, or ValueError; texts come without control characters."""
     try:
         name, arguments = plain
         return _TRAVELLERS[name](*(_argument(value) for value in arguments))

@@ -45,9 +45,7 @@ class StopControl:
 
 
 class LeaveControl:
-    """How a worker is asked to end by itself. One that can leave goes while the others go on; for one that cannot, all
-    are asked to stop.
-    """
+    """Asks one worker to end. One that can leave goes while the others go on; else all are asked to stop."""
 
     def __init__(self, stop_all: Callable[[], None] = lambda: None) -> None:
         self._stop_all = stop_all
@@ -82,9 +80,7 @@ class SharedStopControl:
         self._asked = True
 
     def boundary(self, worker: int, step: int) -> bool:
-        """As StopControl.boundary. The first worker to come by after the request settles the step: one more than the
-        furthest.
-        """
+        """As StopControl.boundary. The first worker after the request sets the last step: one beyond the furthest."""
         with self._lock:
             self._steps[worker] = step
             if self._asked and self._last is None:

@@ -151,9 +151,7 @@ class Transport(Protocol):
         """Start sending `data`; returns at once and holds the data until it has left. Do not write to it before."""
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> Work:
-        """Post a receive of exactly `out.numel()` bytes from `peer` (None: from anyone; `work.peer` then names the
-        sender).
-        """
+        """Post a receive of `out.numel()` bytes from `peer` (None: from anyone; `work.peer` then names the sender)."""
 
     @property
     def native(self) -> bool:
@@ -172,9 +170,7 @@ class Transport(Protocol):
         """Seconds since this worker's start, on the backend's clock."""
 
     def compute(self, seconds: float) -> None:
-        """Charge `seconds` of computation (virtual: times the worker's speed and jitter; distributed: nothing, it is
-        measured).
-        """
+        """Charge `seconds` of computation (virtual: times speed and jitter; distributed: nothing, it is measured)."""
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able clock and message numbers (virtual), for a checkpoint taken while no transfer is under way."""
@@ -199,9 +195,7 @@ class NativeCollectives(Protocol):
         """What `start` posts of torch's own on the GPUs of `ranks`. PeerLost where one of them was lost before."""
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> Any:
-        """torch.distributed's group of `ranks` for tensors on `device` ("cpu" or "cuda"), for what torch does by itself
-        among them.
-        """
+        """torch.distributed's group of `ranks` for tensors on `device` ("cpu" or "cuda"), for torch's own messages."""
 
 
 def native_collectives(transport: Transport) -> NativeCollectives:

@@ -35,9 +35,7 @@ class CheckedBlocks:
         self._seen = np.zeros(len(sums), dtype=bool)
 
     def check(self, start: int, stop: int) -> None:
-        """Compare the blocks that hold entries start to stop, those that were not compared before. ValueError where one
-        differs.
-        """
+        """Check the blocks of entries start to stop that were not checked before. ValueError where one differs."""
         for block in range(start * self._width // BLOCK, -(-stop * self._width // BLOCK)):
             if not self._seen[block]:
                 entries = BLOCK // self._width

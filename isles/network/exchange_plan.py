@@ -308,9 +308,7 @@ class PlannedExchange(NamedTuple):
 
 
 class Rhythm(NamedTuple):
-    """start: inner steps at the beginning of a run that are unlike the later ones. every: after so many of those what
-    is sent repeats itself.
-    """
+    """start: inner steps at the beginning that are unlike later ones. every: steps after which sending repeats."""
 
     start: int
     every: int

@@ -153,9 +153,7 @@ def known_gpu(name: str, nbytes: float) -> Machine | None:
 
 
 def with_gpu(name: str) -> Machine:
-    """The machine of `MACHINES` with the GPU called `name`, or one with a host of any size. ValueError where no GPU is
-    known by it.
-    """
+    """The machine with the GPU called `name`, or one with a host of any size. ValueError for an unknown GPU."""
     found = {known.casefold(): known for known in _GPUS}.get(name.casefold())
     if found is None:
         raise ValueError(unknown_name("gpu", name, _GPUS) + "; or give the time of a step, such as 800ms")

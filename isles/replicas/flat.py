@@ -47,9 +47,7 @@ class FlatBlock:
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.live, strict=True)]
 
     def read(self, scratch: Tensor) -> Tensor:
-        """The live entries as a flat block (b,) in scratch's dtype: a view where they lie so already, else copied
-        into `scratch`.
-        """
+        """The live entries as a flat block (b,) in scratch's dtype: a view where possible, else copied to `scratch`."""
         first = self.live[0]
         if len(self.live) == 1 and first.dim() == 1 and first.dtype == scratch.dtype:
             return first
@@ -162,9 +160,7 @@ class FlatParameters:
         self.up()
 
     def rounded(self, block: FlatBlock, part: Tensor) -> Tensor:
-        """The block's part (b,) of a flat vector as the live weights hold it: rounded to their dtypes where those are
-        coarser.
-        """
+        """The block's part (b,) of a flat vector, rounded to the live weights' dtypes where those are coarser."""
         if self.exact:
             return part
         pieces = zip(block.shaped(part), block.live, strict=True)

@@ -345,9 +345,7 @@ def refuse_shared(own: Group, across: Group, hint: str) -> None:
 
 
 def refuse_survivors(holder: Holder) -> None:
-    """ValueError for a method that goes on without those it lost, where a replica has several workers that do not
-    answer alike.
-    """
+    """ValueError for a method that goes on without lost workers, where a replica's workers may not answer alike."""
     if holder.survives and not holder.roster.answers_alike:
         raise ValueError('on_peer_failure = "solo": workers of one replica could lose different peers; choose "raise"')
 

@@ -75,9 +75,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
     is_linear: ClassVar[bool] = False
     """Whether exchanges, without a codec, only scale whole parameters and add them: in a subspace they stay there."""
     keeps_flat: ClassVar[bool] = False
-    """Whether stages can be cut anew: each tensor of `outer_state` as long as the trained entries is a flat vector of
-    them.
-    """
+    """Whether stages can be cut anew: tensors of `outer_state` as long as the trained entries are flat vectors."""
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
     usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"
@@ -230,9 +228,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[nn.Module]:
-        """The model with the weights that should be judged (the anchor where there is one), the live ones restored
-        after.
-        """
+        """The model with the weights to evaluate (the anchor where there is one); the live ones are restored after."""
         with self.replica.for_evaluation() as model:
             yield model
 
@@ -260,15 +256,11 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         return self.config.survives
 
     def survivors(self) -> Group:
-        """The workers that are still there; all of them must ask together. `group` itself, unless the method goes on
-        without those it lost.
-        """
+        """The workers that are left; all call it together. `group`, unless the method goes on without lost ones."""
         return self.group
 
     def together(self, collective: Callable[[Group], T]) -> T:
-        """What `collective`, which is a single one or none, returns over the workers that are left; all of them must
-        call this together.
-        """
+        """What `collective`, a single one or none, returns over the workers that are left; all call it together."""
         return collective(self.survivors())
 
     def finish(self) -> None:

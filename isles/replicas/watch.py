@@ -113,9 +113,7 @@ class ModelWatch:
         self._before, self._is_restored = None, False
 
     def _note_modules(self) -> None:
-        """Note what the modules' parameters and parts are, which is compared in every step. A sharded model changes
-        them by itself.
-        """
+        """Note the modules' parameters and parts, compared in every step; a sharded model changes them by itself."""
         modules = () if is_sharded(self._model) else self._model.modules()
         self._slots: list[dict[str, Any]] = [own for one in modules for own in (one._parameters, one._modules)]
         self._occupants = [*chain.from_iterable(map(dict.values, self._slots))]
@@ -353,9 +351,7 @@ class WeightCopies:
         self._before = {index: weights.clone() for index, weights in own.items()} if self._keys else None
 
     def landed(self, indices: Sequence[int], exact: Mapping[int, Tensor]) -> None:
-        """The parameters at `indices` have been written to. exact: what they were rounded from, by index, where that is
-        known.
-        """
+        """The parameters at `indices` were written to. exact: what they were rounded from, by index, where known."""
         indices = [index for index in indices if index in self._parameters]
         if not indices:
             return

@@ -14,9 +14,7 @@ CHUNK = 4096
 
 
 class CodecKind(NamedTuple):
-    """A row. What it does to the entries has no default, for what goes with it is decided by this
-    (`isles.replicas.parts.legal`).
-    """
+    """A row. What it does to the entries has no default: `isles.replicas.parts.legal` decides by it."""
 
     target: str
     """module:Class."""

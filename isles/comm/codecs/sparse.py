@@ -123,9 +123,7 @@ def dct_basis(n: int) -> Tensor:
 
 
 def pack_indices(indices: Tensor) -> Tensor:
-    """Integers 0..4095 (2 n,) -> uint8 (3 n,): low byte of the first, its upper half and the second's lower, the
-    rest.
-    """
+    """Integers 0..4095 (2 n,) -> uint8 (3 n,): first's low byte, its upper half with second's lower, the rest."""
     first, second = indices.to(torch.int32).view(-1, 2).unbind(1)
     return torch.stack((first & 255, first >> 8 | (second & 15) << 4, second >> 4), 1).to(torch.uint8).view(-1)
 

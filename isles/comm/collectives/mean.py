@@ -452,9 +452,7 @@ def mean(
 
 
 def as_decoded(buffer: Tensor, codec: Codec, round: int, fragment: int, member: int, out: Tensor) -> None:
-    """Fill `out` (n,) with what the others will decode of rank `member`'s `buffer` in the mean of that round and
-    fragment.
-    """
+    """Fill `out` (n,) with what others decode of rank `member`'s `buffer` in the mean of that round and fragment."""
     codec = codec.salted(salt(round, fragment), member)
     for start, stop in segments(buffer.numel(), codec.block):  # as large as what is encoded there
         codec.decode_into(codec.encode(buffer[start:stop]), out[start:stop])

@@ -38,9 +38,7 @@ Grouping = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class NodeCluster:
-    """One copy of the model. nodes: by number, in the order of their stages; the first has the text, the last the
-    loss.
-    """
+    """One copy of the model. nodes: by number, in stage order; the first has the text, the last the loss."""
 
     nodes: tuple[int, ...]
     split: ModelSplit
@@ -316,9 +314,7 @@ class NewCluster(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterGrowth:
-    """load: of the model. spares: of those who wait so many go on waiting. most: clusters at most, the present ones
-    included.
-    """
+    """load: of the model. spares: so many waiting nodes stay out. most: clusters at most, present ones included."""
 
     load: ModelLoad
     spares: int = 0

@@ -195,9 +195,7 @@ class Problem:
 
 
 def routes_of(paths: Paths, waves: int) -> list[Route]:
-    """The routes of a step: in wave k the microbatch of slot i has the number k * slots + i, and starts after that of
-    the wave before.
-    """
+    """The routes of a step: in wave k slot i has microbatch k * slots + i, which starts after that of wave k - 1."""
     slots = list(paths)
     return [
         Route(wave * len(slots) + index, paths[slot], True, (wave - 1) * len(slots) + index if wave else None)
@@ -226,9 +224,7 @@ def replay_routes(problem: Problem, routes: Sequence[Route]) -> Replay:
 
 
 def lower_bounds(problem: Problem) -> dict[str, float]:
-    """Seconds of a step by the name of the bound; the largest is the one that counts. ValueError where an origin has no
-    legal path.
-    """
+    """Seconds of a step by bound; the largest counts. ValueError where an origin has no legal path."""
     best, costs = BestPaths(problem), problem.costs
     trips, works = [], []
     for origin in problem.origins:

@@ -166,9 +166,7 @@ class Bucket:
         self.means = [p.grad for p in self.parameters if p.grad is not None]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """(view, gradient or what stands for it on the host) of what has a gradient; none where the views stand for
-        them.
-        """
+        """(view, gradient or its host copy) of each parameter with a gradient; none where views are the host copies."""
         if self._away and self.layout.exact:
             return []
         own = self._staging.hosts if self._away else [p.grad for p in self.parameters]
@@ -187,9 +185,7 @@ class Bucket:
 
 
 def cut_buckets(parameters: list[nn.Parameter], limit: float, device: torch.device) -> list[Bucket]:
-    """Runs of parameters in reverse order, each of about `limit` bytes: backward passes make the last gradients
-    first.
-    """
+    """Runs of parameters in reverse order, the order of backward passes, each of about `limit` bytes."""
     runs: list[list[nn.Parameter]] = [[]]
     size = 0
     for parameter in reversed(parameters):

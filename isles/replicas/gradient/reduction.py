@@ -81,9 +81,7 @@ class Reduction(ABC):
         """What that step is planned to put on the wire in a group of `size`."""
 
     def sent_bytes(self, step: int, size: int, position: int) -> int:
-        """Bytes that `position` of a group of `size` is planned to hand to the transport in that step, headers
-        included.
-        """
+        """Bytes that `position` of a group of `size` is planned to send in that step, headers included."""
         return int(self.pattern(step, size).sent(position, size))
 
     def begun_bytes(self, step: int, size: int, position: int) -> int:

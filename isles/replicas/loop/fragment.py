@@ -185,9 +185,7 @@ class Fragment:
 
     @contextmanager
     def resting(self, indices: Sequence[int]) -> Iterator[None]:
-        """Around a landing: the parameters at `indices` stay on their anchor, which stays where it is, as do the outer
-        rule's vectors.
-        """
+        """Around a landing: the parameters at `indices`, their anchor and the rule's vectors stay as they are."""
         spans = self.flat.spans(indices)
         vectors = [self.anchor, *self.vectors.values()]
         landed_mean = [(vector[span], vector[span].clone()) for span in spans for vector in vectors]

@@ -132,9 +132,7 @@ class OuterSync(ReplicaSync):
 
     @override
     def land_all(self) -> None:
-        """A last, shorter round where inner steps were taken since the last one, and all in flight lands; the live
-        weights are then the anchors.
-        """
+        """A last, shorter round of what is not sent yet, and all in flight lands; live weights are then the anchors."""
         self.catch_up()
         self._moved()
         late = self.parts.cadence.rounds_late

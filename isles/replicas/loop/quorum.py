@@ -33,9 +33,7 @@ _STEPS = 4.0  # inner steps that others may be behind when an exchange begins
 
 
 class QuorumExchange(AttemptExchange):
-    """Of one fragment. land: what lands a flight. Beyond the buffer a delivery takes two more vectors, and one while it
-    is exchanged.
-    """
+    """Of one fragment. land: lands a flight. Memory: two vectors a delivery, one more while it is exchanged."""
 
     def __init__(
         self, roster: Roster, parts: Composition, deliveries: Deliveries, land: Callable[[InFlight, None], None]
@@ -87,9 +85,7 @@ class QuorumExchange(AttemptExchange):
 
     @override
     def progress(self, *, blocks: bool) -> None:
-        """Between two inner steps: whatever can be done now. blocks: until the delivery has landed, or nobody can say
-        whether it does.
-        """
+        """Do what can be done between two inner steps. blocks: until the delivery has landed, or cannot be decided."""
         while self._delivery is not None and self._flight is not None and self._live is not None:
             match self._delivery.look(self.transport.now()):
                 case "exchanging" if self._answer is None or self._attempt != self._delivery.attempt:

@@ -280,9 +280,7 @@ class RoundExchange:
 
 
 class AttemptExchange(RoundExchange):
-    """Of rounds whose members others name, and which all of them land or none: the snapshot stays as it is, and each
-    attempt sends a copy.
-    """
+    """Of rounds that all members land together or none: the snapshot stays as it is, each attempt sends a copy."""
 
     @override
     def is_alone(self, fragment: Fragment) -> bool:
@@ -340,9 +338,7 @@ class _RoundState:
 
 @dataclass(frozen=True, slots=True)
 class _PendingAttempt:
-    """An attempt whose outcome is not known. answer: None where it failed; then: what it left behind; live: the weights
-    then.
-    """
+    """An attempt of unknown outcome. answer: None if it failed; then: the state it left; live: the weights then."""
 
     round: int
     attempt: int
@@ -395,9 +391,7 @@ class AgreedExchange(AttemptExchange):
         self._postpone(flight)
 
     def _resumed(self, flight: InFlight) -> bool:
-        """Ask for the outcome of a pending attempt; whether another one may be made. The flight lands, or is postponed,
-        where not.
-        """
+        """Ask for the outcome of a pending attempt. True: exchange again; else the flight landed, or is postponed."""
         fragment, pending, self._pending = flight.fragment, self._pending, None
         if pending is None or pending.round != fragment.rounds:
             return True

@@ -96,9 +96,7 @@ class FSDP(StepsAlike):
     @contextmanager
     @override
     def evaluation_weights(self) -> Iterator[nn.Module]:
-        """Sharded as ever, so all workers must judge the same batches together. The
-        gathers are counted on the channel "eval".
-        """
+        """Sharded, so all workers evaluate the same batches together. Gathers are counted on the channel "eval"."""
         self._reshard()  # weights may have been written to since they were gathered
         for messages in self.sharding.messages:
             messages.channel = "eval"

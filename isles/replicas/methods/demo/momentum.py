@@ -91,9 +91,7 @@ class Packing:
         self.counts, self.pairs = counts, sum(counts)
         self.codec = Bits() if values == "sign" else codec("none" if values == "fp32" else values)
         self.exact = values in ("fp32", "sign")
-        """True if a sender takes from its momentum what it held, not what the others decode: of a bit, the size is not
-        known to them.
-        """
+        """Whether a sender subtracts what it held and not what others decode, who do not know the size of a bit."""
 
     @property
     def nbytes(self) -> int:

@@ -256,9 +256,7 @@ class IST(ReplicaSync):
     @contextmanager
     @override
     def evaluation_weights(self) -> Iterator[nn.Module]:
-        """The full model of this moment, scaled as `eval_scale` says. All workers
-        must come here together: the parts travel.
-        """
+        """The full model of now, scaled as `eval_scale` says. All workers call it together: the parts travel."""
         if self._consolidated:
             yield self.model
             return
@@ -277,9 +275,7 @@ class IST(ReplicaSync):
 
     @override
     def schedule(self, steps: int) -> list[PlannedExchange]:
-        """Merge: units to their servers; average: what all hold; divide: units to their next
-        trainers.
-        """
+        """Merge: units to their servers; average: what all hold; divide: units to their next trainers."""
         size, every = self.group.size, self.config.sync_every
         ends = [*range(every, steps + 1, every), *([steps + 1] if steps % every else [])]
         groups, flat = everyone(size), FlatParameters(self.shares)
@@ -391,9 +387,7 @@ class IST(ReplicaSync):
             self._shared.write(flat)
 
     def _full(self, channel: Channel) -> dict[str, Tensor]:
-        """The divided parameters with all their units, as all workers hold them now; what all hold is averaged in
-        place.
-        """
+        """The divided parameters with all units, as all workers hold them now; what all hold is averaged in place."""
         stored = self.store.weights()
         if self.merged < self.steps:
             live = self.subnet.live(self.inner, list(stored))
