@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize(
-    ("told", "world"),
+    ("reported", "world"),
     [
         ({}, None),
         ({"WORLD_SIZE": "1"}, None),
@@ -76,7 +76,7 @@ def test_the_world_of_an_environment(reported: dict[str, str], world: list[str |
 
 
 @pytest.mark.parametrize(
-    ("told", "text"),
+    ("reported", "text"),
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE = two: set a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "tcp"}, "MASTER_PORT = tcp: set a whole"),

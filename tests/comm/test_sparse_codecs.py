@@ -107,7 +107,7 @@ def test_values_rounded_at_random_are_drawn_anew(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("dct_topk:11", "dct_topk:11: choose an even number of entries"),
         ("topk", "unknown codec 'topk'"),

@@ -21,7 +21,7 @@ def test_overrides_lie_over_the_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "key", "mend"),
+    ("given", "key", "hint"),
     [
         ({"size": "13M"}, "model.size", "choose one of"),
         ({"size": 13}, "model.size", "choose one of"),

@@ -159,7 +159,7 @@ def test_a_round_that_all_skip_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ({"outer_betas": (1.0, 0.9)}, r"outer_betas = \[1.0, 0.9\]: choose two in"),
         ({"outer_betas": (0.9,)}, "outer_betas"),

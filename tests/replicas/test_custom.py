@@ -101,7 +101,7 @@ def test_what_is_warned_about() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ({"group_size": 2}, "group_size = 2 has nothing to act on"),
         ({"rule": "average", "outer_lr": 0.7}, "outer_lr = 0.7 has nothing to act on"),

@@ -218,7 +218,7 @@ def test_the_rank_left_out_is_an_eighth_of_the_usual_width() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ({"delay": "later"}, "delay"),
         ({"rank": -1}, "rank = -1"),

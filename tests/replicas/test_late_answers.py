@@ -303,7 +303,7 @@ def test_fragments_by_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fragments", "told"),
+    ("fragments", "reported"),
     [
         ((("embed",), ("blocks.0",)), "'blocks.1.weight' is in none of them"),
         ((("embed", "blocks"), ("blocks.3",)), "'blocks.3.weight' is in number 0 and in number 1"),
@@ -342,7 +342,7 @@ def test_a_model_without_blocks_has_no_pattern() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "told"),
+    ("name", "options", "reported"),
     [
         ("streaming-diloco", {"overlap_steps": 3}, "overlap_steps = 3: choose 0 or more, below sync_every = 3"),
         ("streaming-diloco", {"overlap_steps": -1}, "overlap_steps = -1"),

@@ -80,7 +80,7 @@ def _local(world: Mesh) -> Net:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "told"),
+    ("name", "options", "reported"),
     [
         ("sparta", {}, "would be scaled too"),
         ("custom", {"mixing": "groups", "rule": "sgd"}, "no mean over all workers"),

@@ -9,7 +9,7 @@ travel. Bytes sent: (size - 1) (40 + those of the message).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def _gather_by_doubling(call: Call, data: Tensor) -> Steps[list[Tensor]]:
     size, rank = call.group.size, call.group.rank
     gathered = data.new_empty((size, *data.shape))  # in order from this member on, round to the one before it
     gathered[0] = data
-    reaches = list(_doublings(1, size))
+    reaches = [1 << phase for phase in range((size - 1).bit_length())]
     call.meet(*dict.fromkeys((rank + way * reach) % size for reach in reaches for way in (1, -1)))
     for phase, reach in enumerate(reaches):
         count = min(reach, size - reach)
@@ -82,12 +82,6 @@ def broadcast(call: Call, data: Tensor, source: int = 0) -> Steps[None]:
     if index:
         yield call.recv(feeder, data)
     yield [call.send(position, data) for position in targets]
-
-
-def _doublings(start: int, stop: int) -> Iterator[int]:
-    while start < stop:
-        yield start
-        start *= 2
 
 
 def all_done(works: Sequence[Work]) -> Steps[None]:

@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from isles.comm.call import Call
+from isles.comm.collectives.basic import any_done
 from isles.comm.errors import CommError, Malformed
 from isles.comm.group import Group
 from isles.comm.tags import Channel
-from isles.comm.transport import AnyOf, Steps, WaitEvent, Work
+from isles.comm.transport import Steps, WaitEvent, Work
 
 MAGIC = 0x49534C45534D4131  # "ISLESMA1"
 _HEAD, _BODY = 62, 63  # phases that no task of a pipeline has (`isles.pipeline.wire.phase`)
@@ -135,7 +136,7 @@ class MessageQueue:
         """Until a message is here, or another member is lost, or `seconds` have passed."""
         event = self._news = self.group.transport.event(seconds)
         if not self.messages and self._reported_losses == len(self.lost):
-            self.group.start(_event_set(event), self.group.channel, math.inf).wait()
+            self.group.start(any_done([event]), self.group.channel, math.inf).wait()
         event.set()
         self._news, self._reported_losses = None, len(self.lost)
 
@@ -154,7 +155,7 @@ class MessageQueue:
         event = self.group.transport.event(seconds)
         for work in self._sends:
             try:
-                self.group.start(_first(work, event), self.group.channel).wait()
+                self.group.start(any_done([work, event]), self.group.channel).wait()
             except CommError:
                 continue  # its peer is lost: `lost` says so
         self._sends = []
@@ -211,11 +212,3 @@ class MessageQueue:
     def _notify(self) -> None:
         if (event := self._news) is not None:
             event.set()
-
-
-def _event_set(event: WaitEvent) -> Steps[None]:
-    yield AnyOf([event])
-
-
-def _first(work: Work, event: WaitEvent) -> Steps[None]:
-    yield AnyOf([work, event])

@@ -90,7 +90,7 @@ class NativeGroup:
     def __init__(self, processes: Any, rank: int, ranks: tuple[int, ...], liveness: Liveness, silence: float) -> None:
         self.processes, self._rank = processes, rank
         self._others = [other for other in ranks if other != rank]
-        self._life, self._silence = liveness, silence
+        self._liveness, self._silence = liveness, silence
         self._ended = 0.0  # when the newest of its collectives was seen to be over
         self.error: PeerLost | None = None
 
@@ -100,13 +100,13 @@ class NativeGroup:
         """
         began = time.monotonic()
         while not message[0].is_completed():
-            self._life.look()
+            self._liveness.look()
             quiet = min(self._others, key=self._liveliness, default=self._rank)
-            late = time.monotonic() - max(began, self._ended, self._life.last(quiet)) > self._silence
-            why = self._life.loss_of(quiet) or f"a sum on GPUs has waited for it for {self._silence:g} s"
+            late = time.monotonic() - max(began, self._ended, self._liveness.last(quiet)) > self._silence
+            why = self._liveness.loss_of(quiet) or f"a sum on GPUs has waited for it for {self._silence:g} s"
             if work is not None:
                 work.peer = quiet  # it is named where the wait is given up
-            if self.error is None and (late or self._life.loss_of(quiet) is not None):
+            if self.error is None and (late or self._liveness.loss_of(quiet) is not None):
                 self.error = PeerLost(quiet, why)
                 self.processes.abort()
             if self.error is not None:
@@ -117,7 +117,7 @@ class NativeGroup:
         return (lambda: None) if work is None else partial(work.finished, self.error)
 
     def _liveliness(self, other: int) -> tuple[bool, float]:
-        return self._life.loss_of(other) is None, self._life.last(other)
+        return self._liveness.loss_of(other) is None, self._liveness.last(other)
 
 
 _LOG = logging.getLogger(__name__)

@@ -605,7 +605,7 @@ class BucketedSync(ReplicaSync):
         sent = [0] * self.group.size
         for first, count in self.phases(steps):
             for position in range(self.group.size):
-                each = sum(self._sent(bucket, first, position) for bucket in self.buckets)
+                each = sum(bucket.reduction.sent_bytes(first, self.group.size, position) for bucket in self.buckets)
                 shares = (self.group.size - 1) * sum(sizes[position] for sizes in self._portions)
                 sent[position] += count * (each + shares)
         short = outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
@@ -619,6 +619,3 @@ class BucketedSync(ReplicaSync):
         if self.device().type == "cpu":
             items += [MemoryItem(PINNED, bucket.pinned_bytes, "pinned") for bucket in self.buckets]
         return [*super().memory(), *together([buffers, *items])]
-
-    def _sent(self, bucket: Bucket, step: int, position: int) -> int:
-        return bucket.reduction.sent_bytes(step, self.group.size, position)

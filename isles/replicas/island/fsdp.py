@@ -202,15 +202,11 @@ def _refuse_unfit(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 def _refuse_hidden_tensors(model: nn.Module, arguments: Any, output: Any) -> None:
     """A forward hook: torch gathers weights for the backward pass when a gradient reaches a tensor it has seen."""
-    if torch.is_grad_enabled() and not _is_seen(output):
+    if torch.is_grad_enabled() and not (isinstance(output, Tensor | dict | list | tuple) or is_dataclass(output)):
         raise ValueError(
             f"the model returns a {type(output).__name__}, in which fsdp sees no tensor: return a tensor, a dict, a "
             "tuple or a dataclass, such as isles.models.Output(loss, logits), or take ddp"
         )
-
-
-def _is_seen(output: Any) -> bool:
-    return isinstance(output, Tensor | dict | list | tuple) or is_dataclass(output)
 
 
 def _shard(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) -> None:

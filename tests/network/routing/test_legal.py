@@ -37,7 +37,7 @@ def test_all_of_them_are_found(stages):
 
 
 @pytest.mark.parametrize(
-    ("order", "told"),
+    ("order", "reported"),
     [
         ((1, 2), "does not begin with stage 0"),
         ((), "does not begin with stage 0"),

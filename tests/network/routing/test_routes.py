@@ -71,7 +71,7 @@ def test_tasks_of_a_route():
 
 
 @pytest.mark.parametrize(
-    ("routes", "told"),
+    ("routes", "reported"),
     [
         ([Route(-1, (0,), False)], "numbered from 0"),
         ([Route(0, (0,), False), Route(0, (1,), False)], "microbatch 0 is there twice"),

@@ -176,7 +176,7 @@ def test_a_slow_node_gets_fewer_visits():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ({"memory": 0}, "memory = 0: choose 1 or more"),
         ({"waves": 0}, "waves = 0"),

@@ -98,7 +98,7 @@ class Store:
 
     def up(self, call: Call, live: Tensors, stored: dict[Key, Tensor], round: int) -> Steps[None]:
         """Bring what all workers hold in `round` to its servers: into `stored` here. Its keys are what travels."""
-        keys, lengths = list(stored), self.messages(round, moments=_has_moments(stored))
+        keys, lengths = list(stored), self.messages(round, moments=any(key.slot != WEIGHT for key in stored))
         trainer, server = self._end(live, keys, round, trained=True), self._end(stored, keys, round, trained=False)
         incoming = [torch.empty(int(nbytes), dtype=torch.uint8, device="cpu") for nbytes in lengths[:, self.rank]]
         yield from _exchange(call, trainer, server, incoming)
@@ -195,7 +195,3 @@ def _exchange(call: Call, source: _End, target: _End, incoming: list[Tensor]) ->
     target.check(call, incoming)
     for other, wire in enumerate(incoming):
         target.unpack(wire, other)
-
-
-def _has_moments(tensors: Tensors) -> bool:
-    return any(key.slot != WEIGHT for key in tensors)
