@@ -292,8 +292,8 @@ class PlannedExchange(NamedTuple):
         for group in self.groups:
             if len(group) > 1:
                 pattern = self.pattern(len(group))
-                for place, position in enumerate(group):
-                    total[position] = pattern.sent(place, len(group))
+                for index, position in enumerate(group):
+                    total[position] = pattern.sent(index, len(group))
         return tuple(total)
 
     @property

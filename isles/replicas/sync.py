@@ -498,7 +498,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
 
     def outline(self, steps: int) -> Outline:
         """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show. In an
-        island bytes are those of this worker and of those at its place in other islands, inside and across.
+        island bytes are those of this worker and of those of its island rank in other islands, inside and across.
         """
         own = self.own_outline(steps)
         inside, about = self.replica.sent(steps, self.questions)
@@ -557,7 +557,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         """What must be the same on all workers, beside their weights."""
         inner: list[Any] = []
         if self.level != "parameter":  # equal gradients want equal steps
-            indices = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+            indices = {id(parameter): index for index, parameter in enumerate(self.parameters)}
             owned = [sorted(indices.get(id(own), -1) for own in group["params"]) for group in self.param_groups]
             inner = [type(self.inner).__name__, start.settings_of(self.param_groups), owned]
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in self._shared()]

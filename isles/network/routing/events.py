@@ -245,8 +245,8 @@ class StepPlay:
                     waits[task.microbatch] = f"its turn at worker {worker}, where {_named(due)} comes", [due.microbatch]
                 else:
                     holders = sorted({microbatch for microbatch, _ in self.held[worker]})
-                    held_list = " and ".join(map(str, holders))
-                    waits[task.microbatch] = f"room at worker {worker}, which keeps microbatch {held_list}", holders
+                    numbers = " and ".join(map(str, holders))
+                    waits[task.microbatch] = f"room at worker {worker}, which keeps microbatch {numbers}", holders
         for route in self.routes.values():
             if route.after is not None and route.microbatch not in waits:
                 waits[route.microbatch] = f"the end of microbatch {route.after}", [route.after]

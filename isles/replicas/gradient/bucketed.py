@@ -75,7 +75,7 @@ class Bucket:
         self.stale = False
         """True if a backward pass changed a gradient after the bucket had left."""
         self._loaded: list[tuple[Tensor | None, int]] = []
-        self._is_handed_over = False
+        self._is_passed_on = False
         self.means: list[Tensor] = []
         """The gradients, while they are means that no step has used."""
         self._filled = [position for position, parameter in enumerate(parameters) if parameter.numel()]
@@ -129,7 +129,7 @@ class Bucket:
 
     def hand_over(self) -> None:
         """Its means were given to the inner optimizer, which may take the gradients when it will."""
-        self._loaded, self._is_handed_over = self._gradients(), True
+        self._loaded, self._is_passed_on = self._gradients(), True
 
     def is_changed(self, *, in_pass: bool) -> bool:
         """Whether somebody else wrote to a gradient since `load`: what travels does not know of it. What the inner
@@ -138,7 +138,7 @@ class Bucket:
         """
         return any(
             (old is not new or (before != now and not (in_pass and new is not None and new._is_view())))
-            and not (self._is_handed_over and (old is None or new is None))
+            and not (self._is_passed_on and (old is None or new is None))
             for (old, before), (new, now) in zip(self._loaded, self._gradients(), strict=True)
         )
 
@@ -181,7 +181,7 @@ class Bucket:
 
     def rest(self) -> None:
         self._loaded = []  # holds gradients that the user may want freed
-        self.pending, self.transfer, self.stale, self._is_handed_over = len(self.parameters), None, False, False
+        self.pending, self.transfer, self.stale, self._is_passed_on = len(self.parameters), None, False, False
 
 
 def cut_buckets(parameters: list[nn.Parameter], limit: float, device: torch.device) -> list[Bucket]:

@@ -93,7 +93,7 @@ class InFlight:
     payload: Exchange
     anchors: Exchange | None
     frozen: tuple[int, ...] = ()
-    """Places in the fragment of parameters that are frozen since before what travels was learned."""
+    """Indices in the fragment of parameters that are frozen since before what travels was learned."""
 
     def exchanges(self) -> list[Exchange]:
         return [self.payload] if self.anchors is None else [self.payload, self.anchors]

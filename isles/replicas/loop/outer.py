@@ -307,7 +307,7 @@ class OuterSync(ReplicaSync):
         }
 
     def _resting(self, fragment: Fragment) -> tuple[int, ...]:
-        """Places in the fragment of what is frozen since before its last round."""
+        """Indices in the fragment of what is frozen since before its last round."""
         still = set(self.watch.frozen(fragment.indices, fragment.sent))
         return tuple(index for index, number in enumerate(fragment.indices) if number in still)
 

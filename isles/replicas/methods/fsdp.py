@@ -142,9 +142,9 @@ class FSDP(StepsAlike):
         planned = [(index, what, by_size(groups, lambda n, sent=sent: Swap((sent,) * n))) for index, what, sent in each]
         return (
             [
-                PlannedExchange(step, step, index, what, groups, pattern, step * len(planned) + place)
+                PlannedExchange(step, step, index, what, groups, pattern, step * len(planned) + number)
                 for step in range(1, steps + 1)
-                for place, (index, what, pattern) in enumerate(planned)
+                for number, (index, what, pattern) in enumerate(planned)
             ]
             if size > 1
             else []

@@ -362,7 +362,7 @@ class IST(ReplicaSync):
         merging = self.group.start(up, nbytes=sent_up)
         digest = packed(self.division.digest(self.round), self.run)
         shared = set(map(id, self.shares))
-        with self.landing([place for place, own in enumerate(self.parameters) if id(own) in shared]):
+        with self.landing([index for index, own in enumerate(self.parameters) if id(own) in shared]):
             self._average("outer", Stamp(self.steps, digest, parts=(_OTHER_DIVISION, OTHER_STATE)))
         merging.wait()
         self.round += 1
