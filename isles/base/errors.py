@@ -1,4 +1,4 @@
-"""How Isles words a user's mistake (one line that names the key and what to do), text that others wrote, and Python's
+"""How Isles reports a user's mistake (one line that names the key and what to do), text that others wrote, and Python's
 warnings.
 """
 

@@ -54,7 +54,7 @@ class WaitEvent(Work, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """What a protocol yields that serves whoever comes first: it goes on when one of `works` is done, or more of them.
+    """What a protocol yields to go on as soon as one of `works` is done.
 
     A failed work is raised each time that it is among them: leave it out from then on. Of none, it goes on at once.
     """
@@ -115,7 +115,7 @@ class Deadlines:
 
 
 class LinkEstimate(NamedTuple):
-    """The slowest link from this worker to another machine, as far as it has shown itself.
+    """The slowest link from this worker to another machine, as far as it has been seen.
 
     rate: bits per second; None: not known yet. tries_soon: whether the kernel was made to try again soon after a cut.
     """
