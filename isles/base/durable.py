@@ -1,7 +1,5 @@
-"""Files that are there whole or not at all, whatever is cut off when: written beside their place, flushed to the disk,
-renamed, and the folder's entry flushed too.
-
-The one folder in which Isles keeps things of its user's own: for this user's eyes alone, never part of a run.
+"""Files that are there whole or not at all, whatever is cut off when: written beside their path, flushed to the disk,
+renamed, and the folder's entry flushed too. `home` is the one folder in which Isles keeps things of its user's own.
 """
 
 from __future__ import annotations
@@ -41,9 +39,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def plain_mode(path: Path) -> Iterator[None]:
-    """The file that the block makes at `path` may be read by whom the umask says: safetensors' own files are their
-    owner's alone.
-    """
+    """Give the file that the block makes at `path` the umask's permissions; safetensors' own are private."""
     path.touch()
     mode = path.stat().st_mode & 0o777
     yield

@@ -1,5 +1,5 @@
-"""How Isles words a user's mistake: one line that names the key and the mend; and how it shows what others wrote, and
-what Python warns of.
+"""How Isles reports a user's mistake (one line that names the key and what to do), text that others wrote, and Python's
+warnings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def in_section(section: str, message: str, keys: Iterable[str]) -> str:
 
 
 def demand(config: Any, keys: str, fits: Callable[[Any], bool], hint: str) -> None:
-    """ValueError "KEY = VALUE: mend" for the first of `keys`, with spaces between them, whose value does not fit."""
+    """ValueError "KEY = VALUE: hint" for the first of `keys`, with spaces between them, whose value does not fit."""
     for key in keys.split():
         if not fits(value := getattr(config, key)):
             raise ValueError(f"{key} = {value}: {hint}")

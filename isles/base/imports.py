@@ -17,9 +17,7 @@ def is_import_target(text: str) -> bool:
 
 
 def import_target(key: str, target: str) -> Any:
-    """The object at `target`, which has the form package.module:name. ValueError, begun with `key`, where it cannot be
-    had.
-    """
+    """The object at `target` (package.module:name). ValueError, begun with `key`, where there is none."""
     module, _, name = target.partition(":")
     try:
         return getattr(import_module(module), name)

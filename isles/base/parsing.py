@@ -1,9 +1,8 @@
-"""JSON and TOML that somebody else wrote, measured before they are parsed: a small text may else take gigabytes.
+"""JSON, TOML and messages that somebody else wrote. Text is measured before it is parsed, for a small text may take
+gigabytes; what is too long, too deep or of too many parts is a ValueError in one line.
 
-What is too long, too deep or of too many parts is a mistake of the file as any other: ValueError, in one line.
-
-What another machine says is data: it is read as a type that says how large its numbers, texts and lists may be, and
-as that alone. Unfit: it is not as it must be.
+A message from another machine is read as a type that says how large its numbers, texts and lists may be, and as
+nothing else; `Unfit` where it does not fit.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class SpreadMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """summary.json. Means are over workers; a loss is None where no text was kept for validation."""
+    """summary.json. Means are over workers; a loss is None without validation text."""
 
     isles_version: str
     method: str
@@ -144,9 +144,7 @@ class Summary:
     seed: int
     corpus_sha256: str
     memory: Mapping[str, Any] | None = None
-    """Of a run under a plan of memory: the plan, and its peak and step beside those of the run; else None, and left
-    out.
-    """
+    """The plan of memory, with its peak and step beside those of the run; None, and left out, without one."""
     priced_as: str | None = None
     """The model, step and links that seconds are of by `run.priced_as`; else None, and left out, as is the next."""
     priced_bytes_per_worker: float | None = None
@@ -198,7 +196,7 @@ class ElasticSummary:
     each peer the way, the round trip, and bytes sent and taken. Left out on a simulated network.
     """
     refused: list[dict[str, Any]] | None = None
-    """By whom (-1: the lighthouse) of which seat, why and how often; left out on a simulated network."""
+    """By whom (-1: the lighthouse) of which member, why and how often; left out on a simulated network."""
 
     def record(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value is not None}

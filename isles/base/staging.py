@@ -26,9 +26,7 @@ def is_away(tensors: Sequence[Tensor]) -> bool:
 
 
 def arena(tensors: Sequence[Tensor], *, pinned: bool | None = None) -> list[Tensor]:
-    """Uninitialised tensors of their shapes and formats on the host, in one block of memory. pinned None: where there
-    are GPUs.
-    """
+    """Uninitialised host tensors of their shapes and formats, in one block. pinned None: where there are GPUs."""
     *starts, end = _offsets(tensors)
     pinned = torch.cuda.is_available() if pinned is None else pinned
     block = torch.empty(end, dtype=torch.uint8, pin_memory=pinned, device="cpu")
@@ -64,7 +62,7 @@ class HostCopies:
             copied.synchronize()
 
     def up(self, tensors: Sequence[Tensor | None], local_share: float = 0.0) -> None:
-        """tensors = kept tensors + (1 - kept) hosts."""
+        """tensors = local_share tensors + (1 - local_share) hosts."""
 
         def copy(index: int, own: Tensor) -> None:
             host = self.hosts[index]

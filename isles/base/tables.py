@@ -1,5 +1,5 @@
-"""TOML tables that a user wrote: read from a file, and turned into a dataclass, one line an error; and what the fields
-of such a dataclass say of themselves.
+"""TOML tables that a user wrote: read from a file, turned into a dataclass with one line an error, and the
+documentation of such a dataclass's fields.
 
 A field whose default is made by another dataclass is a table inside the section. Keys are written with dots:
 "pipeline.swarm.peers" is key peers of table swarm of section pipeline.
@@ -45,7 +45,7 @@ def parse_value(text: str) -> Any:
 
 
 def typed(section: str, cls: type, values: Mapping[str, Any]) -> Any:
-    """The dataclass `cls` from the keys of a section. ValueError that names section.key and the mend."""
+    """The dataclass `cls` from the keys of a section. ValueError that names section.key and what to do."""
     _refuse_unknown(section, cls, values, [f"{section}.{key}" for key in keys_of(cls)])
     try:
         # As JSON, for the strict check of Python values takes no list for a tuple; strict: "yes" is no boolean, true no
@@ -136,7 +136,7 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
 
 def field_docs(cls: type) -> dict[str, str]:
     """What the string below each field of a dataclass says, in one line; a field that a class derived from another
-    gives a new default keeps its words, unless it has its own. "" where there are none, or no source to read.
+    gives a new default has the same text, unless it has its own. "" where there are none, or no source to read.
     """
     found = dict.fromkeys((field.name for field in fields(cls)), "")
     for owner in reversed(cls.__mro__):

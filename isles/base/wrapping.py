@@ -1,5 +1,6 @@
-"""An optimizer around another one: the same parameter groups and the same state, so that schedulers and trainers that
-look at either see both; what is asked of an optimizer that does its work late; and whose memory a thread works in.
+"""An optimizer around another one (`Wrapping`) shares its parameter groups and state, so that schedulers and trainers
+see both. `SeveralOptimizers` is several as one. `Deferred`, `Phased` and `Sharing` say what is asked of an optimizer
+that works later than its call, or on the host; `host_work` marks memory that a thread allocates there.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Phased(Deferred, Protocol):
         """From here on, gradients are final when `ready` says so, not when they are made."""
 
     def ready(self, parameters: Sequence[nn.Parameter]) -> None:
-        """What is in `.grad` of these is what `step` would update them by. Theirs may be gone after this call."""
+        """What is in `.grad` of these is what `step` would update them by. `.grad` may be freed after this call."""
 
 
 class Spreading(Protocol):
@@ -298,7 +299,7 @@ def each_of(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def fresh_state(optimizer: Optimizer) -> None:
-    """Forget what an optimizer keeps of earlier gradients, as before its first step."""
+    """Reset what an optimizer has of earlier gradients, as before its first step."""
     if isinstance(optimizer, SeveralOptimizers):
         for one in optimizer.optimizers:
             fresh_state(one)

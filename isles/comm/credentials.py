@@ -2,8 +2,9 @@
 
     token = first 16 bytes of the SHA-256 of the certificate (DER) + 16 random bytes, as 64 hex digits
 
-Whoever has the token can tell the run's machine from another (the first half) and prove to it that it was told (the
-second half). Nobody signs the certificate: it is trusted because its fingerprint is the token's. One token is one run.
+Whoever has the token can tell the run's machine from another (the first half) and prove to it that it has the secret
+(the second half). Nobody signs the certificate: it is trusted because its fingerprint is the token's. One token is one
+run.
 
     found(folder) -> Credentials    a new run: key, certificate, secret, all in `folder`
     read(folder)                    those of a run that goes on
@@ -96,7 +97,7 @@ def own(secret: str, folder: Path, *, now: datetime.datetime | None = None) -> C
     """Make a key and a certificate (P-256, a year) of this machine's own in `folder`, beside the `secret` of its run:
     what a worker listens with, so that the run's key never leaves the lighthouse.
     """
-    _private(folder)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     now = now or datetime.datetime.now(datetime.UTC)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
@@ -198,7 +199,3 @@ def write_private(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(descriptor)
     os.replace(part, path)
-
-
-def _private(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)

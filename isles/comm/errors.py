@@ -50,14 +50,14 @@ class PeerSilent(PeerLost):
 
 class DeadlinePassed(CommError):
     """`peer` (-1: anyone) did not answer on `channel` within `seconds`. Only this transfer ends; other pairs are
-    unharmed. detail: a usual cause, with its mend.
+    unharmed. detail: a usual cause, and what to do.
 
     Seen when a worker is much slower than the others or paused: raise the channel's deadline
     (`Deadlines(outer=SECONDS)`, or `--set world.outer_deadline=SECONDS`) if the peer was alive.
     """
 
     def __init__(self, peer: int, channel: str, seconds: float, detail: str = "") -> None:
-        who = f"worker {peer} did not answer" if peer >= 0 else "no worker was heard"
+        who = f"worker {peer} did not answer" if peer >= 0 else "no worker answered"
         elsewhere = (
             "; if it is alive, is it in another call? finish(), consolidate() and replica_std() are for all workers"
         )
@@ -91,7 +91,7 @@ class Elsewhere(CommError):
 
 
 class Malformed(CommError):
-    """What `peer` (-1: someone) sent is not what such a message can be: another length, places beyond the end."""
+    """What `peer` (-1: someone) sent is not what such a message can be: another length, indices beyond the end."""
 
     def __init__(self, peer: int, detail: str) -> None:
         who = f"worker {peer}" if peer >= 0 else "a worker"
@@ -102,7 +102,7 @@ class Malformed(CommError):
 
 class Refused(CommError):
     """What `peer` sent cannot be a share of this round: it is not finite, or far larger than such shares have been
-    (`isles.comm.trust`). by: the worker that found it so and told this one; -1: this one found it itself.
+    (`isles.comm.trust`). by: the worker that found it so and reported it; -1: this one found it itself.
     """
 
     def __init__(self, peer: int, detail: str, by: int = -1) -> None:
@@ -131,9 +131,7 @@ class WorkerFailed(CommError):
 
 
 class NodeLost(CommError):
-    """The launcher on another machine of this run is gone; `node` is its number, `detail` its address and what was
-    seen.
-    """
+    """The launcher on another machine is lost; `node` is its number, `detail` its address and what was seen."""
 
     def __init__(self, node: int, detail: str) -> None:
         super().__init__(f"node {node} {detail}")
@@ -161,9 +159,7 @@ def to_plain(error: Exception) -> list[Any]:
 
 
 def from_plain(plain: Any) -> Exception:
-    """The error that `to_plain` was given. ValueError is the only class besides those of this file; texts come without
-    control characters.
-    """
+    """The error that `to_plain` was given: of this file, or ValueError; texts come without control characters."""
     try:
         name, arguments = plain
         return _TRAVELLERS[name](*(_argument(value) for value in arguments))

@@ -1,10 +1,9 @@
 """A group: an ordered set of ranks over a transport, made without sending anything.
 
 Positions inside a group are 0..size-1; only the group knows ranks. `among(positions)` gives a pair, a stage column, an
-island, the survivors. Collectives come in two forms: the generators of `collectives` and `mean` (start them with
-`start`, they run behind the computation) and the blocking verbs here, which are the same generators waited for.
-
-Whether all members of a group have the same.
+island, the survivors. Collectives come in two forms: the generators of `collectives` (start them with `start`, they run
+behind the computation) and the blocking methods here, which are the same generators waited for. `same_text` and
+`odd_one` compare what all members have and name the member that differs.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class Group:
 
     def answering(self, channel: Channel = "control") -> Group:
         """The members that answer within the deadline, this one among them, in group order: what is left of the group
-        after losses. All who are left must ask together. One who comes later than the deadline finds the others gone.
+        after losses. All who are left must ask together. A member that is later than the deadline finds no group.
         """
         here = torch.zeros(1, dtype=torch.uint8, device="cpu")
         calls = {
@@ -168,7 +167,7 @@ def hashed(text: str) -> int:
 
 
 def odd_one(values: Sequence[_H]) -> tuple[int | None, int]:
-    """Of what all members have told: the first position that differs from the usual, None if none does, and the first
+    """Of the values of all members: the first position that differs from the usual, None if none does, and the first
     that is usual. So all name the same one; of two, the first is right.
     """
     usual = Counter(values).most_common(1)[0][0]

@@ -52,9 +52,7 @@ class Layout:
 
     @classmethod
     def rows(cls, lengths: Sequence[int], aside: int = 0) -> Layout:
-        """Replicas of unequal numbers of stages, rank after rank; behind them so many ranks that are in none: each by
-        itself, without a first stage.
-        """
+        """Replicas of unequal numbers of stages, rank after rank; then `aside` ranks that are in no replica."""
         coordinates = [Coordinate(row, stage, 0) for row, length in enumerate(lengths) for stage in range(length)]
         return cls((*coordinates, *(Coordinate(len(coordinates) + rank, 1, 0) for rank in range(aside))))
 

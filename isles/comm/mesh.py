@@ -104,7 +104,7 @@ class Mesh:
 
 
 def _patient(own: Group) -> Group:
-    """Whoever waits for an answer from other replicas keeps the workers of its own waiting as long."""
+    """A worker that waits for another replica delays the workers of its own replica as long."""
     waits = own.deadlines
     return replace(own, deadlines=replace(waits, inner=waits.outer)) if waits.outer > waits.inner else own
 

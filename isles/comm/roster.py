@@ -1,4 +1,4 @@
-"""Who takes part in which round of an outer method, and whom this worker has lost."""
+"""Which workers take part in which round of an outer method, and which of them this worker has lost."""
 
 from __future__ import annotations
 
@@ -10,75 +10,71 @@ from isles.comm.errors import CommError, Diverged, Malformed, PeerLost, Refused
 from isles.comm.group import Group
 
 RoundOutcome = Literal["land", "retry", "postpone"]
-"""What becomes of an attempt: its answer is everybody's; the round is tried again (`Roster.opening`); nobody can say
+"""Of an attempt: all apply its answer; the round is tried again (`Roster.start_round`); the outcome cannot be known
 now, or this worker has no part in it any more.
 """
-_REFUSALS = 3  # payloads of one that cannot be, after which nobody waits for it any more
+_REFUSALS = 3  # invalid payloads of a worker after which it counts as lost
 
 
 @runtime_checkable
 class Roster(Protocol):
-    """The members of rounds 1, 2, ... as this worker knows them; see `isles.membership.views.View` for members.
+    """The members of rounds 1, 2, ... as this worker knows them, by rank or member id (`isles.membership.views.View`).
 
-    The first answer for a round is final, for whoever asks has begun it; answers for rounds that have not landed belong
-    to the state.
+    The first answer for a round is final, because the worker that asks has begun it; answers for rounds that have not
+    landed belong to the state.
     """
 
     @property
     def founders(self) -> Group:
-        """Who starts together. Its size and this worker's position in it are what a run is planned with."""
+        """The workers that start together: a run is planned with their number and this worker's position."""
 
     @property
     def grows(self) -> bool:
-        """Whether others than the founders may take part in later rounds."""
+        """Whether later rounds may have members that are no founders."""
 
     @property
     def answers_alike(self) -> bool:
-        """Whether all workers of an island get the same answers, and land a round together or not at all: each then
-        asks the same things in the same order.
+        """Whether all workers of an island get the same answers, and land a round together or not at all. Each must
+        then call the same methods in the same order.
         """
 
     def group(self, round: int) -> Group:
-        """The members of `round`, lost ones included: all must draw pairs from the same list. This worker alone where
-        it is not a member, or does not know.
+        """The members of `round`, lost ones included, so that all draw pairs from the same list. This worker alone
+        where it is not a member, or does not know.
         """
 
     def lost(self, member: int, /) -> bool:
-        """Whether `member` is waited for no more."""
+        """Whether nobody waits for `member` any more."""
 
     def has_lost(self, members: Sequence[int], /) -> bool:
-        """Whether one of `members`, the members of a round, is lost: then this worker does it alone."""
+        """Whether one of `members`, those of a round, is lost: this worker then does the round alone."""
 
     def report_failure(self, member: int, /, error: CommError) -> None:
-        """An exchange with `member` (-1: with somebody) has ended in `error`."""
+        """An exchange with `member` (-1: unknown) has ended in `error`."""
 
     def may_apply(self, round: int, members: Sequence[int], /, *, whole: bool) -> bool:
-        """The exchange of `round` among `members` is over, and whole here or not: whether its answer may be used."""
+        """Whether the answer of an exchange that has ended may be used. whole: it is whole on this worker."""
 
     def start_round(self, round: int) -> tuple[Group, int] | None:
-        """Among whom a round that all land together or not at all is exchanged now, and the number of this attempt.
-        None: that cannot be said now.
-        """
+        """(members, number of this attempt) of a round that all land together or not at all. None: not known now."""
 
     def finish_round(
         self, round: int, attempt: int, digest: int | None, error: CommError | None = None
     ) -> RoundOutcome:
-        """Whether an attempt of such a round lands. digest: hash of its answer; None where it has none, for `error`.
-        Blocks until that is known; "postpone" where it cannot be.
-        """
+        """Block for the outcome of an attempt of such a round. digest: hash of its answer; None: none, for `error`."""
 
     def survivors(self, asked: bool) -> Group:
-        """The workers of the newest view; with `asked` those of them that answer now: all must ask together."""
+        """The workers of the newest view; with `asked` those that answer now, where all workers call it together."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able: what a checkpoint keeps."""
+        """JSON-able: what a checkpoint holds."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; from {}: nobody is lost."""
+        """Continue from `state_dict`; {}: nobody is lost."""
 
 
 class FixedRoster:
-    """`founders` in every round; whose connection breaks is lost for good, and who sent thrice what cannot be."""
+    """`founders` in every round. A worker is lost for good if its connection breaks or it sends three bad payloads."""
 
     grows = False
     answers_alike = False
@@ -98,7 +94,7 @@ class FixedRoster:
         return not self._lost.isdisjoint(members)
 
     def report_failure(self, member: int, error: CommError) -> None:
-        """Who is only late is met again; who sends what cannot be, only so often."""
+        """A late worker is waited for again, one with bad payloads `_REFUSALS` times."""
         if isinstance(error, (Refused, Malformed, Diverged)):
             self._refused[member] += 1
             if self._refused[member] >= _REFUSALS and member in self.founders.ranks:

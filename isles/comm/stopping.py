@@ -45,15 +45,13 @@ class StopControl:
 
 
 class LeaveControl:
-    """How a worker is asked to end by itself. One that can leave goes while the others go on; for one that cannot, all
-    are asked to stop.
-    """
+    """Asks one worker to end. One that can leave goes while the others go on; else all are asked to stop."""
 
     def __init__(self, stop_all: Callable[[], None] = lambda: None) -> None:
         self._stop_all = stop_all
         self._leave = stop_all
         self.has_left = False
-        """Whether the worker is done before the others, so that nothing keeps its process."""
+        """Whether the worker is done before the others, so that nothing holds its process."""
 
     def can(self, leave: Callable[[], None]) -> None:
         """From now on `leave` is called, in any thread, where this worker is asked."""
@@ -82,9 +80,7 @@ class SharedStopControl:
         self._asked = True
 
     def boundary(self, worker: int, step: int) -> bool:
-        """As StopControl.boundary. The first worker to come by after the request settles the step: one more than the
-        furthest.
-        """
+        """As StopControl.boundary. The first worker after the request sets the last step: one beyond the furthest."""
         with self._lock:
             self._steps[worker] = step
             if self._asked and self._last is None:

@@ -1,13 +1,13 @@
-"""What Linux tells of a TCP connection, and how it is made to try again sooner after a cut.
+"""TCP connections of this process: what Linux says of them, how they are made to retry sooner, and which address and
+interface leads to another machine.
 
-On a full slow line TCP's time until the next try is seconds and doubles with each, so that traffic comes back up to one
-cut's length after the mend. `TCP_RTO_MAX_MS` (Linux 6.15) keeps it at two seconds; then the number of tries that Linux
-makes would be over in half a minute, so `TCP_USER_TIMEOUT` says how long to go on. Never the first without the second.
+After a loss on a full slow link TCP's retransmission timeout is seconds and doubles with each try, so traffic comes
+back up to one outage's length after the link does. `TCP_RTO_MAX_MS` (Linux 6.15) bounds it to two seconds; then the
+number of tries that Linux makes would be over in half a minute, so `TCP_USER_TIMEOUT` says how long to go on. Never the
+first without the second.
 
-Where nothing can even be sent, for the own interface is down, Linux probes instead, and gives up after fifteen of these
-however long it was told to go on: `keep_trying` spreads them, and has what waits sent as soon as it can be.
-
-By which of its addresses, and which network interface, this machine speaks to another one.
+Where nothing can be sent at all, because the own interface is down, Linux probes instead, and gives up after fifteen
+probes however long it was told to go on: `keep_trying` spreads them, and sends what is queued as soon as possible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _AGAIN = 2000  # milliseconds until the next try, at most
 _SELDOM = 120_000  # the most that Linux takes
 _PATIENCE = 600.0  # seconds for which it is tried, at least
 _PROBES = 6.0  # of those that are left last for at least a silence
-_LONGEST = (1 << 31) - 1  # milliseconds that a socket can be told
+_LONGEST = (1 << 31) - 1  # milliseconds that a socket option takes
 _CUTS = 10.0  # times the silence after which somebody counts as lost
 # state, retransmits, probes, rto (us); unacked (segments); bytes_acked, bytes_received (Linux 4.1);
 # notsent_bytes (4.6); busy_time (us, 4.10)

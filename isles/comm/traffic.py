@@ -67,9 +67,7 @@ class Traffic:
         counts.messages_received += 1
 
     def reassign(self, nbytes: int, *, sent: bool, before: Channel) -> None:
-        """A message of `nbytes` that was counted on the channel `before` is counted on another one as well: once is
-        enough.
-        """
+        """Take a message of `nbytes` off the channel `before`, because it is counted on another channel as well."""
         counts, way = self.channels[before], "sent" if sent else "received"
         for what, count in ((f"bytes_{way}", nbytes), (f"messages_{way}", 1)):
             setattr(counts, what, getattr(counts, what) - count)

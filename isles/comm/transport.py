@@ -29,20 +29,20 @@ from isles.comm.traffic import Traffic
 T = TypeVar("T", covariant=True)
 
 SUSPECT_AFTER = 1.0
-"""Seconds for which one is waited for without a doubt."""
+"""Seconds that a peer is waited for before it is suspected."""
 SUSPECT_EVERY = 0.25
-"""Seconds from one doubt about it to the next."""
+"""Seconds from one suspicion of it to the next."""
 
 
 class Work(Protocol):
-    """One message on its way. It keeps its buffer alive until the message is gone or has arrived."""
+    """One message on its way. It keeps its buffer alive until the message has left or has arrived."""
 
     peer: int | None  # the other rank; for a receive from anyone: None until it is done
     at: float  # seconds of the worker's clock at which it was done; infinity before
     error: Exception | None  # what it failed with; None before, and where it did not
 
     def done(self) -> bool:
-        """True once the message is gone (send) or arrived (receive), or once it failed."""
+        """True once the message has left (send) or arrived (receive), or once it failed."""
 
 
 class WaitEvent(Work, Protocol):
@@ -54,7 +54,7 @@ class WaitEvent(Work, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """What a protocol yields that serves whoever comes first: it goes on when one of `works` is done, or more of them.
+    """What a protocol yields to go on as soon as one of `works` is done.
 
     A failed work is raised each time that it is among them: leave it out from then on. Of none, it goes on at once.
     """
@@ -115,7 +115,7 @@ class Deadlines:
 
 
 class LinkEstimate(NamedTuple):
-    """The slowest link from this worker to another machine, as far as it has shown itself.
+    """The slowest link from this worker to another machine, as far as it has been seen.
 
     rate: bits per second; None: not known yet. tries_soon: whether the kernel was made to try again soon after a cut.
     """
@@ -148,12 +148,10 @@ class Transport(Protocol):
         """Seconds for which computing stood still because this worker was paused (virtual); 0.0 where nobody is."""
 
     def send(self, peer: int, data: Tensor, tag: Tag) -> Work:
-        """Start sending `data`; returns at once and holds the data until it is gone. Do not write to it before."""
+        """Start sending `data`; returns at once and holds the data until it has left. Do not write to it before."""
 
     def recv(self, peer: int | None, out: Tensor, tag: Tag) -> Work:
-        """Post a receive of exactly `out.numel()` bytes from `peer` (None: from anyone; `work.peer` then names the
-        sender).
-        """
+        """Post a receive of `out.numel()` bytes from `peer` (None: from anyone; `work.peer` then names the sender)."""
 
     @property
     def native(self) -> bool:
@@ -163,7 +161,7 @@ class Transport(Protocol):
         """Start `protocol` and drive it behind the computation; `deadline` seconds from now it counts as failed."""
 
     def event(self, seconds: float = math.inf) -> WaitEvent:
-        """A work of no message, for `AnyOf`: done when it is rung, and by itself after `seconds`."""
+        """A work of no message, for `AnyOf`: done when it is set, and by itself after `seconds`."""
 
     def link_estimate(self) -> LinkEstimate | None:
         """The slowest link to another machine; None where there is none, or nobody knows."""
@@ -172,9 +170,7 @@ class Transport(Protocol):
         """Seconds since this worker's start, on the backend's clock."""
 
     def compute(self, seconds: float) -> None:
-        """Charge `seconds` of computation (virtual: times the worker's speed and jitter; distributed: nothing, it is
-        measured).
-        """
+        """Charge `seconds` of computation (virtual: times speed and jitter; distributed: nothing, it is measured)."""
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able clock and message numbers (virtual), for a checkpoint taken while no transfer is under way."""
@@ -199,9 +195,7 @@ class NativeCollectives(Protocol):
         """What `start` posts of torch's own on the GPUs of `ranks`. PeerLost where one of them was lost before."""
 
     def process_group(self, ranks: tuple[int, ...], device: str) -> Any:
-        """torch.distributed's group of `ranks` for tensors on `device` ("cpu" or "cuda"), for what torch does by itself
-        among them.
-        """
+        """torch.distributed's group of `ranks` for tensors on `device` ("cpu" or "cuda"), for torch's own messages."""
 
 
 def native_collectives(transport: Transport) -> NativeCollectives:

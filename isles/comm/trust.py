@@ -73,9 +73,7 @@ class PeerTrust:
 
 
 def squares(part: Tensor) -> Tensor:
-    """Sum of the squares of a contiguous block (b,), as a number on its device: not finite if an entry is not, or if
-    the sum overflows.
-    """
+    """Sum of the squares of a contiguous block (b,), on its device: not finite if an entry or the sum is not."""
     return torch.dot(part, part)
 
 
@@ -105,9 +103,7 @@ class Squares:
 
 
 def mean_square(vector: Tensor) -> float:
-    """The mean of the squares of flat `vector` (n,), 0 for none; read block by block. Half-precise ones are looked at
-    in float32.
-    """
+    """Mean square of flat `vector` (n,), 0 for none; read block by block, half precision in float32."""
     found = Squares()
     for block in vector.split(BLOCK):
         if block.dtype in (torch.float16, torch.bfloat16):

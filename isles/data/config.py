@@ -36,7 +36,7 @@ class DataConfig:
     validation_sequences: int = 128
     """Sequences that one validation pass reads, evenly spaced over the validation tokens."""
     cache: str = ""
-    """Folder in which tokenised corpora are kept and memory-mapped by every process; "" tokenises in memory."""
+    """Folder in which tokenised corpora are saved and memory-mapped by every process; "" tokenises in memory."""
 
     def __post_init__(self) -> None:
         for key in ("path", "tokenizer", "text_key", "cache"):

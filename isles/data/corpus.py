@@ -25,7 +25,7 @@ def block_sums(array: np.ndarray) -> np.ndarray:
 
 
 class CheckedBlocks:
-    """Flat `array` and what its blocks' checksums must be. where: what is told to be damaged."""
+    """Flat `array` and what its blocks' checksums must be. where: what an error calls damaged."""
 
     def __init__(self, array: np.ndarray, sums: np.ndarray, where: str) -> None:
         self._data, self._sums, self._where = array, sums, where
@@ -35,9 +35,7 @@ class CheckedBlocks:
         self._seen = np.zeros(len(sums), dtype=bool)
 
     def check(self, start: int, stop: int) -> None:
-        """Compare the blocks that hold entries start to stop, those that were not compared before. ValueError where one
-        differs.
-        """
+        """Check the blocks of entries start to stop that were not checked before. ValueError where one differs."""
         for block in range(start * self._width // BLOCK, -(-stop * self._width // BLOCK)):
             if not self._seen[block]:
                 entries = BLOCK // self._width

@@ -1,4 +1,6 @@
-"""What the files say: one reader a format, each giving texts one by one. A document is a text file, or a row."""
+"""The texts of the source files: one reader a format, each giving texts one by one. A document is a text file, or a
+row.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def _read_text(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
 
 
 def _looks_like(content: bytes) -> str:
-    """What a file that is no text seems to be, and the mend."""
+    """What a file that is no text seems to be, and what to do."""
     if content.startswith(_UTF16_MARKS):
         return "it looks like UTF-16; convert it with iconv -f utf-16 -t utf-8"
     if content.isascii() and not any(content[1::2]):
@@ -77,7 +79,7 @@ def _read_jsonl(source: Source, text_key: str) -> Iterator[tuple[str, str]]:
             except UnicodeDecodeError:
                 raise ValueError(f"data.path: {source.path} line {number} is not UTF-8; convert it") from None
             except ValueError as error:
-                raise ValueError(f"data.path: {source.path} line {number} is not JSON ({error}); mend it") from None
+                raise ValueError(f"data.path: {source.path} line {number} is not JSON ({error}); correct it") from None
             if not isinstance(row, dict):
                 raise ValueError(
                     f"data.path: {source.path} line {number} is not an object; write {{{json.dumps(text_key)}: ...}}"
@@ -150,7 +152,7 @@ def _text(value: Any, source: Source, text_key: str, where: str) -> str:
             value.encode("utf-8")
         except UnicodeEncodeError:  # JSON can spell half a surrogate pair, which is no character
             raise ValueError(
-                f"data.text_key = {text_key!r} holds half a surrogate pair in {where} of {source.path}; mend the row"
+                f"data.text_key = {text_key!r} holds half a surrogate pair in {where} of {source.path}; correct the row"
             ) from None
     return value
 

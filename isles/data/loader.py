@@ -117,7 +117,7 @@ class Loader:
         The same sequences in the same order for every worker, seed and number of workers: `validation_sequences`
         windows evenly spaced over the validation tokens, or all of them where there are fewer. Weigh a batch by its
         rows: with a global batch size the number of workers decides how the sequences are cut into batches.
-        ValueError where nothing was kept for validation.
+        ValueError without validation text.
         """
         if self._validation is None:
             raise ValueError("data.validation_fraction = 0 keeps no text for validation; use for example 0.05")
@@ -128,7 +128,7 @@ class Loader:
             yield _batch(among, rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data stands, ready for JSON. It is the same for every worker, so a run needs to keep only one."""
+        """Where the data stands, ready for JSON. It is the same for every worker, so a run saves only one."""
         return {
             "corpus_sha256": self.corpus.sha256,
             "seed": self.seed,
@@ -168,7 +168,7 @@ class Loader:
         return epoch_order(self.sequences, seed=self.seed, epoch=epoch, share=share)
 
     def _fixed_validation(self, sequences: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """(all validation windows, indices of those that are read); None where the corpus keeps nothing apart."""
+        """(all validation windows, indices of those that are read); None without validation text."""
         tokens = self.corpus.validation.tokens
         if len(tokens) == 0:
             return None
@@ -182,10 +182,10 @@ class Loader:
 
 
 def resharded(state: dict[str, Any], *, workers: int, batch_size: int) -> dict[str, Any]:
-    """A loader's state for another number of workers and sequences a worker and step, at the same place of the data.
+    """A loader's state for another number of workers and sequences a worker and step, at the same position of the data.
 
-    With "iid" reading goes on at the same place of the same order, so the epoch still reads every sequence once; with
-    "by_file" shares are drawn anew, so some documents are read again early.
+    With "iid" reading goes on at the same position of the same order, so the epoch still reads every sequence once;
+    with "by_file" shares are drawn anew, so some documents are read again early.
     """
     return {**state, "workers": workers, "batch_size": batch_size}
 

@@ -1,10 +1,9 @@
-"""From files to a corpus: read, tokenise, and keep validation out of training.
+"""From files to a corpus (`load_corpus`: once a process and, on request, once a machine): read, tokenise, and keep
+validation out of training.
 
 Which side a document falls on is decided by a hash of its name, so it depends neither on the machine nor on the other
 documents. Where that leaves validation less than half or more than twice its share (one book, a few files of unequal
 size) every document is cut in two instead and its end goes to validation. Either way no token is on both sides.
-
-`load_corpus`: the corpus of a configuration, made once a process and, on request, once a machine.
 """
 
 from __future__ import annotations
@@ -135,9 +134,9 @@ def load_corpus(config: DataConfig) -> Corpus:
     """Read, tokenise and split the text of `config`; a second call in the process returns the same object.
 
     The files are looked at on every call (names, sizes, times of change), and a change makes a new corpus. With
-    `config.cache` the arrays are kept in that folder and memory-mapped, so that later processes read nothing else. A
+    `config.cache` the arrays are saved in that folder and memory-mapped, so that later processes read nothing else. A
     `config.path` that is itself such a folder (`store.save_corpus`) is opened as it is, with the split that it has.
-    ValueError, one line with key and mend, where something cannot be read or holds no text.
+    ValueError, one line with key and what to do, where something cannot be read or holds no text.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     if is_stored(config.path):

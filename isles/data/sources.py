@@ -30,9 +30,7 @@ class Source:
     alone: bool  # named by the user itself, not found in a folder: then nothing about it is passed over
 
     def document_name(self, row: int | None = None) -> str:
-        """What the split hashes. A file that stands alone adds nothing: where it lies and how it is called there may
-        differ between machines.
-        """
+        """What the split hashes. A file that stands alone adds nothing: its path may differ between machines."""
         name = "" if self.alone else self.name
         return name if row is None else f"{name}#{row}"
 

@@ -131,7 +131,7 @@ def _eos_id(config: Path, rust: Any) -> int | None:
     try:
         token = parse_json(config.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError):
-        raise ValueError(f"data.tokenizer: {str(config)!r} is not a JSON object; mend or remove it") from None
+        raise ValueError(f"data.tokenizer: {str(config)!r} is not a JSON object; correct or remove it") from None
     if isinstance(token, dict):  # older files hold the token with its flags
         token = token.get("content")
     return rust.token_to_id(token) if token else None

@@ -489,7 +489,7 @@ class SimulatedMembership:
     def _resume(self, member: int) -> None:
         if member in self._cut:
             self._cut.discard(member)
-            self.wire.mend(member)
+            self.wire.restore(member)
             for other in self.alive():
                 if other not in self._cut:
                     self.clients[other].connection(member, broken=False)

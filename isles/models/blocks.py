@@ -1,6 +1,5 @@
-"""Where the blocks of a model are: what fragments, islands, stages and memory cut it by.
-
-Module trees that share their tensors: to change what runs without touching the model that a user holds.
+"""A model's blocks, by which fragments, islands, stages and memory cut it; and module trees that share their tensors,
+to change what runs without touching the model that a user holds.
 """
 
 from __future__ import annotations

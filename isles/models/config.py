@@ -43,9 +43,7 @@ class ModelConfig:
     vocab: int | None = None
     """Token ids (256 for bytes; must cover the tokenizer's). With hf: those of its config.json, unless given."""
     context: int | None = None
-    """Longest sequence, in tokens. With hf: the longest its config.json allows, unless given; with factory it must be
-    given.
-    """
+    """Longest sequence, in tokens. With hf: left out, what its config.json allows; with factory: required."""
     tie_embeddings: bool | None = None
     """Embedding and head share one matrix."""
     factory: str | None = None

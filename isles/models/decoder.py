@@ -229,9 +229,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(x_BTD))
 
     def allocate(self, device: torch.device, seed: int) -> None:
-        """Give what is left of a decoder made on the meta device memory on `device`, and its parameters the numbers
-        that they have in the whole one.
-        """
+        """Give a decoder's part from the meta device memory on `device`, with the whole decoder's initial numbers."""
         self.to_empty(device=device)
         dtype = next(self.parameters()).dtype
         self.rotary = Rotary(self.shape.head_dim, self.shape.context, device=device, dtype=dtype)

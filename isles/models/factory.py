@@ -73,9 +73,7 @@ def _without_numbers(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_contract(model: nn.Module, target: str, context: int) -> None:
-    """One forward pass of one sequence, before anything is trained. ValueError: it fails, or gives no loss to train
-    on.
-    """
+    """One forward pass of one sequence, before training. ValueError: it fails, or gives no loss to train on."""
     key = f"model.factory = {target!r}"
     device = next(model.parameters()).device
     with torch.random.fork_rng(devices=[]):
@@ -96,9 +94,7 @@ def check_contract(model: nn.Module, target: str, context: int) -> None:
 
 @torch.no_grad()
 def next_token_scores(model: Any, tokens_BT: Tensor) -> Tensor:
-    """Scores (B, T, V) for the token after each of `tokens_BT`, int64, of any model that trains here. ValueError for
-    one that gives no logits.
-    """
+    """Scores (B, T, V) after each of `tokens_BT`, int64, of any model. ValueError for one that gives no logits."""
     if callable(getattr(model, "logits", None)):
         return model.logits(tokens_BT)
     window = torch.cat((tokens_BT, tokens_BT[:, -1:]), dim=1)  # the last one only stands where the answer would

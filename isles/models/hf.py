@@ -94,9 +94,7 @@ def load_hf(
 
 
 def hf_limits(path: str) -> tuple[int | None, int]:
-    """(longest sequence in tokens, None where config.json does not say; token ids) of the model in the folder `path`.
-    ValueError as in `load_hf`.
-    """
+    """(longest sequence, None if config.json has none; token ids) of the model at `path`. ValueError as `load_hf`."""
     config = _read_config(path).get_text_config()
     return getattr(config, "max_position_embeddings", None), config.vocab_size
 

@@ -40,9 +40,7 @@ def limits(config: ModelConfig) -> Limits:
 
 
 def state_bytes(config: ModelConfig) -> int:
-    """Bytes of the tensors in the model's state dict, a tied matrix counted twice. ValueError or OSError where the
-    model cannot be made here.
-    """
+    """Bytes of the model's state dict, a tied matrix counted twice. ValueError or OSError if it cannot be made here."""
     if config.own is None:
         return _ITEM_BYTES[config.dtype] * parameters(replace(config.shape(), tie_embeddings=False))
     from isles.models.factory import sketch

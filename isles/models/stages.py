@@ -278,11 +278,8 @@ def _used(whole: Cuttable, run: Callable[[], Tensor]) -> set[int]:
 
 def _example(whole: Cuttable) -> Tensor:
     """Two tokens; or as many integers as a model that reads something else says (`reads`)."""
-    return torch.zeros(1, getattr(whole, "reads", 2), dtype=torch.int64, device=_device(whole))
-
-
-def _device(whole: Cuttable) -> torch.device:
-    return next(cast(nn.Module, whole).parameters()).device
+    device = next(cast(nn.Module, whole).parameters()).device
+    return torch.zeros(1, getattr(whole, "reads", 2), dtype=torch.int64, device=device)
 
 
 def logits_in_order(model: nn.Module, tokens_BT: Tensor, order: Sequence[int]) -> Tensor:

@@ -160,9 +160,7 @@ def _refuse_misfits(model: nn.Module, found: Mapping[str, Axes]) -> None:
 
 
 def _decoder(model: Decoder) -> dict[str, Axes]:
-    """Heads with their query, key and value rows and their output columns; MLP units with their gate and up rows and
-    down columns.
-    """
+    """Heads: query, key and value rows, output columns. MLP units: gate and up rows, down columns."""
     shape, found = model.shape, {}
     for block in range(shape.layers):
         at = f"blocks.{block}"

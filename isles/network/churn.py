@@ -112,9 +112,7 @@ def churn(name: str, *, workers: int, seconds: float, seed: int = 0) -> list[Chu
 
 
 def rate_of(name: str) -> Poisson | None:
-    """The churn whose rate `name` is ("10%/h", "1%/h, repair 600"); None where it is no rate. ValueError for half of
-    one.
-    """
+    """The churn of rate `name` ("10%/h", "1%/h, repair 600"); None for another name. ValueError for half of one."""
     rate, _, rest = name.partition(",")
     found = _RATE.fullmatch(rate)
     if found is None:

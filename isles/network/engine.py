@@ -270,9 +270,7 @@ class Wire(ABC, Generic[S]):
             self.left(message)
 
     def _through(self, message: S, time: float) -> None:
-        """One link is done with it, and lets it arrive at `time` or later; when all are, it arrives, behind those of
-        its channel.
-        """
+        """One link is done with it, from `time` on; after the last link it arrives, behind those of its channel."""
         message.pending -= 1
         if message.pending:
             message.arrival = time

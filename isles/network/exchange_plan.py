@@ -1,4 +1,5 @@
-"""Exchanges that are planned: when they start, who takes part, and what each member puts on the wire. No tensors.
+"""Exchanges that are planned: when they start, who takes part, and what each member puts on the wire; and the memory
+that a worker takes. No tensors.
 
 A pattern is one exchange of a group of n, by position in it. Sizes are bytes: whole numbers where they are counted,
 fractions where a closed form gives them.
@@ -15,16 +16,14 @@ fractions where a closed form gives them.
 | Tree     | position 0's message to all along a binomial tree |
 | Ring     | a ring all-reduce, such as a backend's own |
 
-What one worker holds, in parts: one account for `isles plan`, `--dry-run` and a run.
+`WorkerMemory` is one account for `isles plan`, `--dry-run` and a run, which fills it in from its tensors, a plan from
+sketched ones. Activations are left out: they depend on the batch and the model. Bytes.
 
     weights, gradients, inner state       where it computes
     held                                  what the method adds, on the host, each with the time from which it is there;
                                           and what a step of a swarm or a cluster takes where it computes
     tables                                what a model has beside its parameters, such as those of rotary embeddings
     peak    = weights + tables + inner + step + always + exchange + max(gradients, end)
-
-A run fills it in from its tensors, a plan from sketched ones. Without activations, which hang on the
-batch and on the model; they are told apart. Bytes.
 """
 
 from __future__ import annotations
@@ -293,8 +292,8 @@ class PlannedExchange(NamedTuple):
         for group in self.groups:
             if len(group) > 1:
                 pattern = self.pattern(len(group))
-                for place, position in enumerate(group):
-                    total[position] = pattern.sent(place, len(group))
+                for index, position in enumerate(group):
+                    total[position] = pattern.sent(index, len(group))
         return tuple(total)
 
     @property
@@ -309,9 +308,7 @@ class PlannedExchange(NamedTuple):
 
 
 class Rhythm(NamedTuple):
-    """start: inner steps at the beginning of a run that are unlike the later ones. every: after so many of those what
-    is sent repeats itself.
-    """
+    """start: inner steps at the beginning that are unlike later ones. every: steps after which sending repeats."""
 
     start: int
     every: int

@@ -4,13 +4,12 @@ latency to the target, jitter of that latency.
     arrival of one alone = its bits / the slower of the two rates + latency(source, target) * factor
 
 Or every ordered pair of workers has a link of its own, which nobody else uses: then `bandwidth` is a matrix. Several
-share a link fairly (`isles.network.engine`). What two ranks behind one link send each other goes over it too, up
-and down. Units: bits per second, seconds.
+messages share a link fairly (`isles.network.engine`). What two ranks behind one uplink send each other goes over it
+too, up and down. Units: bits per second, seconds.
 
-Which link a message takes, where workers in islands reach each other otherwise than the rest of the world.
-
-Rank r is in island r // island. Inside, a message leaves by the worker's own port at the rate and latency of `near`;
-to other islands by the uplink that `far` gives its sender, and comes in by the downlink of its target.
+`Topology` says which link a message takes where workers in islands reach each other otherwise than the rest of the
+world. Rank r is in island r // island. Inside, a message leaves by the worker's own port at the rate and latency of
+`near`; to other islands by the uplink that `far` gives its sender, and comes in by the downlink of its target.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """What one worker's machine can do: device memory and speed, the link between device and host, the host's memory and
-optimizer, the disk. Numbers alone; torch is not imported.
+optimizer, the disk; and how long a step computes on a GPU of a known name. Numbers alone; torch is not imported.
 
 Peaks and sizes are the makers'. Shares reached, links, host rates and disks are what such machines commonly show, not
 measurements of one: `isles doctor --memory --write my.toml` measures yours. A machine without an accelerator has its
 RAM as the device and no host beside it; its far tier is the disk.
-
-How long a step computes on a GPU of a known name:
 
     seconds = 6 x parameters x tokens of the step of one worker / (peak x mfu)
 
@@ -155,9 +153,7 @@ def known_gpu(name: str, nbytes: float) -> Machine | None:
 
 
 def with_gpu(name: str) -> Machine:
-    """The machine of `MACHINES` with the GPU called `name`, or one with a host of any size. ValueError where no GPU is
-    known by it.
-    """
+    """The machine with the GPU called `name`, or one with a host of any size. ValueError for an unknown GPU."""
     found = {known.casefold(): known for known in _GPUS}.get(name.casefold())
     if found is None:
         raise ValueError(unknown_name("gpu", name, _GPUS) + "; or give the time of a step, such as 800ms")

@@ -1,11 +1,12 @@
-"""A network of one's own from a TOML file, in one of two forms; the first is also written, from measured pairs.
+"""Networks by name: presets, "RATE, LATENCY", and a TOML file of one's own in one of two forms. The first form is also
+written, from measured pairs.
 
     bandwidth = "40Mbit/s"            # up; one, a list with one for each link, or a matrix [source][target] of ranks
                                       # where each ordered pair has a link of its own (then no downlink, no uplinks)
     downlink = "250Mbit/s"            # the same forms; left out: wide enough
     latency = "25ms"                  # one way; one, or a matrix [source][target] of ranks
     jitter = 0.5                      # sigma of the log-normal factor on each latency
-    uplinks = [0, 0, 1]               # whose link each rank is on; left out: each has its own
+    uplinks = [0, 0, 1]               # the uplink of each rank; left out: each has its own
 
     jitter = 0.4
     [[site]]
@@ -17,8 +18,6 @@
     workers = 2                       # they share the link; left out: 1
 
 Rates without a unit are bits per second, times seconds.
-
-Networks by name: presets, and files of one's own.
 """
 
 from __future__ import annotations

@@ -28,9 +28,7 @@ NEXT_DOOR = 0.2e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Where workers are. latitude, longitude: degrees, north and east positive. upload, download: bits per second that
-    its workers share.
-    """
+    """latitude, longitude: degrees, north and east positive. upload, download: bits per second that workers share."""
 
     name: str
     latitude: float

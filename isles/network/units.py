@@ -20,9 +20,7 @@ _BYTE_RATES = {f"{unit}/s": size for unit, size in _BYTES.items()}
 
 
 def parse_rate(name: str, raw: float | str) -> float:
-    """Bits per second, above 0 and finite; ValueError that begins with `name`. Large and small letters are alike; a
-    unit is due, and no bytes.
-    """
+    """Bits per second, finite and above 0, with a unit of bits in any case; ValueError that begins with `name`."""
     size = _in_bytes(raw)
     if size:
         raise ValueError(f"{name} = {raw!r}: rates of a line are in bits: that is {8 * size / 1e6:g}Mbit/s")

@@ -1,11 +1,10 @@
-"""What the settings of all methods have in common. No file of settings loads torch: a run's configuration is read, and
-checked, without the code of its method. `isles.replicas.METHODS` names the settings of each.
+"""What the settings of all methods have in common, and checks that several share; each error is one line that names the
+key and what to do. No file of settings loads torch: a run's configuration is read, and checked, without the code of its
+method. `isles.replicas.METHODS` names the settings of each.
 
     gradient/config.py, loop/config.py      what methods of a kind share; the former also all of ddp, fsdp, dct-dp
     methods/config.py                       methods of one file that take over one another's settings
-    methods/*/config.py, *_config.py        others
-
-Checks of hyper-parameters that several methods share; each error is one line that names the key and the mend.
+    methods/*/config.py                     others
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run will exchange, said without running it."""
+"""What a run will exchange and hold, said without running it, and what a plan warns of."""
 
 from __future__ import annotations
 
@@ -101,9 +101,7 @@ def bytes_of(exchanges: Iterable[PlannedExchange], size: int) -> tuple[int, ...]
 
 
 def planned_rounds(parts: Composition, fragments: Sequence[Fragment], size: int, steps: int) -> list[PlannedExchange]:
-    """All exchanges of `steps` inner steps among `size` workers, and of `finish`, where what is left is sent in a last,
-    shorter round.
-    """
+    """All exchanges of `steps` inner steps among `size` workers, and of `finish`: a last, shorter round."""
     if not steps:
         return []
     cadence, end = parts.cadence, steps + 1

@@ -1,11 +1,10 @@
-"""A list of parameters seen as one flat vector, in cache-sized blocks.
+"""A list of parameters seen as one flat vector, in cache-sized blocks; and the names by which workers and checkpoints
+agree on a model's tensors.
 
 Parameters stay where the user put them; only what Isles adds (anchor, momentum, staging) is flat. A block is a run of
-entries small enough that every vector's part of it stays in the second-level cache while a rule works on it: this makes
-a whole outer round cost about what its memory traffic costs. No Python loop runs per inner step, one runs per block and
+entries small enough that every vector's part of it stays in the second-level cache while a rule works on it: a whole
+outer round then costs about what its memory traffic costs. No Python loop runs per inner step, one runs per block and
 round.
-
-Names of a model's tensors, by which workers and checkpoints agree on what is what.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ class FlatBlock:
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.live, strict=True)]
 
     def read(self, scratch: Tensor) -> Tensor:
-        """The live entries as a flat block (b,) in scratch's dtype: a view where they lie so already, else copied
-        into `scratch`.
-        """
+        """The live entries as a flat block (b,) in scratch's dtype: a view where possible, else copied to `scratch`."""
         first = self.live[0]
         if len(self.live) == 1 and first.dim() == 1 and first.dtype == scratch.dtype:
             return first
@@ -163,9 +160,7 @@ class FlatParameters:
         self.up()
 
     def rounded(self, block: FlatBlock, part: Tensor) -> Tensor:
-        """The block's part (b,) of a flat vector as the live weights hold it: rounded to their dtypes where those are
-        coarser.
-        """
+        """The block's part (b,) of a flat vector, rounded to the live weights' dtypes where those are coarser."""
         if self.exact:
             return part
         pieces = zip(block.shaped(part), block.live, strict=True)

@@ -1,13 +1,12 @@
 """What one worker holds of its replica, and how that takes an inner step.
 
-    Plain     a module and the inner optimizer over it; `peers` hold the replica's other parts, such as stages
-    Copies    the workers of an island hold the same module, which a method such as DDP keeps the same
-    Shards    the workers of an island hold rows of one module, by FSDP
+    Plain        a module and the inner optimizer over it; `peers` hold the replica's other parts, such as stages
+    StageCopy    one of several workers that hold the same stage, where other stages have more or fewer copies
+    Copies       the workers of an island hold the same module, which a method such as DDP keeps the same
+    Shards       the workers of an island hold rows of one module, by FSDP
 
 Copies and Shards are in `isles.replicas.island.island`. Methods keep replicas alike and ask of a replica only what
 `Replica` says, never its kind.
-
-Stages that several workers hold alike, where other stages have more or fewer copies.
 """
 
 from __future__ import annotations
@@ -346,9 +345,7 @@ def refuse_shared(own: Group, across: Group, hint: str) -> None:
 
 
 def refuse_survivors(holder: Holder) -> None:
-    """ValueError for a method that goes on without those it lost, where a replica has several workers that do not
-    answer alike.
-    """
+    """ValueError for a method that goes on without lost workers, where a replica's workers may not answer alike."""
     if holder.survives and not holder.roster.answers_alike:
         raise ValueError('on_peer_failure = "solo": workers of one replica could lose different peers; choose "raise"')
 

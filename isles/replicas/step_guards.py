@@ -1,7 +1,6 @@
-"""Whose turn it is to step: the method's, not that of its inner optimizer, or of an older method.
-
-One step of a loss that a torch.amp.GradScaler has scaled, whoever calls: `optimizer.step(scaler=scaler)`, or torch's
-`scaler.step(optimizer)`.
+"""Guards around `step`: only the newest method around some parameters may step them (`Guarded`), and a loss that a
+torch.amp.GradScaler has scaled is unscaled once (`Scaled`), whether the user calls `optimizer.step(scaler=scaler)` or
+torch's `scaler.step(optimizer)`.
 
 Torch's way calls `step` whatever the gradients are (`_step_supports_amp_scaling`), so that workers never come apart by
 a step; gradients are divided here, and what the scaler's `update` reads is what all workers agree on.

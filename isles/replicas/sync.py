@@ -75,9 +75,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
     is_linear: ClassVar[bool] = False
     """Whether exchanges, without a codec, only scale whole parameters and add them: in a subspace they stay there."""
     keeps_flat: ClassVar[bool] = False
-    """Whether stages can be cut anew: each tensor of `outer_state` as long as the trained entries is a flat vector of
-    them.
-    """
+    """Whether stages can be cut anew: tensors of `outer_state` as long as the trained entries are flat vectors."""
     agrees: bool
     """True if all workers hold equal anchors (or weights, without anchors) after each landing."""
     usual_inner: ClassVar[Literal["adamw", "sgd"]] = "adamw"
@@ -230,9 +228,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[nn.Module]:
-        """The model with the weights that should be judged (the anchor where there is one), the live ones restored
-        after.
-        """
+        """The model with the weights to evaluate (the anchor where there is one); the live ones are restored after."""
         with self.replica.for_evaluation() as model:
             yield model
 
@@ -260,15 +256,11 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         return self.config.survives
 
     def survivors(self) -> Group:
-        """The workers that are still there; all of them must ask together. `group` itself, unless the method goes on
-        without those it lost.
-        """
+        """The workers that are left; all call it together. `group`, unless the method goes on without lost ones."""
         return self.group
 
     def together(self, collective: Callable[[Group], T]) -> T:
-        """What `collective`, which is a single one or none, returns over the workers that are left; all of them must
-        call this together.
-        """
+        """What `collective`, a single one or none, returns over the workers that are left; all call it together."""
         return collective(self.survivors())
 
     def finish(self) -> None:
@@ -506,7 +498,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
 
     def outline(self, steps: int) -> Outline:
         """`schedule(steps)` in short, with the bytes sent before the first step: what the counters will show. In an
-        island bytes are those of this worker and of those at its place in other islands, inside and across.
+        island bytes are those of this worker and of those of its island rank in other islands, inside and across.
         """
         own = self.own_outline(steps)
         inside, about = self.replica.sent(steps, self.questions)
@@ -565,7 +557,7 @@ class ReplicaSync(OwnModes, TakesScalers, Guarded):
         """What must be the same on all workers, beside their weights."""
         inner: list[Any] = []
         if self.level != "parameter":  # equal gradients want equal steps
-            indices = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+            indices = {id(parameter): index for index, parameter in enumerate(self.parameters)}
             owned = [sorted(indices.get(id(own), -1) for own in group["params"]) for group in self.param_groups]
             inner = [type(self.inner).__name__, start.settings_of(self.param_groups), owned]
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in self._shared()]

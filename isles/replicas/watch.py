@@ -1,16 +1,16 @@
-"""What a user does to a model behind its optimizer's back, looked at in each step: parameters that are frozen or
-thawed, weights that are loaded, formats that change, a DistributedDataParallel around it.
+"""What a user does to a model without the optimizer knowing, checked in each step (`ModelWatch`): parameters that are
+frozen or thawed, weights that are loaded, formats that change, a DistributedDataParallel around it.
 
-What an inner optimizer keeps that is a copy of the weights: its next step would write it over what a round has
-landed. Found in its state by value, before the weights are landed on:
+`WeightCopies` are copies of the weights that an inner optimizer holds in its state: its next step would write them over
+what a round has landed. They are found by value, before the weights are landed on:
 
     master      equals its parameter, rounded to the parameter's format, wherever there is one (and is not all zero):
                 it becomes what has landed
     near copy   within half of the weights' norm of them, as Lookahead's slow weights, or schedule-free's z: it moves by
                 as much as the weights
 
-An optimizer that keeps its copy elsewhere is given `after_landing(parameters)`, a method that is called instead of all
-this. Where it has none it is found out by its next step, and refused. torch's own optimizers keep none.
+An optimizer whose copy is elsewhere can have `after_landing(parameters)`, a method that is called instead of all this.
+Where it has none, its next step shows it, and it is refused. torch's own optimizers have no copies.
 """
 
 from __future__ import annotations
@@ -113,9 +113,7 @@ class ModelWatch:
         self._before, self._is_restored = None, False
 
     def _note_modules(self) -> None:
-        """Note what the modules' parameters and parts are, which is compared in every step. A sharded model changes
-        them by itself.
-        """
+        """Note the modules' parameters and parts, compared in every step; a sharded model changes them by itself."""
         modules = () if is_sharded(self._model) else self._model.modules()
         self._slots: list[dict[str, Any]] = [own for one in modules for own in (one._parameters, one._modules)]
         self._occupants = [*chain.from_iterable(map(dict.values, self._slots))]
@@ -353,9 +351,7 @@ class WeightCopies:
         self._before = {index: weights.clone() for index, weights in own.items()} if self._keys else None
 
     def landed(self, indices: Sequence[int], exact: Mapping[int, Tensor]) -> None:
-        """The parameters at `indices` have been written to. exact: what they were rounded from, by index, where that is
-        known.
-        """
+        """The parameters at `indices` were written to. exact: what they were rounded from, by index, where known."""
         indices = [index for index in indices if index in self._parameters]
         if not indices:
             return

@@ -20,7 +20,7 @@ from isles.comm.tags import Tag
 from isles.comm.transport import Steps, Work
 
 
-def told(action) -> tuple[str, int, float]:
+def reported(action) -> tuple[str, int, float]:
     """(class of the error that `action` raises, or "" ; the peer it names, seconds until then)."""
     start = time.monotonic()
     try:
@@ -57,15 +57,15 @@ def silent(world: Mesh, deadline: float) -> dict[str, object]:
     connection_state: dict[str, object] = {}
     group.barrier()
     if rank == 0:
-        connection_state["told"] = told(lambda: swap(group, 3, 1.0, deadline))
+        connection_state["told"] = reported(lambda: swap(group, 3, 1.0, deadline))
         call = group.call("outer", round=3)
         forgotten = group.start(mean(call, torch.ones(9), codec("none")), "outer", 0.2)
         time.sleep(0.3)
         connection_state["over"] = forgotten.done()  # nobody waited: it is over all the same
-        connection_state["forgotten"] = told(forgotten.wait)
+        connection_state["forgotten"] = reported(forgotten.wait)
     elif rank == 3:
         time.sleep(deadline + 0.8)
-        connection_state["told"] = told(lambda: swap(group, 0, 3.0, 10.0))  # 0 did send before it gave up
+        connection_state["told"] = reported(lambda: swap(group, 0, 3.0, 10.0))  # 0 did send before it gave up
     else:
         connection_state["pair"] = keeps_going(group, 3 - rank, deadline + 0.5)
     if rank in (0, 3):
@@ -83,15 +83,15 @@ def killed(world: Mesh) -> dict[str, object]:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
-        connection_state["told"] = told(lambda: swap(group, 3, 1.0, 20.0))
-        connection_state["again"] = told(lambda: swap(group, 3, 1.0, 20.0))
-        connection_state["mean"] = told(
+        connection_state["told"] = reported(lambda: swap(group, 3, 1.0, 20.0))
+        connection_state["again"] = reported(lambda: swap(group, 3, 1.0, 20.0))
+        connection_state["mean"] = reported(
             lambda: group.start(mean(group.call("outer", 0), torch.ones(99), codec("none"), Stamp(0))).wait()
         )
     else:
         connection_state["pair"] = keeps_going(group, 3 - rank, 1.5)
         # In a mean of all four everyone waits for 3 itself, so everyone is told the true culprit.
-        connection_state["mean"] = told(
+        connection_state["mean"] = reported(
             lambda: group.start(mean(group.call("outer", 0), torch.ones(99), codec("none"), Stamp(0))).wait()
         )
     survivors = group.among([0, 1, 2])
@@ -111,17 +111,17 @@ def stopped(world: Mesh, deadline: float) -> dict[str, object]:
         os.kill(os.getpid(), signal.SIGSTOP)
         connection_state["late"] = swap(group, 0, 3.0, 20.0)
     elif rank == 0:
-        connection_state["told"] = told(lambda: swap(group, 3, 1.0, deadline))
-        connection_state["everyone"] = told(
+        connection_state["told"] = reported(lambda: swap(group, 3, 1.0, deadline))
+        connection_state["everyone"] = reported(
             lambda: group.mean(torch.ones(9), codec("none"))
         )  # within the control deadline
         time.sleep(1.0)  # 1 and 2 came to the mean a little later
         os.kill(pids[3], signal.SIGCONT)
     else:
         connection_state["pair"] = keeps_going(group, 3 - rank, deadline + 0.3)
-        connection_state["everyone"] = told(lambda: group.mean(torch.ones(9), codec("none")))
+        connection_state["everyone"] = reported(lambda: group.mean(torch.ones(9), codec("none")))
     if rank == 3:
-        connection_state["everyone"] = told(lambda: group.mean(torch.ones(9), codec("none")))
+        connection_state["everyone"] = reported(lambda: group.mean(torch.ones(9), codec("none")))
     if rank in (0, 3):
         connection_state["later"] = swap(group, 3 - rank, 10.0 + rank, 20.0)
     return connection_state
@@ -159,8 +159,8 @@ def deserted(world: Mesh) -> dict[str, object]:
         "sender": message(lambda: group.transport.recv(None, one, tag), 10.0),
         "sent": int(one),
     }
-    connection_state["nothing more"] = told(lambda: message(lambda: group.transport.recv(None, one, tag), 0.3))
-    connection_state["dead"] = told(lambda: message(lambda: group.transport.recv(2, one, tag), 10.0))
+    connection_state["nothing more"] = reported(lambda: message(lambda: group.transport.recv(None, one, tag), 0.3))
+    connection_state["dead"] = reported(lambda: message(lambda: group.transport.recv(2, one, tag), 10.0))
     return connection_state
 
 

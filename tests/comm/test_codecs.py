@@ -53,9 +53,9 @@ def test_every_form_says_what_it_loses() -> None:
     for name in {*CODECS, *FORMS}:
         kind, made = KINDS[name.partition(":")[0]], form(name)
         assert (made.lossless, made.biased, made.shared_mask) == (kind.lossless, kind.biased, kind.shared_mask)
-    assert [kind for kind, said in KINDS.items() if said.lossless] == ["none"]
-    assert [kind for kind, said in KINDS.items() if said.shared_mask] == ["randk"]
-    biased = {kind for kind, said in KINDS.items() if said.biased}
+    assert [kind for kind, message in KINDS.items() if message.lossless] == ["none"]
+    assert [kind for kind, message in KINDS.items() if message.shared_mask] == ["randk"]
+    biased = {kind for kind, message in KINDS.items() if message.biased}
     assert biased == {"int2", "sign", "topk", "dct_topk", "randk", "powersgd"}
     with pytest.raises(TypeError, match="lossless"):  # a default would be a guess
         CodecKind("isles.comm.codecs.scaled:Identity")  # type: ignore[call-arg]

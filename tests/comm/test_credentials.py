@@ -137,13 +137,13 @@ def test_damaged_open_or_missing_credentials_are_one_line(run: Credentials, tmp_
 
 def test_a_proof_is_of_this_token_speaker_and_connection(run: Credentials) -> None:
     mine, theirs = credentials.challenge(), credentials.challenge()
-    said = credentials.proof(run.token, "node", mine, theirs)
-    assert len(said) == 32 and credentials.proved(said, run.token, "node", mine, theirs)
+    message = credentials.proof(run.token, "node", mine, theirs)
+    assert len(message) == 32 and credentials.proved(message, run.token, "node", mine, theirs)
     wrong = Token(run.token.fingerprint, "0" * 32)
-    assert not credentials.proved(said, wrong, "node", mine, theirs)
-    assert not credentials.proved(said, run.token, "lighthouse", mine, theirs)  # sent back as it came
-    assert not credentials.proved(said, run.token, "node", theirs, mine)
-    assert not credentials.proved(said, run.token, "node", credentials.challenge(), theirs)  # said again later
+    assert not credentials.proved(message, wrong, "node", mine, theirs)
+    assert not credentials.proved(message, run.token, "lighthouse", mine, theirs)  # sent back as it came
+    assert not credentials.proved(message, run.token, "node", theirs, mine)
+    assert not credentials.proved(message, run.token, "node", credentials.challenge(), theirs)  # said again later
     assert not credentials.proved(b"", run.token, "node", mine, theirs)
 
 
@@ -162,13 +162,13 @@ def test_a_private_file_is_never_open_to_others(tmp_path: Path) -> None:
 
 def test_two_processes_write_one_private_file_at_once(tmp_path: Path) -> None:
     """As two sessions on one folder of credentials do; each time one of them is there, whole."""
-    path, said = tmp_path / "users", [letter * 5000 for letter in (b"a", b"b")]
+    path, message = tmp_path / "users", [letter * 5000 for letter in (b"a", b"b")]
 
     def write(data: bytes) -> None:
         for _ in range(100):
             credentials.write_private(path, data)
-            assert path.read_bytes() in said
+            assert path.read_bytes() in message
 
     with ThreadPoolExecutor(2) as pool:
-        assert [*pool.map(write, said)] == [None, None]
+        assert [*pool.map(write, message)] == [None, None]
     assert [entry.name for entry in tmp_path.iterdir()] == ["users"]

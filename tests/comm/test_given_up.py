@@ -49,7 +49,7 @@ def gives_up(world: Mesh, segments: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("segments", [1, 3])
-def test_what_was_given_up_meets_nobody(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_abandoned_meets_nobody(segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receives of round 5 stay posted; the messages that come to them are those of round 5, however late."""
     monkeypatch.setattr(MEAN, "_SEGMENT", MEAN._SEGMENT)  # put back after the workers of this process
     virtual, local = (run(gives_up, 2, args=(segments,)) for run in (isles.run_virtual, isles.run_local))
@@ -88,13 +88,13 @@ def test_another_codec_is_noticed() -> None:
     """Although int8 and int8:stochastic are as long. Another length: on the virtual backend only, for on gloo a message
     that is longer than its receive may end the process before its header is read.
     """
-    told = "diverged at step 7: it exchanges something else: another length, codec or part"
+    reported = "diverged at step 7: it exchanges something else: another length, codec or part"
     for run, names, lengths in (
         (isles.run_local, ("int8", "int8:stochastic"), (4096, 4096)),
         (isles.run_virtual, ("fp16", "bf16"), (4096, 4096)),
         (isles.run_virtual, ("none", "none"), (64, 65)),
     ):
-        assert run(forms, 2, args=(names, lengths)) == [f"worker {1 - rank} {told}" for rank in range(2)]
+        assert run(forms, 2, args=(names, lengths)) == [f"worker {1 - rank} {reported}" for rank in range(2)]
 
 
 def test_calls_without_a_round_begin_anew_in_a_new_view() -> None:

@@ -106,7 +106,7 @@ def test_all_gather_among_many(size: int) -> None:
     isles.run_virtual(worker, size, links=isles.Links(bandwidth=math.inf, latency=0.5))
 
 
-def test_a_deadline_is_that_of_a_slow_line() -> None:
+def test_a_deadline_is_that_of_a_slow_link() -> None:
     """Five times what it is busy with the bytes for, or the channel's own where that is longer."""
     slow = Deadlines(outer=60.0, slowest_link=1e6)
     assert [slow.of("outer", nbytes) for nbytes in (0, 1_000_000, 3_000_000)] == [60.0, 60.0, 5 * 24.0]

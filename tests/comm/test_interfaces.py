@@ -25,15 +25,15 @@ def way_out() -> str:
 def test_the_interface_is_that_of_the_way_to_the_first_machine(way_out: str) -> None:
     """On the first one itself its name is 127.0.1.1 (Debian), or 127.0.0.1: the others are not there."""
     for first in (way_out, "127.0.1.1", "nobody.invalid"):
-        told = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": first}
-        assert gloo_interface(told) == interface_of(way_out) != "lo"
+        reported = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": first}
+        assert gloo_interface(reported) == interface_of(way_out) != "lo"
     for more in ({"LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": way_out}, {"MASTER_ADDR": "localhost"}, {}):
         assert gloo_interface({"WORLD_SIZE": "4", **more}) == interface_of("127.0.0.1")
 
 
 def listens_at(world: Mesh, first: str, here: str) -> list[str]:
     """Where this worker listens that it did not before, as one of torchrun's."""
-    before, kept = heard_at(os.getpid()), dict(os.environ)
+    before, saved = heard_at(os.getpid()), dict(os.environ)
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     os.environ |= {"RANK": str(world.rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here, "MASTER_ADDR": first}
     try:
@@ -42,7 +42,7 @@ def listens_at(world: Mesh, first: str, here: str) -> list[str]:
         transport.close()
     finally:
         os.environ.clear()
-        os.environ.update(kept)
+        os.environ.update(saved)
     for address in before:
         found.remove(address)
     return found

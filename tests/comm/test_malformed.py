@@ -62,7 +62,7 @@ def thresholds(values: str = "none") -> Thresholds:
 
 
 @pytest.mark.parametrize("values", ["none", "int8"])
-def test_a_count_of_places_is_not_believed(values: str) -> None:
+def test_a_count_of_indices_is_not_believed(values: str) -> None:
     """A message that says it holds 2^31 places is refused before there is room for them; so is a place beyond the
     end.
     """
@@ -91,7 +91,7 @@ def test_marks_of_a_bitmap_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("shape", "chunk"), [((12, 12), 12), ((48, 48), 48), ((80, 80), 80)])
-def test_places_beyond_a_block_are_no_message(shape: tuple[int, int], chunk: int) -> None:
+def test_indices_beyond_a_block_are_no_message(shape: tuple[int, int], chunk: int) -> None:
     """Blocks of 144, 2,304 and 6,400 entries, of which places take 1, 1.5 and 2 bytes."""
     packing = Packing(Blocks([torch.Size(shape)], chunk, padding=True), 4, "fp32")
     wire = packing.pack(1, 0, torch.ones(4), torch.arange(4))
@@ -168,5 +168,5 @@ def test_gloo_is_never_sent_another_length(form: str, rank: int | None) -> None:
     soon = Deadlines(control=20.0, outer=20.0)
     errors = isles.run_local(other_lengths, 2, args=(form, rank), deadlines=soon, return_errors=True)
     assert not any(isinstance(error, WorkerFailed) for error in errors), errors
-    told = [error for error in errors if isinstance(error, Diverged)]
-    assert told and ("another length" in str(told[0]) or "settings" in str(told[0])), errors
+    reported = [error for error in errors if isinstance(error, Diverged)]
+    assert reported and ("another length" in str(reported[0]) or "settings" in str(reported[0])), errors

@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize(
-    ("told", "world"),
+    ("reported", "world"),
     [
         ({}, None),
         ({"WORLD_SIZE": "1"}, None),
@@ -70,13 +70,13 @@ def free_port() -> int:
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5"}, ["1", "2", None, "a", "5"]),
     ],
 )
-def test_the_world_of_an_environment(told: dict[str, str], world: list[str | None] | None) -> None:
-    found = world_variables(told)
+def test_the_world_of_an_environment(reported: dict[str, str], world: list[str | None] | None) -> None:
+    found = world_variables(reported)
     assert found == world or (found is not None and [found.get(name) for name in WORLD] == world)
 
 
 @pytest.mark.parametrize(
-    ("told", "text"),
+    ("reported", "text"),
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE = two: set a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "tcp"}, "MASTER_PORT = tcp: set a whole"),
@@ -90,9 +90,9 @@ def test_the_world_of_an_environment(told: dict[str, str], world: list[str | Non
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "set MASTER_ADDR and MASTER_PORT"),
     ],
 )
-def test_half_a_description_is_refused(told: dict[str, str], text: str) -> None:
+def test_half_a_description_is_refused(reported: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        world_variables(told)
+        world_variables(reported)
 
 
 @pytest.fixture
@@ -120,9 +120,9 @@ def test_who_does_not_come_is_named(alone: Callable[..., Any]) -> None:
 
 
 def test_a_task_of_srun_that_does_not_come_is_named(alone: Callable[..., Any]) -> None:
-    told = SRUN | {"SLURM_PROCID": 0, "SLURM_NTASKS": 2, "SLURM_STEP_NUM_NODES": 1, "MASTER_PORT": free_port()}
+    reported = SRUN | {"SLURM_PROCID": 0, "SLURM_NTASKS": 2, "SLURM_STEP_NUM_NODES": 1, "MASTER_PORT": free_port()}
     with pytest.raises(RendezvousFailed, match=r"worker 1 of 2 did not come to isles.init\(\) within 0.3 s"):
-        alone(**told)
+        alone(**reported)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
@@ -139,7 +139,7 @@ def test_at_any_store_who_does_not_come_is_named(kind: str, tmp_path: Path) -> N
         meet(own, 0, (0, 1, 2), 0.9)
 
 
-def test_a_store_that_goes_while_workers_wait_is_told() -> None:
+def test_a_store_that_goes_while_workers_wait_is_reported() -> None:
     port = free_port()
     host = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     with ThreadPoolExecutor(1) as pool:
@@ -174,7 +174,7 @@ def init_in_a_thread(world: Mesh) -> Any:
 def test_a_thread_finds_the_world_of_its_process() -> None:
     """Virtual workers share a process: a thread that one of them starts is told to take its `world`."""
     assert run_gloo(init_in_a_thread) == [(2, True)] * 2
-    assert all("pass it `world`" in told for told in isles.run_virtual(init_in_a_thread, 2))
+    assert all("pass it `world`" in reported for reported in isles.run_virtual(init_in_a_thread, 2))
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(isles.init).result().size == 1, "and after it there is none"
 
@@ -198,10 +198,10 @@ def asked(world: Mesh | None = None) -> Any:
 
 def test_a_process_of_a_dataloader_is_no_world_of_one() -> None:
     """It has the environment of its worker, and where it is forked what Isles knows there."""
-    told = "this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`"
+    reported = "this process is a DataLoader's, and no worker: give its dataset the rank and size of `world`"
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(asked).result() == told
-    assert isles.run_virtual(asked, 1) == [told]
+        assert pool.submit(asked).result() == reported
+    assert isles.run_virtual(asked, 1) == [reported]
 
 
 def test_own_process_groups(tmp_path: Path) -> None:
@@ -271,8 +271,8 @@ def test_srun(tmp_path: Path) -> None:
 
 
 def _three(command: list[str], folder: Path, environment: dict[str, str] | None = None) -> None:
-    told = {**(environment or os.environ), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=told, cwd=folder, capture_output=True, text=True, timeout=180)
+    reported = {**(environment or os.environ), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=reported, cwd=folder, capture_output=True, text=True, timeout=180)
     logs = {path.name: path.read_text()[-2000:] for path in folder.glob("*.log")}
     assert done.returncode == 0, (done.stderr, logs)
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("all"))

@@ -23,14 +23,14 @@ from tests.gloo import in_a_process
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def seat(rank: int, size: int, **axes: int) -> Mesh:
+def member(rank: int, size: int, **axes: int) -> Mesh:
     return arrange(SimpleNamespace(rank=rank, size=size), **axes)  # type: ignore[arg-type]
 
 
 def test_every_rank_of_two_by_two_by_two() -> None:
     """rank = (outer * 2 + stage) * 2 + inner; every axis group holds the ranks that differ in that axis alone."""
     for rank in range(8):
-        mesh = seat(rank, 8, outer=2, stage=2, inner=2)
+        mesh = member(rank, 8, outer=2, stage=2, inner=2)
         o, s, i = rank // 4, rank // 2 % 2, rank % 2
         assert mesh.world.ranks == tuple(range(8)) and (mesh.rank, mesh.size) == (rank, 8)
         assert mesh.outer.ranks == (2 * s + i, 4 + 2 * s + i) and mesh.outer.rank == o
@@ -45,18 +45,18 @@ def test_every_rank_of_two_by_two_by_two() -> None:
 @pytest.mark.parametrize(("outer", "stage", "inner"), [(6, 1, 1), (1, 6, 1), (1, 1, 6), (3, 2, 1), (1, 2, 3)])
 def test_groups_are_the_same_for_all_their_members(outer: int, stage: int, inner: int) -> None:
     """Any shape: members agree about their group and its order, and each axis splits the world."""
-    meshes = [seat(rank, 6, outer=outer, stage=stage, inner=inner) for rank in range(6)]
+    meshes = [member(rank, 6, outer=outer, stage=stage, inner=inner) for rank in range(6)]
     for axis, size in (("outer", outer), ("stage", stage), ("inner", inner), ("pipeline", outer * stage)):
         groups = [getattr(mesh, axis) for mesh in meshes]
         assert all(group.size == size for group in groups)
         assert all(groups[member].ranks == group.ranks for group in groups for member in group.ranks)
 
 
-def test_places_are_data_and_columns_may_be_ragged() -> None:
+def test_coordinates_are_data_and_columns_may_be_ragged() -> None:
     """Stage 0 has three workers, stage 1 two, anywhere in the world; a worker is missing in one island."""
     places = [(7, 1, 0), (0, 0, 0), (2, 0, 0), (7, 0, 0), (0, 1, 0), (0, 0, 1)]
     layout = Layout(tuple(Coordinate(*place) for place in places))
-    meshes = [seat(rank, 6).arranged(layout) for rank in range(6)]
+    meshes = [member(rank, 6).arranged(layout) for rank in range(6)]
     assert [mesh.outer.ranks for mesh in meshes] == [(4, 0), (1, 2, 3), (1, 2, 3), (1, 2, 3), (4, 0), (5,)]
     assert [mesh.stage.ranks for mesh in meshes] == [(3, 0), (1, 4), (2,), (3, 0), (1, 4), (5,)]
     assert [mesh.inner.ranks for mesh in meshes] == [(0,), (1, 5), (2,), (3,), (4,), (1, 5)]
@@ -64,24 +64,24 @@ def test_places_are_data_and_columns_may_be_ragged() -> None:
     assert [mesh.reader for mesh in meshes] == [(3, 4), (0, 4), (2, 4), (3, 4), (0, 4), (1, 4)]
 
 
-def test_a_layout_is_of_all_workers_each_at_a_place_of_its_own() -> None:
+def test_a_layout_is_of_all_workers_each_at_its_own_coordinates() -> None:
     with pytest.raises(ValueError, match="two ranks have the same coordinates"):
         Layout((Coordinate(0, 0, 0), Coordinate(0, 0, 0)))
     with pytest.raises(ValueError, match="layout of 4 workers in a world of 6"):
-        seat(0, 6).arranged(Layout.grid(2, 2))
+        member(0, 6).arranged(Layout.grid(2, 2))
 
 
 def test_what_listens_stays_when_workers_are_arranged() -> None:
-    told: list[object] = []
-    mesh = replace(seat(3, 4), report=told.append, stop_here=lambda step: step == 7, local_rank=1)
+    reported: list[object] = []
+    mesh = replace(member(3, 4), report=reported.append, stop_here=lambda step: step == 7, local_rank=1)
     other = mesh.arranged(Layout.grid(1, 2, 2))
     other.report("here")
-    assert told == ["here"] and other.stop_here(7) and other.local_rank == 1
+    assert reported == ["here"] and other.stop_here(7) and other.local_rank == 1
     assert (mesh.stage.size, other.stage.size, other.world) == (1, 2, mesh.world)
 
 
 def test_what_is_left_goes_to_outer() -> None:
-    mesh = seat(5, 12, stage=3, inner=2)
+    mesh = member(5, 12, stage=3, inner=2)
     assert (mesh.outer.size, mesh.stage.size, mesh.inner.size) == (2, 3, 2)
     assert arrange(SimpleNamespace(rank=0, size=1)).outer.ranks == (0,)  # type: ignore[arg-type]
 
@@ -89,13 +89,13 @@ def test_what_is_left_goes_to_outer() -> None:
 @pytest.mark.parametrize("axes", [{"outer": 3}, {"stage": 3}, {"inner": 8}, {"outer": 4, "stage": 2}, {"outer": 1}])
 def test_a_product_that_is_not_the_world_is_refused(axes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="the world has 4"):
-        seat(0, 4, **axes)
+        member(0, 4, **axes)
 
 
 @pytest.mark.parametrize("axes", [{"stage": 0}, {"inner": 0}, {"outer": 0}, {"outer": -2, "stage": -2}])
 def test_axes_below_one_are_refused(axes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1 worker"):
-        seat(0, 4, **axes)
+        member(0, 4, **axes)
 
 
 def test_deadlines_reach_every_group() -> None:

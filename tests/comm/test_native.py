@@ -83,7 +83,7 @@ def test_one_that_ends_is_done(clock: Clock) -> None:
     assert followed(group, Message(clock, 5.0)).error is None and group.error is None and not group.processes.aborted
 
 
-def test_a_member_that_is_gone_is_named_at_once(clock: Clock) -> None:
+def test_a_member_that_is_lost_is_named_at_once(clock: Clock) -> None:
     group, life = made()
     clock.at.append((103.0, lambda: life.lose(6, "the connection to it is closed")))
     error = followed(group, Message(clock)).error

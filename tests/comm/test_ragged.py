@@ -22,7 +22,7 @@ BLOCK = 1 << 16
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("elements", [1, 7, 8, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
-def test_places_come_back(form: str, elements: int) -> None:
+def test_indices_come_back(form: str, elements: int) -> None:
     """None, all, one at each end, the edges of blocks, and a random hundredth: the same places, and the length that
     was promised.
     """

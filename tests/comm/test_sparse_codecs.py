@@ -46,13 +46,13 @@ def test_topk_keeps_the_largest_of_each_chunk() -> None:
     x = noise(4096 * 2)
     y = through(codec("topk:6+none"), x)
     for part, decoded in zip(x.split(4096), y.split(4096), strict=True):
-        kept = decoded != 0
-        assert int(kept.sum()) == 6 and torch.equal(decoded[kept], part[kept])
-        assert part[kept].abs().min() >= part[~kept].abs().max()
+        saved = decoded != 0
+        assert int(saved.sum()) == 6 and torch.equal(decoded[saved], part[saved])
+        assert part[saved].abs().min() >= part[~saved].abs().max()
 
 
 @pytest.mark.parametrize("name", ["topk:4096+none", "dct_topk:4096+none", "randk:1"])
-def test_everything_kept_is_everything(name: str) -> None:
+def test_everything_saved_is_everything(name: str) -> None:
     for n in LENGTHS[1:]:
         x = noise(n)
         torch.testing.assert_close(through(codec(name), x), x, rtol=0, atol=2e-6)
@@ -68,7 +68,7 @@ def test_dct_is_orthonormal_and_compacts_what_is_smooth() -> None:
     assert errors[0] < 0.01 < 0.9 < errors[1]
 
 
-def test_places_round_trip() -> None:
+def test_indices_round_trip() -> None:
     """Every index 0..4095 in either half of a pair; two take three bytes."""
     indices = torch.arange(4096)
     for order in (indices, indices.flip(0), indices.view(-1, 2).flip(1).reshape(-1)):
@@ -99,15 +99,15 @@ def test_values_rounded_at_random_are_drawn_anew(name: str) -> None:
     once and for all, the error of a single one would stay.
     """
     x = noise(4096)
-    kept = through(codec(name.replace("int4:stochastic", "none")), x)
+    saved = through(codec(name.replace("int4:stochastic", "none")), x)
     decoded = [through(codec(name).salted(salt, member), x) for salt in range(40) for member in range(4)]
-    one, mean = ((decoded[0] - kept).norm(), (torch.stack(decoded).mean(0) - kept).norm())
+    one, mean = ((decoded[0] - saved).norm(), (torch.stack(decoded).mean(0) - saved).norm())
     assert mean < 0.15 * one  # 1 / sqrt(160) of it is 0.08
     assert torch.equal(through(codec(name).salted(3, 1), x), through(codec(name).salted(3, 1), x))
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("dct_topk:11", "dct_topk:11: choose an even number of entries"),
         ("topk", "unknown codec 'topk'"),
@@ -122,6 +122,6 @@ def test_values_rounded_at_random_are_drawn_anew(name: str) -> None:
         ("randk:0.1+int8", "unknown codec"),
     ],
 )
-def test_what_cannot_be_is_refused(name: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_is_refused(name: str, reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         codec(name)

@@ -46,7 +46,7 @@ def recv(transport, peer, tag=OUTER, size=1000, deadline=1e6):
 
 @slots
 @pytest.mark.parametrize("ends", ["raise", "return"])
-def test_waiting_for_a_worker_that_ends_is_told_at_once(ends, slots):
+def test_waiting_for_a_worker_that_ends_is_reported_at_once(ends, slots):
     def worker(transport):
         if transport.rank == 1:
             transport.compute(2.0)
@@ -56,9 +56,9 @@ def test_waiting_for_a_worker_that_ends_is_told_at_once(ends, slots):
         if transport.rank >= 2:  # a pair that has nothing to do with it
             transfer = (send if transport.rank == 2 else recv)(transport, 5 - transport.rank, size=5000)
             return transfer.wait(), transport.now()
-        with pytest.raises(PeerLost) as told:
+        with pytest.raises(PeerLost) as reported:
             recv(transport, 1).wait()
-        assert told.value.rank == 1 and transport.now() == 2.0
+        assert reported.value.rank == 1 and transport.now() == 2.0
         with pytest.raises(PeerLost):  # and from then on without waiting, in both directions
             recv(transport, 1, EVAL).wait()
         with pytest.raises(PeerLost):
@@ -99,9 +99,9 @@ def test_the_first_error_in_virtual_time_is_raised_not_its_consequences(slots):
         raise ValueError(f"mistake of {transport.rank}")
 
     cluster = VirtualCluster(3, links=KBIT, slots=slots)
-    with pytest.raises(ValueError, match="mistake of 2") as told:
+    with pytest.raises(ValueError, match="mistake of 2") as reported:
         cluster.run(worker)
-    assert told.value.__notes__ == ["in virtual worker 2 at 3 s"]
+    assert reported.value.__notes__ == ["in virtual worker 2 at 3 s"]
     errors = cluster.run(worker, return_errors=True)
     assert [type(error) for error in errors] == [PeerLost, ValueError, ValueError]
 
@@ -161,9 +161,9 @@ def test_deadlines_pass_in_virtual_time_and_harm_no_other_transfer(slots):
         transport.compute(1.0)
         late = transport.run(protocol(), "outer", 3.0)
         other = recv(transport, peer, EVAL)
-        with pytest.raises(DeadlinePassed) as told:
+        with pytest.raises(DeadlinePassed) as reported:
             late.wait()
-        assert (told.value.peer, told.value.channel, told.value.seconds) == (1, "outer", 3.0)
+        assert (reported.value.peer, reported.value.channel, reported.value.seconds) == (1, "outer", 3.0)
         assert closed == [transport.now()] == [4.0] and late.done()
         with pytest.raises(DeadlinePassed):
             late.wait()
@@ -207,7 +207,7 @@ def test_waiting_in_a_circle_without_deadlines_is_a_deadlock_not_a_hang():
 
 
 @slots
-def test_sizes_that_differ_are_told_to_the_receiver(slots):
+def test_sizes_that_differ_are_reported_to_the_receiver(slots):
     def worker(transport):
         if transport.rank:
             return send(transport, 0, size=10).wait()
@@ -317,7 +317,7 @@ def ended_at(transfer, kind, transport):
     return transport.now()
 
 
-def test_who_sends_to_a_round_that_is_over_is_told_a_latency_after_it_came():
+def test_who_sends_to_a_closed_round_gets_an_error_a_latency_after_it_came():
     """A message of 1 s on the line and 2 s of way, before the round is over or behind it, and 2 s back."""
 
     def worker(transport):

@@ -91,7 +91,7 @@ def test_what_has_ended_is_forgotten():
     assert VirtualCluster(2, links="lan").run(worker) == [(True, True, True, True)] * 2
 
 
-def test_work_is_done_when_gone_or_arrived():
+def test_work_is_done_when_sent_or_arrived():
     def worker(transport):
         data, tag = u8(1000), Tag("outer", 0)
         work = transport.send(1, data, tag) if transport.rank == 0 else transport.recv(None, data, tag)

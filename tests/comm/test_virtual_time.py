@@ -86,7 +86,7 @@ def test_ranks_behind_one_uplink_share_it():
 
 
 @slots
-def test_a_message_alone_takes_the_slower_of_two_lines(slots):
+def test_a_message_alone_takes_the_slower_of_two_links(slots):
     """4000 bits: gone after 0.5 s; through the downlink in 1 s from its first bit on, and a second one behind it."""
 
     def worker(transport):
@@ -136,7 +136,7 @@ def test_messages_that_come_together_share_the_downlink():
     assert times == [near(2.25), near(16.25)]  # not in turn: 1 shares with 2 until both have had their bits
 
 
-def test_a_line_shares_its_downlink():
+def test_a_link_shares_its_downlink():
     def worker(transport):
         if transport.rank < 2:
             return start_recv(transport, transport.rank + 2, 1000, Tag("outer", 0)).wait()[0]

@@ -78,7 +78,7 @@ def test_no_validation(write: Write) -> None:
     assert len(corpus.validation) == len(corpus.validation.file_of) == 0
 
 
-def test_hash_follows_the_content_and_not_the_place(write: Write, tmp_path: Path) -> None:
+def test_hash_follows_the_content_and_not_the_path(write: Write, tmp_path: Path) -> None:
     root = write({"a.txt": "first\n" * 30, "b.txt": "second\n" * 30})
     first = load(root)
     assert load(root) is first
@@ -284,12 +284,12 @@ def test_saved_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ({"a.jsonl": '{"text": null}\n'}, "", r"data\.text_key = 'text' holds NoneType instead of text in line 1"),
         ({"a.jsonl": '{"text": "\\ud800"}\n'}, "", r"data\.text_key = 'text' holds half a surrogate pair in line 1"),
-        ({"a.jsonl": '{"text": "x"\n'}, "", r"data\.path: .* line 1 is not JSON \(.*\); mend it"),
+        ({"a.jsonl": '{"text": "x"\n'}, "", r"data\.path: .* line 1 is not JSON \(.*\); correct it"),
         ({"a.jsonl": '["x"]\n'}, "", r'data\.path: .* line 1 is not an object; write \{"text": \.\.\.\}'),
         ({"a.jsonl": b'{"text": "\xe9"}\n'}, "", r"data\.path: .* line 1 is not UTF-8; convert it"),
     ],
 )
-def test_every_error_names_the_key_and_the_mend(write: Write, files: dict, path: str, match: str) -> None:
+def test_every_error_names_the_key_and_the_hint(write: Write, files: dict, path: str, match: str) -> None:
     root = write(files)
     with pytest.raises(ValueError, match=f"^{match}") as caught:
         load(root / path)

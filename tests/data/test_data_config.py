@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
         ({"cache": 3}, "data.cache"),
     ],
 )
-def test_impossible_values_name_the_key_and_the_mend_in_one_line(values: dict, key: str) -> None:
+def test_impossible_values_name_the_key_and_the_hint_in_one_line(values: dict, key: str) -> None:
     with pytest.raises(ValueError) as caught:
         DataConfig(**values)
     line = str(caught.value)

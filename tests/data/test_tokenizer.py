@@ -91,6 +91,6 @@ def test_tokenizer_errors(folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
     refuses(tmp_path / "bad.json", "is not a Hugging Face tokenizer.json")
     refuses(tmp_path / "binary.json", "is not a Hugging Face tokenizer.json")
     (folder / "tokenizer_config.json").write_text("[1]")
-    refuses(folder, "not a JSON object; mend or remove")
+    refuses(folder, "not a JSON object; correct or remove")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     refuses(folder, r'pip install "\.\[hf\]"')

@@ -21,7 +21,7 @@ def test_overrides_lie_over_the_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "key", "mend"),
+    ("given", "key", "hint"),
     [
         ({"size": "13M"}, "model.size", "choose one of"),
         ({"size": 13}, "model.size", "choose one of"),
@@ -45,13 +45,13 @@ def test_overrides_lie_over_the_size() -> None:
         ({"autocast": "bf16", "dtype": "float64"}, "model.autocast", 'model.dtype = "float32"'),
     ],
 )
-def test_an_impossible_value_names_its_key_and_the_mend(given: dict[str, Any], key: str, mend: str) -> None:
+def test_an_impossible_value_names_its_key_and_the_hint(given: dict[str, Any], key: str, hint: str) -> None:
     given = {"d_model": 64, **given}
     with pytest.raises(ValueError) as error:
         ModelConfig(**given)
     text = str(error.value)
     assert text.startswith(key)
-    assert mend in text
+    assert hint in text
     assert "\n" not in text
 
 

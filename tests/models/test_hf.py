@@ -60,7 +60,7 @@ def test_saved_weights_are_used(tmp_path: Path) -> None:
     assert torch.equal(loaded.model.get_input_embeddings().weight, ours.embed.weight)
 
 
-def test_what_is_no_model_is_said_in_one_line(tmp_path: Path) -> None:
+def test_what_is_no_model_is_reported_in_one_line(tmp_path: Path) -> None:
     """A folder without config.json, and one that transformers does not know."""
     with pytest.raises(ValueError, match=r"^model\.hf = .*no config\.json"):
         load_hf(str(tmp_path), seed=0, dtype=torch.float32, device=torch.device("cpu"))

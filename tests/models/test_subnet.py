@@ -185,6 +185,6 @@ def test_an_activation_may_come_twice() -> None:
         (lambda: Says({"weight": (None, UNIT)}), "all", "whose repeats x units x width is its size"),
     ],
 )
-def test_what_cannot_be_divided_is_said(model: Callable[[], nn.Module], split: str, says: str) -> None:
+def test_what_cannot_be_divided_is_reported(model: Callable[[], nn.Module], split: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         split_axes(model(), split)

@@ -135,7 +135,7 @@ def test_pools_compute_the_same(name: str) -> None:
 
 def test_who_came_last_leaves_first() -> None:
     """Two of four, all four, two again, one."""
-    leave = [ChurnEvent(at, "leave", seat) for at, seat in ((4.0, 3), (4.0, 2), (6.0, 1))]
+    leave = [ChurnEvent(at, "leave", member) for at, member in ((4.0, 3), (4.0, 2), (6.0, 1))]
     assert pool((0.5, 1.0, 0.5, 0.25), workers=4, seconds=8.0) == [ChurnEvent(2.0, "join", 2), *leave]
 
 

@@ -18,9 +18,9 @@ def test_presets_fit_any_number_of_workers(name):
 
 
 def test_unknown_preset_names_the_nearest_and_all():
-    with pytest.raises(ValueError, match="did you mean 'home-fibre'") as told:
+    with pytest.raises(ValueError, match="did you mean 'home-fibre'") as reported:
         links("home-fiber")
-    assert all(name in str(told.value) for name in (*PRESETS, *ELSEWHERE))
+    assert all(name in str(reported.value) for name in (*PRESETS, *ELSEWHERE))
     with pytest.raises(ValueError, match="lan"):
         links("zzz")
 
@@ -60,7 +60,7 @@ def test_uplinks_and_rates():
     assert Links(bandwidth=math.inf).rate(0) == math.inf
 
 
-def test_downlinks_and_functions_of_the_line():
+def test_downlinks_and_functions_of_the_link():
     made = Links(bandwidth=lambda line: 10.0 * (line + 1), downlink=[8.0, 100.0], uplinks=[0, 0, 1])
     made.check(3)
     assert [made.rate(made.uplink_of(rank)) for rank in range(3)] == [10.0, 10.0, 20.0]
@@ -118,7 +118,7 @@ def test_jitter_is_a_function_of_seed_pair_and_number():
     assert Links(bandwidth=1.0, latency=0.5).message_latency(0, 1, number=4, seed=9) == 0.5
 
 
-def test_a_line_for_each_ordered_pair():
+def test_a_link_for_each_ordered_pair():
     made = Links(bandwidth=[[0.0, 10.0, 20.0], [30.0, 0.0, 40.0], [50.0, 60.0, 0.0]], latency=0.5)
     made.check(3)
     assert made == Links(bandwidth=np.array([[0, 10, 20], [30, 0, 40], [50, 60, 0]]), latency=0.5)

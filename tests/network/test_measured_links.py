@@ -40,7 +40,7 @@ def test_what_was_there_stays(tmp_path: Path) -> None:
     assert again.way_rate(2, 1) == 6e6
 
 
-def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_reported_before_anything_is_measured(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no folder"):
         refuse_file(str(tmp_path / "nowhere" / "links.toml"))
 

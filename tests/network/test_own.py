@@ -39,7 +39,7 @@ def written(tmp_path):
     return write
 
 
-def test_lines(written):
+def test_links_of_pairs_and_uplinks(written):
     made = links(written(LINES))
     made.check(3)
     assert made.bandwidth == (40e6, 1e6) and made.downlink == 250e6 and made.uplinks == (0, 0, 1)
@@ -85,9 +85,9 @@ def test_sites(written):
 )
 def test_a_slip_is_named(written, text, words):
     path = written(text)
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as reported:
         links(path)
-    message = str(told.value)
+    message = str(reported.value)
     assert message.startswith(f"links = {path}: ") and words in message and "\n" not in message
 
 
@@ -112,7 +112,7 @@ def test_amounts():
             parse_rate("x", text)
 
 
-def test_a_line_for_each_pair(tmp_path):
+def test_a_link_for_each_pair(tmp_path):
     path = tmp_path / "links.toml"
     path.write_text(
         'bandwidth = [["0", "80Mbit/s", "20Mbit/s"], ["8e7bit/s", "0", "40Mbit/s"], ["10Mbit/s", "40Mbit/s", "0"]]\n'

@@ -7,7 +7,7 @@ import pytest
 from isles.papers.pipelines import PROTOCOL, dilocox_times, stage_utilisation, step_of
 
 
-def test_wide_models_bear_slow_lines() -> None:
+def test_wide_models_bear_slow_links() -> None:
     """SWARM: utilisation rises with the width at every round trip, and falls less with the round trip."""
     for round_trip in (0.0, 0.05, 0.2):
         shares = [stage_utilisation(width, round_trip) for width in (768, 4096, 12_288)]

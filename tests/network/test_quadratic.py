@@ -28,7 +28,7 @@ def test_settled_variances_are_those_of_simulated_workers(workers):
     assert ((phi - mean[:, None]) ** 2).mean() == pytest.approx(found.replicas, rel=0.1, abs=1e-30)
 
 
-def test_inner_steps_are_what_they_are_said_to_be():
+def test_inner_steps_are_what_they_should_be():
     setting, random = Quadratic(rate=0.1, inner_steps=7, curvature=2.0, noise=3.0), np.random.default_rng(0)
     theta = np.ones(200_000)
     for _ in range(7):

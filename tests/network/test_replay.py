@@ -59,7 +59,7 @@ def test_what_travels_behind_computing_is_not_waited_for(late: int, sent: float,
     assert waits.waiting(11, 40) / 3 == pytest.approx(waited)
 
 
-def test_a_slow_worker_keeps_the_others_waiting():
+def test_a_slow_worker_delays_the_others():
     """It waits until its own message has left, the other until that is there, 0.05 s later."""
     waits = RunReplay(Topology(2, SLOW), [0.1, 0.15]).waits(every_round(Swap((1e5,) * 2), 2, 10)(40), 40)
     assert sum(waits.waited[0]) == pytest.approx((0.5 + 0.85) + 3 * (0.45 + 0.85))

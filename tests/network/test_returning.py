@@ -27,7 +27,7 @@ def test_a_long_one_is_a_death_and_somebody_who_comes() -> None:
     ]  # fmt: skip
 
 
-def test_one_that_never_goes_on_is_gone() -> None:
+def test_one_that_never_goes_on_is_removed() -> None:
     found = returns([E(1.0, "pause", 1)], [0.0, 0.0], lease=0.5)
     assert list(found.events) == [E(1.0, "pause", 1), E(1.5, "resume", 1), E(1.5, "kill", 1)]
     assert len(found.begins) == 2

@@ -38,7 +38,7 @@ def test_worldwide():
     assert WORLDWIDE.slowest_rate(12) == 20e6 and WORLDWIDE.rate(13) == WORLD[1].upload
 
 
-def test_a_household_shares_its_line():
+def test_a_household_shares_its_link():
     home = Site(name="a", latitude=0, longitude=0, upload=10e6, download=100e6)
     far = Site(name="b", latitude=0, longitude=90, upload=1e9)
     made = connect([home, far], [2, 1])
@@ -48,7 +48,7 @@ def test_a_household_shares_its_line():
 
 
 @pytest.mark.parametrize("key", ["latitude", "longitude", "upload", "download"])
-def test_no_such_place(key):
+def test_no_such_site(key):
     good = {"name": "a", "latitude": 1.0, "longitude": 1.0, "upload": 1.0, "download": 1.0}
     with pytest.raises(ValueError, match=key):
         Site(**{**good, key: -1000.0})

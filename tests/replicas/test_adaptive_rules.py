@@ -124,14 +124,14 @@ def slowing(world: Mesh, steps: int, states: list[Any] | None = None) -> tuple[l
     return weights(model).tolist(), float(optimizer.fragments[0].vectors["told"][0]), save(optimizer)
 
 
-def test_a_rule_is_told_its_rounds_across_a_checkpoint() -> None:
+def test_a_rule_gets_its_rounds_across_a_checkpoint() -> None:
     """Four rounds and the last, shorter one: 5 + 1 + 2 + 3 + 4 + 5, and the weights of the run without a break."""
     straight = isles.run_virtual(slowing, 2, links=LINKS, args=(9,))
     states = [state for _, _, state in isles.run_virtual(slowing, 2, links=LINKS, args=(5,))]
     resumed = isles.run_virtual(slowing, 2, links=LINKS, args=(9, states))
     assert [one[0] for one in straight] == [one[0] for one in resumed]
     alone = isles.run_virtual(slowing, 1, args=(9,))  # in one sweep, without an exchange
-    assert [told for _, told, _ in (*straight, *resumed, *alone)] == [20.0] * 5
+    assert [reported for _, reported, _ in (*straight, *resumed, *alone)] == [20.0] * 5
 
 
 def test_the_blocks_and_fragments_of_a_model_count_alike() -> None:
@@ -159,7 +159,7 @@ def test_a_round_that_all_skip_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ({"outer_betas": (1.0, 0.9)}, r"outer_betas = \[1.0, 0.9\]: choose two in"),
         ({"outer_betas": (0.9,)}, "outer_betas"),
@@ -167,8 +167,8 @@ def test_a_round_that_all_skip_does_not_count() -> None:
         ({"outer_lr": 0.0}, "outer_lr"),
     ],
 )
-def test_settings_that_make_no_sense(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_settings_that_make_no_sense(given: dict[str, Any], reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         FedAdamConfig(**given)
 
 

@@ -75,16 +75,16 @@ OTHERS = [name for name in ALL if name not in MAIN]
 
 
 @pytest.mark.parametrize(("name", "steps"), [*cover(MAIN, [4, 2], each=1), *cover(OTHERS, [4, 2], each=1, of=9)])
-def test_states_of_two_runs_are_told(name: str, steps: int) -> None:
+def test_states_of_two_runs_are_reported(name: str, steps: int) -> None:
     """By the first exchange after loading: amid a round, and before there was any."""
-    said = apart(name, steps)
-    told = [text for text in said if " diverged at step " in text]
-    assert told and all(text.startswith("worker ") for text in told)
-    assert any("states of other runs were loaded" in text or STATE in text for text in told), said
+    message = apart(name, steps)
+    reported = [text for text in message if " diverged at step " in text]
+    assert reported and all(text.startswith("worker ") for text in reported)
+    assert any("states of other runs were loaded" in text or STATE in text for text in reported), message
 
 
 @pytest.mark.parametrize("name", ["ddp", "demo", "noloco", "diloco", "sparta"])
-def test_a_worker_that_loads_nothing_is_told(name: str) -> None:
+def test_a_worker_that_loads_nothing_is_reported(name: str) -> None:
     """And states of another step of the same run."""
     files = run(saved, 2, name, 0, 0)
     own = run(saved, 2, name, 0, 1)
@@ -117,13 +117,13 @@ def states_of(world: Mesh, name: str, steps: int) -> Any:
 
 
 @pytest.mark.parametrize("name", share(ALL, 2, 9, ["ddp", "noloco", "ist", "islands"]))
-def test_weights_that_all_forget_to_load_are_told(name: str) -> None:
+def test_weights_that_all_forget_to_load_are_reported(name: str) -> None:
     """By each worker's own next step: all agree on the wrong weights, so no message shows them."""
     run(forgetful, 2, name, run(states_of, 2, name, 4), False)
 
 
 @pytest.mark.parametrize("name", ["localsgd", "noloco"])
-def test_weights_that_all_forget_to_load_are_told_at_the_end(name: str) -> None:
+def test_weights_that_all_forget_to_load_are_reported_at_the_end(name: str) -> None:
     """Of a run that goes on from its last checkpoint to its end."""
     run(forgetful, 2, name, run(states_of, 2, name, 4), True)
 
@@ -170,7 +170,7 @@ def test_weights_and_states_come_in_any_order(where: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "diloco", "noloco"])
-def test_other_weights_on_top_of_a_checkpoint_are_told(name: str) -> None:
+def test_other_weights_on_top_of_a_checkpoint_are_reported(name: str) -> None:
     """Weights and state of one moment, and then another file's weights."""
 
     def worker(world: Mesh) -> None:
@@ -281,7 +281,7 @@ def gloo(worker: Any, workers: int, *args: Any) -> list[Any]:
     return run_gloo(worker, workers, args=args)
 
 
-def test_states_of_two_runs_are_told_over_gloo() -> None:
+def test_states_of_two_runs_are_reported_over_gloo() -> None:
     assert any(STATE in text for text in apart("ddp", runs=gloo))
 
 
@@ -337,12 +337,12 @@ WHAT = ["lr", "decay", "tensor", "plateau", "betas", "numpy", "list", "groups"]
 
 
 @pytest.mark.parametrize(("what", "name"), cover(WHAT, EQUAL, each=1))
-def test_settings_that_come_apart_are_told(what: str, name: str) -> None:
+def test_settings_that_come_apart_are_reported(what: str, name: str) -> None:
     """By the next step of methods whose workers take equal steps, which demo counts when it is over; not by the end."""
     if (name, what) == ("demo", "betas"):
         pytest.skip("SGD has none")
-    said = run(changed, 2, name, what)
-    assert any(SETTINGS in text and re.match(r"worker \d diverged at step [23]: ", text) for text in said), said
+    message = run(changed, 2, name, what)
+    assert any(SETTINGS in text and re.match(r"worker \d diverged at step [23]: ", text) for text in message), message
 
 
 @pytest.mark.parametrize("name", ["localsgd", "diloco", "noloco"])
@@ -350,7 +350,7 @@ def test_workers_that_step_by_themselves_may_have_their_own_settings(name: str) 
     assert run(changed, 2, name, "lr") == ["", ""]
 
 
-def test_settings_that_come_apart_are_told_over_gloo() -> None:
+def test_settings_that_come_apart_are_reported_over_gloo() -> None:
     assert any(SETTINGS in text for text in gloo(changed, 2, "ddp", "lr"))
 
 
@@ -360,7 +360,7 @@ def test_where_steps_do_not_compare_settings_the_end_does(name: str) -> None:
         assert text.startswith("worker 1 diverged at step 5: ") and SETTINGS in text
 
 
-def test_other_groups_are_told_at_wrapping() -> None:
+def test_other_groups_are_reported_at_wrapping() -> None:
     """The same settings, of other parameters: a list of what decays that differs by worker."""
 
     def worker(world: Mesh) -> None:
@@ -377,7 +377,7 @@ def test_other_groups_are_told_at_wrapping() -> None:
 
 
 @pytest.mark.parametrize(("name", "enabled"), cover(["ddp", "dct-dp", "islands"], [True, False], each=1))
-def test_scales_that_come_apart_are_told(name: str, enabled: bool) -> None:
+def test_scales_that_come_apart_are_reported(name: str, enabled: bool) -> None:
     """A scaler whose state only one worker has loaded, or one that only one worker has."""
 
     def worker(world: Mesh) -> str:
@@ -396,16 +396,16 @@ def test_scales_that_come_apart_are_told(name: str, enabled: bool) -> None:
     assert any(SETTINGS in text and "at step 2" in text for text in run(worker))
 
 
-def test_several_causes_are_told_together() -> None:
+def test_several_causes_are_reported_together() -> None:
     def worker(world: Mesh) -> str:
         model = Net()
         optimizer = wrap(world, "ddp", model)
         if world.rank:
             model.first.requires_grad_(False)
             optimizer.param_groups[0]["lr"] = 1.0
-        with pytest.raises(isles.Diverged) as told:
+        with pytest.raises(isles.Diverged) as reported:
             loss_of(model, world.rank, 1).backward()
             optimizer.step()
-        return str(told.value)
+        return str(reported.value)
 
     assert f"other parameters are frozen and {SETTINGS}" in run(worker)[0]

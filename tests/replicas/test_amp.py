@@ -244,7 +244,7 @@ def test_means_that_come_in_step_leave_no_room_for_edits(why: str) -> None:
     run(worker, 2)
 
 
-def test_an_edit_of_the_mean_on_one_worker_is_told_at_the_end() -> None:
+def test_an_edit_of_the_mean_on_one_worker_is_reported_at_the_end() -> None:
     def worker(world: Mesh) -> None:
         optimizer = isles.DDP(model := Net(), sgd(model), world.outer)
         loss_of(model, world.rank, 1).backward()
@@ -451,7 +451,7 @@ def growing(world: Mesh, name: str, scaled: bool) -> str:
 
 
 @pytest.mark.parametrize("name", ["ddp, int4", "dct-dp"])
-def test_in_torchs_order_what_is_kept_follows_the_scale(name: str) -> None:
+def test_in_torchs_order_what_is_saved_follows_the_scale(name: str) -> None:
     assert run(growing, 2, name, True) == run(growing, 2, name, False)
 
 
@@ -464,7 +464,7 @@ SCALERS: dict[str, tuple[float | None, float | None]] = {  # of four steps, and 
 
 
 @pytest.mark.parametrize(("name", "change"), cover(["ddp, int4", "dct-dp", "ddp, low rank"], list(SCALERS), each=2))
-def test_another_scale_than_what_is_kept_is_told(name: str, change: str) -> None:
+def test_another_scale_than_what_is_saved_is_reported(name: str, change: str) -> None:
     """A residual is multiplied as the loss was: of another scaler it would count for nothing, or for all."""
 
     def worker(world: Mesh) -> None:

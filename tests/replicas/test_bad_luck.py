@@ -75,7 +75,7 @@ def live_through(world: Mesh, name: str, begins_frozen: bool, strokes: list[tupl
     if begins_frozen and "fragments" in options:
         options = {**options, "fragments": (("first",), ("bias",))}
     optimizer: Any = isles.method(method)(model, usual_inner(method)(model), world.outer, **options)
-    kept: tuple[Any, Any] | None = None
+    saved: tuple[Any, Any] | None = None
     for step in range(1, 13):
         now = [stroke for at, stroke in strokes if at == step]
         batches, spoilt, without = 1, False, set()
@@ -94,14 +94,14 @@ def live_through(world: Mesh, name: str, begins_frozen: bool, strokes: list[tupl
                     if world.rank == stroke.at and optimizer.level == "parameter":  # others send no weights
                         model.bias.data[2] = torch.inf
                 case "save":
-                    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-                case "load both" | "load model" | "load optimizer" if kept is not None:
+                    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+                case "load both" | "load model" | "load optimizer" if saved is not None:
                     if stroke.what != "load optimizer":
-                        model.load_state_dict(kept[0])
+                        model.load_state_dict(saved[0])
                     if stroke.what != "load model":
                         optimizer.settle()
                         clock = {"transport": world.transport.state_dict()}  # which cannot go back
-                        optimizer.load_state_dict(kept[1] | clock)
+                        optimizer.load_state_dict(saved[1] | clock)
                 case "accumulate":
                     batches = 1 + stroke.at
                 case "accumulate unevenly":

@@ -156,7 +156,7 @@ def test_both_are_rosters() -> None:
     assert run(worker) == [True] * 4
 
 
-def test_a_state_is_given_without_waiting_for_the_next_rounds_partner() -> None:
+def test_a_state_is_sent_without_waiting_for_the_next_rounds_partner() -> None:
     """Whoever takes it may be that partner, which begins its round once it has it."""
 
     def worker(world: Mesh) -> Any:
@@ -214,12 +214,12 @@ class Line:
     def __init__(self, member: int) -> None:
         self.member, self.decisions = member, DecisionLog()
 
-    def ask(self, said: Delivered) -> RoundDecision:
-        return RoundDecision(said.round, "retry", 1, (0, 1), steps=(6, 2))
+    def ask(self, message: Delivered) -> RoundDecision:
+        return RoundDecision(message.round, "retry", 1, (0, 1), steps=(6, 2))
 
-    def say(self, said: Done | Delivered) -> None:
-        if isinstance(said, Done):
-            self.decisions.hear(RoundDecision(said.round, "land", 1, (0, 1), steps=(6, 2)))
+    def say(self, message: Done | Delivered) -> None:
+        if isinstance(message, Done):
+            self.decisions.hear(RoundDecision(message.round, "land", 1, (0, 1), steps=(6, 2)))
 
 
 def test_a_quorums_mean_is_one_by_inner_steps() -> None:

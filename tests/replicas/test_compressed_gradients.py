@@ -13,7 +13,7 @@ from isles.comm.mesh import Mesh
 from tests.covers import cover
 from tests.replicas.workers import LINKS, Net, bits, counted, loss_of, sgd, train_step, weights, wrap
 
-KEPT = ["ddp, int4", "ddp, low rank", "dct-dp"]  # of RUNS: those that keep something of gradients
+SAVED = ["ddp, int4", "ddp, low rank", "dct-dp"]  # of RUNS: those that keep something of gradients
 CODECS = ["none", "bf16", "int4", "fp4", "sign", "topk:40", "randk:0.5", "powersgd:1", "powersgd:1+int4"]
 
 
@@ -21,7 +21,7 @@ def run(worker: Any, workers: int, *args: Any) -> list[Any]:
     return isles.run_virtual(worker, workers, links=LINKS, args=args)
 
 
-def kept(optimizer: Any) -> list[Tensor]:
+def saved(optimizer: Any) -> list[Tensor]:
     """All tensors that a step on gradients may change, weights too."""
     found = [weights(optimizer.model)]
 
@@ -37,7 +37,7 @@ def kept(optimizer: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("name", "form"), cover(CODECS, ("local", "global"), each=1))
-def test_what_was_put_in_is_in_the_means_or_kept(name: str, form: str) -> None:
+def test_what_was_put_in_is_in_the_means_or_saved(name: str, form: str) -> None:
     """Sum of gradients = workers x sum of means + residuals, whatever the codec does to them (compression.md 2.2); all
     workers get the same bits. Nothing is lost by codec none.
     """
@@ -83,7 +83,7 @@ def test_bytes_of_the_factors() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", SAVED)
 def test_a_step_that_is_not_finite_never_was(name: str, bad: float) -> None:
     """Worker 1's gradient breaks in step 3: nobody's weights, residuals, thresholds or bases change, everybody counts
     it, Adam's moments stay; the run goes on as if the step had not been (dct.md 3.5, oracle 9). A scaler that is
@@ -97,18 +97,18 @@ def test_a_step_that_is_not_finite_never_was(name: str, bad: float) -> None:
             if step == 3 and not broken:
                 optimizer.steps += 1  # which thresholds and headers count by
                 continue
-            before = kept(optimizer)
+            before = saved(optimizer)
             (loss_of(optimizer.model, world.rank, step) * (bad if step == 3 and world.rank == 1 else 1.0)).backward()
             optimizer.step(scaler=off)
             optimizer.zero_grad()
-            assert (step == 3) == all(torch.equal(a, b) for a, b in zip(before, kept(optimizer), strict=True))
+            assert (step == 3) == all(torch.equal(a, b) for a, b in zip(before, saved(optimizer), strict=True))
         assert optimizer.gauges()["skipped_steps"] == optimizer.skipped == broken
         return bits(weights(optimizer.model))
 
     assert run(worker, 3, True) == run(worker, 3, False)
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", SAVED)
 def test_a_batch_may_be_thrown_away(name: str) -> None:
     """What left in the first backward pass of a step counts for nothing, in the means and in what is kept."""
 
@@ -119,15 +119,15 @@ def test_a_batch_may_be_thrown_away(name: str) -> None:
                 loss_of(optimizer.model, world.rank, 50 + step).backward()
                 optimizer.zero_grad()
             train_step(optimizer, world.rank, step)
-        return [bits(tensor) for tensor in kept(optimizer)]
+        return [bits(tensor) for tensor in saved(optimizer)]
 
     with pytest.warns(UserWarning, match="second backward pass"):
         thrown = run(worker, 2, True)
     assert thrown == run(worker, 2, False)
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_what_is_kept_follows_the_scale_of_the_loss(name: str) -> None:
+@pytest.mark.parametrize("name", SAVED)
+def test_what_is_saved_follows_the_scale_of_the_loss(name: str) -> None:
     """A scaler that doubles its scale every other step changes no bit: residuals and thresholds are doubled with it."""
 
     def worker(world: Mesh, scaled: bool) -> str:
@@ -172,7 +172,7 @@ def test_advice(options: dict[str, Any], says: str | None) -> None:
         ({"reduction": "native", "error_feedback": "local"}, 'use "two_shot"'),
     ],
 )
-def test_mistakes_are_one_line_with_the_mend(options: dict[str, Any], says: str) -> None:
+def test_mistakes_are_one_line_with_the_hint(options: dict[str, Any], says: str) -> None:
     """ValueError names the key and what to choose."""
     with pytest.raises(ValueError, match=says):
         run(lambda world: isles.DDP(model := Net(), sgd(model), world.outer, **options), 2)

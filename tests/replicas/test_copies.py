@@ -216,12 +216,12 @@ def test_copies_out_of_reach_are_refused(name: str) -> None:
             return str(error)
         return ""
 
-    told = [text for inner in (Elsewhere, of_two(Elsewhere, Masters)) for text in run(worker, 2, inner)]
-    told = [text for text in told if "is lost" not in text]
-    assert len(told) >= 2 and all(
-        text.startswith("Elsewhere takes back what rounds have landed, for it keeps") for text in told
+    reported = [text for inner in (Elsewhere, of_two(Elsewhere, Masters)) for text in run(worker, 2, inner)]
+    reported = [text for text in reported if "is lost" not in text]
+    assert len(reported) >= 2 and all(
+        text.startswith("Elsewhere takes back what rounds have landed, for it keeps") for text in reported
     )
-    assert all("after_landing(parameters)" in text and "\n" not in text for text in told)
+    assert all("after_landing(parameters)" in text and "\n" not in text for text in reported)
 
 
 def test_short_rounds_tell_nothing_of_copies_out_of_reach() -> None:

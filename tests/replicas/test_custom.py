@@ -101,7 +101,7 @@ def test_what_is_warned_about() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ({"group_size": 2}, "group_size = 2 has nothing to act on"),
         ({"rule": "average", "outer_lr": 0.7}, "outer_lr = 0.7 has nothing to act on"),
@@ -122,8 +122,8 @@ def test_what_is_warned_about() -> None:
         ({"layers_per_fragment": 1}, "layers_per_fragment = 1"),
     ],
 )
-def test_a_setting_acts_or_is_refused(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_setting_acts_or_is_refused(given: dict[str, Any], reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         CustomConfig(**given)
 
 

@@ -14,7 +14,7 @@ from isles.comm.mesh import Mesh
 from tests.replicas.workers import LINKS, Net, adamw, batch, bits, counted, sgd, train_step, weights
 
 SIZES = (400, 30, 250)  # tensors; with sparsity 0.9 thresholds are to let 40, 3 and 25 entries through
-KEPT = (40, 3, 25)
+SAVED = (40, 3, 25)
 ALL = {"exclude_below": 0, "sparsity": 0.9}
 
 
@@ -55,7 +55,7 @@ def residuals(optimizer: Any) -> list[Tensor]:
     return [part.clone() for part in reversed(parts)]
 
 
-def kept(optimizer: Any) -> list[Any]:
+def saved(optimizer: Any) -> list[Any]:
     """Everything that a step may change."""
     states = [bucket.reduction.state_dict() for bucket in optimizer.buckets]
     return [weights(optimizer.model), *residuals(optimizer), *(state["thresholds"] for state in states)]
@@ -78,7 +78,7 @@ def test_no_sparsity_is_ddp_to_the_bit(megabytes: float) -> None:
 
 
 @pytest.mark.parametrize("feedback", ["local", "none"])
-def test_what_was_put_in_is_sent_or_kept(feedback: str) -> None:
+def test_what_was_put_in_is_sent_or_saved(feedback: str) -> None:
     """Oracle 2, with integers, so exactly: sum of all gradients = 4 x sum of the means + what the workers still hold.
     Without error feedback it fails.
     """
@@ -110,14 +110,14 @@ def test_new_thresholds_send_exactly_the_largest() -> None:
             gradients = drawn(0, step)
             sent = step_with(optimizer, gradients)
             for mean, gradient, old, new, count in zip(
-                sent, gradients, before, residuals(optimizer), KEPT, strict=True
+                sent, gradients, before, residuals(optimizer), SAVED, strict=True
             ):
                 h = gradient + old
                 indices = h.abs().topk(count).indices
                 assert torch.equal(mean, torch.zeros_like(h).scatter_(0, indices, h[indices]))
                 assert torch.equal(new, h.scatter(0, indices, 0.0))
             before = residuals(optimizer)
-        assert optimizer.gauges()["density"] == pytest.approx(sum(KEPT) / sum(SIZES))
+        assert optimizer.gauges()["density"] == pytest.approx(sum(SAVED) / sum(SIZES))
 
     run(worker)
 
@@ -258,7 +258,7 @@ def test_bytes_are_the_formulas(options: dict[str, Any]) -> None:
     run(worker, 3)
 
 
-def test_what_a_codec_loses_of_the_values_is_kept() -> None:
+def test_what_a_codec_loses_of_the_values_is_saved() -> None:
     """E is what the rounded values leave: two workers' gradients, means and residuals add up, to rounding."""
 
     def worker(world: Mesh, codec: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -322,11 +322,11 @@ def test_strided_and_frozen_parameters() -> None:
         ({"bucket_megabytes": 0}, "bucket_megabytes = 0"),
     ],
 )
-def test_mistakes_are_one_line_with_the_mend(options: dict[str, Any], says: str) -> None:
+def test_mistakes_are_one_line_with_the_hint(options: dict[str, Any], says: str) -> None:
     """ValueError names the key, the value and what to choose."""
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as reported:
         run(lambda world: isles.DCTDP(model := Net(), sgd(model), world.outer, **options))
-    assert says in str(told.value) and "\n" not in str(told.value)
+    assert says in str(reported.value) and "\n" not in str(reported.value)
 
 
 @pytest.mark.parametrize(
@@ -342,4 +342,4 @@ def test_mistakes_are_one_line_with_the_mend(options: dict[str, Any], says: str)
 def test_advice(options: dict[str, Any], workers: int, says: list[str]) -> None:
     """Settings that save nothing, or lose something for good, are told."""
     notices = run(lambda world: isles.DCTDP(model := Net(), sgd(model), world.outer, **options).advise(10), workers)[0]
-    assert len(notices) == len(says) and all(said in notice for said, notice in zip(says, notices, strict=True))
+    assert len(notices) == len(says) and all(message in notice for message, notice in zip(says, notices, strict=True))

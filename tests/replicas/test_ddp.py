@@ -107,9 +107,9 @@ def test_accumulation(megabytes: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quiet = run(accumulate, 3, "no_sync", megabytes)
-    with pytest.warns(UserWarning, match="no_sync") as told:
+    with pytest.warns(UserWarning, match="no_sync") as reported:
         loud = run(accumulate, 3, "plain", megabytes)
-    assert len(told) == 3, "each worker says it once"
+    assert len(reported) == 3, "each worker says it once"
     for (a, sent), (b, quiet_sent), (c, loud_sent) in zip(whole, quiet, loud, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
         torch.testing.assert_close(b, c, rtol=0, atol=1e-12)
@@ -138,7 +138,7 @@ class _KeepsSigns:
     preserves_signs = False
 
 
-def test_what_the_inner_optimizer_was_given_it_may_take_and_hold_for_a_moment() -> None:
+def test_what_the_inner_optimizer_received_it_may_take_and_hold_for_a_moment() -> None:
     """In another thread, while others' gradients are looked at; what it has not taken nobody may change."""
     taken, left = (nn.Parameter(torch.ones(3)) for _ in range(2))
     (bucket,) = cut_buckets([taken, left], 1 << 20, torch.device("cpu"))

@@ -57,13 +57,13 @@ def trained(world: Mesh, name: str, kind: Kind, batches: int, max_norm: float | 
                 seen.append((bits(weights(judged)), held_out(judged)))
         if step == 6:
             inner_state = copy.deepcopy(optimizer.inner_state())
-            kept = {key: own.clone() for key, own in optimizer.weights().items()}
+            saved = {key: own.clone() for key, own in optimizer.weights().items()}
         if step == 7:  # an update is due, which must not come on top of what is restored; torch keeps what it loads
-            optimizer.load_weights(kept)
+            optimizer.load_weights(saved)
             optimizer.load_inner_state(copy.deepcopy(inner_state))
         if step == 8:
             optimizer.load_inner_state(copy.deepcopy(inner_state))
-            optimizer.load_weights(kept)
+            optimizer.load_weights(saved)
         if step >= 7:
             states = optimizer.state_dict()["inner"]["state"].values()
             seen.append([float(own["step"]) for own in states if "step" in own])

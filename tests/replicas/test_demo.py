@@ -422,7 +422,7 @@ def test_the_message_is_as_long_as_the_formula(value_dtype: Any, k: int, chunk: 
         torch.testing.assert_close(sent.values, numbers, rtol=4e-3, atol=2e-2 if value_dtype == "int8" else 0)
 
 
-def test_places_of_the_largest_block_fit() -> None:
+def test_indices_of_the_largest_block_fit() -> None:
     """65,536 of them, in two bytes each."""
     packing = Packing(Blocks([torch.Size((256, 256))], 256, True), 4, "fp32")
     indices = torch.tensor([0, 32767, 32768, 65535])
@@ -575,9 +575,9 @@ def test_a_rate_of_zero_is_no_division_by_it() -> None:
     ],
 )
 def test_settings_that_make_no_sense(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as reported:
         DeMoConfig(**options)
-    assert says in str(told.value) and "\n" not in str(told.value)
+    assert says in str(reported.value) and "\n" not in str(reported.value)
 
 
 def test_the_inner_optimizer_is_plain_sgd() -> None:
@@ -671,7 +671,7 @@ def test_advice() -> None:
         assert any(says in notice for notice in notices), notices
 
 
-def test_every_setting_is_told_and_kept() -> None:
+def test_every_setting_is_checked_and_saved() -> None:
     """In the state, so that a run goes on with its own."""
 
     def worker(world: Mesh) -> None:

@@ -176,15 +176,15 @@ def test_one_worker_with_a_unit_outer_step_is_within_one_ulp() -> None:
     def worker(world: Mesh) -> None:
         model = Net()
         optimizer = wrap(world, "diloco", model, sync_every=2, outer_lr=1.0, outer_momentum=0.0)
-        kept: list[Tensor] = []
-        optimizer.inner.register_step_post_hook(lambda *_: kept.append(weights(model)))
+        saved: list[Tensor] = []
+        optimizer.inner.register_step_post_hook(lambda *_: saved.append(weights(model)))
         for step in range(1, 41):
             anchor = optimizer.fragments[0].anchor.clone()  # type: ignore[attr-defined]
             train_step(optimizer, 0, step)
             if step % 2 == 0:
-                largest = torch.maximum(anchor.abs(), kept[-1].abs())
+                largest = torch.maximum(anchor.abs(), saved[-1].abs())
                 ulp = torch.nextafter(largest, torch.tensor(torch.inf)) - largest
-                assert bool(((weights(model) - kept[-1]).abs() <= ulp).all())
+                assert bool(((weights(model) - saved[-1]).abs() <= ulp).all())
 
     isles.run_virtual(worker, 1, links=LINKS)
 

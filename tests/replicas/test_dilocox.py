@@ -142,9 +142,11 @@ def adapting(world: Mesh, ranks: int, stop: int | None, state: Any) -> tuple[lis
         rounds = optimizer.fragments[0].rounds
         optimizer.step()
         if optimizer.fragments[0].rounds > rounds:
-            told = optimizer.gauges()
-            assert told["rank"] == optimizer.fragments[0].averaging.bases[0].shape[1]
-            log.append((optimizer.steps, int(told["rank"]), int(told["sync_every"]), told["feedback_ratio"]))
+            reported = optimizer.gauges()
+            assert reported["rank"] == optimizer.fragments[0].averaging.bases[0].shape[1]
+            log.append(
+                (optimizer.steps, int(reported["rank"]), int(reported["sync_every"]), reported["feedback_ratio"])
+            )
         if optimizer.steps == stop:
             saved = optimizer.state_dict(), {key: value.clone() for key, value in model.state_dict().items()}
     return log, saved
@@ -164,7 +166,7 @@ def test_rank_and_h_follow_what_the_means_use() -> None:
     assert again[0][0] == [entry for entry in log if entry[0] > 61]
 
 
-def test_full_ranks_are_kept() -> None:
+def test_full_ranks_are_saved() -> None:
     """Gradients of more ranks than there are columns: rank and H stay near the first ones."""
     log, _ = isles.run_virtual(adapting, 2, links=LINKS, args=(40, None, None))[0]
     assert all(rank >= 5 for _, rank, *_ in log)
@@ -216,7 +218,7 @@ def test_the_rank_left_out_is_an_eighth_of_the_usual_width() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ({"delay": "later"}, "delay"),
         ({"rank": -1}, "rank = -1"),
@@ -230,8 +232,8 @@ def test_the_rank_left_out_is_an_eighth_of_the_usual_width() -> None:
         ({"error_feedback": "none", "feedback_decay": 0.9}, "feedback_decay"),
     ],
 )
-def test_settings_that_make_no_sense(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_settings_that_make_no_sense(given: dict[str, Any], reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         DiLoCoXConfig(**given)
 
 

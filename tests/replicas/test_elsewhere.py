@@ -51,15 +51,15 @@ def around(world: Mesh) -> list[tuple[list[str], list[float]]]:
                 net(torch.full((2, 3), 1.0 + world.rank + step)).square().mean().backward()
                 optimizer.step()
                 model.zero_grad()
-        told = [str(each.message) for each in caught if "DistributedDataParallel" in str(each.message)]
-        results.append((told, weights(isles.unwrap(optimizer).consolidate()).tolist()))
+        reported = [str(each.message) for each in caught if "DistributedDataParallel" in str(each.message)]
+        results.append((reported, weights(isles.unwrap(optimizer).consolidate()).tolist()))
     return results
 
 
-def test_gradients_that_torch_averages_too_are_told_of() -> None:
+def test_gradients_that_torch_averages_too_are_reported() -> None:
     """Once, by the first worker, also of one that is made later; not where it is over others than these workers."""
     zero, one = run_gloo(around, 2)
-    assert [len(told) for told, _ in zero] == [0, 1, 1, 0, 1] and not any(told for told, _ in one)
+    assert [len(reported) for reported, _ in zero] == [0, 1, 1, 0, 1] and not any(reported for reported, _ in one)
     line = zero[1][0][0]
     assert "this method exchanges on top of it" in line and "prepare() the optimizer and the loader" in line
     assert [model for _, model in zero] == [model for _, model in one]

@@ -50,9 +50,9 @@ def spoiled(world: Mesh, name: str, call: str) -> str:
     optimizer.land_all = land_all  # type: ignore[method-assign]
     if name in APART:
         optimizer.together = with_another_mean  # type: ignore[method-assign]
-    with pytest.raises(isles.Diverged, match="second differ where all must be equal") as told:
+    with pytest.raises(isles.Diverged, match="second differ where all must be equal") as reported:
         getattr(optimizer, call)()
-    return str(told.value)
+    return str(reported.value)
 
 
 @pytest.mark.parametrize("name", share(RUNS, 2, 9, ["ddp", "diloco", "noloco"]))
@@ -62,8 +62,8 @@ def test_the_end_is_proven(name: str) -> None:
         pytest.skip("its weights are made anew where it is consolidated")
     calls = ["consolidate"] if name in APART else ["finish", "consolidate"]
     for workers, call in zip((3, 2), calls, strict=False):
-        told = run(spoiled, workers, name, call)
-        assert all(text.startswith(f"worker {workers - 1} diverged at step 6: ") for text in told)
+        reported = run(spoiled, workers, name, call)
+        assert all(text.startswith(f"worker {workers - 1} diverged at step 6: ") for text in reported)
 
 
 def spoiled_whole(world: Mesh, name: str) -> str:
@@ -83,9 +83,9 @@ def spoiled_whole(world: Mesh, name: str) -> str:
         prove(tensors)
 
     optimizer._prove = after_memory_failed  # type: ignore[assignment, method-assign]
-    with pytest.raises(isles.Diverged) as told:
+    with pytest.raises(isles.Diverged) as reported:
         optimizer.consolidate()
-    return str(told.value)
+    return str(reported.value)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "ist"])
@@ -119,10 +119,10 @@ def test_islands_are_proven_inside_and_across() -> None:
         return ""
 
     differs = "diverged at step 3: second differ where all must be equal; check memory and versions"
-    told = run(worker, 4, 3)  # a row for which worker 2 answers
-    assert told[2] == told[3] == f"worker 3 {differs}" and told[:2] == ["", ""]
-    told = run(worker, 4, 2)
-    assert told[0] == told[2] == f"worker 2 {differs}"
+    reported = run(worker, 4, 3)  # a row for which worker 2 answers
+    assert reported[2] == reported[3] == f"worker 3 {differs}" and reported[:2] == ["", ""]
+    reported = run(worker, 4, 2)
+    assert reported[0] == reported[2] == f"worker 2 {differs}"
 
 
 SOLO = {"on_peer_failure": "solo"}
@@ -233,7 +233,7 @@ def told_of(world: Mesh, name: str, steps: tuple[int, ...], seed: int = 0) -> st
     return ""
 
 
-MEND = "give all workers the same number of inner steps: drop the rest of the longer loader"
+HINT = "give all workers the same number of inner steps: drop the rest of the longer loader"
 
 
 LATE = {
@@ -245,22 +245,22 @@ LATE = {
 @pytest.mark.parametrize(
     ("name", "steps"), cover(["localsgd", "noloco", "ist", "ddp", "dct-dp", "demo"], list(LATE), each=1)
 )
-def test_workers_in_other_rounds_are_told(name: str, steps: tuple[int, int]) -> None:
+def test_workers_in_other_rounds_are_reported(name: str, steps: tuple[int, int]) -> None:
     """Whoever gives up first says the mend, in a round or at the end; the other one hears that it is gone."""
     first, deadlines = LATE[steps]
-    said = run(told_of, 2, name, steps, deadlines=deadlines)
-    told = said["control" in first]
-    assert told.startswith(first) and MEND in told and "\n" not in told
-    assert said["control" not in first] == f"worker {int('control' in first)} is lost (it has returned)"
+    message = run(told_of, 2, name, steps, deadlines=deadlines)
+    reported = message["control" in first]
+    assert reported.startswith(first) and HINT in reported and "\n" not in reported
+    assert message["control" not in first] == f"worker {int('control' in first)} is lost (it has returned)"
 
 
-def test_who_was_alone_in_the_last_round_is_told_at_the_end() -> None:
+def test_who_was_alone_in_the_last_round_is_reported_at_the_end() -> None:
     """Of three workers in pairs one does a round by itself, and all come to the end."""
     for text in run(told_of, 3, "noloco", (10, 10, 15)):
-        assert text.startswith("worker 2 diverged") and "it ends after 15 inner steps" in text and MEND in text
+        assert text.startswith("worker 2 diverged") and "it ends after 15 inner steps" in text and HINT in text
 
 
-def test_who_waits_in_another_call_is_told() -> None:
+def test_who_waits_in_another_call_is_reported() -> None:
     """One asks for the spread alone, while the other ends the run."""
 
     def worker(world: Mesh) -> None:

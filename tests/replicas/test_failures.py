@@ -26,8 +26,8 @@ def test_a_killed_worker_is_named_by_default() -> None:
     """SIGKILL of one of four in the middle of a round: whoever needs it raises PeerLost with its rank."""
     results = isles.run_local(killed, 4, args=(30, 8, 2, "raise"), return_errors=True)
     assert isinstance(results[2], WorkerFailed) and "-9" in str(results[2])
-    told = [error for error in results if isinstance(error, isles.PeerLost)]
-    assert any(error.rank == 2 for error in told)
+    reported = [error for error in results if isinstance(error, isles.PeerLost)]
+    assert any(error.rank == 2 for error in reported)
     # Whoever stops for it takes others with it; nobody finishes as if nothing had happened, nobody hangs.
     assert all(isinstance(result, (isles.PeerLost, WorkerFailed)) for result in results)
 
@@ -66,8 +66,8 @@ def ends_early(world: Mesh, name: str, how: str, on_peer_failure: str, steps: in
 def test_by_default_the_lost_worker_is_named(name: str, how: str) -> None:
     """Every method: PeerLost with the rank of the worker that ended, or of one that ended because of it."""
     results = isles.run_virtual(ends_early, 4, links=LINKS, args=(name, how, ""), return_errors=True)
-    told = [result for result in results if isinstance(result, isles.PeerLost)]
-    assert len(told) >= 1 and any(error.rank == 2 for error in told)
+    reported = [result for result in results if isinstance(result, isles.PeerLost)]
+    assert len(reported) >= 1 and any(error.rank == 2 for error in reported)
     assert isinstance(results[2], KeyError) if how == "raises" else results[2] == "early"
 
 
@@ -216,14 +216,17 @@ def test_solo_is_refused_where_addresses_come_round_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys.modules[mean.__module__], "_SEGMENT", 1)
 
     def worker(world: Mesh) -> list[str]:
-        model, told = Net(), []
+        model, reported = Net(), []
         for policy, steps in (("solo", 65_536), ("raise", 65_536), ("solo", 65_535)):
             optimizer = isles.NoLoCo(model, sgd(model), world.outer, sync_every=1, on_peer_failure=policy)
             try:
                 optimizer.advise(steps)
             except ValueError as error:
-                told.append(str(error))
-        return told
+                reported.append(str(error))
+        return reported
 
-    (told,) = isles.run_virtual(worker, 1)
-    assert len(told) == 1 and "come again after 65535 rounds, of which this run has 65536: raise sync_every" in told[0]
+    (reported,) = isles.run_virtual(worker, 1)
+    assert (
+        len(reported) == 1
+        and "come again after 65535 rounds, of which this run has 65536: raise sync_every" in reported[0]
+    )

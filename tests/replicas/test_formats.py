@@ -75,7 +75,7 @@ def test_the_memory_format_may_change_over_gloo() -> None:
     assert run_gloo(bits_of, args=("diloco", "alone")) == run_gloo(bits_of, args=("diloco", "never"))
 
 
-def test_inside_an_island_a_format_that_changes_is_told() -> None:
+def test_inside_an_island_a_format_that_changes_is_reported() -> None:
     """Its workers hold views of each other's rows."""
 
     def worker(world: Mesh) -> None:

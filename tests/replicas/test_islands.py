@@ -137,7 +137,7 @@ def refusals(world: Mesh) -> list[str]:
     return found
 
 
-def test_what_islands_cannot_be_is_refused_with_the_mend() -> None:
+def test_what_islands_cannot_be_is_refused_with_the_hint() -> None:
     wanted = [
         "needs a process for each worker",
         "call model = isles.shard",
@@ -148,8 +148,8 @@ def test_what_islands_cannot_be_is_refused_with_the_mend() -> None:
         "inner=3",
         'choose "raise"',
     ]
-    for told in isles.run_virtual(refusals, 4, links=LINKS):
-        for line, part in zip(told, wanted, strict=True):
+    for reported in isles.run_virtual(refusals, 4, links=LINKS):
+        for line, part in zip(reported, wanted, strict=True):
             assert part in line and "\n" not in line, line
 
 
@@ -271,19 +271,19 @@ def strange(world: Mesh) -> tuple[float, int, list[str]]:
         theirs.zero_grad()
     unknown = world.world.traffic["outer"].bytes_sent - before - optimizer.outline(2).sent[world.rank]
     mine = optimizer.consolidate().state_dict()
-    told = []
+    reported = []
     for attempt in (Mixed, Scalar, lambda: Own(Hidden)):
         with pytest.raises(ValueError) as caught:
             isles.shard(attempt(), world.outer)(batch(0, 0)[0])
-        told.append(str(caught.value))
+        reported.append(str(caught.value))
     apart = max(float((mine[name].double() - held.double()).abs().max()) for name, held in plain.state_dict().items())
-    return apart, unknown, told
+    return apart, unknown, reported
 
 
 def test_fsdp_takes_strange_models_or_says_why_not() -> None:
-    for apart, unknown, told in run_gloo(strange, 2):
+    for apart, unknown, reported in run_gloo(strange, 2):
         assert apart < 1e-5 and unknown == 0
-        for line, part in zip(told, ["in one format", "give it the shape (1,)", "return a tensor"], strict=True):
+        for line, part in zip(reported, ["in one format", "give it the shape (1,)", "return a tensor"], strict=True):
             assert part in line and "\n" not in line
 
 

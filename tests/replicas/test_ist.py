@@ -197,7 +197,7 @@ def test_a_merged_step_is_the_sum_of_masked_gradients() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_what_all_hold_is_averaged_and_what_rests_is_kept() -> None:
+def test_what_all_hold_is_averaged_and_what_rests_is_saved() -> None:
     """The output's bias is the mean of the workers'; entries between the units of different subnets keep their bytes
     for the round, all others were trained.
     """
@@ -390,7 +390,7 @@ def test_a_division_gives_each_unit_to_one_worker(sampler: str, units: int, work
 
 
 @pytest.mark.parametrize(("units", "workers"), [(16, 4), (32, 4), (11, 3), (4, 4), (18, 4), (27, 3)])
-def test_a_stratified_division_takes_equally_from_every_keeper(units: int, workers: int) -> None:
+def test_a_stratified_division_takes_equally_from_every_server(units: int, workers: int) -> None:
     """units / n^2 from each of the n runs, or the two whole numbers around it."""
     edges = torch.tensor([0, *sizes(units, workers)]).cumsum(0)
     for round in range(20):
@@ -491,7 +491,7 @@ def test_the_mean_settles_where_the_theory_says(size: int, workers: int) -> None
 # Company, mistakes.
 
 
-def test_a_round_that_fails_leaves_what_is_kept() -> None:
+def test_a_round_that_fails_leaves_what_is_saved() -> None:
     """A worker is gone when the others merge: they name it, and keep the bytes of the round before."""
 
     def worker(world: Mesh) -> bool | None:
@@ -524,7 +524,7 @@ def test_a_round_that_fails_leaves_what_is_kept() -> None:
         (lambda: nn.Linear(2, 2), {}, "not known how to divide a Linear"),
     ],
 )
-def test_mistakes_are_one_line_with_the_mend(model: Callable[[], nn.Module], options: Any, says: str) -> None:
+def test_mistakes_are_one_line_with_the_hint(model: Callable[[], nn.Module], options: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         isles.run_virtual(lambda world: of(world, model(), **options), 5, links=LINKS)
 
@@ -614,18 +614,18 @@ def test_advice() -> None:
     """The dense model to beat, thin layers, no round at all; alone there is nothing to divide."""
 
     @cache
-    def told(split: str, workers: int, sampler: str = "random") -> list[str]:
+    def reported(split: str, workers: int, sampler: str = "random") -> list[str]:
         made = isles.run_virtual(
             lambda world: of(world, Decoder(SHAPE), split=split, sampler=sampler).advise(10), workers, links=LINKS
         )
         assert len(set(map(tuple, made))) == 1
         return made[0]
 
-    assert told("all", 1) == ["one worker holds all units: nothing is divided"]
-    thin, dense = told("ffn", 2)
+    assert reported("all", 1) == ["one worker holds all units: nothing is divided"]
+    thin, dense = reported("ffn", 2)
     assert "a subnet has 32 ffn units a layer" in thin
     assert "--method ddp --set model.ffn=32 is a subnet's shape" in dense
-    assert "--set model.d_model=" in told("all", 4)[-1] and "has a subnet's size" in told("all", 4)[-1]
+    assert "--set model.d_model=" in reported("all", 4)[-1] and "has a subnet's size" in reported("all", 4)[-1]
 
     def deep(world: Mesh) -> None:
         assert any("never meet" in line for line in of(world, mlp(), sampler="rolling").advise(10))

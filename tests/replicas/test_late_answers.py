@@ -303,15 +303,15 @@ def test_fragments_by_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fragments", "told"),
+    ("fragments", "reported"),
     [
         ((("embed",), ("blocks.0",)), "'blocks.1.weight' is in none of them"),
         ((("embed", "blocks"), ("blocks.3",)), "'blocks.3.weight' is in number 0 and in number 1"),
         ((("embed", "blocks"), ("tail",)), "number 1 holds no trainable parameter"),
     ],
 )
-def test_fragments_that_do_not_fit(fragments: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_fragments_that_do_not_fit(fragments: Any, reported: str) -> None:
+    with pytest.raises(ValueError, match=reported):
         cut(Blocks(), fragments, 1)
 
 
@@ -342,7 +342,7 @@ def test_a_model_without_blocks_has_no_pattern() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "told"),
+    ("name", "options", "reported"),
     [
         ("streaming-diloco", {"overlap_steps": 3}, "overlap_steps = 3: choose 0 or more, below sync_every = 3"),
         ("streaming-diloco", {"overlap_steps": -1}, "overlap_steps = -1"),
@@ -357,9 +357,9 @@ def test_a_model_without_blocks_has_no_pattern() -> None:
         ("diloco", {"codec": "int5"}, "unknown codec 'int5'"),
     ],
 )
-def test_what_cannot_be_is_refused(name: str, options: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_is_refused(name: str, options: dict[str, Any], reported: str) -> None:
     def worker(world: Mesh) -> None:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             wrap(world, name, Net(), sync_every=3, **options)
 
     run(worker, 2)

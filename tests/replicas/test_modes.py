@@ -123,11 +123,11 @@ def trained(world: Mesh, name: str, mode: str) -> tuple[str, float]:
         if step == 4:
             with within():
                 state = optimizer.state_dict()
-                kept = {key: value.clone() for key, value in optimizer.weights().items()}
+                saved = {key: value.clone() for key, value in optimizer.weights().items()}
             model = Same()
             with within():
                 optimizer = wrap(world, method, model, **options)
-                optimizer.load_weights(kept)
+                optimizer.load_weights(saved)
                 optimizer.load_state_dict(state)
         if step == 7:
             with within(), optimizer.evaluation_weights() as judged:

@@ -61,8 +61,8 @@ def once_not_finite(world: Mesh, name: str, options: dict[str, Any], bad: float 
         optimizer.zero_grad()
         anchors.append(torch.cat([fragment.anchor for fragment in optimizer.fragments]).clone())
     optimizer.finish()
-    told = {"skipped": optimizer.skipped, "healed": optimizer.healed, "loss": (before, held_out(model))}
-    return told | {"weights": weights(model), "anchors": anchors, "agrees": optimizer.agrees}
+    reported = {"skipped": optimizer.skipped, "healed": optimizer.healed, "loss": (before, held_out(model))}
+    return reported | {"weights": weights(model), "anchors": anchors, "agrees": optimizer.agrees}
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -219,15 +219,15 @@ def test_help_shows_the_options(name: str) -> None:
         ("noloco", {"outer_lr": float("nan")}, "outer_lr = nan"),
     ],
 )
-def test_mistakes_are_one_line_with_the_mend(method: str, options: dict[str, Any], says: str) -> None:
+def test_mistakes_are_one_line_with_the_hint(method: str, options: dict[str, Any], says: str) -> None:
     """ValueError names the key, the value and what to choose."""
 
     def worker(world: Mesh) -> None:
         wrap(world, method, Net(), **options)
 
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as reported:
         run(worker)
-    assert says in str(told.value) and "\n" not in str(told.value)
+    assert says in str(reported.value) and "\n" not in str(reported.value)
 
 
 def test_wrong_objects_are_refused() -> None:
@@ -441,7 +441,7 @@ def test_schedule_asks_nothing_of_the_run() -> None:
 
 
 @pytest.mark.parametrize("name", share(RUNS, 4, 10))
-def test_evaluation_weights_are_the_anchor_and_are_given_back(name: str) -> None:
+def test_evaluation_weights_are_the_anchor_and_are_restored(name: str) -> None:
     """Inside: the anchors (where there are any). After, also after an error: the live bits. Training feels nothing."""
 
     def worker(world: Mesh, peek: bool) -> Any:

@@ -74,16 +74,16 @@ def trained(world: Mesh, name: str, inner: Inner, file: bytes | None = None) -> 
         optimizer.load_state_dict(state["optimizer"])
         for schedule, own in zip(schedules, state["schedules"], strict=True):
             schedule.load_state_dict(own)
-    kept = io.BytesIO()
+    saved = io.BytesIO()
     while optimizer.steps < 8:
         train_step(optimizer, world.rank, optimizer.steps + 1)
         for schedule in schedules:
             schedule.step()
         if optimizer.steps == 5:
             own = [schedule.state_dict() for schedule in schedules]
-            torch.save({"optimizer": optimizer.state_dict(), "model": model.state_dict(), "schedules": own}, kept)
+            torch.save({"optimizer": optimizer.state_dict(), "model": model.state_dict(), "schedules": own}, saved)
     optimizer.finish()
-    return bits(weights(model)), kept.getvalue()
+    return bits(weights(model)), saved.getvalue()
 
 
 @pytest.mark.parametrize("name", ["ddp", "diloco", "noloco", "ist"])
@@ -132,7 +132,7 @@ def test_several_optimizers_share_what_they_hold() -> None:
         SeveralOptimizers([sgd(model), inner[1]])
 
 
-def test_what_the_optimizer_does_not_hold_is_told_of() -> None:
+def test_what_the_optimizer_does_not_hold_is_reported() -> None:
     """The first names, by the first worker; none where all are held, or frozen. No list with a method in it."""
 
     def worker(world: Mesh, name: str) -> int:
@@ -140,15 +140,15 @@ def test_what_the_optimizer_does_not_hold_is_told_of() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             wrap(world, name, model, lambda model: two(model)[0])
-            told = len(caught)
+            reported = len(caught)
             assert not caught or "1 trainable parameters (bias) are not in the optimizer" in str(caught[0].message)
             wrap(world, name, model, two)
             model.bias.requires_grad_(False)
             wrap(world, name, model, lambda model: two(model)[0])
-            assert len(caught) == told
+            assert len(caught) == reported
         with pytest.raises(ValueError, match="none may be a method"):
             wrap(world, name, model, lambda m: [isles.DDP(m, sgd(m), world.outer), two(m)[0]])
-        return told
+        return reported
 
     for name in ("ddp", "diloco", "noloco"):
         assert run(worker, 1, name) == [1]
@@ -308,7 +308,7 @@ def sharded_steps(world: Mesh, looks: bool) -> str:
     return bits(weights(optimizer.consolidate()))
 
 
-def test_a_sharded_model_may_be_judged_before_its_step() -> None:
+def test_a_sharded_model_may_be_evaluated_before_its_step() -> None:
     """A loss between backward and step gathers weights, which the next pass must not take for those of after it; the
     model's parameters are then others, which nobody minds. So inside an island, whose method steps as it does alone.
     """
@@ -334,7 +334,7 @@ class Heads(nn.Module):
 @pytest.mark.parametrize(
     ("name", "buffers", "odd"), cover(["ddp", "localsgd", "noloco"], [False, True], [0, 2], each=2)
 )
-def test_another_order_of_the_same_layers_is_told(name: str, buffers: bool, odd: int) -> None:
+def test_another_order_of_the_same_layers_is_reported(name: str, buffers: bool, odd: int) -> None:
     def worker(world: Mesh) -> None:
         wrap(world, name, Heads(["b", "a"] if world.rank == odd else ["a", "b"], buffers), sgd)
 
@@ -343,7 +343,7 @@ def test_another_order_of_the_same_layers_is_told(name: str, buffers: bool, odd:
         assert "from number 3 on (heads." in str(error) and "in the same order on all" in str(error)
 
 
-def test_another_order_across_islands_is_told() -> None:
+def test_another_order_across_islands_is_reported() -> None:
     """Each island agrees on its own: the method across them finds it."""
 
     def worker(world: Mesh) -> None:
@@ -355,7 +355,7 @@ def test_another_order_across_islands_is_told() -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "dct-dp", "demo"])
-def test_groups_of_the_same_shapes_are_told_apart(name: str) -> None:
+def test_groups_of_the_same_shapes_are_distinguished(name: str) -> None:
     """The model is the same; which head decays follows the order of a set."""
 
     def worker(world: Mesh) -> None:
@@ -539,7 +539,7 @@ def talkers(world: Mesh) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    said = []
+    message = []
     for group in (None, dist.new_group([world.rank], use_local_synchronization=True)):
         model = nn.Sequential(nn.Linear(5, 7), nn.SyncBatchNorm(7, process_group=group), nn.Linear(7, 7)).eval()
         with warnings.catch_warnings(record=True) as caught:
@@ -548,23 +548,23 @@ def talkers(world: Mesh) -> list[str]:
             optimizer = wrap(world, "noloco", Net(), lambda model, group=group: Averages(model, group))
             for step in range(1, 3):
                 train_step(optimizer, world.rank, step)
-        said.append("; ".join(str(one.message) for one in caught))
+        message.append("; ".join(str(one.message) for one in caught))
     model = nn.Sequential(nn.Linear(5, 7))
     fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
     try:
         wrap(world, "diloco", model, sgd)
     except ValueError as error:
-        said.append(str(error))
+        message.append(str(error))
     model = Net()
     zero = optim.ZeroRedundancyOptimizer([model.first], torch.optim.SGD, lr=0.1)
     try:
         wrap(world, "noloco", model, lambda _: [two(model)[1], zero])
     except ValueError as error:
-        said.append(str(error))
-    return said
+        message.append(str(error))
+    return message
 
 
-def test_what_talks_in_processes_is_told_of() -> None:
+def test_what_talks_in_processes_is_reported() -> None:
     (norm, alone, sharded, zero), (quiet, _, *again) = run_gloo(talkers, 2)
     assert "1 is a SyncBatchNorm: torch averages over these workers" in norm
     assert "Averages calls torch.distributed.all_reduce: it talks to these workers in every inner step" in norm
@@ -587,7 +587,7 @@ def late_talkers(world: Mesh, name: str) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    said = []
+    message = []
     for change in (converted, others):
         model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 7)).eval()
         optimizer = wrap(world, name, model, sgd)
@@ -597,19 +597,19 @@ def late_talkers(world: Mesh, name: str) -> list[str]:
             change(model)
             for step in range(2, 4):
                 train_step(optimizer, world.rank, step)
-        said.append("; ".join(str(one.message) for one in caught))
+        message.append("; ".join(str(one.message) for one in caught))
     fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
     try:
         optimizer.step()
     except ValueError as error:
-        said.append(str(error))
-    return said
+        message.append(str(error))
+    return message
 
 
 @pytest.mark.parametrize("name", ["ddp", "diloco"])
-def test_what_talks_from_the_second_step_on_is_told_of(name: str) -> None:
+def test_what_talks_from_the_second_step_on_is_reported(name: str) -> None:
     (norm, other, sharded), (*quiet, again) = run_gloo(late_talkers, 2, args=(name,))
-    assert [said.count("1 is a SyncBatchNorm: torch averages") for said in (norm, other, *quiet)] == [1, 1, 0, 0]
+    assert [message.count("1 is a SyncBatchNorm: torch averages") for message in (norm, other, *quiet)] == [1, 1, 0, 0]
     assert sharded == again and "isles.shard(model, world.inner)" in sharded
 
 
@@ -617,22 +617,22 @@ def island_talkers(world: Mesh) -> list[str]:
     """Real processes, two islands of two: a SyncBatchNorm over the workers of an island, and over all."""
     mesh = isles.mesh(outer=2, inner=2)
     own = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][world.rank // 2]
-    said = []
+    message = []
     for group in (own, None):
         model = nn.Sequential(nn.Linear(5, 7), nn.SyncBatchNorm(7, process_group=group), nn.Linear(7, 7)).eval()
         optimizer = isles.DiLoCo(model, isles.DDP(model, sgd(model), mesh.inner), mesh.outer, sync_every=2)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             train_step(optimizer, world.rank, 1)
-        said.append("; ".join(str(one.message) for one in caught))
-    return said
+        message.append("; ".join(str(one.message) for one in caught))
+    return message
 
 
 def test_an_island_may_talk_among_its_workers() -> None:
     """Who steps as one may; across islands the first worker of each group is told."""
-    told = run_gloo(island_talkers, 4)
-    assert [own for own, _ in told] == [""] * 4
-    assert [said.count("1 is a SyncBatchNorm") for _, said in told] == [1, 1, 0, 0]
+    reported = run_gloo(island_talkers, 4)
+    assert [own for own, _ in reported] == [""] * 4
+    assert [message.count("1 is a SyncBatchNorm") for _, message in reported] == [1, 1, 0, 0]
 
 
 # Torch's tools.
@@ -659,14 +659,14 @@ def test_distributed_checkpoint(name: str, inner: Inner) -> None:
         if file is not None:
             state = torch.load(io.BytesIO(file), weights_only=True)
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        kept = io.BytesIO()
+        saved = io.BytesIO()
         while optimizer.steps < 8:
             train_step(optimizer, world.rank, optimizer.steps + 1)
             if optimizer.steps == 5:
                 parts = get_state_dict(model, optimizer)
-                torch.save(dict(zip(("model", "optimizer"), parts, strict=True)), kept)
+                torch.save(dict(zip(("model", "optimizer"), parts, strict=True)), saved)
         optimizer.finish()
-        return bits(weights(model)), kept.getvalue()
+        return bits(weights(model)), saved.getvalue()
 
     first = run(worker, 2, None)
     assert [again for again, _ in run(lambda world: worker(world, first[world.rank][1]))] == [own for own, _ in first]
@@ -688,7 +688,7 @@ def test_distributed_checkpoint_in_other_forms(name: str, form: str) -> None:
             state = torch.load(io.BytesIO(file), weights_only=True)
             parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
             set_state_dict(model, optimizer, **parts, options=options)
-        kept = io.BytesIO()
+        saved = io.BytesIO()
         while optimizer.steps < 8:
             train_step(optimizer, world.rank, optimizer.steps + 1)
             if optimizer.steps == 4:
@@ -696,8 +696,8 @@ def test_distributed_checkpoint_in_other_forms(name: str, form: str) -> None:
                     zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options), strict=True)
                 )
                 assert form != "flat" or sum(key.endswith(".isles") for key in parts["optimizer"]) == 1
-                torch.save(parts, kept)
-        return bits(weights(optimizer.consolidate())), kept.getvalue()
+                torch.save(parts, saved)
+        return bits(weights(optimizer.consolidate())), saved.getvalue()
 
     first = run(worker, 2, None)
     assert [again for again, _ in run(lambda world: worker(world, first[world.rank][1]))] == [own for own, _ in first]
@@ -797,9 +797,9 @@ def test_the_state_of_another_worker_is_refused(name: str) -> None:
             state = torch.load(io.BytesIO(file), weights_only=True)
             with pytest.raises(ValueError, match=r"the state is of worker 1 in a group of \[0, 1, 2\], this is worker"):
                 optimizer.load_state_dict(state)
-        kept = io.BytesIO()
-        torch.save(optimizer.state_dict(), kept)
-        return kept.getvalue()
+        saved = io.BytesIO()
+        torch.save(optimizer.state_dict(), saved)
+        return saved.getvalue()
 
     states = run(worker, 3, None)
     run(worker, 2, states[1])
@@ -832,7 +832,7 @@ def habits(world: Mesh, folder: str) -> list[str]:
     """Two optimizers; dcp.save and dcp.load, a folder for each worker; then what is refused."""
     import torch.distributed.checkpoint as dcp
 
-    said = [trained(world, "ddp", two_of_a_kind)[0]]
+    message = [trained(world, "ddp", two_of_a_kind)[0]]
     states, mine = [], f"{folder}/{world.rank}"
     for seed in (0, 1):
         model = Net(seed)
@@ -847,7 +847,7 @@ def habits(world: Mesh, folder: str) -> list[str]:
                 parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
                 dcp.save(parts, checkpoint_id=mine, no_dist=True)
         states.append(bits(weights(model)))
-    said.append(str(states[0] == states[1]))
+    message.append(str(states[0] == states[1]))
     body = Head()
     optimizer = wrap(world, "diloco", body, sgd)
     for change, step in ((int, optimizer.inner.step), (lambda: replaced(body), optimizer.step)):
@@ -856,17 +856,17 @@ def habits(world: Mesh, folder: str) -> list[str]:
         try:
             step()
         except ValueError as error:
-            said.append(str(error))
+            message.append(str(error))
     wrap(world, "diloco", body, sgd)
     try:
         optimizer.step()
     except ValueError as error:
-        said.append(str(error))
+        message.append(str(error))
     try:
         wrap(world, "diloco", Heads(["a", "b"][:: 1 - 2 * world.rank]), sgd)
     except isles.Diverged as error:
-        said.append(f"{error.peer} {error.detail}")
-    return said
+        message.append(f"{error.peer} {error.detail}")
+    return message
 
 
 def test_in_processes(tmp_path: Path) -> None:

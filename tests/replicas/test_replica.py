@@ -284,7 +284,7 @@ def refusals(world: Mesh) -> list[str]:
     def plain(model: nn.Module = half) -> Any:
         return Plain(model, adamw(model), peers=mesh.stage)
 
-    told = []
+    reported = []
     for attempt in [
         lambda: isles.DiLoCo(half, plain(), mesh.world),
         lambda: isles.DiLoCo(other, plain(), mesh.outer),
@@ -294,14 +294,14 @@ def refusals(world: Mesh) -> list[str]:
     ]:
         with pytest.raises(ValueError) as caught:
             attempt()
-        told.append(str(caught.value))
-    return told
+        reported.append(str(caught.value))
+    return reported
 
 
-def test_what_cannot_be_is_refused_with_the_mend() -> None:
+def test_what_cannot_be_is_refused_with_the_hint() -> None:
     mends = ["mesh.stage and mesh.outer", "another module", '"raise"', "without stages", "requires_grad"]
-    for told in isles.run_virtual(refusals, 4, links=LINKS):
-        for line, hint in zip(told, mends, strict=True):
+    for reported in isles.run_virtual(refusals, 4, links=LINKS):
+        for line, hint in zip(reported, mends, strict=True):
             assert hint in line
 
 
@@ -312,7 +312,7 @@ def at_odds(world: Mesh) -> None:
     isles.DiLoCo(half, held, mesh.outer, max_norm=1.0 if mesh.stage.rank else None)
 
 
-def test_stages_of_other_settings_are_told_before_they_wait_for_each_other() -> None:
+def test_stages_of_other_settings_are_reported_before_they_wait_for_each_other() -> None:
     with pytest.raises(Diverged, match="settings"):
         isles.run_virtual(at_odds, 4, links=LINKS)
 

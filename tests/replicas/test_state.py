@@ -48,7 +48,7 @@ def without(name: str, workers: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", share(RUNS, 1, 8, CORE))
-def test_any_step_can_be_saved_and_gone_on_from(name: str) -> None:
+def test_any_step_can_be_saved_and_resumed(name: str) -> None:
     """Oracle: the run that took the checkpoint and went on: later losses, clocks, bytes and weights to the bit, on a
     fresh cluster with jitter. And the run that never stopped: the same losses and weights; the same clocks and bytes
     too where nothing was in flight, for which a checkpoint waits.
@@ -56,7 +56,7 @@ def test_any_step_can_be_saved_and_gone_on_from(name: str) -> None:
     check_saved_after(name, 3, (2, 3, 4, 6, 11) if name in CORE else (4,))
 
 
-def test_two_pairs_can_be_saved_and_gone_on_from() -> None:
+def test_two_pairs_can_be_saved_and_resumed() -> None:
     check_saved_after("noloco", 4, (3, 4, 5))
 
 
@@ -106,14 +106,14 @@ def test_state_is_a_copy() -> None:
             train_step(optimizer, world.rank, step)
         state = optimizer.state_dict()
         fragment = state["outer"]["fragments"][0]
-        kept = {"anchor": fragment["anchor"].clone(), "ahead": fragment["ahead"]["buffer"].clone()}
-        kept |= {"momentum": fragment["vectors"]["momentum"].clone()}
+        saved = {"anchor": fragment["anchor"].clone(), "ahead": fragment["ahead"]["buffer"].clone()}
+        saved |= {"momentum": fragment["vectors"]["momentum"].clone()}
         sent = state["traffic"]["outer"]["bytes_sent"]
         for step in range(5, 11):
             train_step(optimizer, world.rank, step)
-        assert torch.equal(fragment["anchor"], kept["anchor"])
-        assert torch.equal(fragment["ahead"]["buffer"], kept["ahead"])
-        assert torch.equal(fragment["vectors"]["momentum"], kept["momentum"])
+        assert torch.equal(fragment["anchor"], saved["anchor"])
+        assert torch.equal(fragment["ahead"]["buffer"], saved["ahead"])
+        assert torch.equal(fragment["vectors"]["momentum"], saved["momentum"])
         assert state["traffic"]["outer"]["bytes_sent"] == sent
         assert state["steps"] == 4
 

@@ -148,7 +148,7 @@ def test_what_is_thawed_later_is_refused(name: str) -> None:
     run(worker, 1)
 
 
-def test_workers_that_freeze_different_parameters_are_told() -> None:
+def test_workers_that_freeze_different_parameters_are_reported() -> None:
     def worker(world: Mesh, name: str) -> None:
         model = Net()
         optimizer = wrap(world, name, model, sgd if name == "demo" else momentum)
@@ -395,8 +395,8 @@ def test_workers_may_do_their_own_number_of_backward_passes_with_no_sync(name: s
     assert len(set(run(worker, 2, True))) == 1
     with pytest.warns(UserWarning, match="a second backward pass"):
         errors = run(worker, 2, False, return_errors=True)
-    told = [str(error) for error in errors if isinstance(error, ValueError)]
-    assert any("did not answer" in line and "as many backward passes" in line for line in told), errors
+    reported = [str(error) for error in errors if isinstance(error, ValueError)]
+    assert any("did not answer" in line and "as many backward passes" in line for line in reported), errors
 
 
 def test_any_wrapping_loads_a_state_into_the_inner_optimizer() -> None:

@@ -80,7 +80,7 @@ def _local(world: Mesh) -> Net:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "told"),
+    ("name", "options", "reported"),
     [
         ("sparta", {}, "would be scaled too"),
         ("custom", {"mixing": "groups", "rule": "sgd"}, "no mean over all workers"),
@@ -90,15 +90,15 @@ def _local(world: Mesh) -> Net:
         ("diloco", {"weights": "size"}, "unknown weights 'size'"),
     ],
 )
-def test_where_it_means_nothing_it_is_refused(name: str, options: dict[str, Any], told: str) -> None:
+def test_where_it_means_nothing_it_is_refused(name: str, options: dict[str, Any], reported: str) -> None:
     def worker(world: Mesh) -> None:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             wrap(world, name, Net(), **{**SAMPLES, **options})
 
     isles.run_virtual(worker, 2, links=LINKS)
 
 
-def test_samples_must_be_told() -> None:
+def test_samples_must_be_reported() -> None:
     def worker(world: Mesh) -> None:
         optimizer: Any = wrap(world, "diloco", Net(), sgd, weights="samples")
         before = counted(world)
@@ -129,19 +129,19 @@ def test_a_run_weighs_by_its_workers_shares(tmp_path: Path) -> None:
         (folder / f"{number}.txt").write_text("\n".join(lines[:last]))
     split = ["data.split=by_file", "run.checkpoint_every=4"]
     config = tiny(folder, *split, "replicas.weights=samples", method="diloco", workers=3, steps=8)
-    told, out = Told(), tmp_path / "samples"
-    made = run(config, out, told)
+    reported, out = Told(), tmp_path / "samples"
+    made = run(config, out, reported)
     run(tiny(folder, *split, method="diloco", workers=3, steps=8), tmp_path / "equal")
     model = (out / "model.safetensors").read_bytes()
     assert model != (tmp_path / "equal" / "model.safetensors").read_bytes()
     assert made["bytes_sent_per_worker"] * 3 == sum(plan_run(config).bytes_sent)
-    assert not any("equal shares" in notice for notice in told.notices)
+    assert not any("equal shares" in notice for notice in reported.notices)
     for name in ("model.safetensors", "summary.json"):
         (out / name).unlink()
-    launch(config, out, told.lines.append, told.notices.append, resume=4)
+    launch(config, out, reported.lines.append, reported.notices.append, resume=4)
     assert (out / "model.safetensors").read_bytes() == model
     alike = tiny(folder / "2.txt", "replicas.weights=samples", method="diloco", steps=3)
-    run(alike, tmp_path / "alike", told)
-    assert any("all workers have equal shares" in notice for notice in told.notices)
+    run(alike, tmp_path / "alike", reported)
+    assert any("all workers have equal shares" in notice for notice in reported.notices)
     with pytest.raises(ValueError, match="shares are of single workers"):
         plan_run(tiny(folder / "2.txt", "replicas.weights=samples", "world.inner=2", method="diloco", workers=4))

@@ -39,9 +39,7 @@ class Codec(ABC):
 
     @property
     def back(self) -> Codec:
-        """The form in which a mean of such encodings goes back to those who sent them: this one, unless it would ruin
-        the mean.
-        """
+        """The form in which a mean of such encodings goes back to the senders: this one, unless it ruins the mean."""
         return self
 
     def salted(self, salt: int, member: int) -> Codec:
@@ -60,9 +58,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, wire: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-        """uint8 wire -> flat tensor (elements,) of `dtype`. May be a view of the wire. Malformed for a wire of another
-        length.
-        """
+        """uint8 wire -> flat tensor (elements,) of `dtype`, perhaps a view. Malformed for a wire of another length."""
 
     def refuse_other_length(self, wire: Tensor, elements: int, dtype: torch.dtype) -> None:
         """Malformed unless `wire` is as long as `elements` entries of `dtype` make it: what `decode` begins with."""

@@ -90,9 +90,7 @@ class Int2(ScaledBlocks):
 
     @override
     def scale(self, sizes_KB: Tensor, out: Tensor) -> None:
-        """3/2 of the root mean square, taken relative to the largest, whose square may be none
-        of float32's.
-        """
+        """3/2 of the root mean square, taken relative to the largest entry, because squares may underflow."""
         super().scale(sizes_KB, out)
         out.mul_(sizes_KB.div_(out).square_().mean(dim=1, keepdim=True).sqrt_().mul_(1.5))
 
@@ -119,9 +117,7 @@ def pairs_of(values: list[float]) -> np.ndarray:
 
 
 def unpack_halves(codes: Tensor, table: np.ndarray, out: Tensor) -> None:
-    """Bytes (n,) -> float32 values of their codes, into `out` (2 n,). One look-up decodes two: many times faster than
-    torch's indexing.
-    """
+    """Bytes (n,) -> float32 values of their codes, into `out` (2 n,). One look-up decodes two."""
     np.take(table, codes.numpy(), out=out.numpy().view(np.float64), mode="clip")  # other modes go through a copy
 
 

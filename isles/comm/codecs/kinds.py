@@ -10,13 +10,11 @@ from typing import NamedTuple
 from isles.base.errors import unknown_name
 
 CHUNK = 4096
-"""Entries of which topk, dct_topk and randk keep some."""
+"""Entries of which topk, dct_topk and randk send some."""
 
 
 class CodecKind(NamedTuple):
-    """A row. What it does to the entries has no default, for what goes with it is decided by this
-    (`isles.replicas.parts.legal`).
-    """
+    """A row. What it does to the entries has no default: `isles.replicas.parts.legal` decides by it."""
 
     target: str
     """module:Class."""
@@ -25,7 +23,7 @@ class CodecKind(NamedTuple):
     biased: bool
     """It shrinks, or leaves out, a part of what it encodes."""
     shared_mask: bool
-    """It leaves out the same entries on all members of an exchange and keeps the others exactly."""
+    """It leaves out the same entries on all members of an exchange and sends the others exactly."""
     number: Callable[[str], float] | None = None
     """Reads the number behind the colon; None: there is none, and every entry is sent."""
     unfit: Callable[[float], str | None] | None = None
@@ -64,7 +62,7 @@ CODECS: dict[str, str] = {kind: row.target for kind, row in KINDS.items() if row
     "int8:stochastic": f"{_HERE}.integers:StochasticInt8",
     "int4:stochastic": f"{_HERE}.integers:StochasticInt4",
 }
-"""The place of each that sends every entry, in fewer bits."""
+"""The import target of each that sends every entry, in fewer bits."""
 NAMES = (*CODECS, "topk:64", "dct_topk:64", "randk:0.01")
 FORMS = (*NAMES, "powersgd:16")
 

@@ -20,7 +20,7 @@ from isles.comm.codecs.scaled import Identity
 @dataclass(frozen=True)
 class LowRank:
     """Matrices travel as two factors of `rank` columns (PowerSGD, Vogels et al. 2019, arXiv 1905.13727), the factors in
-    the form of `values`. Not a codec: it needs the tensors' shapes, keeps a basis from round to round, and takes two
+    the form of `values`. Not a codec: it needs the tensors' shapes, has a basis from round to round, and takes two
     phases.
 
     min_compression_rate: a tensor of shape (m, ...), seen as a matrix (m, n), is compressed where

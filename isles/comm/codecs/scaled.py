@@ -1,12 +1,11 @@
-"""Codecs of blocks that share one scale: the layout on the wire, and the loop over pieces that fit in cache.
+"""Codecs of blocks that share one scale (`ScaledBlocks`: the layout on the wire, and the loop over pieces that fit in
+cache), codecs that only change the floating-point format, and the sign.
 
 Wire: float32 scales of all blocks, then `bits` an entry, packed; the last byte is filled with zeros. bits per entry =
 bits + 32/block. A block with a non-finite entry decodes to something non-finite, so that it is noticed and not averaged
 away.
 
-Codecs that only change the floating-point format, float16 with a scale.
-
-One bit an entry: the sign, times the block's mean magnitude (Karimireddy et al., 2019, arXiv 1901.09847).
+`Sign` sends one bit an entry, the sign, times the block's mean magnitude (Karimireddy et al., 2019, arXiv 1901.09847):
 
     s = mean|x| over the block;  decoded = +s where x >= 0, else -s
 

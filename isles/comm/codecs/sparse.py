@@ -1,26 +1,24 @@
-"""The k largest entries of every chunk of 4096, with their indices (Sparse communication, Aji and Heafield 2017).
+"""Codecs that send some of the entries, and how the indices of a few entries among many are packed.
 
-Wire: the values of all chunks in the form of another codec; then their indices, 12 bits each, two in three bytes. bits
-per entry = k/4096 (12 + bits of a value). Everything else decodes to zero: biased, train with error feedback. A last,
-shorter chunk is filled with zeros.
+topk sends the k largest entries of every chunk of 4096, with their indices (Sparse communication, Aji and Heafield
+2017). Wire: the values of all chunks in the form of another codec; then their indices, 12 bits each, two in three
+bytes. bits per entry = k/4096 (12 + bits of a value). Everything else decodes to zero: biased, train with error
+feedback. A last, shorter chunk is filled with zeros.
 
 dct_topk takes the largest coefficients of each chunk's two-dimensional discrete cosine transform (DCT-II, orthonormal)
 instead, the chunk seen as 64 x 64 (DeMo, arXiv 2411.19870, takes blocks of matrices; a chunk of 4096 neighbours in
 memory is one where rows are 64 long).
 
-A random part of the entries, the same on all members, without their indices: drawn anew in each exchange.
+randk sends a random fraction f of each chunk, the same on all members, without indices and in its own precision, drawn
+anew in each exchange; the rest decodes to zero. A mean of such encodings is exact on what was sent (the shared mask of
+SPARTA, and the first stage of CocktailSGD). All chunks of an exchange share one draw, so that cutting a vector changes
+nothing. bits per entry = 32 f.
 
-Within each chunk of 4096 a fraction f is kept, in its own precision; the rest decodes to zero. A mean of such encodings
-is exact on what was kept (the shared mask of SPARTA, and the first stage of CocktailSGD). All chunks of an exchange
-share one draw, so that cutting a vector changes nothing. bits per entry = 32 f.
-
-Indices of a few entries among many, as bytes: for what picks entries by their size, as many as there are.
+`pack` and `unpack` turn ascending indices into bytes in one of three forms; a message says form and count beside them:
 
     indices   4 bytes each
     blocks    2 bytes each, counted from the start of its block of 65,536 entries; 4 bytes a block for how many
     bitmap    1 bit an entry of all, picked or not
-
-Indices ascend. `pack` and `unpack` are inverse; a message says its form and its count beside it.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from isles.comm.errors import Malformed
 
 
 class TopK(Codec):
-    """k: entries kept of each chunk, even. values: form of the values on the wire."""
+    """k: entries sent of each chunk, even. values: form of the values on the wire."""
 
     kind = "topk"
     block = CHUNK
@@ -125,9 +123,7 @@ def dct_basis(n: int) -> Tensor:
 
 
 def pack_indices(indices: Tensor) -> Tensor:
-    """Integers 0..4095 (2 n,) -> uint8 (3 n,): low byte of the first, its upper half and the second's lower, the
-    rest.
-    """
+    """Integers 0..4095 (2 n,) -> uint8 (3 n,): first's low byte, its upper half with second's lower, the rest."""
     first, second = indices.to(torch.int32).view(-1, 2).unbind(1)
     return torch.stack((first & 255, first >> 8 | (second & 15) << 4, second >> 4), 1).to(torch.uint8).view(-1)
 
@@ -175,7 +171,7 @@ class RandomK(Codec):
         return out_CB.view(-1)[:elements]
 
     def mask(self, elements: int) -> Tensor:
-        """What is kept of a flat tensor, bool (elements,)."""
+        """Which entries of a flat tensor are sent, bool (elements,)."""
         chunks = -(-elements // CHUNK)
         mask_CB = torch.zeros(chunks, CHUNK, dtype=torch.bool, device="cpu").scatter_(1, self._indices(chunks), True)
         return mask_CB.view(-1)[:elements]

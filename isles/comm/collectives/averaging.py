@@ -276,9 +276,7 @@ def _together(protocols: Sequence[Steps[tuple[int, ...]]]) -> Steps[list[tuple[i
 
 
 def averaging(form: Form, shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Averaging:
-    """What averages in `form` vectors that hold tensors of `shapes` after each other; device: the CPU, or meta for what
-    is only planned.
-    """
+    """Averages in `form` vectors that hold tensors of `shapes` in order; device: the CPU, or meta for a plan."""
     if isinstance(form, LowRank):
         return Factors(form, shapes, dtype, device)
     return Coded(form, sum(map(prod, shapes)), dtype)

@@ -1,16 +1,15 @@
 """Collectives as generators over a `Call`: each yields the works it waits for.
 
-Receives are posted before sends: gloo halves a pair exchange done in the other order.
+Receives are posted before sends: gloo halves the rate of a pair exchange done in the other order.
 
-All-gather of messages of any length: for what finds out only in the exchange itself how much there is to say.
-
-Every member's length travels in its header and its message right behind it, so a receiver knows what to expect without
-a round trip of its own; an empty message does not travel. Bytes sent: (size - 1) (40 + those of the message).
+`gather_ragged` is an all-gather of messages whose lengths only the exchange itself shows. Every member's length travels
+in its header and its message right behind it, so a receiver needs no extra round trip; an empty message does not
+travel. Bytes sent: (size - 1) (40 + those of the message).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ def _gather_by_doubling(call: Call, data: Tensor) -> Steps[list[Tensor]]:
     size, rank = call.group.size, call.group.rank
     gathered = data.new_empty((size, *data.shape))  # in order from this member on, round to the one before it
     gathered[0] = data
-    reaches = list(_doublings(1, size))
+    reaches = [1 << phase for phase in range((size - 1).bit_length())]
     call.meet(*dict.fromkeys((rank + way * reach) % size for reach in reaches for way in (1, -1)))
     for phase, reach in enumerate(reaches):
         count = min(reach, size - reach)
@@ -83,12 +82,6 @@ def broadcast(call: Call, data: Tensor, source: int = 0) -> Steps[None]:
     if index:
         yield call.recv(feeder, data)
     yield [call.send(position, data) for position in targets]
-
-
-def _doublings(start: int, stop: int) -> Iterator[int]:
-    while start < stop:
-        yield start
-        start *= 2
 
 
 def all_done(works: Sequence[Work]) -> Steps[None]:

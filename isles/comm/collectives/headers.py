@@ -29,8 +29,8 @@ _PART = (1 << 21) - 1
 @dataclass(frozen=True, slots=True)
 class Stamp:
     """Where a member is: its inner step and the 64-bit hash of its anchor, or of what else must be equal (0: not
-    compared). broken: what it sends is not to be used by anyone. parts: what the digest is `packed` from, told where it
-    differs; (): an anchor's.
+    compared). broken: what it sends is not to be used by anyone. parts: what the digest is `packed` from, named where
+    it differs; (): an anchor's.
     """
 
     step: int

@@ -21,9 +21,7 @@ member that is elsewhere is noticed in the same round trip. On gloo a message th
 process, perhaps before its header is read: that is why lengths are agreed on when an optimizer is made, and by the
 headers before anything else in rounds whose lengths members adapt by themselves.
 
-The pieces of a mean under way: alone, all-gathered or in two shots (`isles.comm.collectives.mean` says which).
-
-What each peer sends is judged where it is decoded, block by block while it is in cache (`isles.comm.trust`).
+What each peer sends is checked where it is decoded, block by block while it is in cache (`isles.comm.trust`).
 """
 
 from __future__ import annotations
@@ -49,8 +47,8 @@ from isles.network.exchange_plan import MOST_SEGMENTS, Mean, Segment, ShardSizes
 from isles.network.exchange_plan import SEGMENT as _SEGMENT
 
 PARTS = 4  # buffers that one round may exchange
-_NAME = struct.Struct("<iI")  # of a verdict
-_LEAST = 24  # bytes of a verdict that has it: a scale in front and one behind stay ones
+_NAME = struct.Struct("<iI")  # of a refusal
+_LEAST = 24  # bytes of a refusal that has it: a scale in front and one behind stay ones
 _SECOND = 1 << 20  # kinds of payloads: more than there are phases
 
 
@@ -261,7 +259,7 @@ class TwoShot(MeanPart):
         except (Refused, Malformed) as error:
             refused = error
         self.release()
-        wire = back.encode(shard) if refused is None else verdict(group.ranks, refused.peer, self._back_bytes())
+        wire = back.encode(shard) if refused is None else refusal_wire(group.ranks, refused.peer, self._back_bytes())
         works = []
         for position in group.others:
             start, stop = self.shards[position]
@@ -307,19 +305,19 @@ class TwoShot(MeanPart):
                         theirs.take(block)
             self.call.accept(kind, {position: theirs.mean()}, own.mean(), stop - start)
         except (Refused, Malformed):
-            culprit = condemned(wire, ranks)
+            culprit = refused_rank(wire, ranks)
             if culprit is None:
                 raise
             check = ranks[position]
             raise Refused(culprit, f"so says worker {check}, which reduces a part of it", check) from None
 
 
-def verdict(ranks: Sequence[int], culprit: int, nbytes: int) -> Tensor:
+def refusal_wire(ranks: Sequence[int], culprit: int, nbytes: int) -> Tensor:
     """The wire (nbytes,) uint8 that tells whose share was refused: a rank of the group, or -1. The owner of a shard
-    says it in the place of its mean, so that all end with the one error that names who sent the share.
+    sends it instead of its mean, so that all end with the one error that names who sent the share.
 
     A wire of ones is no number in any form, so whoever reads it as a mean refuses it and looks then whether it is a
-    verdict: the right way costs nothing. In its middle stands whose share it was:
+    refusal: the right way costs nothing. In its middle stands whose share it was:
 
         ones ... | rank, its complement (4 bytes each) | ... ones        not told in wires below 24 bytes
     """
@@ -331,8 +329,8 @@ def verdict(ranks: Sequence[int], culprit: int, nbytes: int) -> Tensor:
     return wire
 
 
-def condemned(wire: Tensor, ranks: Sequence[int]) -> int | None:
-    """The rank that `wire` names if it is a verdict (-1: nobody of the group); else None."""
+def refused_rank(wire: Tensor, ranks: Sequence[int]) -> int | None:
+    """The rank that `wire` names if it is a refusal (-1: nobody of the group); else None."""
     begin, rest = _middle(wire.numel()), wire
     culprit = -1
     if wire.numel() >= _LEAST:
@@ -454,9 +452,7 @@ def mean(
 
 
 def as_decoded(buffer: Tensor, codec: Codec, round: int, fragment: int, member: int, out: Tensor) -> None:
-    """Fill `out` (n,) with what the others will decode of rank `member`'s `buffer` in the mean of that round and
-    fragment.
-    """
+    """Fill `out` (n,) with what others decode of rank `member`'s `buffer` in the mean of that round and fragment."""
     codec = codec.salted(salt(round, fragment), member)
     for start, stop in segments(buffer.numel(), codec.block):  # as large as what is encoded there
         codec.decode_into(codec.encode(buffer[start:stop]), out[start:stop])

@@ -1,15 +1,14 @@
-"""Mail: letters that nobody asked for, from whoever is in the group, as they come.
+"""Messages that nobody asked for, from any member of a group, as they come.
 
-    letter = head | body
-    head   = 10 numbers of 8 bytes: what it is, whose run, kind, step, attempt, number, bytes of the body, and three
-             figures that ride along
-    body   = so many bytes, raw, received where they stay; of some kinds on a channel of its own, so that it shares the
-             line with other letters and keeps none waiting but those of the same sender to the same receiver
+    message = head | body
+    head    = 10 numbers of 8 bytes: magic, run, kind, step, attempt, number, bytes of the body, and three figures
+    body    = so many bytes, raw, received where they stay; of some kinds on a channel of its own, so that it shares the
+              link with other messages and delays none but those of the same sender to the same receiver
 
-Collectives know who sends what and when; letters are for what is decided while it travels. From every other member one
-head is awaited at any time, behind the computation, then the body that it announces: memory is taken only for a length
-that the configuration allows. What cannot be a letter of this run ends the mail from its sender (`lost`), and nothing
-else. Letters of one sender come in the order in which they were sent.
+Collectives know who sends what and when; these messages are for what is decided while it travels. From every other
+member one head is awaited at any time, behind the computation, then the body that it announces: memory is taken only
+for a length that the configuration allows. What cannot be a message of this run ends reception from its sender
+(`lost`), and nothing else. Messages of one sender come in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -25,22 +24,23 @@ import torch
 from torch import Tensor
 
 from isles.comm.call import Call
+from isles.comm.collectives.basic import any_done
 from isles.comm.errors import CommError, Malformed
 from isles.comm.group import Group
 from isles.comm.tags import Channel
-from isles.comm.transport import AnyOf, Steps, WaitEvent, Work
+from isles.comm.transport import Steps, WaitEvent, Work
 
 MAGIC = 0x49534C45534D4131  # "ISLESMA1"
 _HEAD, _BODY = 62, 63  # phases that no task of a pipeline has (`isles.pipeline.wire.phase`)
 _NUMBERS = 10
 HEAD = 8 * _NUMBERS
-"""Bytes of a letter's head."""
-_ADDRESSES = 1024  # of letters, that come round again
-_UNREAD = 256  # letters of one sender that may lie here before no more are taken from it
+"""Bytes of a message's head."""
+_ADDRESSES = 1024  # of messages, used again in turn
+_UNREAD = 256  # unread messages of one sender before no more are received from it
 
 
 class MessageHeader(NamedTuple):
-    """What a letter is about. kind: which lengths it may have. nanoseconds, queue, extra: figures that ride along."""
+    """What a message is about. kind: which lengths it may have. nanoseconds, queue, extra: figures of the sender."""
 
     kind: int
     step: int
@@ -63,10 +63,10 @@ class QueuedMessage(NamedTuple):
 
 
 class MessageQueue:
-    """One worker's letters from and to the others of `group`, on the group's channel.
+    """One worker's messages from and to the others of `group`, on the group's channel.
 
     run: a number that all workers of this run share and others do not. lengths: of bodies in bytes, by kind. channels:
-    by kind, of bodies that would keep others waiting on the group's. Made once for a group: it listens to `met` from
+    by kind, of bodies that would delay others on the group's. Made once for a group: it listens to `met` from
     then on, by default to all others, and to who comes later once it has met it.
     """
 
@@ -88,9 +88,9 @@ class MessageQueue:
         self.refused: Counter[int] = Counter()
         """Letters that could not be, by position."""
         self._news: WaitEvent | None = None
-        self._reported_losses = 0  # members lost that `wait` has told of
+        self._reported_losses = 0  # lost members that `wait` has returned for
         self._unread: Counter[int] = Counter()
-        self._sent: Counter[int] = Counter()  # letters, by position
+        self._sent: Counter[int] = Counter()  # messages, by position
         self._room: dict[int, WaitEvent] = {}
         self._sends: list[Work] = []
         self._look_at = 0  # so many sends: then those that are done are forgotten
@@ -108,7 +108,7 @@ class MessageQueue:
             self.group.start(self._listen(position), self.group.channel, math.inf)
 
     def send(self, position: int, header: MessageHeader, body: Tensor | None = None) -> None:
-        """Hand a letter over. `body`, uint8, must not be written to from now on. To who is lost: nothing."""
+        """Send a message. `body`, uint8, must not be written to from now on. Nothing is sent to a lost member."""
         if position in self.lost:
             return
         length = 0 if body is None else body.numel()
@@ -123,7 +123,7 @@ class MessageQueue:
             self._sends.append(self._address(number, header.kind).send(position, body, _BODY))
 
     def take(self) -> QueuedMessage | None:
-        """The oldest letter that is here."""
+        """The oldest message received and not taken yet."""
         if not self.messages:
             return None
         message = self.messages.popleft()
@@ -133,10 +133,10 @@ class MessageQueue:
         return message
 
     def wait(self, seconds: float = math.inf) -> None:
-        """Until a letter is here, or somebody more is lost, or `seconds` have passed."""
+        """Until a message is here, or another member is lost, or `seconds` have passed."""
         event = self._news = self.group.transport.event(seconds)
         if not self.messages and self._reported_losses == len(self.lost):
-            self.group.start(_event_set(event), self.group.channel, math.inf).wait()
+            self.group.start(any_done([event]), self.group.channel, math.inf).wait()
         event.set()
         self._news, self._reported_losses = None, len(self.lost)
 
@@ -146,16 +146,16 @@ class MessageQueue:
         self.messages = deque(message for message in self.messages if message.sender != position)
 
     def refuse(self, position: int, why: CommError) -> None:
-        """A letter of `position` could not be, which its head did not show."""
+        """A message of `position` is invalid in a way that its head did not show."""
         self.refused[position] += 1
         self.give_up(position, why)
 
     def settle(self, seconds: float = math.inf) -> None:
-        """Wait until what was sent is gone, for so long at most: who does not listen any more takes nothing."""
+        """Wait until what was sent has left, for so long at most: a member that stopped listening receives nothing."""
         event = self.group.transport.event(seconds)
         for work in self._sends:
             try:
-                self.group.start(_first(work, event), self.group.channel).wait()
+                self.group.start(any_done([work, event]), self.group.channel).wait()
             except CommError:
                 continue  # its peer is lost: `lost` says so
         self._sends = []
@@ -188,8 +188,8 @@ class MessageQueue:
             self._notify()
 
     def _address(self, number: int, kind: int | None = None) -> Call:
-        """Of one sender's letter of that number: letters may go different ways, and pass each other. kind: whose body
-        it is of; None: the head.
+        """Of one sender's message of that number: messages may take different channels, and pass each other. kind:
+        whose body it is of; None: the head.
         """
         channel = self.group.channel if kind is None else self._channels.get(kind, self.group.channel)
         return self.group.call(channel, round=number % _ADDRESSES)
@@ -200,23 +200,15 @@ class MessageQueue:
         header = MessageHeader(kind, step, attempt, number, *figures)
         rank = self.group.ranks[position]
         if magic != MAGIC:
-            raise Malformed(rank, "the head of a letter begins with something else")
+            raise Malformed(rank, "the head of a message begins with something else")
         if run != self.run:
-            raise Malformed(rank, "a letter of another run, or of another configuration")
+            raise Malformed(rank, "a message of another run, or of another configuration")
         if length not in self.lengths.get(kind, range(0)):
-            raise Malformed(rank, f"a letter of kind {kind} with {length} bytes")
+            raise Malformed(rank, f"a message of kind {kind} with {length} bytes")
         if min(header) < 0:
-            raise Malformed(rank, "the head of a letter has numbers below 0")
+            raise Malformed(rank, "the head of a message has numbers below 0")
         return header, length
 
     def _notify(self) -> None:
         if (event := self._news) is not None:
             event.set()
-
-
-def _event_set(event: WaitEvent) -> Steps[None]:
-    yield AnyOf([event])
-
-
-def _first(work: Work, event: WaitEvent) -> Steps[None]:
-    yield AnyOf([work, event])

@@ -1,12 +1,13 @@
 """Signs of life of the other workers, beside their messages: gloo shows nothing between post and done.
 
-    the kernel's counters   what gloo's connections have carried (`isles.comm.tcp`): a slow line lives while bytes move
-    launchers' words        who is lost; and bytes that others have moved between each other: who waits in a chain lives
+    the kernel's counters   what gloo's connections have carried (`isles.comm.tcp`): a slow link lives while bytes move
+    launchers' reports      who is lost; and bytes that others have moved between each other, so that a peer that itself
+                            waits for a third one counts as alive
 
 gloo has one TCP connection a pair and process group, among this process's own descriptors: those that are new since
-before it joined. Whose is whose the ranks tell each other over the store, each the names of its own ends; at the other
-end a connection has the same two addresses, the other way round. The descriptors are gloo's: a duplicate lives only for
-a look, for one that is kept would hold the connection open when gloo closes it, and the other side would hear nothing.
+before it joined. The ranks tell each other over the store the names of their own ends; at the other end a connection
+has the same two addresses, the other way round. The descriptors are gloo's: a duplicate lives only for one look,
+because one that lives longer would hold the connection open when gloo closes it, and the other side would not notice.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Liveness:
         self._losses.setdefault(peer, why)
 
     def notify_blocked(self, peers: Collection[int | None], seconds: float) -> None:
-        """A worker has stood still for so long because nothing comes from `peers`: told at each glance."""
+        """A worker has been blocked for so long because nothing comes from `peers`: called at each glance."""
 
     def loss_of(self, peer: int | None) -> str | None:
         """Why nothing will come from a peer any more; None for who may still answer."""

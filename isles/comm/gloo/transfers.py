@@ -1,21 +1,18 @@
-"""Transfers driven by one background thread: the distributed backend's way of running behind the computation.
+"""How the distributed backend runs transfers behind the computation: one driver thread steps them, and a pool of
+threads waits for gloo.
 
 A transfer's generator takes its first step in the caller's thread, so transfers start in program order; every later
 step runs on the driver thread when the works it waits for are done. Reductions there leave Python's lock to the
 computation, and take as many torch threads as the caller has.
 
-A deadline counts from the last sign of life of those that are waited for: from the last byte to or from them, or, where
-they have all that we have for them, from the last byte between them and others, for at most twenty deadlines.
-
-Threads that wait, so that nobody else has to.
+A deadline counts from the last sign of life of the peers that are waited for: from the last byte to or from them, or,
+where they have all that we have for them, from the last byte between them and others, for at most twenty deadlines.
 
 torch.distributed offers no way to poll a gloo receive (`is_completed` stays False until somebody waits), and a wait
-with a time-out closes every pair of the rank when it expires. So each posted message gets a thread that waits without
-limit, and deadlines are kept elsewhere. Idle threads are reused; a thread stuck on a silent peer harms nobody until the
-process ends. Then it must have ended before the interpreter does: one that wakes up meanwhile, in the middle of torch,
-takes the process down (SIGABRT).
-
-What transports between real processes have in common: a host's clock, and one thread that drives protocols.
+with a time-out closes every pair of the rank when it expires. So each posted message gets a thread (`Waiters`) that
+waits without limit, and transfers keep the deadlines. Idle threads are reused; a thread stuck on a silent peer harms
+nobody until the process ends. Then it must have ended before the interpreter does: one that wakes up meanwhile, in the
+middle of torch, takes the process down (SIGABRT).
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ class PostedWork:
             watcher.one_done()
 
     def watch(self, watcher: Watch) -> bool:
-        """Have `watcher` told when done. False when it is done already."""
+        """Notify `watcher` when done. False when it is done already."""
         with self._lock:
             if self._done:
                 return False
@@ -80,7 +77,7 @@ class PostedWork:
 
 
 class HostEvent(PostedWork):
-    """See `isles.comm.transport.WaitEvent`. Nobody's loss can fail it: it rings then, too."""
+    """See `isles.comm.transport.WaitEvent`. No loss can fail it: it is set then, too."""
 
     def set(self) -> None:
         super().finished()
@@ -116,7 +113,7 @@ class Watch:
             self.transfer.driver.wake(self.transfer)
 
     def _wakes(self) -> bool:
-        """Whether the wait is over and nobody has been told. Under the lock: True once."""
+        """Whether the wait is over and nobody has been notified. Under the lock: True once."""
         if self._is_starting or self._woken or (self._needed > 0 and self.outcome() is None):
             return False
         self._woken = True
@@ -219,7 +216,7 @@ class Driver:
         self.under_way: set[BackgroundTransfer] = set()
         self._lock = threading.Lock()
         self._ready: SimpleQueue[BackgroundTransfer | str | None] = SimpleQueue()
-        self._alarms: list[tuple[float, int, HostEvent]] = []  # a heap; numbered, for bells have no order
+        self._alarms: list[tuple[float, int, HostEvent]] = []  # a heap; numbered, for events have no order
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
@@ -258,7 +255,7 @@ class Driver:
             self._thread.start()
 
     def _notify(self) -> float | None:
-        """Ring the bells whose time has come; seconds until something is to be looked at, None: not by itself."""
+        """Set the events whose time has come; seconds until something is to be looked at, None: not by itself."""
         with self._lock:
             now, due = time.monotonic(), []
             while self._alarms and (self._alarms[0][0] <= now or self._alarms[0][2].done()):
@@ -297,8 +294,8 @@ class Waiters:
         self._closed = False
 
     def submit(self, job: WaiterJob) -> None:
-        """Run `job` on a thread of its own. It is idle again before anybody is told: who then has another job finds it,
-        so there are never more threads than jobs have waited at once.
+        """Run `job` on a thread of its own. It is idle again before the job reports: a caller that then has another job
+        finds it, so there are never more threads than jobs have waited at once.
         """
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
@@ -323,13 +320,13 @@ class Waiters:
 
     def _serve(self, inbox: SimpleQueue[WaiterJob | None]) -> None:
         while (job := inbox.get()) is not None:
-            set_counts = job()
+            report = job()
             with self._lock:
                 closed = self._closed
                 if not closed:
                     self._idle.append(inbox)
-            set_counts()
-            del job, set_counts  # an idle thread keeps no message, and so no buffer, alive
+            report()
+            del job, report  # an idle thread keeps no message, and so no buffer, alive
             if closed:
                 return
 

@@ -2,18 +2,14 @@
 
 Guarantees: a killed peer is reported by every transfer that needs it (PeerLost, within seconds); a silent one when the
 transfer's deadline ends (DeadlinePassed); other pairs stay usable after either. Facts about gloo behind the design:
-`waiters.py`.
+`isles.comm.gloo.transfers`. Messages travel over gloo as uint8 views of CPU memory. Processes that somebody else has
+started meet at a store, within a deadline; the error names a missing one.
 
-Messages travel over gloo as uint8 views of CPU memory. `native_sum` is torch's own all_reduce, over NCCL for CUDA
-buffers: the fast path inside an island.
-
-How processes that somebody else has started meet: at a store, within a deadline, and by name if one is missing.
-
-Collectives of torch's own on GPUs, which nobody waits for: a call only queues them, on NCCL's streams.
-
-A lost member leaves the others' kernels turning for ever. So each collective is looked at until it is over. Where a
-member is gone, or none of its group's has ended for `silence` seconds, the group is aborted, the member that has given
-no sign of life for longest is named, and the next call over these ranks raises that; the group is made anew after it.
+`native_sum` is torch's own all_reduce, over NCCL for CUDA buffers: the fast path inside an island. Nobody waits for
+such a collective, a call only queues it on NCCL's streams, and a lost member would leave the others' kernels running
+for ever. So each collective is polled until it is over (`NativeGroup`). Where a member is lost, or none of the group's
+collectives has ended for `silence` seconds, the group is aborted, and the next call over these ranks raises PeerLost
+for the member that has given no sign of life for longest; the group is made anew after it.
 """
 
 from __future__ import annotations
@@ -94,7 +90,7 @@ class NativeGroup:
     def __init__(self, processes: Any, rank: int, ranks: tuple[int, ...], liveness: Liveness, silence: float) -> None:
         self.processes, self._rank = processes, rank
         self._others = [other for other in ranks if other != rank]
-        self._life, self._silence = liveness, silence
+        self._liveness, self._silence = liveness, silence
         self._ended = 0.0  # when the newest of its collectives was seen to be over
         self.error: PeerLost | None = None
 
@@ -104,13 +100,13 @@ class NativeGroup:
         """
         began = time.monotonic()
         while not message[0].is_completed():
-            self._life.look()
+            self._liveness.look()
             quiet = min(self._others, key=self._liveliness, default=self._rank)
-            late = time.monotonic() - max(began, self._ended, self._life.last(quiet)) > self._silence
-            why = self._life.loss_of(quiet) or f"a sum on GPUs has waited for it for {self._silence:g} s"
+            late = time.monotonic() - max(began, self._ended, self._liveness.last(quiet)) > self._silence
+            why = self._liveness.loss_of(quiet) or f"a sum on GPUs has waited for it for {self._silence:g} s"
             if work is not None:
                 work.peer = quiet  # it is named where the wait is given up
-            if self.error is None and (late or self._life.loss_of(quiet) is not None):
+            if self.error is None and (late or self._liveness.loss_of(quiet) is not None):
                 self.error = PeerLost(quiet, why)
                 self.processes.abort()
             if self.error is not None:
@@ -121,7 +117,7 @@ class NativeGroup:
         return (lambda: None) if work is None else partial(work.finished, self.error)
 
     def _liveliness(self, other: int) -> tuple[bool, float]:
-        return self._life.loss_of(other) is None, self._life.last(other)
+        return self._liveness.loss_of(other) is None, self._liveness.last(other)
 
 
 _LOG = logging.getLogger(__name__)

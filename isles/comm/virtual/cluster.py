@@ -1,11 +1,9 @@
 """The virtual backend: N workers in one process on a virtual clock, where messages cost what `isles.network.links`
 says.
 
-Real tensors and real training; only time is simulated. Clocks, results and errors are functions of the program and
-the seed: the same on any host, at any load, with any number of `slots`. A worker is a thread; see `scheduler`
-for who may go on.
-
-`run_virtual`: the virtual backend's counterpart of `run_local`.
+Real tensors and real training; only time is simulated. Clocks, results and errors are functions of the program and the
+seed: the same on any host, at any load, with any number of `slots`. A worker is a thread; see `scheduler` for which may
+go on. `run_virtual` is the virtual backend's counterpart of `run_local`.
 """
 
 from __future__ import annotations
@@ -192,7 +190,7 @@ class _VirtualRun:
             self.scheduler.stop()
 
     def _bury(self, worker: VirtualWorker) -> None:
-        """It is gone already; its thread goes, too."""
+        """The worker was killed; now its thread ends, too."""
         worker.killed = False
         with contextlib.suppress(Stopped), worker:
             self.scheduler.end(worker)

@@ -1,4 +1,4 @@
-"""Who may go on: N worker threads acting in the order of virtual time, one at a time.
+"""The scheduler of a virtual run: N worker threads act in the order of virtual time, one at a time.
 
 The rule (conservative discrete-event simulation). Every transport call that others can notice takes effect in its
 worker's **turn**: when no other worker can still act at an earlier (virtual time, rank), and every network event up
@@ -63,7 +63,7 @@ class Stepped(Blocker, Protocol):
 
 
 class VirtualWorker:
-    """One worker's place in virtual time. As a context manager: its turn (free inside a turn, and in events)."""
+    """One worker in virtual time. As a context manager: its turn (free inside a turn, and in events)."""
 
     __slots__ = ("absences", "awaits", "clock", "gate", "killed", "rank", "scheduler")
 
@@ -111,7 +111,7 @@ class _Mutex:
 
 
 class Scheduler:
-    """Hands the turn round. All state is guarded by one lock, held during a turn and while events are acted out."""
+    """Passes the turn from worker to worker. One lock guards all state; it is held in a turn and while events run."""
 
     def __init__(self, absences: Sequence[Absences | None], slots: int, begins: Sequence[float] | None = None) -> None:
         """begins: the clock of each worker at its start; None: 0."""
@@ -122,7 +122,7 @@ class Scheduler:
         """The transfer whose protocol that is."""
         self._slots = slots
         self.mutex = _Mutex()
-        """Held in a turn, and while events are acted out: also by whoever does something in the place of an event."""
+        """Held in a turn and while events run; also by code outside that acts as an event would."""
         self.depth = 0  # of turns inside a turn, or an event
         self._running: list[VirtualWorker] = []
         self._ready: list[Turn] = []
@@ -318,7 +318,7 @@ def _live(worker: VirtualWorker) -> None:
 
 
 def _deadlock(blocked: list[VirtualWorker]) -> None:
-    """Everyone waits without a deadline and nothing is on its way: the first in virtual time is told."""
+    """Everyone waits without a deadline and nothing is on its way: the first in virtual time gets the error."""
     first = min(blocked, key=lambda worker: (worker.clock, worker.rank))
     ranks = ", ".join(str(worker.rank) for worker in blocked)
     assert first.awaits is not None

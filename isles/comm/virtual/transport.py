@@ -52,7 +52,7 @@ class VirtualTransport:
         self._traffic = Traffic()
         self._transfers: list[VirtualTransfer] = []  # under way
         self.suspect: Callable[[int], None] | None = None
-        """Called, in an event, with each peer that this worker stands still for, now and again."""
+        """Called, in an event, with each peer that this worker is blocked on, now and again."""
 
     @property
     def traffic(self) -> Traffic:
@@ -182,9 +182,7 @@ class VirtualTransport:
         self._transfers = []
 
     def died(self, at: float, error: Exception) -> None:
-        """The worker ended at `at`: it has not computed what it was charged with for the time after. Clocks of workers
-        that only compute run ahead.
-        """
+        """The worker ended at `at`: computing charged beyond is taken back (clocks of computing workers run ahead)."""
         worker = self._worker
         if worker.clock > at:
             away = [] if worker.absences is None else worker.absences.between(at, worker.clock)

@@ -1,19 +1,17 @@
-"""Messages of a virtual run: what they hold, and from which send to which receive they go. How long they take is said
-by `isles.network.engine`: a send is done when its message has left, a receive when it has arrived.
+"""Messages and transfers of a virtual run: what they hold, and which send matches which receive. `isles.network.engine`
+says how long they take: a send is done when its message has left, a receive when it has arrived.
 
-Bytes are copied once, when the message is gone, straight into the receive that is posted for it; if there is none
-yet, or one from anyone (which takes the earliest arrival, not known before), they wait in a copy of their own.
+Bytes are copied once, when the message has left, straight into the receive that is posted for it; if there is none yet,
+or one from anyone (which takes the earliest arrival, not known before), they wait in a copy of their own.
 
 Matching: by (source, target, tag), oldest message to oldest receive; a receive from a named rank goes before one from
 anyone.
 
-Messages and transfers of a virtual run, as their owner sees them.
+A transfer is a protocol (generator) that is stepped in the caller's turn up to its first wait, and from then on by the
+events it waits for, at their virtual time: stepping takes no time, and what it sends leaves then.
 
-A transfer is a protocol (generator) that is stepped in the caller's turn up to its first wait, and from then on by
-the events it waits for, at their virtual time: stepping takes no time, and what it sends leaves then.
-
-What became of every message of a virtual run: somebody received it, or a loss or a deadline that has a name ended
-the exchange that it was part of.
+`MessageAccounting` knows the outcome of every message: it was received, or a named loss or deadline ended the exchange
+that it was part of.
 """
 
 from __future__ import annotations
@@ -106,7 +104,7 @@ class VirtualWork:
         return None if self._transfer is None else self._transfer.error
 
     def finish(self, error: Exception | None = None) -> None:
-        """It is gone, has arrived, or has failed, now; a paused owner hears of it when it is back."""
+        """It has left, arrived, or failed, now; a paused owner sees it when it is back."""
         if self._owner.absences is not None:
             timeline = self._owner.scheduler.timeline
             back = self._owner.back(timeline.now)
@@ -201,7 +199,7 @@ class VirtualTransfer:
         return self._result
 
     def _doubt(self) -> None:
-        """Its owner stands still: is anybody there whom it waits for?"""
+        """Its owner is blocked: is any peer there that it waits for?"""
         if self.finished or self._owner.awaits is not self or self.suspect is None:
             return
         timeline = self._scheduler.timeline
@@ -237,7 +235,7 @@ class VirtualTransfer:
             with self._stepping():
                 try:
                     steps.close()
-                except Exception as failure:  # its clean-up failed as well: told with the first cause
+                except Exception as failure:  # its clean-up failed as well: reported with the first cause
                     error.add_note(f"and closing the protocol raised {failure!r}")
 
     def _late(self) -> None:
@@ -321,11 +319,11 @@ class VirtualMessage(WireMessage):
     def __init__(self, source: int, target: int, tag: Tag, data: Bytes, sent: VirtualWork) -> None:
         super().__init__(source, target, tag.channel, 8.0 * data.nbytes)
         self.tag, self.nbytes = tag, data.nbytes
-        self.data: Bytes | None = data  # the sender's own bytes until it is gone, then a copy, or None once delivered
+        self.data: Bytes | None = data  # the sender's own bytes until it has left, then a copy, or None once delivered
         self.sent = sent
         self.receive: VirtualWork | None = None
         self.error: Exception | None = None  # what that receive fails with when this arrives
-        self.dropped = False  # an end of it was gone when it left: it arrives nowhere
+        self.dropped = False  # an end of it was lost when it left: it arrives nowhere
 
 
 class VirtualWire(Wire[VirtualMessage]):
@@ -341,10 +339,10 @@ class VirtualWire(Wire[VirtualMessage]):
         self._over: dict[tuple[int, Channel], int] = {}  # the newest round that is over there
         self._again: dict[tuple[int, Channel], tuple[int, int]] = {}  # the newest round of several attempts; its newest
         self._lost: dict[int, str] = {}
-        self._dead: set[int] = set()  # of the lost ones those whose links broke in the middle
+        self._dead: set[int] = set()  # of the lost ones those whose links broke amid a message
 
     def send(self, source: int, target: int, data: Tensor, tag: Tag, work: VirtualWork) -> None:
-        """Queue `data` on the uplink of `source`; `work` is done when it is gone, PeerLost if the target has ended."""
+        """Queue `data` on the uplink of `source`; `work` is done when it has left, PeerLost if the target has ended."""
         self.accounting.sent += data.nbytes
         if target in self._lost:
             error = PeerLost(target, self._lost[target])
@@ -396,7 +394,7 @@ class VirtualWire(Wire[VirtualMessage]):
         self._dead.add(rank)
 
     def cut(self, rank: int, why: str) -> None:
-        """As `lost`, until `mend`; what `rank` waits for fails, too."""
+        """As `lost`, until `restore`; what `rank` waits for fails, too."""
         arrived = sorted((key for key in self._posted if key[0] == rank), key=str)
         works = [(key[1], work) for key in arrived for work in self._posted.pop(key)]
         self.lost(rank, why)
@@ -412,7 +410,7 @@ class VirtualWire(Wire[VirtualMessage]):
 
     def over(self, rank: int, channel: Channel, round: int) -> None:
         """Rounds of `channel` up to `round` are over at `rank`, and no later ones: whoever sends to one of them, or has
-        sent, is told so, and waits no longer for the part of `rank` in it.
+        sent, gets an error, and waits no longer for the part of `rank` in it.
         """
         self._over[rank, channel] = round
         self.end(rank, lambda _, tag: self._is_over(rank, tag), lambda peer: PeerLost(peer, "that round is over here"))
@@ -436,7 +434,7 @@ class VirtualWire(Wire[VirtualMessage]):
         return tag.round == round and tag.attempt < attempt
 
     def _came_late(self, message: VirtualMessage) -> None:
-        """Its round is over at its target: its sender is told, a latency later."""
+        """Its round is closed at its target: its sender gets an error, a latency later."""
         source, target, tag = message.source, message.target, message.tag
         self.accounting.ended(message.nbytes, RoundClosed(target))
         latency = (self._ways[target].get(source) or self._way(target, source))[2]
@@ -450,7 +448,7 @@ class VirtualWire(Wire[VirtualMessage]):
 
         self.timeline.at(self.timeline.now + latency, ARRIVED, source, notify)
 
-    def mend(self, rank: int) -> None:
+    def restore(self, rank: int) -> None:
         """`rank` is back; messages of before are not."""
         self._lost.pop(rank, None)
 
@@ -491,7 +489,7 @@ class VirtualWire(Wire[VirtualMessage]):
             message.data = message.data.copy()
 
     def arrived(self, message: VirtualMessage) -> None:
-        """Hand it over, or keep it for who asks later."""
+        """Deliver it, or store it for a later receive."""
         target, source, tag = message.target, message.source, message.tag
         if message.receive is not None:
             self._hand_over(message, message.receive)

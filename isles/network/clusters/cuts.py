@@ -111,9 +111,7 @@ class ClusterCutter:
         return float(rows[-1][-1]) if rows else math.inf
 
     def least_filled(self, nodes: Sequence[ClusterNode]) -> float:
-        """The share of the fullest node where the model is cut so that this is the least, above 1 too; infinity: there
-        are more nodes than blocks.
-        """
+        """The least share of the fullest node over all cuts, above 1 too; infinity: more nodes than blocks."""
         rows = self._rows(nodes, self._filled)
         return float(rows[-1][-1]) if rows else math.inf
 

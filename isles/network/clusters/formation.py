@@ -1,20 +1,20 @@
 """Which nodes share a copy of the model: as many clusters as the nodes' memory allows, as alike in speed as can be.
 
-Ravnest's public code lowers a penalty that one cluster of all nodes always brings to nothing, so how many clusters come
-out is luck there. Here three things count, in this order:
+Ravnest's public code lowers a penalty that one cluster of all nodes always brings to nothing, so the number of clusters
+is luck there. Here three things count, in this order:
 
     1. every cluster holds the whole model, cut somewhere between its blocks (`ClusterCutter`)
     2. as many clusters as can be, up to a limit
-    3. the slowest cluster's predicted step time as close as can be to the fastest one's, for averaging waits for all;
-       then the shortest way between any two nodes of a cluster, then the shortest step
+    3. the slowest cluster's predicted step time as close as can be to the fastest one's, because averaging waits for
+       all; then the shortest way between any two nodes of a cluster, then the shortest step
 
 All nodes are used. Up to eight of them every grouping is looked at; above, a local search from a seed.
 
-New clusters of nodes that came to a run at work: which of them, and cut where.
+`ClusterGrowth` forms clusters of nodes that join a running run:
 
-all tell of themselves     as `form_clusters` groups them, eight at a time, those with the most memory first; the
-                           smallest stay out where they are in the way
-else                       a cut of a cluster that trains, the shortest first, in the order in which they came
+    all nodes described        as `form_clusters` groups them, eight at a time, those with the most memory first; the
+                               smallest stay out where they are in the way
+    else                       the cut of a training cluster, the shortest first, in the order in which nodes joined
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ Grouping = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class NodeCluster:
-    """One copy of the model. nodes: by number, in the order of their stages; the first has the text, the last the
-    loss.
-    """
+    """One copy of the model. nodes: by number, in stage order; the first has the text, the last the loss."""
 
     nodes: tuple[int, ...]
     split: ModelSplit
@@ -316,9 +314,7 @@ class NewCluster(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterGrowth:
-    """load: of the model. spares: of those who wait so many go on waiting. most: clusters at most, the present ones
-    included.
-    """
+    """load: of the model. spares: so many waiting nodes stay out. most: clusters at most, present ones included."""
 
     load: ModelLoad
     spares: int = 0

@@ -4,12 +4,12 @@
 name = "desk"
 memory = "16GiB"            # that it gives to a run
 speed = "120G"              # FLOP/s that a forward pass reaches
-bandwidth = "40Mbit/s"      # of its own line, the slower way
+bandwidth = "40Mbit/s"      # of its own link, the slower direction
 latency = "12ms"            # one way, to the middle of the network; left out: 0
 
-What a node tells of itself in 8 bytes, so that it fits into words that all swap: four logarithms.
+`encode_node` packs it into 8 bytes, so that nodes exchange it in one word: four logarithms.
 
-bit 0        1: somebody is there; the number 1 alone tells nothing more
+bit 0        1: a node is there; the number 1 alone says nothing more
 15 bits each memory, speed, bandwidth, latency in nanoseconds: 512 log2(1 + amount), so to 0.07 %
 """
 

@@ -37,7 +37,8 @@ class Scores:
 
     def __call__(self, stages: Stages) -> float:
         """Of stages, the first of which has the origins; the order of the others does not count."""
-        return max(map(self._inside, stages)) + 2 * self.tour(stages)[0]
+        inside = (self._delays[u][v] for stage in stages for u in stage for v in stage if u != v)
+        return max(inside, default=0.0) + 2 * self.tour(stages)[0]
 
     def tour(self, stages: Stages) -> tuple[float, tuple[int, ...]]:
         """(length, order) of the shortest closed tour from stage 0, by Held and Karp's recursion."""
@@ -56,9 +57,6 @@ class Scores:
             seen ^= 1 << last
             last = min(range(count), key=lambda stage: table[seen][stage] + between[stage][order[1]])
         return length, tuple(order)
-
-    def _inside(self, stage: tuple[int, ...]) -> float:
-        return max((self._delays[u][v] for u in stage for v in stage if u != v), default=0.0)
 
     def _pairing(self, one: tuple[int, ...], other: tuple[int, ...]) -> float:
         if one == other:

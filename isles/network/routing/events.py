@@ -1,16 +1,14 @@
 """The tasks of a step in time: workers that do one task at a time, and a wire between them.
 
-One player serves all: `orders` lists the tasks of a made-up step, `replay` times those of a real one. What differs is
-the queue of a worker (which task of those that could start does) and the wire (when what a task made arrives).
+One player (`StepPlay`) serves all: `orders` lists the tasks of a made-up step, `replay` times those of a real one. What
+differs is the queue of a worker (which of the tasks that could start it does) and the wire (when a task's output
+arrives). All that happens at one moment is settled before anything starts in it, so a result never depends on the order
+in which events of one moment are looked at.
 
-Times of one moment are settled before anything starts in it, so a result never hangs on the order in which events of
-one moment are looked at.
-
-What every worker of a pipeline does, in which order: the same lists at every worker, from the routes alone.
-
-A list schedule in made-up times, forward 1, loss 1/4, backward 2, on a wire that takes no time: whoever is free does a
-backward or a loss if one is there, else the forward of the smallest microbatch. One legal execution makes these lists,
-so nobody who follows them can wait for ever, whatever the real times are.
+`orders` says what every worker of a pipeline does, in which order: the same lists at every worker, from the routes
+alone. It is a list schedule in made-up times, forward 1, loss 1/4, backward 2, on a wire that takes no time: a free
+worker does a backward or a loss if one is there, else the forward of the smallest microbatch. One legal execution makes
+these lists, so workers that follow them cannot deadlock, whatever the real times are.
 """
 
 from __future__ import annotations
@@ -247,8 +245,8 @@ class StepPlay:
                     waits[task.microbatch] = f"its turn at worker {worker}, where {_named(due)} comes", [due.microbatch]
                 else:
                     holders = sorted({microbatch for microbatch, _ in self.held[worker]})
-                    held_list = " and ".join(map(str, holders))
-                    waits[task.microbatch] = f"room at worker {worker}, which keeps microbatch {held_list}", holders
+                    numbers = " and ".join(map(str, holders))
+                    waits[task.microbatch] = f"room at worker {worker}, which keeps microbatch {numbers}", holders
         for route in self.routes.values():
             if route.after is not None and route.microbatch not in waits:
                 waits[route.microbatch] = f"the end of microbatch {route.after}", [route.after]

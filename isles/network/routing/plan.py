@@ -1,4 +1,4 @@
-"""A plan as a file: JSON that holds all that a run and a replay need; whether it may be run."""
+"""A plan of paths as a file: JSON that holds all that a run and a replay need; and the checks whether it can be run."""
 
 from __future__ import annotations
 
@@ -202,9 +202,7 @@ def read_plan(path: str | File) -> PipelinePlan:
 
 
 def read_unchecked(path: str | File) -> tuple[PipelinePlan, float]:
-    """What a file says: (plan, seconds that a step should take), whether or not it can be run. ValueError for a file
-    that does not hold a plan.
-    """
+    """(plan, seconds that a step should take) of a file, runnable or not. ValueError where it holds no plan."""
     try:
         return _plan(_table(File(path)))
     except ValueError as error:

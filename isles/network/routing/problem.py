@@ -1,24 +1,23 @@
-"""What a plan is made for: nodes in stages, seconds of their tasks and between them, how much they hold.
+"""The problem that a plan of paths solves: nodes in stages, seconds of their tasks and between them, how many
+microbatches they hold (SkipPipe, arXiv 2502.19913); and bounds on what any plan reaches.
 
-Stage 0 holds the origins: embedding, first layers, head and loss (SkipPipe, arXiv 2502.19913). Each origin has `memory`
-slots; a slot has one microbatch on the way at a time and sends `waves` of them in a step, all along one path.
+Stage 0 holds the origins: embedding, first layers, head and loss. Each origin has `memory` slots; a slot has one
+microbatch on the way at a time and sends `waves` of them in a step, all along one path.
 
     path o -> v1 -> ... -> vn -> o, alone:
     w_o + sum_i (d(v_i-1, v_i) + w_vi) + d(vn, o) + loss w_o + d(o, vn) + sum_i (back w_vi + d(v_i, v_i-1)) + back w_o
 
-What no plan can be faster than, and the best path of a microbatch that is alone.
+`PathRules` are SkipPipe's convergence constraints. Stage 0 comes first and is never left out. A stage that comes after
+a higher one is a swap, its distance how far it lies below the highest stage before it; a stage that lies further above
+the highest one before it than one jumps over those between.
+
+`lower_bounds`, which no plan beats:
 
 round trip   slot k of an origin starts after k forwards there, and its waves go one after the other, each at least
              for the best round trip alone
 origin       a node computes all forwards, losses and backwards of its own microbatches, and the first of them starts
              with nothing else to do until its best path is back
 work         what all nodes of later stages have to do together, if it were spread evenly over their speeds
-
-Which orders of stages a microbatch may take (SkipPipe, arXiv 2502.19913: its convergence constraints).
-
-Stage 0 comes first and is never left out. A stage that comes after a higher one is a swap, its distance how far it lies
-below the highest stage before it; a stage that lies further above the highest one before it than one jumps over those
-between.
 """
 
 from __future__ import annotations
@@ -196,9 +195,7 @@ class Problem:
 
 
 def routes_of(paths: Paths, waves: int) -> list[Route]:
-    """The routes of a step: in wave k the microbatch of slot i has the number k * slots + i, and starts after that of
-    the wave before.
-    """
+    """The routes of a step: in wave k slot i has microbatch k * slots + i, which starts after that of wave k - 1."""
     slots = list(paths)
     return [
         Route(wave * len(slots) + index, paths[slot], True, (wave - 1) * len(slots) + index if wave else None)
@@ -227,9 +224,7 @@ def replay_routes(problem: Problem, routes: Sequence[Route]) -> Replay:
 
 
 def lower_bounds(problem: Problem) -> dict[str, float]:
-    """Seconds of a step by the name of the bound; the largest is the one that counts. ValueError where an origin has no
-    legal path.
-    """
+    """Seconds of a step by bound; the largest counts. ValueError where an origin has no legal path."""
     best, costs = BestPaths(problem), problem.costs
     trips, works = [], []
     for origin in problem.origins:

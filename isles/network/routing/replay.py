@@ -1,10 +1,9 @@
-"""How long a step of a pipeline takes: its routes, the order of its tasks, their seconds and a wire, event by event.
+"""How long a step of a pipeline takes: its routes, the order of its tasks, their seconds and a wire (seconds from a
+table, or messages over the links of a run), event by event.
 
 In a fixed pipeline of S equal stages and M microbatches, loss at the last, forwards of F and backwards of B seconds and
 messages that take no time, a step takes (M + S - 1) (F + B), of which (S - 1) / (M + S - 1) is a bubble. Nothing is
 rounded but the sums of times, so a run on the virtual clock without jitter takes what its replay takes.
-
-The network under a replay of tasks: seconds from a table, or messages over the links of a run.
 """
 
 from __future__ import annotations

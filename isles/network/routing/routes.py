@@ -115,9 +115,7 @@ def position(replica: int, stage: int, stages: int) -> int:
 
 
 def fixed_routes(replicas: int, stages: int, microbatches: int, *, home: bool) -> list[Route]:
-    """Every replica's microbatches go through its own stages. `microbatches`: of a replica; the u-th of replica a has
-    the number u * replicas + a.
-    """
+    """Every replica's microbatches (`microbatches` each) go through its stages; u-th of replica a: u * replicas + a."""
     return [
         Route(u * replicas + a, tuple(position(a, stage, stages) for stage in range(stages)), home)
         for u in range(microbatches)

@@ -1,30 +1,22 @@
-"""Paths for the slots of a problem: legal, and as fast as a search finds them.
+"""Paths for the slots of a problem: legal, and as fast as a search finds them; `strategies` compares four ways.
 
 SkipPipe (arXiv 2502.19913) resolves three kinds of conflict between the best paths of single microbatches: more slots
 in a stage than it holds, more on a node than it holds, and visits that collide. Here
 
-    blind     legal paths that know nothing of the network: stages by the room that is left, nodes at random
+    full      fixed pipelines through all stages, as many as the smallest stage has nodes (what a plan competes with)
+    random    legal paths that know nothing of the network: stages by the room that is left, nodes at random
     without   simulated annealing over legal paths towards the least slowest round trip alone: no look at collisions
     with      annealing towards the least seconds of a whole step, in which collisions count for what they cost, on from
-              the paths of `without`, so never slower
+              the paths of `without`, so never slower: the plan
 
-Each is done coarse, with one path for all slots of an origin, and fine, with a path for each slot.
+Each search is done coarse, with one path for all slots of an origin, and fine, with a path for each slot. A legal set
+of paths stays legal in every move: one path takes its stages in another order, two paths exchange nodes, or a path
+takes a node that has room. Everything follows from the seed, unless the time is over before the moves are.
 
-A legal set of paths stays legal in every move: one path takes its stages in another order, two paths exchange nodes, or
-a path takes a node that has room. Everything follows from the seed, unless the time is over before the moves are.
-
-How long a step of a legal plan takes, without a replay of its events.
-
-Where no forward ever waits for memory, a node serves its tasks in the order in which they become ready, so one heap of
-ready tasks is enough: a task that is taken from it starts when it is ready and its node is free. No forward waits where
-no more slots come by a node than it holds, for a slot has one microbatch on the way.
-
-Four ways of sending the same number of microbatches through the same nodes, each replayed.
-
-full      fixed pipelines through all stages, as many as the smallest stage has nodes (what a plan competes with)
-random    legal paths that know nothing of the network
-without   legal paths, each fast alone
-with      legal paths whose collisions are counted: the plan
+`Stopwatch` times a legal plan without a replay of its events. Where no forward ever waits for memory, a node serves its
+tasks in the order in which they become ready, so one heap of ready tasks is enough: a task that is taken from it starts
+when it is ready and its node is free. No forward waits where no more slots come by a node than it holds, for a slot has
+one microbatch on the way.
 """
 
 from __future__ import annotations

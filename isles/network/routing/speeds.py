@@ -1,7 +1,5 @@
-"""How long each node of a plan takes for a forward: said in seconds, by the machines that they are, or
-corrected by the seconds that a run took.
-
-Seconds of a microbatch between every two nodes, from the links between them; what tells one network from another.
+"""The numbers that a plan of paths starts from: each node's forward seconds (given, by machine, or corrected by a
+measured run), seconds of a message between every two nodes, and a fingerprint of the network.
 """
 
 from __future__ import annotations

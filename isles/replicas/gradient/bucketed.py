@@ -4,13 +4,9 @@ Gradients travel in buckets, in the reverse order of the parameters, each as soo
 (Li et al., 2020, PyTorch Distributed). What travels of a bucket is its `Reduction`'s. When `backward()` returns, the
 means are the gradients: what a user does to them before `step` is done to means, as with torch's own data parallel.
 For parts of a pipeline, and an inner optimizer that works late, they are in `step`. An inner optimizer that updates
-early (a plan of memory) is told of each bucket whose mean has come, and updates what is in it while later buckets
-travel, as KARMA does (arXiv 2008.11421): then nothing may need all means at once, neither clipping nor a step that is
-skipped. Memory: one bucket-sized buffer for every bucket, 4 bytes a parameter.
-
-Parameters whose gradients travel together, in the reverse order of the model's.
-
-What methods that reduce gradients bucket by bucket say of a run before it: messages, bytes and memory.
+early (a plan of memory) gets each bucket whose mean has come, and updates what is in it while later buckets travel, as
+KARMA does (arXiv 2008.11421): then nothing may need all means at once, neither clipping nor a step that is skipped.
+Memory: one bucket-sized buffer for every bucket, 4 bytes a parameter.
 """
 
 from __future__ import annotations
@@ -79,7 +75,7 @@ class Bucket:
         self.stale = False
         """True if a backward pass changed a gradient after the bucket had left."""
         self._loaded: list[tuple[Tensor | None, int]] = []
-        self._is_handed_over = False
+        self._is_passed_on = False
         self.means: list[Tensor] = []
         """The gradients, while they are means that no step has used."""
         self._filled = [position for position, parameter in enumerate(parameters) if parameter.numel()]
@@ -105,7 +101,7 @@ class Bucket:
             if parameter.grad is not None and 0 in parameter.grad.stride():  # expanded: nobody could write to it
                 parameter.grad = parameter.grad.contiguous()
         if self.means and {id(mean) for mean in self.means} & {id(p.grad) for p in self.parameters}:
-            self.commit()  # this pass adds to what was told of the earlier ones
+            self.commit()  # this pass adds to what earlier ones have sent
         self.means = []
         self._staging.settle()
         self.flat.zero_() if any(p.grad is None for p in self.parameters) else None
@@ -133,7 +129,7 @@ class Bucket:
 
     def hand_over(self) -> None:
         """Its means were given to the inner optimizer, which may take the gradients when it will."""
-        self._loaded, self._is_handed_over = self._gradients(), True
+        self._loaded, self._is_passed_on = self._gradients(), True
 
     def is_changed(self, *, in_pass: bool) -> bool:
         """Whether somebody else wrote to a gradient since `load`: what travels does not know of it. What the inner
@@ -142,7 +138,7 @@ class Bucket:
         """
         return any(
             (old is not new or (before != now and not (in_pass and new is not None and new._is_view())))
-            and not (self._is_handed_over and (old is None or new is None))
+            and not (self._is_passed_on and (old is None or new is None))
             for (old, before), (new, now) in zip(self._loaded, self._gradients(), strict=True)
         )
 
@@ -170,9 +166,7 @@ class Bucket:
         self.means = [p.grad for p in self.parameters if p.grad is not None]
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """(view, gradient or what stands for it on the host) of what has a gradient; none where the views stand for
-        them.
-        """
+        """(view, gradient or its host copy) of each parameter with a gradient; none where views are the host copies."""
         if self._away and self.layout.exact:
             return []
         own = self._staging.hosts if self._away else [p.grad for p in self.parameters]
@@ -187,13 +181,11 @@ class Bucket:
 
     def rest(self) -> None:
         self._loaded = []  # holds gradients that the user may want freed
-        self.pending, self.transfer, self.stale, self._is_handed_over = len(self.parameters), None, False, False
+        self.pending, self.transfer, self.stale, self._is_passed_on = len(self.parameters), None, False, False
 
 
 def cut_buckets(parameters: list[nn.Parameter], limit: float, device: torch.device) -> list[Bucket]:
-    """Runs of parameters in reverse order, each of about `limit` bytes: backward passes make the last gradients
-    first.
-    """
+    """Runs of parameters in reverse order, the order of backward passes, each of about `limit` bytes."""
     runs: list[list[nn.Parameter]] = [[]]
     size = 0
     for parameter in reversed(parameters):
@@ -237,7 +229,7 @@ class BucketedSync(ReplicaSync):
         """Steps that all skipped, because some worker's gradients were not finite."""
         self._careful = any(bucket.reduction.careful for bucket in self.buckets)
         self._scaled: Scaled | None = None  # of the last step
-        self._unit = 0.0  # what gradients that are kept are multiplied by; 0: before the first step
+        self._unit = 0.0  # what saved gradients are multiplied by; 0: before the first step
         self._is_scaled = False  # whether a gradient scaler takes part in this step
         self._settings_now = start.SettingsHash()
         self._proof = 0  # after a state was loaded: a hash of the weights that this step begins with
@@ -494,7 +486,7 @@ class BucketedSync(ReplicaSync):
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass)  # type: ignore[attr-defined]
 
     def _forget_thrown_away(self, first: Tensor) -> None:
-        """After zero_grad(set_to_none=False) nothing is kept of what was told of that batch. first: whose gradient of
+        """After zero_grad(set_to_none=False) nothing is saved of what was sent of that batch. first: whose gradient of
         the next pass is there already.
         """
         if not self._careful or not any(bucket.means for bucket in self.buckets):
@@ -533,7 +525,7 @@ class BucketedSync(ReplicaSync):
         self._launched = max(self._launched, stop)
 
     def _follow_scale(self) -> None:
-        """What is kept of gradients is multiplied as the loss is since the last step."""
+        """What is saved of gradients is multiplied as the loss is since the last step."""
         if self._scaled is not None and (scale := self._scaled.scaler.get_scale()) != self._unit:
             for bucket in self.buckets:
                 bucket.reduction.rescale(scale / self._unit)
@@ -613,7 +605,7 @@ class BucketedSync(ReplicaSync):
         sent = [0] * self.group.size
         for first, count in self.phases(steps):
             for position in range(self.group.size):
-                each = sum(self._sent(bucket, first, position) for bucket in self.buckets)
+                each = sum(bucket.reduction.sent_bytes(first, self.group.size, position) for bucket in self.buckets)
                 shares = (self.group.size - 1) * sum(sizes[position] for sizes in self._portions)
                 sent[position] += count * (each + shares)
         short = outline(self.schedule(min(steps, 2)), steps, self.opening(), per_step=True)
@@ -627,6 +619,3 @@ class BucketedSync(ReplicaSync):
         if self.device().type == "cpu":
             items += [MemoryItem(PINNED, bucket.pinned_bytes, "pinned") for bucket in self.buckets]
         return [*super().memory(), *together([buffers, *items])]
-
-    def _sent(self, bucket: Bucket, step: int, position: int) -> int:
-        return bucket.reduction.sent_bytes(step, self.group.size, position)

@@ -38,9 +38,7 @@ class DDPConfig(BucketsConfig):
     over NCCL where gradients are on GPUs (one for each worker), without codecs.
     """
     error_feedback: Feedback = "none"
-    """What the codec loses is added to the next step's gradient: none, local (what differs from what the others
-    decoded), global (from the mean).
-    """
+    """What the codec loses goes into the next step's gradient: none, local (own loss), global (against the mean)."""
     feedback_decay: float = 1.0
     """Share of it that is kept."""
 
@@ -70,9 +68,7 @@ class DCTDPConfig(BucketsConfig):
     codec: str = "none"
     """Form of the values on the wire."""
     indices: IndexForm = "auto"
-    """Form of their indices: blocks (2 bytes each), indices (4 bytes), bitmap (1 bit an entry of all), or auto, what
-    is smallest.
-    """
+    """Form of their indices: blocks (2 bytes each), indices (4), bitmap (1 bit an entry of all), auto (smallest)."""
     exclude_below: int = 4096
     """Tensors of fewer entries are sent whole."""
     warmup_dense_steps: int = 0

@@ -5,11 +5,12 @@
     land       all gradients are usable: the mean is in place
     commit     the mean is used: what stays behind becomes final
 
-Between `begin` and `commit` nothing that is kept changes: a bucket may begin again (its gradients changed after it had
-left, or were thrown away), and a step in which somebody's gradients are not finite ends as if it had not been.
+Between `begin` and `commit` no state changes: a bucket may begin again (its gradients changed after it had left, or
+were thrown away), and a step in which somebody's gradients are not finite ends as if it had not been.
 
-One bucket of gradients sent as its entries of at least a threshold: the reduction of
-`isles.replicas.methods.dct_dp`.
+    Native       the backend's own all-reduce
+    Averaged     the mean through a codec or as low-rank factors, with error feedback
+    Thresholds   entries of at least a threshold, for `isles.replicas.methods.dct_dp`
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Reduction(ABC):
     residual: Tensor | None = None
     """What was not sent yet, flat (n,), in the gradients' units: error feedback."""
     careful = False
-    """True if all workers skip a step in which somebody's gradients are not finite, as what is kept would suffer."""
+    """True if all workers skip a step in which somebody's gradients are not finite, as saved state would suffer."""
     preserves_signs = False
     """True if the mean of zeros has the sign that all of them had: -0.0 marks what nobody has a gradient of."""
 
@@ -80,9 +81,7 @@ class Reduction(ABC):
         """What that step is planned to put on the wire in a group of `size`."""
 
     def sent_bytes(self, step: int, size: int, position: int) -> int:
-        """Bytes that `position` of a group of `size` is planned to hand to the transport in that step, headers
-        included.
-        """
+        """Bytes that `position` of a group of `size` is planned to send in that step, headers included."""
         return int(self.pattern(step, size).sent(position, size))
 
     def begun_bytes(self, step: int, size: int, position: int) -> int:
@@ -100,7 +99,7 @@ class Reduction(ABC):
         assert not state
 
     def rescale(self, factor: float) -> None:
-        """The loss is multiplied by `factor` more from now on: so is what is kept of gradients."""
+        """The loss is multiplied by `factor` more from now on: so is what is saved of gradients."""
         if self.residual is not None:
             self.residual.mul_(factor)
 
@@ -134,7 +133,7 @@ class Averaged(Reduction):
         self.careful = feedback is not None or averaging.held_bytes > 0
         self.preserves_signs = feedback is None and averaging.preserves_signs
         self.usable = True
-        self._before: dict[str, Any] | None = None  # what `averaging` kept, while a step has not landed
+        self._before: dict[str, Any] | None = None  # the state of `averaging`, while a step has not landed
         if feedback is not None:
             self.residual, self._left = layout.new().zero_(), layout.new()
 

@@ -3,23 +3,19 @@ ZeRO-3, Rajbhandari et al., 2020).
 
     model = isles.shard(model, world.inner)       # before the inner optimizer is made
 
-Its parameters are then DTensors, of which this worker has its rows. A unit (a block, and what is in none) is gathered
-for its forward and its backward pass, and the mean of its gradients is scattered.
-
-On CPUs the messages are Isles' own, so they have Isles' deadlines and counters, and means add up in the order of ranks;
-on GPUs they are torch's over NCCL, counted by the same formula.
-
-The two collectives of torch's `fully_shard` over Isles' messages, or counted beside torch's own.
+Its parameters are then DTensors, of which this worker has its rows. A unit (a block, and what is in none) takes part in
+two collectives:
 
     gather    every worker's shares of a block, end to end              before its forward and its backward pass
     scatter   the mean of everyone's gradients of a block, a share each     after its backward pass
 
-What peers send over Isles' messages is judged before it is used (`isles.comm.trust`): weights, and gradients. Gradients
-that are not finite are left to the step, which knows whether a scaler skips it: `Scatter.suspect`. Of torch's own
-collectives nothing is seen but their result.
+Each sends (R - 1) times a share's bytes for R workers. On CPUs the messages are Isles' own, so they have Isles'
+deadlines and counters, and means add up in the order of ranks; on GPUs they are torch's over NCCL, counted by the same
+formula. The objects fit `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter`.
 
-Each sends (R - 1) times a share's bytes for R workers. The objects fit `FSDPModule.set_custom_all_gather` and
-`set_custom_reduce_scatter`.
+What peers send over Isles' messages is checked before it is used (`isles.comm.trust`): weights, and gradients.
+Gradients that are not finite are left to the step, which knows whether a scaler skips it: `Scatter.suspect`. Of torch's
+own collectives only the result is seen.
 """
 
 from __future__ import annotations
@@ -206,15 +202,11 @@ def _refuse_unfit(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
 
 def _refuse_hidden_tensors(model: nn.Module, arguments: Any, output: Any) -> None:
     """A forward hook: torch gathers weights for the backward pass when a gradient reaches a tensor it has seen."""
-    if torch.is_grad_enabled() and not _is_seen(output):
+    if torch.is_grad_enabled() and not (isinstance(output, Tensor | dict | list | tuple) or is_dataclass(output)):
         raise ValueError(
             f"the model returns a {type(output).__name__}, in which fsdp sees no tensor: return a tensor, a dict, a "
             "tuple or a dataclass, such as isles.models.Output(loss, logits), or take ddp"
         )
-
-
-def _is_seen(output: Any) -> bool:
-    return isinstance(output, Tensor | dict | list | tuple) or is_dataclass(output)
 
 
 def _shard(model: nn.Module, blocks: Sequence[nn.Module], sharding: Sharding) -> None:

@@ -6,10 +6,9 @@ Inside the island a method at gradient level (DDP, FSDP, DCT-DP) makes the worke
 method exchanges parameters. Every worker of an island owns a share of each parameter, and exchanges, anchors and
 outer momenta are of its shares alone: an island sends each entry once, so a worker of an island of R sends 1/R.
 
-    Copies    every worker holds the whole replica (DDP): its shares are rows of it; what lands on them is `spread`
+    Copies    every worker holds the whole replica (DDP): its shares are rows of it; what lands on them is sent to the
+              others of the island (`SpreadRows`)
     Shards    every worker holds its shares only (FSDP)
-
-Shares of tensors that every worker of a group answers for, sent to all others: what each lacks of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The part of the model that travels together, and its exchanges under way.
-
-How a model is cut into fragments that are exchanged apart (Streaming DiLoCo, arXiv 2501.18512, section 2.2).
+"""A fragment is the part of a model that travels together: its flat vectors, and its exchanges under way. `cut` divides
+a model into fragments that are exchanged apart (Streaming DiLoCo, arXiv 2501.18512, section 2.2):
 
     whole         one fragment
     sequential    blocks [0, n), [n, 2n), ...; then one of everything else (embedding, last norm, head)
@@ -94,7 +93,7 @@ class InFlight:
     payload: Exchange
     anchors: Exchange | None
     frozen: tuple[int, ...] = ()
-    """Places in the fragment of parameters that are frozen since before what travels was learned."""
+    """Indices in the fragment of parameters that are frozen since before what travels was learned."""
 
     def exchanges(self) -> list[Exchange]:
         return [self.payload] if self.anchors is None else [self.payload, self.anchors]
@@ -150,9 +149,9 @@ class Fragment:
         self.latest: Exchange | None = None
         """The exchange of the last round's payload."""
         self.retain_until = 0
-        """The means of rounds up to this one are kept, one at a time, for somebody else."""
+        """The means of rounds up to this one are retained, one at a time, for another worker."""
         self.landed_mean: Tensor | None = None
-        """That of the round which landed last: a landing uses up the answer's own buffer."""
+        """The mean of the round that landed last: a landing uses up the answer's own buffer."""
         self.progress = 0.0
         """2-norm of what the last round had to send, before error feedback."""
         self.left_ratio = 0.0
@@ -186,9 +185,7 @@ class Fragment:
 
     @contextmanager
     def resting(self, indices: Sequence[int]) -> Iterator[None]:
-        """Around a landing: the parameters at `indices` stay on their anchor, which stays where it is, as do the outer
-        rule's vectors.
-        """
+        """Around a landing: the parameters at `indices`, their anchor and the rule's vectors stay as they are."""
         spans = self.flat.spans(indices)
         vectors = [self.anchor, *self.vectors.values()]
         landed_mean = [(vector[span], vector[span].clone()) for span in spans for vector in vectors]

@@ -69,7 +69,7 @@ class OuterSync(ReplicaSync):
     """An outer method: a `Composition` run by the one loop.
 
     A worker whose share is not finite heals itself: its weights become the anchors, the inner optimizer's moments and
-    what error feedback held back are forgotten. Who it was is told in a warning on all workers of that round.
+    what error feedback held back are forgotten. A warning on all workers of that round names it.
     """
 
     Config = OuterConfig
@@ -132,9 +132,7 @@ class OuterSync(ReplicaSync):
 
     @override
     def land_all(self) -> None:
-        """A last, shorter round where inner steps were taken since the last one, and all in flight lands; the live
-        weights are then the anchors.
-        """
+        """A last, shorter round of what is not sent yet, and all in flight lands; live weights are then the anchors."""
         self.catch_up()
         self._moved()
         late = self.parts.cadence.rounds_late
@@ -309,7 +307,7 @@ class OuterSync(ReplicaSync):
         }
 
     def _resting(self, fragment: Fragment) -> tuple[int, ...]:
-        """Places in the fragment of what is frozen since before its last round."""
+        """Indices in the fragment of what is frozen since before its last round."""
         still = set(self.watch.frozen(fragment.indices, fragment.sent))
         return tuple(index for index, number in enumerate(fragment.indices) if number in still)
 
@@ -584,7 +582,7 @@ def counts_alike(config: MethodConfig, parts: Composition, roster: Roster) -> bo
 
 
 def refuse_unweighed(weighed: bool) -> None:
-    """ValueError before a round of workers that have not told their samples."""
+    """ValueError before a round of workers that have not given their samples."""
     if not weighed:
         raise ValueError('weights = "samples": call optimizer.weigh(SAMPLES) on every worker, before the first round')
 

@@ -1,15 +1,15 @@
-"""Rounds whose mean is that of those who delivered in time, weighted by their inner steps, while all train on: where
-workers come and go, of methods with one mean for all (Decoupled DiLoCo, arXiv 2604.21428).
+"""Rounds whose mean is that of the members who delivered in time, weighted by their inner steps, while all train on:
+where workers come and go, of methods with one mean for all (Decoupled DiLoCo, arXiv 2604.21428).
 
     end of a round   snapshot; it is delivered (`isles.membership.late_shares`), and the next inner steps begin
-    between steps    told among whom: the exchange begins, behind the computation; it is done: its hash is told;
-                     told to land: land, and what was learned meanwhile is added again
-    next snapshot    the round before has landed, or it is waited for
-    late             the mean was taken without this worker: fetch it, land it, keep what was learned, deliver that into
-                     the next round at once
+    between steps    the members are decided: the exchange begins, behind the computation; it is done: its hash is
+                     reported; the decision is to land: land, and what was learned meanwhile is added again
+    next snapshot    the round before has landed, or this worker waits for it
+    late             the mean was taken without this worker: fetch it, land it, add what was learned again, and deliver
+                     that into the next round at once
 
-A share holds all that was learned since the last one that got into a mean. Anchors stay equal to the bit, for all land
-the same means in the same order.
+A share holds all that was learned since the last one that got into a mean. Anchors stay equal to the bit, because all
+land the same means in the same order.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ _STEPS = 4.0  # inner steps that others may be behind when an exchange begins
 
 
 class QuorumExchange(AttemptExchange):
-    """Of one fragment. land: what lands a flight. Beyond the buffer a delivery takes two more vectors, and one while it
-    is exchanged.
-    """
+    """Of one fragment. land: lands a flight. Memory: two vectors a delivery, one more while it is exchanged."""
 
     def __init__(
         self, roster: Roster, parts: Composition, deliveries: Deliveries, land: Callable[[InFlight, None], None]
@@ -87,9 +85,7 @@ class QuorumExchange(AttemptExchange):
 
     @override
     def progress(self, *, blocks: bool) -> None:
-        """Between two inner steps: whatever can be done now. blocks: until the delivery has landed, or nobody can say
-        whether it does.
-        """
+        """Do what can be done between two inner steps. blocks: until the delivery has landed, or cannot be decided."""
         while self._delivery is not None and self._flight is not None and self._live is not None:
             match self._delivery.look(self.transport.now()):
                 case "exchanging" if self._answer is None or self._attempt != self._delivery.attempt:

@@ -1,16 +1,17 @@
 """Starts and ends the exchanges of an outer method, each with the members of its round; survives what the method may
-survive.
+survive (`RoundExchange`).
 
-Rounds that all their members land together, or none: where workers come and go, of methods with one mean for all.
+`AgreedExchange`: rounds that all their members land together, or none, where workers come and go and a method has one
+mean for all:
 
     start      among whom, and as which attempt (`Roster.start_round`)
-    encode     a copy of the snapshot; what error feedback and low-rank bases were before is kept
-    exchange   the answer's hash is told, or that there is none (`Roster.finish_round`)
-    verdict    land; or again, from the snapshot and what was kept, among those who are left; or wait
+    encode     a copy of the snapshot; error feedback and low-rank bases are saved as they were before
+    exchange   the answer's hash is reported, or that there is none (`Roster.finish_round`)
+    outcome    land; or retry, from the snapshot and the saved state, among those who are left; or postpone
 
-A round whose verdict cannot be had now is put off: nothing has changed here, training goes on, and the next snapshot
-holds what was learned since the last landing. An answer that waits for its verdict is landed once it is told, and what
-was learned meanwhile is added again.
+A round whose outcome cannot be had now is postponed: nothing has changed here, training goes on, and the next snapshot
+holds what was learned since the last landing. A pending answer is landed once its outcome is known, and what was
+learned meanwhile is added again.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class OutgoingRound:
 
     buffer: of the fragment's entries, live until its mean lies there. means: how it is formed. stamp: what must be the
     same at all. own: what the others decode of it, kept with the exchange; fill: where that is still to be written.
-    residual: where what they do not get of it is kept. part: which of the round's buffers it is.
+    residual: where what they do not get of it is saved. part: which of the round's buffers it is.
     """
 
     fragment: Fragment
@@ -80,8 +81,8 @@ class RoundExchange:
         """How much payloads may differ in size because workers count for more and less."""
 
     def stepped(self, step: int, *, sends: bool) -> None:
-        """Inner step `step` is done; the pace of the next ones is taken from the first one that is told here. sends:
-        whether a round is sent now.
+        """Inner step `step` is done; the pace of the next ones is taken from the first one that is reported here.
+        sends: whether a round is sent now.
         """
         if self._began is None:
             self._began = step, self.transport.now()
@@ -105,7 +106,7 @@ class RoundExchange:
         return self.roster.founders.size == 1 and not self.roster.grows
 
     def extra_memory(self, fragments: Sequence[Fragment]) -> list[MemoryItem]:
-        """What it keeps beyond the buffers that travel."""
+        """Memory beyond the buffers that travel."""
         return []
 
     def survivors(self) -> Group:
@@ -202,7 +203,7 @@ class RoundExchange:
     def together(self, collective: Callable[[Group], T]) -> T:
         """What `collective` returns over the workers that are left; it is one collective, or none. All of them call it
         together. Where the method goes on without lost ones and somebody is lost on the way, it is done again
-        without them: nobody keeps a result that another could not have.
+        without them: no worker has a result that another could not have.
         """
         while True:
             group = self.survivors()
@@ -279,9 +280,7 @@ class RoundExchange:
 
 
 class AttemptExchange(RoundExchange):
-    """Of rounds whose members others name, and which all of them land or none: the snapshot stays as it is, and each
-    attempt sends a copy.
-    """
+    """Of rounds that all members land together or none: the snapshot stays as it is, each attempt sends a copy."""
 
     @override
     def is_alone(self, fragment: Fragment) -> bool:
@@ -339,7 +338,7 @@ class _RoundState:
 
 @dataclass(frozen=True, slots=True)
 class _PendingAttempt:
-    """An attempt without a verdict. answer: None where it failed; then: what it left behind; live: the weights then."""
+    """An attempt of unknown outcome. answer: None if it failed; then: the state it left; live: the weights then."""
 
     round: int
     attempt: int
@@ -368,7 +367,7 @@ class AgreedExchange(AttemptExchange):
 
     @override
     def receive(self, flight: InFlight, snapshot: Callable[[Fragment, Tensor], Tensor]) -> None:
-        """Exchange until it lands, or put the round off."""
+        """Exchange until it lands, or postpone the round."""
         fragment, before = flight.fragment, _RoundState.of(flight.fragment)
         if not self._resumed(flight):
             return
@@ -392,9 +391,7 @@ class AgreedExchange(AttemptExchange):
         self._postpone(flight)
 
     def _resumed(self, flight: InFlight) -> bool:
-        """Ask what became of an attempt that waits; whether another one may be made. The flight lands, or is put off,
-        where not.
-        """
+        """Ask for the outcome of a pending attempt. True: exchange again; else the flight landed, or is postponed."""
         fragment, pending, self._pending = flight.fragment, self._pending, None
         if pending is None or pending.round != fragment.rounds:
             return True

@@ -1,9 +1,6 @@
-"""Settings of methods that have one file each; symbols as there. They are together because most take over another one's
-and change a default. Loads no torch.
-
-Settings of `noloco` and `streaming-noloco`; symbols as there. Loads no torch.
-
-Settings of `custom`: one choice an axis of `parts.legal`. Loads no torch.
+"""Settings of methods that have one file each, of `noloco` and `streaming-noloco`, and of `custom` (one choice an axis
+of `parts.legal`); symbols as in the methods' files. They are together because most take over another one's and change a
+default. Loads no torch.
 """
 
 from __future__ import annotations

@@ -64,9 +64,7 @@ class DCTDP(BucketedSync):
 
     @override
     def phases(self, steps: int) -> list[tuple[int, int]]:
-        """Later steps are planned with K entries a tensor; what is sent varies around it, up
-        to density_guard times as much.
-        """
+        """Later steps are planned with K entries a tensor; actual ones vary, up to density_guard times as much."""
         exact = min(self.config.warmup_dense_steps, steps)
         return [(first, count) for first, count in ((1, exact), (exact + 1, steps - exact)) if count]
 
@@ -76,9 +74,7 @@ class DCTDP(BucketedSync):
 
     @override
     def gauges(self) -> dict[str, float]:
-        """Also the share of entries that the last step sent of tensors that are sent in part,
-        and thresholds computed so far, per tensor.
-        """
+        """Also the share of entries sent in the last step (of tensors sent in part), and thresholds per tensor."""
         parts = [bucket.reduction for bucket in self.buckets if isinstance(bucket.reduction, Thresholds)]
         tensors = sum(len(part.tensors) for part in parts)
         if not tensors:

@@ -96,9 +96,7 @@ class FSDP(StepsAlike):
     @contextmanager
     @override
     def evaluation_weights(self) -> Iterator[nn.Module]:
-        """Sharded as ever, so all workers must judge the same batches together. The
-        gathers are counted on the channel "eval".
-        """
+        """Sharded, so all workers evaluate the same batches together. Gathers are counted on the channel "eval"."""
         self._reshard()  # weights may have been written to since they were gathered
         for messages in self.sharding.messages:
             messages.channel = "eval"
@@ -144,9 +142,9 @@ class FSDP(StepsAlike):
         planned = [(index, what, by_size(groups, lambda n, sent=sent: Swap((sent,) * n))) for index, what, sent in each]
         return (
             [
-                PlannedExchange(step, step, index, what, groups, pattern, step * len(planned) + place)
+                PlannedExchange(step, step, index, what, groups, pattern, step * len(planned) + number)
                 for step in range(1, steps + 1)
-                for place, (index, what, pattern) in enumerate(planned)
+                for number, (index, what, pattern) in enumerate(planned)
             ]
             if size > 1
             else []

@@ -87,9 +87,7 @@ class ThetaOnly(DeltaPhi):
 
     @override
     def form(self, out: Tensor, live: Tensor, reference: Tensor, anchor: Tensor) -> None:
-        """theta travels, as phi - g: equal to the live weights up to rounding, and free of their coarser dtype's
-        error.
-        """
+        """theta travels, as phi - g: the live weights up to rounding, free of their coarser dtype's error."""
         super().form(out, live, reference, anchor)
         out.neg_().add_(anchor)
 
@@ -104,9 +102,7 @@ RULES = {"delta+phi": DeltaPhi, "single_vector": SingleVector, "theta_only": The
 
 
 class NoLoCo(OuterSync):
-    """Under failure: with on_peer_failure = "solo" a lost or late partner costs this worker one
-    round's averaging.
-    """
+    """With on_peer_failure = "solo" a lost or late partner costs this worker one round's averaging."""
 
     Config = NoLoCoConfig
     is_linear = True

@@ -1,10 +1,6 @@
-"""When fragments are sent and land.
-
-Who exchanges with whom.
-
-What the anchor does to the live weights, which may be in another format than anchor and reference.
-
-What of an answer counts as the outer gradient.
+"""The parts that outer methods are composed of: when fragments are sent and land (cadence), who exchanges with whom
+(mixing), what the anchor does to the live weights, which may be in another format (landing), and what of an answer
+counts as the outer gradient (reading).
 """
 
 from __future__ import annotations

@@ -57,9 +57,7 @@ class Mixing(Protocol):
         """True if all workers receive the same answer, so that their anchors stay equal to the bit."""
 
     def members(self, round: int, size: int, position: int) -> tuple[int, ...]:
-        """Ascending positions of the group of `position` in round 1, 2, ... of a world of `size`; includes
-        `position`.
-        """
+        """Ascending positions of the group of `position` in round 1, 2, ... of a world of `size`, itself included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +179,7 @@ class Composition:
     on_peer_failure: Literal["raise", "solo"] = "raise"
     """solo: a round whose partner is lost or late is done alone."""
     on_broken: OnBroken = "skip"
-    """skip: a round in which somebody's share is not finite is skipped by all. leave out: it is the mean of the others'
-    shares.
-    """
+    """skip: all skip a round with a share that is not finite. leave out: it is the mean of the others' shares."""
 
     def __post_init__(self) -> None:
         refuse(self.choice)

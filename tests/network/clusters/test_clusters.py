@@ -147,7 +147,7 @@ def test_three_equal_nodes_are_three_clusters() -> None:
     ("memory", "blocks", "count", "words"),
     [(1.0, 4, 3, "3 nodes offer"), (1e9, 1, 6, "6 nodes in 5 clusters at most"), (30.0, 4, 4, "no cut between its 4")],
 )
-def test_what_cannot_hold_the_model_is_said_in_a_line(memory: float, blocks: int, count: int, words: str) -> None:
+def test_what_cannot_hold_the_model_is_reported_in_a_line(memory: float, blocks: int, count: int, words: str) -> None:
     nodes = [ClusterNode(name=f"n{n}", memory=memory, speed=1.0, bandwidth=1e6) for n in range(count)]
     with pytest.raises(ValueError, match=words) as error:
         form_clusters(nodes, load(blocks))

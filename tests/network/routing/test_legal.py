@@ -37,7 +37,7 @@ def test_all_of_them_are_found(stages):
 
 
 @pytest.mark.parametrize(
-    ("order", "told"),
+    ("order", "reported"),
     [
         ((1, 2), "does not begin with stage 0"),
         ((), "does not begin with stage 0"),
@@ -47,8 +47,8 @@ def test_all_of_them_are_found(stages):
         ((0, 2, 1, 4, 3, 6, 5), "has 3 swaps of distance 3 in all, at most 2 of 2 are allowed"),
     ],
 )
-def test_faults_are_named(order, told):
-    assert told in faults(order, PathRules())
+def test_faults_are_named(order, reported):
+    assert reported in faults(order, PathRules())
 
 
 def test_bad_rules():

@@ -81,9 +81,9 @@ def test_limits_of_columns():
 
 def test_who_waits_for_whom_is_named():
     routes = [Route(0, (0, 2, 3), True), Route(1, (1, 3, 2), True)]
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as reported:
         orders(routes, {2: 1, 3: 1})
-    assert str(told.value) == (
+    assert str(reported.value) == (
         "the routes cannot finish: microbatch 0 waits for room at worker 3, which keeps microbatch 1; microbatch 1 "
         "waits for room at worker 2, which keeps microbatch 0. Allow more in_flight"
     )

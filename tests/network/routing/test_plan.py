@@ -55,11 +55,11 @@ def test_what_is_wrong_in_a_file_is_one_line(plan, tmp_path):
         (changed(plan, expected={"step_seconds": 1.0, "busy_seconds": []}), "expected.step_seconds says 1: plan again"),
     ]
     file = tmp_path / "plan.json"
-    for text, told in cases:
+    for text, reported in cases:
         file.write_text(text)
         with pytest.raises(ValueError) as error:
             read_plan(file)
-        assert told in str(error.value) and str(error.value).startswith(f"{file}: ")
+        assert reported in str(error.value) and str(error.value).startswith(f"{file}: ")
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"nowhere.json: cannot be read .*; name a plan"):
         read_plan(tmp_path / "nowhere.json")
@@ -76,7 +76,7 @@ def test_a_plan_for_something_else_is_refused(plan):
         plan.refuse(cuts=[2, 4, 5])
 
 
-def test_delays_of_lines():
+def test_delays_of_links():
     uneven = Links(bandwidth=[8e3, 16e3], downlink=[math.inf, 4e3], latency=[[0, 0.5], [0.25, 0]])
     assert delays_of(uneven, 2, 1000, overhead=0.125) == ((0.0, 0.5 + 2 + 0.125), (0.25 + 0.5 + 0.125, 0.0))
     pairs = Links(bandwidth=[[1, 8e3], [4e3, 1]], latency=0.5)
@@ -85,7 +85,7 @@ def test_delays_of_lines():
         delays_of(pairs, 3, 1000)
 
 
-def test_a_slip_of_the_table_is_told():
+def test_a_slip_of_the_table_is_reported():
     rates = [[1e6] * 4 for _ in range(4)]
     rates[1][2] = 1e4
     assert slips(delays_of(Links(bandwidth=rates), 4, 1e5)) == [
@@ -126,7 +126,7 @@ def two_origins(overhead: float = 0.0) -> PipelinePlan:
     return PipelinePlan(problem=problem, paths={(0, 0): (0, 2), (1, 0): (1, 3)}, links="", network=lines)
 
 
-def test_messages_that_leave_together_share_the_line(tmp_path):
+def test_messages_that_leave_together_share_the_link(tmp_path):
     """Two stages, by hand. At 1 s both origins send 1000 bits over one line of 1000 bit/s: 2 s instead of 1 s.
 
     alone    1 forward + 1 line + 0.5 there + 0.5 home + 0.25 loss + 1 line + 0.5 there + 0.5 home + 1.5 backward = 6.75

@@ -99,7 +99,7 @@ def test_conservation():
                     assert other.start >= one.end + delay
 
 
-def test_memory_is_kept_to_and_too_little_of_it_is_named():
+def test_memory_is_respected_and_too_little_of_it_is_named():
     routes = [Route(m, (0, 1), True) for m in range(6)]
     delays = [[0.0, 1.0], [1.0, 0.0]]
     for room in (1, 2, 3):
@@ -165,7 +165,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_replay_over_lines_is_the_virtual_clock(name):
+def test_replay_over_links_is_the_virtual_clock(name):
     rng = random.Random(name)
     for case in range(3):
         if case < 2:

@@ -71,7 +71,7 @@ def test_tasks_of_a_route():
 
 
 @pytest.mark.parametrize(
-    ("routes", "told"),
+    ("routes", "reported"),
     [
         ([Route(-1, (0,), False)], "numbered from 0"),
         ([Route(0, (0,), False), Route(0, (1,), False)], "microbatch 0 is there twice"),
@@ -84,7 +84,7 @@ def test_tasks_of_a_route():
         ([Route(0, (0,), True), Route(1, (1,), True, after=0)], "both must have one origin"),
     ],
 )
-def test_bad_routes_are_one_line(routes, told):
-    with pytest.raises(ValueError, match=told) as error:
+def test_bad_routes_are_one_line(routes, reported):
+    with pytest.raises(ValueError, match=reported) as error:
         check_routes(routes, 6)
     assert "\n" not in str(error.value) and "microbatch" in str(error.value)

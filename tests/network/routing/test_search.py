@@ -76,7 +76,7 @@ def test_best_path_is_that_of_brute_force(seed):
     assert best.of(0, range(2, 11)) is None
 
 
-def test_a_plan_over_latencies_alone_is_the_same_over_lines():
+def test_a_plan_over_latencies_alone_is_the_same_over_links():
     for seed in range(5):
         problem = drawn(seed, (2, 3, 3), path_length=3)
         paths = blind(problem, seed)
@@ -176,7 +176,7 @@ def test_a_slow_node_gets_fewer_visits():
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ({"memory": 0}, "memory = 0: choose 1 or more"),
         ({"waves": 0}, "waves = 0"),
@@ -188,8 +188,8 @@ def test_a_slow_node_gets_fewer_visits():
         ({"delays": ((float("inf"),) * 6,) * 6}, "delays must be 0 s or more and finite"),
     ],
 )
-def test_bad_problems_are_one_line(change, told):
-    with pytest.raises(ValueError, match=told):
+def test_bad_problems_are_one_line(change, reported):
+    with pytest.raises(ValueError, match=reported):
         replace(drawn(0), **change)
     with pytest.raises(ValueError, match="moves = 0"):
         Effort(moves=0)
@@ -197,7 +197,7 @@ def test_bad_problems_are_one_line(change, told):
         Effort(seconds=0)
 
 
-def test_too_many_origins_are_told():
+def test_too_many_origins_are_reported():
     with pytest.raises(ValueError, match="no legal paths: 8 slots need 16 places at later stages and find 4"):
         blind(drawn(0, (4, 1, 1), path_length=3))
 
@@ -218,8 +218,8 @@ def test_the_checker_names_every_rule():
         ({**good, (2, 0): (2, 4)}, "origin 2, slot 0: node 2 is not in stage 0"),
         ({**good, (0, 1): good[0, 0]}, "origin 0, slot 1: slots are numbered 0 to 0"),
     ]
-    for paths, told in cases:
-        assert told in broken_rules(problem, paths)
+    for paths, reported in cases:
+        assert reported in broken_rules(problem, paths)
     crowded = {(origin, 0): (origin, 2 + origin, 4) for origin in (0, 1)}
     assert broken_rules(problem, crowded) == ["node 4 is on the paths of 2 slots: it holds 1"]
     full = drawn(0, (3, 1, 1), path_length=2, memory=1)
@@ -245,15 +245,15 @@ def test_forty_two_nodes_around_the_world(seed):
 @pytest.mark.parametrize("name", ["instance_shipped", "instance_head_defaults"])
 def test_paths_of_the_reference(name):
     problem, instance = reference(name)
-    said = instance["makespan_s"]
+    message = instance["makespan_s"]
     if name == "instance_shipped":
         for key, within in (("paths_ca_one_per_origin", 1e-9), ("paths_random", 1e-9)):
             paths = paths_of(problem, instance[key])
             assert not broken_rules(problem, paths)
             kind = "ca" if "ca" in key else "random"
-            assert replay_paths(problem, paths).makespan == pytest.approx(said[kind], abs=within)
+            assert replay_paths(problem, paths).makespan == pytest.approx(message[kind], abs=within)
         unaware = paths_of(problem, instance["paths_nonca_key_origin_index_times_3_plus_slot"])
-        assert replay_paths(problem, unaware).makespan == pytest.approx(said["nonca"], rel=0.03)
+        assert replay_paths(problem, unaware).makespan == pytest.approx(message["nonca"], rel=0.03)
         trips = {0: 7.903968, 3: 8.837493, 4: 10.926276, 10: 8.447529, 11: 15.141895}
         best = BestPaths(problem)
         assert {origin: round(best.of(origin)[0], 6) for origin in problem.origins} == trips

@@ -237,10 +237,10 @@ def test_a_directly_linked_swarm_goes_on_without_its_lighthouse(tmp_path: Path) 
 
 
 LIES = {
-    "kind": "a letter of kind 99",
+    "kind": "a message of kind 99",
     "length": "with 3 bytes",
     "number": "below 0",
-    "another run": "a letter of another run, or of another configuration",
+    "another run": "a message of another run, or of another configuration",
     "activations": "not finite",
     "gradients": "not finite",
 }

@@ -32,13 +32,9 @@ class DeMoConfig(MethodConfig):
     subtract: float = 1.0
     """Share of what was sent that leaves the momentum (alpha)."""
     base: Base = "sign"
-    """What makes an update of the decoded momentum: sign; sgd: itself; muon: its nearest orthogonal matrix (of vectors
-    the sign).
-    """
+    """Update of the decoded momentum: sign; sgd: itself; muon: its nearest orthogonal matrix (vectors: sign)."""
     transform: Projection = "dct"
-    """Of each block, before its largest coefficients are chosen: dct; identity; random: orthogonal matrices drawn anew
-    at each step.
-    """
+    """Transform of each block: dct; identity; random: orthogonal matrices drawn anew at each step."""
     value_dtype: Values = "bf16"
     """Form of the coefficients on the wire: fp32, bf16, int8, or sign: one bit, each counting as 1 or -1."""
     fold_lr: bool = True

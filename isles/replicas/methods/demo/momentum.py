@@ -1,22 +1,22 @@
 """One worker's momentum in DeMo, and the steps that need no other worker.
 
-    gradients -> add -> extract -> values, indices       to be sent
+    gradients -> add -> extract -> values, indices      to be sent
                         subtract                         while they travel
-    everyone's values, indices -> decode -> U             phi(U) where phi works entry by entry
+    everyone's values, indices -> decode -> U            phi(U) where phi works entry by entry
 
 All by pieces that stay in cache: neither coefficients nor decoded blocks of the whole model are ever held, but for U.
 
-What DeMo makes of the decoded momentum U before the inner optimizer applies it.
+phi is what DeMo makes of the decoded momentum U before the inner optimizer applies it:
 
 sign   sign(U)
 muon   U (U^T U)^(-1/2) of every matrix, by Newton-Schulz iteration; sign(U) of vectors, which have no directions
 
-The message of one worker's step of DeMo: a fixed number of bytes, known from the shapes of the model.
+`Packing` is the message of one worker's step, of a fixed number of bytes, known from the shapes of the model:
 
     header    16   inner step, hash of the weights (0: not compared), int64 each
-    values         all kept coefficients, group by group, in the form of a codec
-    indices         group by group, where not all coefficients are kept: 1 byte each in blocks of up to 256 entries,
-                   12 bits (two in three bytes) up to 4096, 2 bytes beyond; where all are kept they need none
+    values         all selected coefficients, group by group, in the form of a codec
+    indices        group by group, where not all coefficients are selected: 1 byte each in blocks of up to 256 entries,
+                   12 bits (two in three bytes) up to 4096, 2 bytes beyond; where all are selected they need none
 
 pairs of a group = blocks * min(k, entries of a block).
 """
@@ -91,9 +91,7 @@ class Packing:
         self.counts, self.pairs = counts, sum(counts)
         self.codec = Bits() if values == "sign" else codec("none" if values == "fp32" else values)
         self.exact = values in ("fp32", "sign")
-        """True if a sender takes from its momentum what it held, not what the others decode: of a bit, the size is not
-        known to them.
-        """
+        """Whether a sender subtracts what it held and not what others decode, who do not know the size of a bit."""
 
     @property
     def nbytes(self) -> int:

@@ -1,15 +1,14 @@
-"""The transform of DeMo's blocks, and which coefficients of each are the largest.
+"""DeMo's blocks (where each entry of a model lies in the flat momentum), their transform, and which coefficients of
+each block are the largest.
+
+    tensor (..., n1, n2)  ->  blocks (a, b), a and b at most `chunk`; leading dimensions only add blocks
+    vector (n,)           ->  blocks (1, b)
+    blocks of one shape (a, b), of all tensors, lie next to each other: a group, (blocks, a, b) without a copy
 
     T(B) = C_a^T B C_b       T^-1(X) = C_a X C_b^T        C_n: orthogonal (n, n)
 
 dct: C_n is the orthonormal DCT-II. random: drawn anew at each step from (seed, step, n), the same on all workers.
 identity: nothing is done. All in float32: in bfloat16 there and back again is off by half a per cent.
-
-Where each entry of a model lies in DeMo's momentum: one flat vector of small blocks.
-
-    tensor (..., n1, n2)  ->  blocks (a, b), a and b at most `chunk`; leading dimensions only add blocks
-    vector (n,)           ->  blocks (1, b)
-    blocks of one shape (a, b), of all tensors, lie next to each other: a group, (blocks, a, b) without a copy
 
 An edge is the largest divisor of its dimension up to `chunk`, as in the authors' code. Where that is less than half of
 `chunk` (257 rows have only 1), the dimension is filled up with zeros: as few blocks as `chunk` allows, all of one edge.

@@ -104,9 +104,7 @@ def ranks_used(basis: Tensor, energy: float) -> int:
 
 
 def resized(basis: Tensor, rank: int, seed: int) -> Tensor:
-    """Q (n, r) with `rank` columns, at most n: its strongest directions, or with random ones beside its own; the same
-    on all workers.
-    """
+    """Q (n, r) with `rank` columns: its strongest directions, or random ones beside its own; equal on all workers."""
     rows, columns = basis.shape
     rank = min(rank, rows)
     if rank <= columns:

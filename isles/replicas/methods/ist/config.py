@@ -23,9 +23,7 @@ class ISTConfig(MethodConfig):
     split: str = "all"
     """What is divided: heads, ffn, heads+ffn, or "all" that the model can (never whole blocks)."""
     sampler: Literal["random", "stratified", "rolling", "fixed"] = "random"
-    """Who gets which units: random; stratified (equally many from each server); rolling (neighbours, moved on by one a
-    round); fixed.
-    """
+    """Who trains which units: random; stratified (equally from each server); rolling (moved on by 1 a round); fixed."""
     server: Literal["partitioned", "central"] = "partitioned"
     """Who keeps them between rounds: partitioned (1/n each) or central (worker 0)."""
     optimizer_state: Literal["travel", "reset"] = "travel"

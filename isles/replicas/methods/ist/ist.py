@@ -3,25 +3,22 @@
     every H inner steps (a round):
         up        the units of each worker go back to their servers, with their share of the inner optimizer's state
         average   what all workers hold (embeddings, norms, head) becomes its mean
-        down      the units are divided anew, and go to whom they now belong
+        down      the units are divided anew, and go to the workers that train them next
 
 Units are attention heads (query, key and value rows, output columns) and hidden units of the MLP (gate and up rows,
-down columns); the residual width is whole everywhere. With n workers each holds 1/n of the units, so its weights,
+down columns); the residual width is whole everywhere. With n workers each trains 1/n of the units, so its weights,
 gradients, optimizer state and computing shrink with them: the divided parameters of `model` are **physically narrower**
-while it trains, always of the same widths, and have their full ones again inside `evaluation_weights` and after
-`consolidate`. Subnets are disjoint, so the merge is an exchange of pieces, not a mean.
+while it trains (`Subnet`, made in place), always of the same widths, and have their full ones again inside
+`evaluation_weights` and after `consolidate`. Subnets are disjoint, so the merge is an exchange of pieces, not a mean.
 
-The full model sums n times as many units as any subnet did. So where it is judged, and in the model of the run, the
+The full model sums n times as many units as any subnet did. So where it is evaluated, and in the model of the run, the
 columns that read divided units are multiplied by 1/n (`eval_scale`; without it the paper's networks need BatchNorm).
 
-Bytes of a worker and round each way, to and from a central server: b (divided entries that it holds) (1 + moments that
-travel); a partitioned server spares the share that a worker keeps itself. The mean of the rest comes on top.
+Bytes of a worker and round each way, to and from a central server: b (divided entries that it trains) (1 + moments that
+travel); a partitioned server spares the share that a worker stores itself. The mean of the rest comes on top.
 Deviations: heads and MLP units of a transformer (the paper: neurons); the rest is averaged in two shots whatever the
 server is; the last, partial round is not lost; the workers read different data. A lost worker ends the run (PeerLost
-names it). The state of what all hold stays each worker's own. Permutations: `partition`; exchange: `store`.
-
-The narrow model of one worker of IST, made in place: the divided parameters of the user's module get other tensors,
-and the modules learn their widths.
+names it). The inner state of what all hold stays each worker's own. Permutations: `partition`; exchange: `store`.
 """
 
 from __future__ import annotations
@@ -259,9 +256,7 @@ class IST(ReplicaSync):
     @contextmanager
     @override
     def evaluation_weights(self) -> Iterator[nn.Module]:
-        """The full model of this moment, scaled as `eval_scale` says. All workers
-        must come here together: the parts travel.
-        """
+        """The full model of now, scaled as `eval_scale` says. All workers call it together: the parts travel."""
         if self._consolidated:
             yield self.model
             return
@@ -280,9 +275,7 @@ class IST(ReplicaSync):
 
     @override
     def schedule(self, steps: int) -> list[PlannedExchange]:
-        """Merge: units to their servers; average: what all hold; divide: units to their next
-        trainers.
-        """
+        """Merge: units to their servers; average: what all hold; divide: units to their next trainers."""
         size, every = self.group.size, self.config.sync_every
         ends = [*range(every, steps + 1, every), *([steps + 1] if steps % every else [])]
         groups, flat = everyone(size), FlatParameters(self.shares)
@@ -369,7 +362,7 @@ class IST(ReplicaSync):
         merging = self.group.start(up, nbytes=sent_up)
         digest = packed(self.division.digest(self.round), self.run)
         shared = set(map(id, self.shares))
-        with self.landing([place for place, own in enumerate(self.parameters) if id(own) in shared]):
+        with self.landing([index for index, own in enumerate(self.parameters) if id(own) in shared]):
             self._average("outer", Stamp(self.steps, digest, parts=(_OTHER_DIVISION, OTHER_STATE)))
         merging.wait()
         self.round += 1
@@ -394,9 +387,7 @@ class IST(ReplicaSync):
             self._shared.write(flat)
 
     def _full(self, channel: Channel) -> dict[str, Tensor]:
-        """The divided parameters with all their units, as all workers hold them now; what all hold is averaged in
-        place.
-        """
+        """The divided parameters with all units, as all workers hold them now; what all hold is averaged in place."""
         stored = self.store.weights()
         if self.merged < self.steps:
             live = self.subnet.live(self.inner, list(stored))

@@ -1,9 +1,9 @@
-"""Who holds which units in a round, and who keeps them between rounds: places only, drawn by everybody from the same
-seed, so that no index is ever sent.
+"""Which worker trains which units in a round, and which stores them between rounds: indices only, drawn by every worker
+from the same seed, so that no index is ever sent.
 
     (seed, round, layer) -> partition: n lists of units, one a worker, all units once
-    server               -> servers: a run of neighbouring units a worker
-    both                 -> places: which entries of a parameter go between a worker and a server
+    server               -> stored_ranges: a run of neighbouring units a worker
+    both                 -> entries: which entries of a parameter go between a worker and a server
 """
 
 from __future__ import annotations

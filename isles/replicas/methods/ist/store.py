@@ -1,8 +1,8 @@
-"""What is kept of the divided parameters between rounds, and how it gets to those who hold it and back.
+"""The divided parameters between rounds, and how they get to the workers that train them and back.
 
-    live tensors of a worker  -- up -->  kept tensors of the servers  -- down, another round's units -->  live tensors
+    live tensors of a worker  -- up -->  stored tensors of the servers  -- down, another round's units -->  live tensors
 
-A pair of workers exchanges one message each way: the entries that one holds and the other keeps, parameter after
+A pair of workers exchanges one message each way: the entries that one trains and the other stores, parameter after
 parameter, slot after slot (the weight, then what travels of the inner optimizer's state), as they lie in memory.
 """
 
@@ -98,7 +98,7 @@ class Store:
 
     def up(self, call: Call, live: Tensors, stored: dict[Key, Tensor], round: int) -> Steps[None]:
         """Bring what all workers hold in `round` to its servers: into `stored` here. Its keys are what travels."""
-        keys, lengths = list(stored), self.messages(round, moments=_has_moments(stored))
+        keys, lengths = list(stored), self.messages(round, moments=any(key.slot != WEIGHT for key in stored))
         trainer, server = self._end(live, keys, round, trained=True), self._end(stored, keys, round, trained=False)
         incoming = [torch.empty(int(nbytes), dtype=torch.uint8, device="cpu") for nbytes in lengths[:, self.rank]]
         yield from _exchange(call, trainer, server, incoming)
@@ -195,7 +195,3 @@ def _exchange(call: Call, source: _End, target: _End, incoming: list[Tensor]) ->
     target.check(call, incoming)
     for other, wire in enumerate(incoming):
         target.unpack(wire, other)
-
-
-def _has_moments(tensors: Tensors) -> bool:
-    return any(key.slot != WEIGHT for key in tensors)
