@@ -70,7 +70,7 @@ def _step(fresh: tuple[int, ...], step: int) -> tuple[int, np.ndarray, int]:
 
 
 def spare_rows(member: int, step: int, *, batch_size: int, reader: tuple[int, int] = (0, 1)) -> np.ndarray:
-    """(batch_size,) positions, int64, that are in nobody's cells: the `step`-th batch that `member` reads out of turn."""
+    """(batch_size,) positions, int64, of no data slice: the `step`-th unassigned batch that `member` reads."""
     if not 0 <= member < 1 << 20 or step < 0:
         raise ValueError(f"member {member} has no spare batch {step}")
     number, readers = reader

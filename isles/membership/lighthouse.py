@@ -1,11 +1,9 @@
-"""The meeting point of an elastic run: an `Coordinator` on a router's session, with its journal. No torch.
+"""The lighthouse of an elastic run: a `Coordinator` on a router's session, with its journal. No torch.
 
-question of a member -> Assembly -> orders: an entry for the journal, on the disk before anything later leaves; an
-answer; words to other members, which may be lost, for the next beats say them again
+request of a member -> coordinator -> effects: an entry for the journal, on disk before anything later leaves; a reply;
+notifications of members, which may be lost, for the answers to the next beats repeat them
 
 All of it happens in callbacks of the session, one after the other.
-
-How often one address may come: a bucket of turns for each, which fills again with time.
 """
 
 from __future__ import annotations
@@ -95,9 +93,9 @@ class Lighthouse:
     started again on that journal contradicts nothing that it said before.
 
     assembly: made of the entries of `journal`. config: the run's, as TOML. version: of isles, which all workers must
-    have. on_report(member, event): called with what a worker reports, parsed from JSON but unchecked; its ValueError refuses
-    the report. places: workers in each member, which all hear its orders. presence: what it knows of who is there, if not
-    by what they say.
+    have. on_report(member, event): called with what a worker reports, parsed from JSON but unchecked; its ValueError
+    refuses the report. places: workers in each member, which all hear its orders. presence: what it knows of who is
+    there, if not by what they say.
 
     finished: members that have done the last round. refused: what was not taken, by (member or -1, reason). corpus:
     SHA-256 of the text of the first worker; None until it came.

@@ -1,11 +1,5 @@
-"""What a worker says to the lighthouse in the name of its member, and what it has heard on rounds.
-
-The line of a swarm's peer to its lighthouse: it asks what to do, says each second what it does, and tells of it.
-
-What a worker tells of its run: lines that the lighthouse takes in their order, kept while it is away.
-
-What anybody with the token asks the lighthouse, and how fast the line to it is: `ECHO` answers at once with as many
-bytes as asked.
+"""What a worker asks of the lighthouse: `LighthouseClient`, which `client` builds on, and `SwarmClient`, that of a peer
+of a swarm; and how fast the link to the lighthouse is.
 """
 
 from __future__ import annotations
@@ -237,9 +231,9 @@ SwarmPart = StartSwarm | JoinSwarm | Wait | Over | Rejoin | Refusal
 
 
 class SwarmClient(LighthouseClient):
-    """Of the peer in the member of `entry`. ended: what the lighthouse said last, where this peer has no part in the run
-    any more. saved: the newest step of which it has said that it keeps all states. is_away: whether it has not answered
-    lately. met: called with a peer that is there (again), in some thread.
+    """Of the peer in the member of `entry`. ended: what the lighthouse said last, where this peer has no part in the
+    run any more. saved: the newest step of which it has said that it keeps all states. is_away: whether it has not
+    answered lately. met: called with a peer that is there (again), in some thread.
     """
 
     def __init__(self, session: ControlSession, entry: Entry, met: Callable[[int], None] = lambda member: None) -> None:

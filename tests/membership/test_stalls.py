@@ -13,8 +13,8 @@ EVERY = 4  # inner steps, of half a second each: a round usually takes 2 s
 
 
 class Watched:
-    """Members at work, each a round in 2 s; `still`: by member, the round in which it stands still. named: (when, member,
-    event) of those who were left out.
+    """Members at work, each a round in 2 s; `still`: by member, the round in which it stands still. named: (when,
+    member, event) of those who were left out.
     """
 
     def __init__(self, members: int, *, agrees: bool = False, last: int = 1000, steps: float = 0.5) -> None:

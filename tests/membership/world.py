@@ -1,4 +1,5 @@
-"""A world of toy workers round the real `RoundsCoordinator` and `MemberState`: messages with delays, deaths, pauses, cuts, outages.
+"""A world of toy workers round the real `RoundsCoordinator` and `MemberState`: messages with delays, deaths, pauses,
+cuts, outages.
 
 There are no weights. What stands for them is the set of batches whose work they hold, as the bits of an integer: an
 exchange is a union, a death loses what nobody else has. So it can be counted what was read, by whom, and whether it is

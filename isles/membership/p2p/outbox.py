@@ -1,4 +1,4 @@
-"""The sending side: all messages to one peer, in their order, each kept until the peer has said what became of it.
+"""The sending side: all messages to one peer, in their order, each buffered until the peer has said what became of it.
 
 A connection that breaks is made anew, and what the peer has not taken is sent on it once more, from its first byte.
 """
@@ -74,7 +74,9 @@ class PartedWork:
 
 
 class OutgoingMessage:
-    """A part of one on its way out: (n,) uint8 `data` for the address `tag`. kind: `PIECE`, or `CLOSE_ROUND` without data."""
+    """A part of one on its way out: (n,) uint8 `data` for the address `tag`. kind: `PIECE`, or `CLOSE_ROUND` without
+    data.
+    """
 
     def __init__(self, work: PartedWork, data: np.ndarray, tag: Tag, kind: int = PIECE) -> None:
         self.work, self.data, self.tag, self.kind = work, data, tag, kind

@@ -1,4 +1,4 @@
-"""The transport of elastic worlds: messages between members over connections of their own (`p2p`), direct or relayed.
+"""The transport of elastic worlds: messages between members over connections of their own, direct or relayed.
 
 A rank is a member. Each peer has a thread that sends to it and one that takes what comes from it, so that a slow peer
 delays nobody else. A message counts as sent once the peer has it. A peer that ends, stands still or is cut off fails
@@ -64,10 +64,10 @@ class ElasticTransport(OnHostClock):
 
     session: to the lighthouse. member: this worker's, its rank. size: number of workers of the world that it begins in.
     gone, back: called with a member, in some thread, when nothing connects this worker with it any more, and when
-    something does again. doubt: called with a member that is waited for in vain. guide: what reaches others. place: this
-    worker's in its island; it reaches the workers at the same place of other islands. beside: the transport inside the
-    island; both count together, by one clock. connections: with each peer in each direction, over which a large message
-    is spread; the same number at all workers.
+    something does again. doubt: called with a member that is waited for in vain. guide: what reaches others. place:
+    this worker's in its island; it reaches the workers at the same place of other islands. beside: the transport inside
+    the island; both count together, by one clock. connections: with each peer in each direction, over which a large
+    message is spread; the same number at all workers.
 
     resent: messages sent again. carried: bytes of the messages that went out, by "direct" and "relayed",
     and of what went through this worker, "relayed_by_workers".

@@ -117,8 +117,8 @@ class ElasticWorker:
 
     def load(self, said: Decision) -> tuple[int, dict[int, int]]:
         """Take on the state of `donor`, see `States.fetch`: its round, and whom the donor knew by then to be left out.
-        All of an island take states of one round. StateUnavailable for all where one has none: all are as before, but for
-        NotAdopted.
+        All of an island take states of one round. StateUnavailable for all where one has none: all are as before, but
+        for NotAdopted.
         """
         apart = "the workers of this island got states of different rounds"
         fetch = partial(self.states.fetch, said.donor, said.seconds, after=said.round, wait=said.wait)
@@ -136,8 +136,8 @@ class ElasticWorker:
         return round, self.states.left_out
 
     def _same(self, call: Callable[[], int]) -> int | None:
-        """What `call` comes to at all of the island, 0 or more; None where that differs. StateUnavailable for all where it is
-        that at one.
+        """What `call` comes to at all of the island, 0 or more; None where that differs. StateUnavailable for all where
+        it is that at one.
         """
         number, why = -1, StateUnavailable("")
         try:

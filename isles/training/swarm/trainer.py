@@ -3,8 +3,8 @@
 What a peer has in its member of a lighthouse's run, what its peer asks of whatever trains there, and the trainer of a
 swarm there, which offers its states to the lighthouse.
 
-Ranks are members, so its world has as many ranks as a run can give members. Who serves in the other members the peers agree
-on among themselves.
+Ranks are members, so its world has as many ranks as a run can give members. Who serves in the other members the peers
+agree on among themselves.
 """
 
 from __future__ import annotations

@@ -316,7 +316,7 @@ def words_that_no_pair_says(one: Attacker) -> None:
             stream.wait(0.1)
 
 
-@case("victim", "more than is kept of what nobody asked for", OWN)
+@case("victim", "more unexpected messages than are buffered", OWN)
 def sixty_four_megabytes_unasked(one: Attacker) -> None:
     """A quarter is kept. Then it is held back, by TCP, for as long as it likes to: what it could not send stays with
     it, but for what fits the kernels' buffers on the way.

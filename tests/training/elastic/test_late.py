@@ -32,7 +32,7 @@ def late(folder: Path, workers: int, steps: int, *, every: int = 4, **world: Any
 
 def decisions(run: ChurnedRun, outcome: str) -> list[dict[str, Any]]:
     found = [entry["decision"] for entry in run.meeting.journal if entry["event"] == "decision"]
-    return [decision for decision in found if decision["outcome"] == verdict]
+    return [decision for decision in found if decision["outcome"] == outcome]
 
 
 def outcomes(run: ChurnedRun) -> dict[str, int]:
