@@ -97,8 +97,8 @@ def _landed(life: RecordedLife) -> RecordedLife:
     for line in rounds:
         if line.outcome in (ALONE, LATE):
             raise ValueError(
-                f"worker {line.member} did not land round {line.round} in time: where rounds are put off, or a quorum is "
-                "enough, a run is not repeated"
+                f"worker {line.member} did not land round {line.round} in time: where rounds are put off, or a quorum "
+                "is enough, a run is not repeated"
             )
     return RecordedLife(life.start, rounds)
 

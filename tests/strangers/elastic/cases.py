@@ -267,7 +267,7 @@ def addresses_that_are_none(one: Attacker) -> None:
         assert one.ask(REQUESTS, encode(said), one.word) == NEVER
 
 
-@case("lighthouse", "Listening.certificate: String should match pattern '^[0-9a-f]{32}$'", OWN)
+@case("lighthouse", "AnnounceAddress.certificate: String should match pattern '^[0-9a-f]{32}$'", OWN)
 def a_certificate_that_is_none(one: Attacker) -> None:
     assert one.ask(REQUESTS, encode(AnnounceAddress("127.0.0.1", 9, "", "%%%")), one.word) == NEVER
 
