@@ -1,22 +1,12 @@
 """Who is in which round: a pure state machine. The lighthouse drives it with messages, the virtual clock with events.
 
-Every method is a call in and returns the orders that go out, in their order; nothing is done here, there is no clock
-and no socket. A `Append` must be on disk before any later order leaves. What is recorded is all that must survive the
-lighthouse (`lasting.register`): `RoundsCoordinator(rules, entries)` goes on from there and waits for its workers to
-come back.
+Every method is a call in and returns the effects that go out, in their order; nothing is done here, there is no clock
+and no socket. An `Append` must be on disk before any later effect leaves. What is appended is all that must survive the
+lighthouse (`coordinator_state`): `RoundsCoordinator(rules, entries)` continues from there and waits for its workers.
 
-A change (somebody ready, gone, leaving) becomes a proposal for the newest round + `MARGIN`. Every connected member of
-the present view promises, or says that it is there already; then the view is recorded and told. Training never waits.
-
-Which method of `RoundsCoordinator` handles a worker's message, and which messages are refused.
-
-Members that beat while their training stands still: the end of the run would wait for them for ever.
-
-Who is in a round that others have left behind, and begins none for ten times its usual time, a minute at least, is
-named. What it may wait for comes on top: another member's part; or validation, for the first of a view and in the last
-round; the same in its first round, before which a model may be compiled. Where all stand still nobody is named.
-
-Seconds are those in which the lighthouse looked: while it was held up itself nobody could be heard.
+A change (a member is ready, lost or leaving) becomes a proposal for the newest round + `MARGIN`. Every connected member
+of the present view promises, or answers that it is in that round already; then the view is recorded and sent. Training
+never waits for it.
 """
 
 from __future__ import annotations

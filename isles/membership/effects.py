@@ -1,10 +1,7 @@
-"""What `membership` takes and returns: the rules of a run, its orders, and what it knows of each worker.
+"""What the coordinators take and return: the rules of a run, their effects, and what they know of each worker.
 
-A state machine that outlives its lighthouse: `membership` and `swarm.coordinator` are two.
-
-Every call returns the orders that go out, in their order. Whatever a lighthouse must know that is started again is
-changed by entries of its journal alone, in `_apply`: an entry goes out as a `Append`, and is applied as it will be
-when the journal is read.
+`coordinator.RoundsCoordinator` and `swarm_coordinator.SwarmCoordinator` are state machines that outlive their
+lighthouse: a call returns `Effect`s, which the lighthouse carries out.
 """
 
 from __future__ import annotations

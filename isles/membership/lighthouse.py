@@ -1,11 +1,9 @@
-"""The meeting point of an elastic run: an `Coordinator` on a router's session, with its journal. No torch.
+"""The lighthouse of an elastic run: a `Coordinator` on a router's session, with its journal. No torch.
 
-question of a member -> Assembly -> orders: an entry for the journal, on the disk before anything later leaves; an
-answer; words to other members, which may be lost, for the next beats say them again
+request of a member -> coordinator -> effects: an entry for the journal, on disk before anything later leaves; a reply;
+notifications of members, which may be lost, for the answers to the next beats repeat them
 
 All of it happens in callbacks of the session, one after the other.
-
-How often one address may come: a bucket of turns for each, which fills again with time.
 """
 
 from __future__ import annotations

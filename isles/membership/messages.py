@@ -1,12 +1,8 @@
-"""What the lighthouse and the workers of an elastic run say to each other, and its form as JSON.
+"""The messages between the lighthouse and the workers of an elastic run, and their JSON form.
 
 Every message is a frozen dataclass of numbers, text and tuples; `encode` and `decode` are the only ways in and out.
 What comes from another machine is data: it must have the kind, the keys, the types and the sizes that are stated here,
 or `decode` refuses it with one line. Nothing of it becomes code, a path or a type.
-
-What the peers of a swarm and their lighthouse say to each other, beside what is said in every world.
-
-How each pair of workers is connected, as one of them tells the lighthouse.
 """
 
 from __future__ import annotations

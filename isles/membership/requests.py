@@ -1,11 +1,5 @@
-"""What a worker says to the lighthouse in the name of its member, and what it has heard on rounds.
-
-The line of a swarm's peer to its lighthouse: it asks what to do, says each second what it does, and tells of it.
-
-What a worker tells of its run: lines that the lighthouse takes in their order, kept while it is away.
-
-What anybody with the token asks the lighthouse, and how fast the line to it is: `ECHO` answers at once with as many
-bytes as asked.
+"""What a worker asks of the lighthouse: `LighthouseClient`, which `client` builds on, and `SwarmClient`, that of a peer
+of a swarm; and how fast the link to the lighthouse is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What an elastic run leaves on record beside its views, for its report, its Goodput and its repetition. Pure.
+"""What an elastic run leaves on record beside its views, for its report, its Goodput and its replay. Pure.
 
-RUN/members.jsonl      `RoundsCoordinator`'s entries, each with its moment `at`
-RUN/exchanges.jsonl    a `RoundRecord` for each round of each worker, and a `StartRecord` for each state that one began
+RUN/members.jsonl      the coordinator's entries, each with its moment `at`
+RUN/exchanges.jsonl    a `RoundRecord` for each round of each worker, a `StartRecord` for each state that one began
 with
 """
 

@@ -1,15 +1,15 @@
-"""Who is of a swarm: a pure state machine beside `membership`, for worlds whose peers agree among themselves.
+"""Who is of a swarm: a pure state machine beside `coordinator`, for worlds whose peers agree among themselves.
 
-    waiting     a peer that has its member; it asks again and again what to do
+    waiting     a peer that has its member id; it asks again and again what to do
     begin       once every stage has its peers: these, at these stages, from what is saved on the disk
-    enter       where a swarm is at work: ask its members, who let it in at a step's border
-    serving     its members say who they are; the lighthouse votes on nothing
+    join        where a swarm is at work: ask its members, who let the peer in at the end of a step
+    serving     its members say who they are; the lighthouse does not vote
 
-A swarm that has nobody left is over; the next one is of those who wait by then, and goes on from what is saved. A swarm
-that was torn in two goes on twice for as long as neither half is heard of: the half that is heard first goes on, and
-the peers of the other come again. So `epoch` and membership, as the lighthouse has it, are the run's one history.
+A swarm that has nobody left is over; the next one consists of the peers that wait by then, and continues from what is
+saved. A swarm that was partitioned runs twice until one half is heard of: the half that is heard first continues, and
+the peers of the other rejoin. So `epoch` and membership, as the lighthouse has it, are the run's one history.
 
-Calls in, orders out, as `membership`: no clock, no sockets; `SwarmCoordinator(rules, entries)` goes on from its
+Calls in, effects out, as `coordinator`: no clock, no sockets; `SwarmCoordinator(rules, entries)` continues from its
 journal.
 """
 

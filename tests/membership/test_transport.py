@@ -183,7 +183,7 @@ def test_what_nobody_asked_for_waits_and_is_delivered_when_it_is(tmp_path: Path)
         got = [torch.zeros_like(data) for data in sent]
         settled(*works, *(two.recv(0, out, Tag("outer", 1, number)) for number, out in enumerate(got)))
         assert all(torch.equal(a, b) for a, b in zip(sent, got, strict=True))
-        assert set(two.refused) == {(0, "more than is kept of what nobody asked for")}
+        assert set(two.refused) == {(0, "more unexpected messages than are buffered")}
 
 
 def test_a_call_that_was_overheard_brings_nobody_in(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""The receiving side of messages in pieces, without a network: what has come, what is waited for, what nobody wants.
+"""The receiving side of messages in segments, without a network: unexpected messages, posted receives, closed rounds.
 
-The pieces of a message come one behind the other; those of another message in between mean that its sender has given
-the first one up. They are read straight into the buffer of the receive that was posted for their address, or whole
+The segments of a message come one behind the other; those of another message in between mean that its sender has given
+the first one up. They are read straight into the buffer of the receive that was posted for their address, orbuffered
 while there is none: up to `UNEXPECTED` bytes a sender and `UNEXPECTED_OF_ALL` together. Beyond that the sender's
 connection is not read until there is room, so that TCP holds it back. A message that comes twice, for its connection
 broke, is taken once. A receive takes exactly what was posted: another length is refused. What belongs to a round that
-is over is not taken, so that its sender does not wait for an answer.
+is closed is not taken, so that its sender does not wait for an answer.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class Inbox:
             return _Coming(head, unclaimed=bytearray(head.total))
         if known.held_back != head.number:
             known.held_back = head.number
-            self.refused.note(sender, "more than is whole of what nobody asked for")
+            self.refused.note(sender, "more unexpected messages than are buffered")
         return None
 
     def _refuse(self, sender: int, head: Head, why: str) -> _Coming:

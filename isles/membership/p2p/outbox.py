@@ -1,4 +1,4 @@
-"""The sending side: all messages to one peer, in their order, each kept until the peer has said what became of it.
+"""The sending side: all messages to one peer, in their order, each buffered until the peer has said what became of it.
 
 A connection that breaks is made anew, and what the peer has not taken is sent on it once more, from its first byte.
 """

@@ -1,16 +1,16 @@
-"""One TLS 1.3 connection of a pair: one end sends messages in pieces, the other one says what became of them.
+"""One TLS 1.3 connection of a pair: one end sends messages in segments, the other one acknowledges them.
 
-    forward    head (kind, number, offset, bytes of all, tag), then the piece's bytes, straight into their place
-    back       head (kind, number): taken, refused, or that its round is over; and now and then that it is there
+    forward    head (kind, number, offset, bytes of all, tag), then the segment's bytes, straight into their buffer
+    back       head (kind, number): taken, refused, or that its round is closed; and now and then that it is there
 
 Each direction of a pair has a connection of its own, so each end is read and written by one thread: TLS in Python is
-not safe for two, and what is taken is said however much is on its way back. TCP holds back whoever sends too much.
+not safe for two, and acknowledgements leave however much is on its way back. TCP holds back a sender that is too fast.
 
-The dialler's proof that it has the key of its certificate, said inside TLS with whoever's it has compared.
+Inside TLS the dialler proves that it has the key of its certificate, to the worker whose certificate it has compared:
 
     certificate (DER), fingerprints of all workers of its island, signature of the fingerprint of who is dialled
 
-Nobody but whom it names reads that signature, and to nobody else is it worth anything: so there is no challenge.
+Nobody but the worker that it names reads that signature, and to nobody else is it of any use: so there is no challenge.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The transport of elastic worlds: messages between members over connections of their own (`p2p`), direct or relayed.
+"""The transport of elastic worlds: messages between members over connections of their own, direct or relayed.
 
 A rank is a member. Each peer has a thread that sends to it and one that takes what comes from it, so that a slow peer
 delays nobody else. A message counts as sent once the peer has it. A peer that ends, stands still or is cut off fails

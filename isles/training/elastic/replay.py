@@ -55,12 +55,12 @@ class RecordedLife:
 class Script:
     """lives: by member. views: by number."""
 
-    read_history: Mapping[int, Sequence[RecordedLife]]
+    incarnations: Mapping[int, Sequence[RecordedLife]]
     views: Mapping[int, View]
 
     def line(self, member: int, round: int) -> RoundRecord | None:
         """The last time that `member` was in `round`."""
-        found = (line for life in self.read_history.get(member, ()) for line in life.rounds if line.round == round)
+        found = (line for life in self.incarnations.get(member, ()) for line in life.rounds if line.round == round)
         return next(iter([*found][::-1]), None)
 
 
@@ -69,9 +69,9 @@ def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundRecord | S
 
     ValueError, in one line, for what cannot be repeated.
     """
-    read_history: dict[int, list[RecordedLife]] = {}
+    incarnations: dict[int, list[RecordedLife]] = {}
     for line in lines:
-        own = read_history.setdefault(line.member, [])
+        own = incarnations.setdefault(line.member, [])
         if isinstance(line, StartRecord):
             if line.donor < 0 and line.has:
                 raise ValueError(
@@ -81,10 +81,10 @@ def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundRecord | S
             own.append(RecordedLife(line))
         elif own:
             own[-1].rounds.append(line)
-    for own in read_history.values():
+    for own in incarnations.values():
         for number, life in enumerate(own):
             own[number] = _landed(life) if agrees else life
-    made = Script(read_history, views_of(entries))
+    made = Script(incarnations, views_of(entries))
     _unheard(made, agrees=agrees)
     return made
 
@@ -105,12 +105,12 @@ def _landed(life: RecordedLife) -> RecordedLife:
 
 def _unheard(script: Script, *, agrees: bool) -> None:
     """Add the rounds that only others tell of."""
-    for own in list(script.read_history.values()):
+    for own in list(script.incarnations.values()):
         for line in [line for life in own for line in life.rounds if line.outcome == WHOLE]:
             for member in line.members:
                 if script.line(member, line.round) is None:
                     life = next(
-                        (one for one in script.read_history.get(member, ()) if _ends_before(one, line.round)), None
+                        (one for one in script.incarnations.get(member, ()) if _ends_before(one, line.round)), None
                     )
                     if life is None:
                         raise ValueError(f"nothing is on record of worker {member} in round {line.round}")
@@ -171,7 +171,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
                 ended.append(transport.rank)
 
         with torch_threads(config.world.start_threads):
-            VirtualCluster(max(made.read_history) + 1, links="lan", step_seconds=0.0, seed=config.run.seed).run(
+            VirtualCluster(max(made.incarnations) + 1, links="lan", step_seconds=0.0, seed=config.run.seed).run(
                 work, before=open_all
             )
         if not ended:
@@ -187,7 +187,7 @@ def _decisions(
     """Life after life, as they are on record. ValueError where a round comes to something else than it did."""
     every, views, spare = sync_every(config), leader.script.views, 0
     done: RoundRecord | None = None
-    for life in leader.read_history:
+    for life in leader.incarnations:
         leader.life, gifts.life, start, expected = life, life, life.start, 0
         if start.donor < 0:
             yield Decision(kind="draw")
@@ -230,7 +230,7 @@ class RecordedLeader(RoundLeader):
 
     def __init__(self, made: Script, alone: Group) -> None:
         super().__init__(cast(Any, None), alone)  # nobody is asked
-        self.script, self.read_history = made, made.read_history.get(self.member, ())
+        self.script, self.incarnations = made, made.incarnations.get(self.member, ())
 
     def exchange(self, round: int) -> Decision:
         """In the newest view in which those who exchanged met; this worker alone where the other one was not there."""
@@ -291,7 +291,7 @@ class Shelf:
     changed: Sequence[SimulatedCondition]
 
     def __init__(self, made: Script) -> None:
-        self.used = {(life.start.donor, life.start.copied) for each in made.read_history.values() for life in each}
+        self.used = {(life.start.donor, life.start.copied) for each in made.incarnations.values() for life in each}
         self._kept: dict[tuple[str, str, int], tuple[bytes, dict[str, Any]]] = {}
 
     def put(self, member: int, key: tuple[str, str, int], content: bytes, facts: dict[str, Any]) -> None:

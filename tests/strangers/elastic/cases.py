@@ -267,7 +267,7 @@ def addresses_that_are_none(one: Attacker) -> None:
         assert one.ask(REQUESTS, encode(said), one.word) == NEVER
 
 
-@case("lighthouse", "Listening.certificate: String should match pattern '^[0-9a-f]{32}$'", OWN)
+@case("lighthouse", "AnnounceAddress.certificate: String should match pattern '^[0-9a-f]{32}$'", OWN)
 def a_certificate_that_is_none(one: Attacker) -> None:
     assert one.ask(REQUESTS, encode(AnnounceAddress("127.0.0.1", 9, "", "%%%")), one.word) == NEVER
 
@@ -316,7 +316,7 @@ def words_that_no_pair_says(one: Attacker) -> None:
             stream.wait(0.1)
 
 
-@case("victim", "more than is kept of what nobody asked for", OWN)
+@case("victim", "more unexpected messages than are buffered", OWN)
 def sixty_four_megabytes_unasked(one: Attacker) -> None:
     """A quarter is kept. Then it is held back, by TCP, for as long as it likes to: what it could not send stays with
     it, but for what fits the kernels' buffers on the way.
