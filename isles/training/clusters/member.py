@@ -28,18 +28,18 @@ from isles.membership.messages import JoinSwarm, StartSwarm, SwarmBeat, SwarmSta
 from isles.membership.requests import measure_lighthouse_link
 from isles.models import choose_device
 from isles.network.clusters.nodes import NO_FIGURES, ClusterNode, encode_node
-from isles.training.clusters.cuts import cluster_cuts, forward_speed, memory, post_of, run_number
+from isles.training.clusters.cuts import cluster_cuts, forward_speed, inbox_of, memory, run_number
 from isles.training.clusters.node import ClusterWorker, enter, found, growth_of
 from isles.training.elastic.states import state_of
 from isles.training.records.shard import State, StateCopy, read_state
 from isles.training.step import Left, seed_draws
-from isles.training.swarm.connect import SeatedPeer
-from isles.training.swarm.trainer import KeptParts, OwnMember, SeatedWork
+from isles.training.swarm.connect import SwarmParticipant
+from isles.training.swarm.trainer import FetchPart, OwnMember, PeerWork
 
 _LOOK = 2.0  # seconds between questions to the lighthouse
 
 
-class SeatedNode(SeatedWork):
+class ElasticClusterNode(PeerWork):
     """What trains in one seat of a run in clusters.
 
     part: who begin together, or whom of clusters that are at work this node asks to be let in. told: what
@@ -61,7 +61,7 @@ class SeatedNode(SeatedWork):
         self._seats = sorted(part.members) if isinstance(part, StartSwarm) else []
         self._members = part.members if isinstance(part, JoinSwarm) else ()
         self.world = seat.mesh({})
-        self.post = post_of(self.config, self.world, met=(*self._seats, *self._members))
+        self.inbox = inbox_of(self.config, self.world, met=(*self._seats, *self._members))
         self._worker: ClusterWorker | None = None
         self._leaving, self._has_left = False, False
         self._members_now, self._await_kept = members_now, await_kept
@@ -85,7 +85,7 @@ class SeatedNode(SeatedWork):
             self._worker.leave()
 
     @override
-    def go_on_from(self, step: int, kept: KeptParts) -> None:
+    def go_on_from(self, step: int, kept: FetchPart) -> None:
         path, facts = kept(0)
         states = [read_state(one)[0] for one in (path, *(kept(part)[0] for part in range(1, facts["parts"])))]
         self._kept = {**states[0], "parameters": {name: own for one in states for name, own in _held(one).items()}}
@@ -106,8 +106,8 @@ class SeatedNode(SeatedWork):
     def _begun(self) -> ClusterWorker:
         config, world, corpus = self.config, self.world, self._seat.corpus
         if self._seats:
-            return found(config, world, corpus, self._seats, self.post, growth_of(config))
-        return enter(config, world, corpus, self._members, self._told, self.post, self._gives_up)
+            return found(config, world, corpus, self._seats, self.inbox, growth_of(config))
+        return enter(config, world, corpus, self._members, self._told, self.inbox, self._gives_up)
 
     def _gives_up(self) -> bool:
         """While it waits to be let in: also where nobody of those whom it has asked is at work any more."""
@@ -145,7 +145,7 @@ class SeatedNode(SeatedWork):
     @override
     def beat(self) -> SwarmBeat | None:
         worker = self._worker
-        if worker is None or worker.agreement.is_gone:
+        if worker is None or worker.agreement.has_departed:
             return None
         seats, now = worker.agreement.seats, self.world.transport.now()
         living, place = tuple(seats.living), seats.place(self.world.rank)
@@ -215,7 +215,7 @@ def _restore(worker: ClusterWorker, kept: State) -> None:
 _AGAIN = 0.2  # seconds
 
 
-class SeatedClusterPeer(SeatedPeer):
+class ClusterParticipant(SwarmParticipant):
     """One node in one seat. node: what its machine has; None: as its user says, or measured."""
 
     def __init__(self, *of: Any, node: ClusterNode | None = None) -> None:
@@ -230,8 +230,8 @@ class SeatedClusterPeer(SeatedPeer):
         return run_number(self.config)
 
     @override
-    def made(self, part: StartSwarm | JoinSwarm) -> SeatedNode:
-        return SeatedNode(
+    def made(self, part: StartSwarm | JoinSwarm) -> ElasticClusterNode:
+        return ElasticClusterNode(
             self.member(),
             part,
             told=encode_node(self._told or self._measured()) if isinstance(part, JoinSwarm) else NO_FIGURES,

@@ -37,11 +37,11 @@ from isles.models import sketch
 from isles.models.factory import take_device
 from isles.network.clusters.formation import ClusterGrowth
 from isles.network.routing.events import Span
-from isles.pipeline.peers.inbox import Post
+from isles.pipeline.peers.inbox import PeerInbox
 from isles.pipeline.ravnest.agreement import ClusterAgreement, ClusterWelcome, ask_in, let_in
-from isles.pipeline.ravnest.assignment import ClusterSeats
-from isles.training.clusters.cuts import cluster_cuts, first_blocks, model_load, opening_notices, post_of
-from isles.training.clusters.stage_server import NodeHolding, Serving, SharedReading
+from isles.pipeline.ravnest.assignment import ClusterAssignment
+from isles.training.clusters.cuts import cluster_cuts, first_blocks, inbox_of, model_load, opening_notices
+from isles.training.clusters.stage_server import ClusterState, SharedReading, StageServer
 from isles.training.config.reading import run_name
 from isles.training.config.sections import Config
 from isles.training.loop import TrainingLoop
@@ -55,7 +55,7 @@ LONGEST = 200
 
 class ClusterWorker(TrainingLoop):
     """One worker, whose `step` is a stretch of updates. corpus: that of `config.data`, where it was loaded already.
-    seats: who serves what. post: letters between all, those who may come included; None: made
+    seats: who serves what. post: messages between all, those who may come included; None: made
     here. growth: how new clusters are made; None: nobody comes or leaves.
     """
 
@@ -64,9 +64,9 @@ class ClusterWorker(TrainingLoop):
         config: Config,
         world: Mesh,
         corpus: Corpus | None,
-        seats: ClusterSeats,
+        seats: ClusterAssignment,
         *,
-        post: Post | None = None,
+        inbox: PeerInbox | None = None,
         growth: ClusterGrowth | None = None,
     ) -> None:
         device = take_device(config.model, world.local_rank)
@@ -74,7 +74,7 @@ class ClusterWorker(TrainingLoop):
         self.losses_a_step = config.pipeline.microbatches
         world.world.ledger.trust.ratio = config.world.trust_ratio
         cuts = cluster_cuts(config)
-        self.agreement = ClusterAgreement(post or post_of(config, world), world.world, seats, growth)
+        self.agreement = ClusterAgreement(inbox or inbox_of(config, world), world.world, seats, growth)
         for notice in opening_notices(config, cuts) if not world.rank else ():
             world.report({"notice": notice})
         take_cores(config, device)
@@ -92,7 +92,7 @@ class ClusterWorker(TrainingLoop):
         self.stale, self._has_come = 0.0, False
         self._end_at = self._taken = 0
         """Losses of the stretch under way that are among `losses`, or were told."""
-        self._holding = NodeHolding(config, world, corpus, self.agreement, cuts, self._update)
+        self._holding = ClusterState(config, world, corpus, self.agreement, cuts, self._update)
         self.average = self._holding.average
 
     def meet(self, present: Sequence[int]) -> None:
@@ -123,12 +123,12 @@ class ClusterWorker(TrainingLoop):
         self.leaving = True
 
     @property
-    def is_gone(self) -> bool:
+    def has_departed(self) -> bool:
         """Whether it has left."""
-        return self.agreement.is_gone
+        return self.agreement.has_departed
 
     @property
-    def serving(self) -> Serving | None:
+    def serving(self) -> StageServer | None:
         """What this worker holds; None: it stands by."""
         return self._holding.serving
 
@@ -271,7 +271,7 @@ class ClusterWorker(TrainingLoop):
         if self.steps % self.config.run.log_every == 0 and self.steps < self._end_at:
             self.report(None)
 
-    def _take(self, serving: Serving) -> None:
+    def _take(self, serving: StageServer) -> None:
         """The losses of the stretch so far."""
         self.losses += serving.node.losses[self._taken :]
         self._taken = len(serving.node.losses)
@@ -292,11 +292,11 @@ class ClusterWorker(TrainingLoop):
         """Where somebody stands by for who was lost or leaves, their clusters go on from the others' weights; so do new
         ones.
         """
-        while self.agreement.mend() and not self.agreement.is_gone:
+        while self.agreement.mend() and not self.agreement.has_departed:
             self._take_place()
             self.average.load(self.steps)
         if self._is_open:
-            if self.agreement.is_gone:
+            if self.agreement.has_departed:
                 self._holding.note(f"worker {self.world.rank} leaves after step {self.steps}")
                 raise Left
             self._take_place()  # others may have left without a successor
@@ -384,7 +384,7 @@ def train_clustered(
     saved, absent = checkpoints.seats(resume), checkpoints.absent(resume)
     here = world.rank if world.rank in saved else next((worker for worker in saved if worker not in absent), saved[0])
     state = checkpoints.read_shard(resume, here)
-    seats = ClusterSeats.of_plain(state["seats"], world.size)
+    seats = ClusterAssignment.of_plain(state["seats"], world.size)
     gone = set(range(world.size)) - set(saved)
     node = ClusterWorker(config, world, corpus, seats.without(gone - seats.lost).returned())
     node.meet(range(world.size))
@@ -400,15 +400,15 @@ def found(
     world: Mesh,
     corpus: Corpus | None,
     founders: Sequence[int],
-    post: Post | None = None,
+    inbox: PeerInbox | None = None,
     growth: ClusterGrowth | None = None,
 ) -> ClusterWorker:
     """One of the first, `founders` of `world`, which has positions for all who may come. post, growth: as in
     `ClusterWorker`. ValueError where they fill no cluster.
     """
     cuts = [first_blocks(cut) for cut in cluster_cuts(config)]
-    seats = ClusterSeats.of(cuts, founders)
-    worker = ClusterWorker(config, world, corpus, seats, post=post, growth=growth)
+    seats = ClusterAssignment.of(cuts, founders)
+    worker = ClusterWorker(config, world, corpus, seats, inbox=inbox, growth=growth)
     worker.meet(founders)
     worker.average.begin()
     return worker
@@ -420,20 +420,20 @@ def enter(
     corpus: Corpus,
     others: Sequence[int],
     told: int,
-    post: Post | None = None,
+    inbox: PeerInbox | None = None,
     gives_up: Callable[[], bool] = lambda: False,
 ) -> ClusterWorker:
     """One that comes later, once the `others` who are left have let it in. told: see
     `isles.network.clusters.nodes`. Left where it has come too late, or gives up before.
     """
-    post = post or post_of(config, world)
+    inbox = inbox or inbox_of(config, world)
     try:
-        welcome = ask_in(post, others, told, gives_up)
+        welcome = ask_in(inbox, others, told, gives_up)
     except PeerLost:
         raise Left from None
     if welcome is None:
         raise Left
-    worker = ClusterWorker(config, world, corpus, welcome.seats, post=post, growth=growth_of(config))
+    worker = ClusterWorker(config, world, corpus, welcome.seats, inbox=inbox, growth=growth_of(config))
     worker.come(welcome)
     return worker
 

@@ -24,9 +24,9 @@ from isles.models import autocast, limits, sketch
 from isles.pipeline.evaluation import assembled, mean_loss
 from isles.pipeline.pipeline import Cut, form_of
 from isles.pipeline.ravnest.agreement import ClusterAgreement
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage
-from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
+from isles.pipeline.ravnest.stage import AsyncOptions, AsyncStage
 from isles.pipeline.shares import stage_shares
 from isles.training.clusters.cuts import cuts_at, first_blocks, shared_segments
 from isles.training.config.sections import Config
@@ -58,7 +58,7 @@ class SharedReading:
         return SharedReading(clusters, self.batch, step, self.after(step))
 
 
-def layout_of_seats(seats: ClusterSeats, size: int) -> Layout:
+def layout_of_assignment(seats: ClusterAssignment, size: int) -> Layout:
     """Where all workers are now. Who stands by, or has lost its place, is in a column without a first stage."""
     places = [seats.place(position) for position in range(size)]
     return Layout(
@@ -69,7 +69,7 @@ def layout_of_seats(seats: ClusterSeats, size: int) -> Layout:
     )
 
 
-class Serving:
+class StageServer:
     """world: arranged as it is now. cut: of its cluster. update: see `isles.pipeline.ravnest.stage.StaleUpdate`."""
 
     def __init__(
@@ -102,10 +102,10 @@ class Serving:
         self._take_part()
         self._go_on_after(updates, sequences)
 
-    def _ways(self) -> AsyncWays:
+    def _ways(self) -> AsyncOptions:
         pipeline, piece = self.config.pipeline, self.cut.pieces[self.world.coordinate.stage]
         shares = stage_shares(piece, self.cut.costs, pipeline.microbatches, recompute=pipeline.recompute)
-        return AsyncWays(
+        return AsyncOptions(
             in_flight=pipeline.in_flight if isinstance(pipeline.in_flight, int) else len(self.cut.pieces),
             every=pipeline.microbatches,
             order=pipeline.order,
@@ -209,7 +209,7 @@ class Serving:
         self.at(updates)
 
 
-class NodeHolding:
+class ClusterState:
     """cuts: of each cluster. update: called after the backward pass of an update, with how many updates its gradients
     are old.
     """
@@ -232,7 +232,7 @@ class NodeHolding:
             by_samples=getattr(config.replicas, "weights", "equal") == "samples",
             with_state=config.pipeline.ravnest.average_optimizer,
         )
-        self.serving: Serving | None = None
+        self.serving: StageServer | None = None
         """None: this worker stands by."""
         self.is_broken = False
         """Whether a node of its cluster is lost, and nobody has taken its place yet."""
@@ -292,11 +292,11 @@ class NodeHolding:
             told = f"cluster {cluster} begins at step {steps} with the others' weights"
             self.note(f"{told}: {seats.told_of(cluster)}")
 
-    def _serve(self) -> Serving:
+    def _serve(self) -> StageServer:
         """Hold what this worker's place is now."""
         self._serve_nothing()
         world = self._arranged()
-        self.serving = Serving(self._config, world, self.cuts[world.coordinate.replica], self._update, self._corpus)
+        self.serving = StageServer(self._config, world, self.cuts[world.coordinate.replica], self._update, self._corpus)
         self.average.serve(self.serving.model, self.serving.optimizer)
         return self.serving
 
@@ -304,7 +304,7 @@ class NodeHolding:
         self.tokens_before, self.serving, self.is_broken = self.tokens, None, False
 
     def _arranged(self) -> Mesh:
-        return self._world.arranged(layout_of_seats(self._agreement.seats, self._world.size))
+        return self._world.arranged(layout_of_assignment(self._agreement.seats, self._world.size))
 
     def note(self, text: str) -> None:
         self._world.report({"notice": text})

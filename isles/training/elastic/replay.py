@@ -44,7 +44,7 @@ _LOST = "PeerLost"
 
 
 @dataclass(frozen=True)
-class RecordedLife:
+class RecordedIncarnation:
     """A worker from one state that it began with to the next. rounds: in their order."""
 
     start: StartRecord
@@ -55,7 +55,7 @@ class RecordedLife:
 class Script:
     """lives: by member. views: by number."""
 
-    read_history: Mapping[int, Sequence[RecordedLife]]
+    read_history: Mapping[int, Sequence[RecordedIncarnation]]
     views: Mapping[int, View]
 
     def line(self, member: int, round: int) -> RoundRecord | None:
@@ -69,7 +69,7 @@ def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundRecord | S
 
     ValueError, in one line, for what cannot be repeated.
     """
-    read_history: dict[int, list[RecordedLife]] = {}
+    read_history: dict[int, list[RecordedIncarnation]] = {}
     for line in lines:
         own = read_history.setdefault(line.member, [])
         if isinstance(line, StartRecord):
@@ -78,7 +78,7 @@ def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundRecord | S
                     f"worker {line.member} began with a state from the lighthouse's disk, which is not kept: only runs "
                     "that never lost all of their workers can be repeated"
                 )
-            own.append(RecordedLife(line))
+            own.append(RecordedIncarnation(line))
         elif own:
             own[-1].rounds.append(line)
     for own in read_history.values():
@@ -89,7 +89,7 @@ def script(entries: Iterable[Mapping[str, Any]], lines: Iterable[RoundRecord | S
     return made
 
 
-def _landed(life: RecordedLife) -> RecordedLife:
+def _landed(life: RecordedIncarnation) -> RecordedIncarnation:
     """Without rounds at the end that were put off, whose work is in nobody's weights."""
     rounds = list(life.rounds)
     while rounds and rounds[-1].outcome == ALONE:
@@ -100,7 +100,7 @@ def _landed(life: RecordedLife) -> RecordedLife:
                 f"worker {line.member} did not land round {line.round} in time: where rounds are put off, or a quorum is "
                 "enough, a run is not repeated"
             )
-    return RecordedLife(life.start, rounds)
+    return RecordedIncarnation(life.start, rounds)
 
 
 def _unheard(script: Script, *, agrees: bool) -> None:
@@ -117,7 +117,7 @@ def _unheard(script: Script, *, agrees: bool) -> None:
                     life.rounds.append(replace(line, member=member, spare=0, outcome=WHOLE if agrees else _LOST))
 
 
-def _ends_before(life: RecordedLife, round: int) -> bool:
+def _ends_before(life: RecordedIncarnation, round: int) -> bool:
     done = life.rounds[-1].round if life.rounds else life.start.first - 1
     return done == round - 1
 
@@ -147,7 +147,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
         def work(transport: VirtualTransport) -> None:
             own = Path(folder) / str(transport.rank)
             own.mkdir()
-            gifts = RecordedGifts(transport.rank, shelf)
+            gifts = RecordedTransfer(transport.rank, shelf)
             waits = replace(deadlines(config), outer=_FOREVER)
             leader = RecordedLeader(made, Group(transport, (transport.rank,), "outer", waits, Ledger()))
             last = last_round(config, made.views[max(made.views)])
@@ -182,7 +182,7 @@ def repeat(config: Config, run: Path, out: Path, on_notice: Callable[[str], None
 
 
 def _decisions(
-    config: Config, worker: ElasticWorker, leader: RecordedLeader, gifts: RecordedGifts, last: int
+    config: Config, worker: ElasticWorker, leader: RecordedLeader, gifts: RecordedTransfer, last: int
 ) -> Decisions[None]:
     """Life after life, as they are on record. ValueError where a round comes to something else than it did."""
     every, views, spare = sync_every(config), leader.script.views, 0
@@ -226,7 +226,7 @@ class RecordedLeader(RoundLeader):
     """Decides of each round as is on record of the life that it is in. alone: see `RoundLeader`."""
 
     mixing: Mixing
-    life: RecordedLife
+    life: RecordedIncarnation
 
     def __init__(self, made: Script, alone: Group) -> None:
         super().__init__(cast(Any, None), alone)  # nobody is asked
@@ -309,10 +309,10 @@ class Shelf:
         return self._kept[key]
 
 
-class RecordedGifts:
+class RecordedTransfer:
     """What the worker in `member` gives and takes: what those who used it got. round: that it is in."""
 
-    life: RecordedLife
+    life: RecordedIncarnation
 
     def __init__(self, member: int, shelf: Shelf) -> None:
         self._member, self._shelf, self.round = member, shelf, 0

@@ -33,11 +33,11 @@ from isles.training.elastic.states import MODEL, giver_of
 from isles.training.elastic.support import lands_together, last_round, rules
 from isles.training.lighthouse.mean import consolidate, spread
 from isles.training.lighthouse.rounds import MODEL_FILE
-from isles.training.simulated_churn import ChurnedWorld
+from isles.training.simulated_churn import SimulatedWorld
 
 
-class ChurnedRun(ChurnedWorld):
-    """One run of whole replicas; see `ChurnedWorld`. made: called with each worker before it begins."""
+class SimulatedElasticRun(SimulatedWorld):
+    """One run of whole replicas; see `SimulatedWorld`. made: called with each worker before it begins."""
 
     def __init__(self, config: Config, *more: Any, made: Callable[[Participant], None] = lambda worker: None) -> None:
         super().__init__(config, *more)

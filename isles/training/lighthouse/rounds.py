@@ -28,7 +28,7 @@ from isles.membership.state_transfer import StateUnavailable
 from isles.training.elastic.metrics import figures, recorded
 from isles.training.elastic.states import MODEL, STATE, giver_of, kept_as
 from isles.training.lighthouse.mean import consolidate, spread
-from isles.training.lighthouse.server import LOOK, MODEL_FILE, RunKeeper
+from isles.training.lighthouse.server import LOOK, MODEL_FILE, LighthouseServer
 from isles.training.records.checkpoint import Checkpoints
 from isles.training.records.checksums import is_whole
 from isles.training.records.rundir import SUMMARY, as_json
@@ -37,7 +37,7 @@ from isles.training.records.summary import SummaryTable, parallel_bytes, summari
 _KEPT = 2  # rounds whose states stay, for whoever is taking the older one
 
 
-class Keeper(RunKeeper):
+class Keeper(LighthouseServer):
     """Views and rounds: `membership`."""
 
     joins_with = "isles join"

@@ -53,7 +53,7 @@ from isles.models.cuts import cut_points
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.names import boundary_name
 from isles.pipeline.config import PipelineConfig
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.replicas import method
 from isles.replicas.flat import FlatParameters
 from isles.replicas.sync import ReplicaSync
@@ -456,7 +456,7 @@ def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) 
     checkpoints = Checkpoints(run)
     manifest, saved = checkpoints.manifest(step), checkpoints.seats(step)
     plain = checkpoints.read_shard(step, saved[0])["seats"]
-    told = ClusterSeats.of_plain(plain, int(manifest[POSITIONS]))
+    told = ClusterAssignment.of_plain(plain, int(manifest[POSITIONS]))
     seats = told.without(set(told.living) - set(saved))
     if not seats.whole:
         raise ValueError(f"{run}: after step {step} no cluster was whole; name an earlier step with --step")
@@ -483,7 +483,7 @@ def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) 
     return after, step, notes
 
 
-def _config(config: Config, seats: ClusterSeats, kept: Sequence[int]) -> Config:
+def _config(config: Config, seats: ClusterAssignment, kept: Sequence[int]) -> Config:
     """Of a world of those alone."""
     given = config.world.virtual.step_factors
     factors = list(islice(cycle(given or (1.0,)), max(kept) + 1))
@@ -493,7 +493,7 @@ def _config(config: Config, seats: ClusterSeats, kept: Sequence[int]) -> Config:
     return changed(config, now | {"pipeline.together": PipelineConfig.together})
 
 
-def _state(state: State, number: int, seats: ClusterSeats) -> State:
+def _state(state: State, number: int, seats: ClusterAssignment) -> State:
     """That of worker `number` of now."""
     place, serving = seats.place(number), state["serving"]
     if place is not None and serving is None:

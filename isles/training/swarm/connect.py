@@ -36,7 +36,7 @@ from isles.training.interrupts import first_interrupt
 from isles.training.kinds import kind_of
 from isles.training.stage_runner import planned_cut
 from isles.training.swarm.step import identity, split_sequence
-from isles.training.swarm.trainer import ANYWHERE, OwnMember, SeatedTrainer, SeatedWork
+from isles.training.swarm.trainer import ANYWHERE, ElasticSwarmTrainer, OwnMember, PeerWork
 
 _ASK = 0.2  # seconds from one question to the next while there is nothing to do
 _SOON = 1.0  # seconds until a peer comes again
@@ -51,11 +51,11 @@ def take_part(address: str, token: Token, here: Here, wish: int, *, tell: Callab
     """Join the run at `address`, wishing to serve stage `wish` or `ANYWHERE`, and train until the run ends or this peer
     has left; how it ended, in a line.
 
-    ValueError, in one line, for what a person can mend; OSError where nobody answers, or the run goes on without this
+    ValueError, in one line, for what a person can hint; OSError where nobody answers, or the run goes on without this
     peer.
     """
     leaving = threading.Event()
-    current: list[SeatedPeer] = []
+    current: list[SwarmParticipant] = []
 
     def leave() -> None:
         leaving.set()
@@ -83,7 +83,7 @@ def take_part(address: str, token: Token, here: Here, wish: int, *, tell: Callab
             time.sleep(_SOON)
 
 
-class SeatedPeer:
+class SwarmParticipant:
     """One peer in one member, until `stack` ends. wish, tell, errors: as in `take_part`. leaving: set once this peer is
     to leave.
     """
@@ -97,7 +97,7 @@ class SeatedPeer:
         self._run = self.number()
         self._there: set[int] = set()
         self._named: set[int] = set()
-        self._trainer: SeatedWork | None = None
+        self._trainer: PeerWork | None = None
         self._session, self._refused = entrance.session, entrance.session.refused
         alone = IslandGroup()
         certificates = entrance.shown(alone)
@@ -169,7 +169,7 @@ class SeatedPeer:
     def _work(self, part: StartSwarm | JoinSwarm) -> MemberEnding:
         trainer = self._trainer = self.made(part)
         for member in [*self._there]:
-            trainer.post.mail.meet(member)
+            trainer.inbox.queue.meet(member)
         if isinstance(part, StartSwarm) and part.step:
             self._resume(trainer, part.step)
         if self.leaving.is_set():
@@ -177,7 +177,7 @@ class SeatedPeer:
         self.line.at_work(trainer.beat)
         result = trainer.run(self.folder)
         if result is None:
-            trainer.post.mail.settle()
+            trainer.inbox.queue.settle()
             return self._left() if trainer.has_left else self._again()
         self._conclude(trainer, result)
         return self._over(self.line.ended) if isinstance(self.line.ended, Over) else self._again()
@@ -189,8 +189,8 @@ class SeatedPeer:
     def _again(self) -> MemberEnding:
         return self._left() if self.leaving.is_set() else "again"
 
-    def made(self, part: StartSwarm | JoinSwarm) -> SeatedWork:
-        return SeatedTrainer(self.member(), part, wish=self.wish, await_kept=self.line.await_kept)
+    def made(self, part: StartSwarm | JoinSwarm) -> PeerWork:
+        return ElasticSwarmTrainer(self.member(), part, wish=self.wish, await_kept=self.line.await_kept)
 
     def member(self) -> OwnMember:
         return OwnMember(
@@ -207,7 +207,7 @@ class SeatedPeer:
         """Whether this peer ends after `step` without the others' leave."""
         return self.line.ended is not None or (self._trainer is not None and self._trainer.has_left)
 
-    def _resume(self, trainer: SeatedWork, step: int) -> None:
+    def _resume(self, trainer: PeerWork, step: int) -> None:
         """Begin with what the lighthouse keeps."""
         paths: list[Path] = []
 
@@ -231,7 +231,7 @@ class SeatedPeer:
         except StateUnavailable as why:
             raise CommError(f"the state of stage {stage} after step {step} did not come ({why})") from None
 
-    def _conclude(self, trainer: SeatedWork, result: dict[str, Any]) -> None:
+    def _conclude(self, trainer: PeerWork, result: dict[str, Any]) -> None:
         """Hand in the model, or wait while the first peer does; where that one is lost, put it together again."""
         while True:
             if result["parameters"]:
@@ -239,7 +239,7 @@ class SeatedPeer:
             self._tell()
             self.line.report({"result": result})
             heard, first = time.monotonic(), trainer.first
-            while self.line.ended is None and (first == self.line.member or first not in trainer.post.mail.lost):
+            while self.line.ended is None and (first == self.line.member or first not in trainer.inbox.queue.lost):
                 if self.line.ask(Finished()) is not None:
                     heard = time.monotonic()
                 elif time.monotonic() - heard > self.config.world.eval_deadline:
@@ -255,7 +255,7 @@ class SeatedPeer:
         """Somebody is there. In a session's thread."""
         self._there.add(member)
         if self._trainer is not None:
-            self._trainer.post.mail.meet(member)
+            self._trainer.inbox.queue.meet(member)
 
     def _report(self, event: Any) -> None:
         """What the trainer tells whoever started it."""
@@ -268,7 +268,7 @@ class SeatedPeer:
 
     def _tell(self) -> None:
         """What was sent which way, and what was refused."""
-        lost = {} if self._trainer is None else dict(self._trainer.post.mail.lost)
+        lost = {} if self._trainer is None else dict(self._trainer.inbox.queue.lost)
         for member, why in lost.items():
             if isinstance(why, Malformed | Refused) and member not in self._named:
                 self._refused.note(member, why.detail)

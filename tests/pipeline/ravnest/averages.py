@@ -16,10 +16,10 @@ from isles.comm.errors import PeerLost
 from isles.comm.mesh import Mesh
 from isles.models.cuts import pieces
 from isles.models.stages import Stage
-from isles.pipeline.ravnest.agreement import ClusterAgreement, cluster_post
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.agreement import ClusterAgreement, cluster_inbox
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage, refinement
-from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
+from isles.pipeline.ravnest.stage import AsyncOptions, AsyncStage
 from tests.pipeline.ravnest import nodes
 from tests.pipeline.ravnest.nodes import BLOCKS, Wet
 
@@ -86,7 +86,7 @@ class Member:
         stages = parts(plan)
         names = [{n: [name for name, _ in part.named_parameters()] for n, part in enumerate(own)} for own in stages]
         self.agreement = ClusterAgreement(
-            cluster_post(world.world, 5, 1 << 20), world.world, ClusterSeats.of(plan.cuts, range(world.size))
+            cluster_inbox(world.world, 5, 1 << 20), world.world, ClusterAssignment.of(plan.cuts, range(world.size))
         )
         self.average = ClusterAverage(
             self.agreement, refinement(names), by_samples=plan.weights == "samples", with_state=plan.with_state
@@ -103,7 +103,7 @@ class Member:
         self.optimizer = nodes.stepper(self.plan.optimizer, list(self.stage.parameters()))
         self.average.serve(self.stage, self.optimizer)
         group = self.world.world.among(self.agreement.seats.clusters[self.cluster], "pipeline")
-        self.node = AsyncStage(self.stage, self.step, group, nodes.form(), AsyncWays(in_flight=group.size))
+        self.node = AsyncStage(self.stage, self.step, group, nodes.form(), AsyncOptions(in_flight=group.size))
         self.broken = False
 
     def step(self, stale: int) -> None:

@@ -18,8 +18,8 @@ from isles.models.stages import Stage
 from isles.network.clusters.cuts import ModelLoad
 from isles.network.clusters.formation import ClusterGrowth
 from isles.network.clusters.nodes import NO_FIGURES
-from isles.pipeline.ravnest.agreement import ClusterAgreement, ask_in, cluster_post, let_in
-from isles.pipeline.ravnest.assignment import ClusterSeats
+from isles.pipeline.ravnest.agreement import ClusterAgreement, ask_in, cluster_inbox, let_in
+from isles.pipeline.ravnest.assignment import ClusterAssignment
 from isles.pipeline.ravnest.averaging import ClusterAverage, SharedSegment, refinement
 from tests.pipeline.ravnest.averages import THREE
 from tests.pipeline.ravnest.nodes import BLOCKS, Wet, stepper
@@ -41,7 +41,7 @@ class Averaged(NamedTuple):
     """What a node has after a round: which clusters the mean is of, who is in which seat, and what it holds."""
 
     whole: list[int]
-    seats: ClusterSeats
+    seats: ClusterAssignment
     held: dict[str, Tensor]
 
 
@@ -99,10 +99,10 @@ class ChangingNode:
         held = {name: own.detach().clone() for name, own in self.stage.named_parameters()} if trained else {}  # type: ignore[union-attr]
         told = Averaged(whole, agreement.seats, held)
         let_in(agreement, {"round": number})
-        while agreement.mend() and not agreement.is_gone:
+        while agreement.mend() and not agreement.has_left:
             self.serve()
             self.average.load(number)
-        if agreement.is_gone:
+        if agreement.has_left:
             return None
         self.serve()
         return told
@@ -111,17 +111,17 @@ class ChangingNode:
 def change(world: Mesh, accounting: MessageAccounting) -> dict[int, Averaged]:
     """By round, what this node had; until it has left, or is lost."""
     torch.set_num_threads(1)
-    post, rank, first = cluster_post(world.world, 5, 1 << 20), world.rank, 0
+    inbox, rank, first = cluster_inbox(world.world, 5, 1 << 20), world.rank, 0
     if rank < FOUNDERS:
-        agreement = ClusterAgreement(post, world.world, ClusterSeats.of(THREE, range(FOUNDERS)), GROWTH)
+        agreement = ClusterAgreement(inbox, world.world, ClusterAssignment.of(THREE, range(FOUNDERS)), GROWTH)
     else:
         world.transport.compute(accounting.comes[rank])
         try:
-            welcome = ask_in(post, range(rank), NO_FIGURES)
+            welcome = ask_in(inbox, range(rank), NO_FIGURES)
         except CommError:  # everybody whom it could have met has gone
             return {}
         assert welcome is not None
-        agreement = ClusterAgreement(post, world.world, welcome.seats, GROWTH)
+        agreement = ClusterAgreement(inbox, world.world, welcome.seats, GROWTH)
         first = welcome.facts["round"] + 1
     node = ChangingNode(world, agreement)
     if first:

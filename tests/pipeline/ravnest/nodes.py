@@ -16,7 +16,7 @@ from isles.comm.mesh import Mesh
 from isles.models.cuts import cut_points, pieces
 from isles.models.stages import Stage
 from isles.pipeline.boundaries.base import FullStream
-from isles.pipeline.ravnest.stage import AsyncStage, AsyncWays
+from isles.pipeline.ravnest.stage import AsyncOptions, AsyncStage
 from isles.pipeline.shares import StageShares
 from isles.pipeline.wire import StageForm
 
@@ -111,7 +111,7 @@ def made(world: Mesh, row: Row, update: Callable[[Stage], Callable[[int], None]]
         optimizer.step()
         optimizer.zero_grad()
 
-    ways = AsyncWays(
+    ways = AsyncOptions(
         in_flight=row.in_flight, every=row.every, order=row.order, recompute=row.recompute, shares=row.shares
     )
     node = AsyncStage(stage, step if update is None else update(stage), group, form(), ways)

@@ -77,7 +77,7 @@ def test_every_cluster_has_the_mean(cuts: tuple[tuple[int, ...], ...], weights: 
 @pytest.mark.parametrize("cuts", [THREE, *(pytest.param(cuts, marks=LONG) for cuts in CUTS[1:3])], ids=str)
 def test_bytes_are_those_of_the_formula(cuts: tuple[tuple[int, ...], ...]) -> None:
     """2 (C - 1) / C of what a node holds; beside it a header for each segment, the heads of
-    letters, and two agreements with each other node: (who speaks, who is lost), then (the same, done).
+    messages, and two agreements with each other node: (who speaks, who is lost), then (the same, done).
     """
     plan, clusters = Plan(cuts, moved=True), len(cuts)
     held = [

@@ -18,7 +18,7 @@ from isles.pipeline.ravnest.averaging import ClusterAverage
 from isles.training.clusters.node import ClusterWorker
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
-from isles.training.simulated_churn import ChurnedClusters
+from isles.training.simulated_churn import SimulatedClusters
 from tests.pipeline.ravnest.averages import Killed
 from tests.training.clusters.test_clustered import SETTINGS
 
@@ -51,7 +51,7 @@ def state_of(average: ClusterAverage) -> State:
     }
 
 
-class Watched(ChurnedClusters):
+class Watched(SimulatedClusters):
     """What is read, and held before and after each average and each load. dies: a rank, from when until when messages
     count, in seconds, and after how many of them it ends.
     """

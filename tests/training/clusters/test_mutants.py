@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isles.pipeline.ravnest.averaging import ClusterAverage
-from isles.training.clusters.stage_server import Serving, SharedReading
+from isles.training.clusters.stage_server import SharedReading, StageServer
 from tests.training.clusters.test_churned import (
     test_who_comes_makes_clusters_takes_places_and_holds_the_others_bits as who_comes,
 )
@@ -54,13 +54,13 @@ def reads_what_others_read(patch: Patch) -> None:
 
 def begins_the_rate_anew(patch: Patch) -> None:
     """The schedule of who comes is at its beginning."""
-    begin = Serving.begin_after
+    begin = StageServer.begin_after
 
-    def mutant(own: Serving, updates: int, sequences: int) -> None:
+    def mutant(own: StageServer, updates: int, sequences: int) -> None:
         begin(own, updates, sequences)
         own.schedule.last_epoch = 0
 
-    patch.setattr(Serving, "begin_after", mutant)
+    patch.setattr(StageServer, "begin_after", mutant)
 
 
 MUTANTS = [

@@ -12,7 +12,7 @@ from isles.memory.meter import MemoryMeter
 from isles.plan.peers import plan_clusters
 from isles.running.run import launch
 from isles.training.clusters.cuts import cluster_cuts
-from isles.training.clusters.stage_server import Serving
+from isles.training.clusters.stage_server import StageServer
 from isles.training.config.inner import lr_factor
 from isles.training.config.reading import read_config
 from isles.training.config.sections import Config
@@ -39,11 +39,11 @@ def config(*more: str) -> Config:
     return read_config(None, {}, [*CLUSTER, *more])
 
 
-def serving(config: Config) -> Serving:
+def serving(config: Config) -> StageServer:
     """What this worker of the one cluster holds."""
-    made: list[Serving] = []
+    made: list[StageServer] = []
     world = isles.mesh().arranged(layout_of(config))
-    made.append(Serving(config, world, cluster_cuts(config)[0], lambda stale: made[0].step(stale), None))
+    made.append(StageServer(config, world, cluster_cuts(config)[0], lambda stale: made[0].step(stale), None))
     return made[0]
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from tests.training.swarm.members import SwarmRun, seated
 
 from isles.network.clusters.nodes import ClusterNode
-from isles.training.clusters.member import SeatedClusterPeer
+from isles.training.clusters.member import ClusterParticipant
 from isles.training.clusters.node import growth_of
-from isles.training.lighthouse.peers import ClusterKeeper
+from isles.training.lighthouse.peers import ClusterLighthouseServer
 from tests.training.clusters.changing import FOUR
 
 LONG = pytest.mark.long
@@ -26,12 +26,12 @@ SEATED = [one for one in FOUR if "backend" not in one and "links" not in one]
 class ClusterRun(SwarmRun):
     """Nodes have memory for half of the model."""
 
-    keeps = ClusterKeeper
+    keeps = ClusterLighthouseServer
 
     def __init__(self, out: Path, *more: str) -> None:
         made = seated(*SEATED, *more)
         half = ClusterNode(name="", memory=0.95 * growth_of(made).load.least, speed=1e9, bandwidth=1e9)
-        self.kind = partial(SeatedClusterPeer, node=half)
+        self.kind = partial(ClusterParticipant, node=half)
         super().__init__(made, out)
 
 
@@ -100,7 +100,7 @@ def test_a_run_that_lost_all_goes_on_from_what_the_lighthouse_keeps(tmp_path: Pa
     assert summary["begun"] == 2 and all(run.endings[number] == "finished" for number in fresh)
 
 
-class Late(SeatedClusterPeer):
+class Late(ClusterParticipant):
     """It is slow between being told whom to ask and asking."""
 
     asks = threading.Event()
@@ -142,7 +142,7 @@ def test_a_joiner_tells_what_was_measured(tmp_path: Path) -> None:
     for _ in range(4):
         run.join()
     run.until(lambda: run.step(0) >= 8)
-    run.kind = SeatedClusterPeer
+    run.kind = ClusterParticipant
     last = run.join()
     run.until(lambda: len(members_of(run, 0).whole) == 3)
     members = members_of(run, 0)

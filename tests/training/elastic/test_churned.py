@@ -21,7 +21,7 @@ from isles.plan.worker_classes import churn_costs
 from isles.training.config.reading import over, resolve
 from isles.training.config.sections import Config
 from isles.training.elastic.metrics import recorded
-from isles.training.elastic.simulated import ChurnedRun
+from isles.training.elastic.simulated import SimulatedElasticRun
 from isles.training.elastic.support import going_on
 from isles.training.simulated_churn import trace_of
 
@@ -50,10 +50,10 @@ def small(
     return going_on(resolve(tables))
 
 
-def churned(config: Config, trace: list[ChurnEvent], folder: Path, name: str = "run") -> ChurnedRun:
+def churned(config: Config, trace: list[ChurnEvent], folder: Path, name: str = "run") -> SimulatedElasticRun:
     file = folder / f"{name}.jsonl"
     write_trace(trace, str(file))
-    run = ChurnedRun(config, str(file), folder / name, lambda line: None, lambda notice: None)
+    run = SimulatedElasticRun(config, str(file), folder / name, lambda line: None, lambda notice: None)
     run.run()
     return run
 
@@ -145,7 +145,7 @@ def test_who_comes_amid_a_long_first_round_waits_for_its_end(tmp_path: Path) -> 
     said: list[str] = []
     write_trace([ChurnEvent(100.0, "join", 1)], str(tmp_path / "trace.jsonl"))
     config = small(tmp_path, 2, 40, every=4, virtual={"step_seconds": 75.0})
-    run = ChurnedRun(config, str(tmp_path / "trace.jsonl"), tmp_path / "run", lambda line: None, said.append)
+    run = SimulatedElasticRun(config, str(tmp_path / "trace.jsonl"), tmp_path / "run", lambda line: None, said.append)
     run.run()
     assert not any("did not come" in line for line in said)
     assert set(run.results) == {0, 1, 2}
@@ -212,7 +212,7 @@ def test_nothing_is_saved_and_that_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     config = small(tmp_path, 2, 4)
     saving = replace(config, run=replace(config.run, checkpoint_every=2))
-    ChurnedRun(saving, "constant", tmp_path / "run", lambda line: None, said.append).run()
+    SimulatedElasticRun(saving, "constant", tmp_path / "run", lambda line: None, said.append).run()
     assert any("run.checkpoint_every = 2: such a run of --churn cannot be gone on with" in line for line in said)
 
 
@@ -220,7 +220,7 @@ def test_pools_compute_what_they_plan(tmp_path: Path) -> None:
     config = small(tmp_path, 4, 40)
     done = {}
     for name in ("halving", "doubling"):
-        run = ChurnedRun(config, name, tmp_path / name, lambda line: None, lambda notice: None)
+        run = SimulatedElasticRun(config, name, tmp_path / name, lambda line: None, lambda notice: None)
         done[name] = run.run()
     assert trace_of(config, "doubling")[0] == 2 and trace_of(config, "halving")[0] == 4
     for name in ("inner_steps", "inner_steps_counted"):
@@ -267,7 +267,7 @@ def test_churn_costs_what_is_planned(tmp_path: Path, method: str, churn: str) ->
     times = {"step_seconds": 60.0, "links": "home-fibre"}
     config = small(tmp_path, 128, hour, every=every, method=method, virtual=times)
     began = time.process_time()
-    summary = ChurnedRun(config, churn, tmp_path / "run", lambda line: None, lambda notice: None).run()
+    summary = SimulatedElasticRun(config, churn, tmp_path / "run", lambda line: None, lambda notice: None).run()
     took = time.process_time() - began
     rate = rate_of(churn)
     assert rate is not None

@@ -11,14 +11,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from isles.comm.virtual.wire import VirtualMessage, VirtualWire
-from isles.training.elastic.simulated import ChurnedRun
+from isles.training.elastic.simulated import SimulatedElasticRun
 from tests.training.elastic.test_churned import churned, small
 from tests.training.elastic.traces import random_trace
 
 REASONS = {"PeerLost", "DeadlinePassed", "Elsewhere", "RoundPassed"}
 
 
-def run_through(folder: Path, method: str, *, most: int, events: int, seed: int, name: str = "run") -> ChurnedRun:
+def run_through(
+    folder: Path, method: str, *, most: int, events: int, seed: int, name: str = "run"
+) -> SimulatedElasticRun:
     """Of messages whose round was over where they came, one end at least must know what ended its part in it."""
     late, come_late = list[VirtualMessage](), VirtualWire._came_late
 
@@ -36,7 +38,7 @@ def run_through(folder: Path, method: str, *, most: int, events: int, seed: int,
     return run
 
 
-def check(run: ChurnedRun) -> None:
+def check(run: SimulatedElasticRun) -> None:
     """It ended with all who are there; every message was received, or a loss or a deadline ended its exchange."""
     assert run.meeting.membership is not None
     assert set(run.meeting.membership.view.members) <= set(run.results)

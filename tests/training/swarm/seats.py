@@ -16,8 +16,8 @@ from isles.training.config.reading import gather
 from isles.training.config.sections import Config
 from isles.training.elastic.connect import Here, admitted
 from isles.training.elastic.support import among_peers, elastic
-from isles.training.lighthouse.peers import SwarmKeeper
-from isles.training.swarm.connect import SeatedPeer
+from isles.training.lighthouse.peers import SwarmLighthouseServer
+from isles.training.swarm.connect import SwarmParticipant
 from isles.training.swarm.trainer import ANYWHERE
 from tests.membership.sessions import vanish
 from tests.training.lit import LitRun
@@ -33,16 +33,16 @@ class SwarmRun(LitRun):
     are.
     """
 
-    kind: Any = SeatedPeer
-    keeps: Any = SwarmKeeper
+    kind: Any = SwarmParticipant
+    keeps: Any = SwarmLighthouseServer
 
     def __init__(self, config: Config, out: Path) -> None:
-        self.peers: dict[int, SeatedPeer] = {}
+        self.peers: dict[int, SwarmParticipant] = {}
         self._killed: set[int] = set()
         super().__init__(config, out)
 
     @override
-    def made(self, told: Callable[[str], None]) -> SwarmKeeper:
+    def made(self, told: Callable[[str], None]) -> SwarmLighthouseServer:
         return self.keeps(self.config, self.out, self.address, told, self.lines.append, self.notices.append)
 
     def join(self, stage: int = ANYWHERE, *, listens: bool = False, again: bool = True) -> int:

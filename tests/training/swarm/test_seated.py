@@ -21,7 +21,7 @@ from isles.membership.state_transfer import StateUnavailable
 from isles.pipeline.peers.inbox import FORWARD, HOME
 from isles.training.elastic.connect import Here
 from isles.training.swarm.connect import take_part
-from isles.training.swarm.trainer import SeatedTrainer
+from isles.training.swarm.trainer import ElasticSwarmTrainer
 from tests.training.elastic.runs import Run, in_run
 from tests.training.elastic.test_runs import small
 from tests.training.swarm.test_swarmed import ONE, config, furthest, train
@@ -55,7 +55,7 @@ def states(run: SwarmRun) -> dict[int, set[bytes]]:
     trainers = [peer._trainer for number, peer in run.peers.items() if run.endings.get(number) == "finished"]
     found: dict[int, set[bytes]] = {}
     for trainer in trainers:
-        assert isinstance(trainer, SeatedTrainer)
+        assert isinstance(trainer, ElasticSwarmTrainer)
         swarm = trainer.model_step.swarm
         found.setdefault(swarm.stages[swarm.me], set()).add(trainer._state().to_bytes())
     return found
@@ -237,19 +237,19 @@ def test_a_directly_linked_swarm_goes_on_without_its_lighthouse(tmp_path: Path) 
 
 
 LIES = {
-    "kind": "a letter of kind 99",
+    "kind": "a message of kind 99",
     "length": "with 3 bytes",
     "number": "below 0",
-    "another run": "a letter of another run, or of another configuration",
+    "another run": "a message of another run, or of another configuration",
     "activations": "not finite",
     "gradients": "not finite",
 }
 
 
-def spoil(trainer: SeatedTrainer, lie: str, others: set[int]) -> None:
+def spoil(trainer: ElasticSwarmTrainer, lie: str, others: set[int]) -> None:
     """Have this peer send it."""
     peer = trainer.model_step.swarm.peer
-    work, mail = peer.work, peer.post.mail
+    work, queue = peer.work, peer.inbox.queue
     honest_forward, honest_backward = work.forward, work.backward
 
     def forward(*args: Any) -> Any:
@@ -258,18 +258,18 @@ def spoil(trainer: SeatedTrainer, lie: str, others: set[int]) -> None:
         return done
 
     def backward(*args: Any) -> Any:
-        booked = honest_backward(*args)
-        object.__setattr__(booked, "back", torch.full_like(cast(Tensor, booked.back), 0xFF))
-        return booked
+        saved_pass = honest_backward(*args)
+        object.__setattr__(saved_pass, "back", torch.full_like(cast(Tensor, saved_pass.back), 0xFF))
+        return saved_pass
 
     if lie == "activations":
         work.forward = forward  # type: ignore[method-assign]
     elif lie == "gradients":
         work.backward = backward  # type: ignore[method-assign]
     elif lie == "another run":
-        false = copy(mail)  # it listens no more than the honest one
+        false = copy(queue)  # it listens no more than the honest one
         false.run += 1
-        mail.send = false.send  # type: ignore[method-assign]
+        queue.send = false.send  # type: ignore[method-assign]
     else:
         notes = {
             "kind": MessageHeader(99, 0),
@@ -278,7 +278,7 @@ def spoil(trainer: SeatedTrainer, lie: str, others: set[int]) -> None:
         }
         body = torch.zeros(3, dtype=torch.uint8) if lie == "length" else None
         for member in others:
-            mail.send(member, notes[lie], body)
+            queue.send(member, notes[lie], body)
 
 
 @pytest.mark.long
