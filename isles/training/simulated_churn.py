@@ -329,10 +329,10 @@ class SimulatedClusters(SimulatedPeers):
 
     @override
     def saving(self, rank: int) -> Collection[int]:
-        return self.workers[rank].agreement.seats.living
+        return self.workers[rank].agreement.assignment.living
 
     @override
     def told(self) -> dict[str, Any]:
         """Clusters are those that were whole at the end."""
         ended: ClusterWorker = next(self.workers[rank] for rank in self.results)
-        return self.counts | {"replicas": len(ended.agreement.seats.whole)}
+        return self.counts | {"replicas": len(ended.agreement.assignment.whole)}

@@ -95,7 +95,7 @@ class WeightVersions:
         """A forward pass in it may be gone back through after updates, as long as its version is held: its graph keeps
         the tensors as they are now, not the parameters, which hold other ones then.
         """
-        return saved_tensors_hooks(Tensor.detach, lambda kept: kept)
+        return saved_tensors_hooks(Tensor.detach, lambda retained: retained)
 
     def update(self) -> None:
         """Call before the parameters are written to: what is still needed of them stays as it is."""
@@ -199,21 +199,21 @@ class AsyncStage:
 
     def refuse(self) -> None:
         """In place of `run`, where this node knows that its cluster is broken: whoever runs hears of it."""
-        _Stretch(self, iter(())).tell_broken()
+        _Segment(self, iter(())).report_broken()
 
     def run(self, batches: Iterable[Tensor] = ()) -> list[Tensor]:
         """Train on `batches` (B, T+1) int64, which the root alone has, one or more; then drain: nothing is in flight
         afterwards. Their losses in order, nats.
         """
-        stretch = _Stretch(self, batches)
+        segment = _Segment(self, batches)
         try:
-            return stretch.run()
+            return segment.run()
         except PeerLost as error:
-            stretch.tell_broken(error.rank)
+            segment.report_broken(error.rank)
             raise
 
 
-class _Stretch:
+class _Segment:
     """From one drained state to the next."""
 
     def __init__(self, node: AsyncStage, batches: Iterable[Tensor]) -> None:
@@ -246,16 +246,16 @@ class _Stretch:
             node._sends.clear()
         return self.losses
 
-    def tell_broken(self, lost: int = -1) -> None:
+    def report_broken(self, lost: int = -1) -> None:
         """Whoever still waits for this node waits for nothing. lost: the rank that need not be told."""
         here, ranks = self.group.rank, self.group.ranks
         if not self.node._is_leaf and not self.ended and ranks[here + 1] != lost:
-            self._say_broken(here + 1, Task("F", self.forward, here + 1))
+            self._send_broken(here + 1, Task("F", self.forward, here + 1))
         number = self.forward if self.node._is_leaf else self.backward
         if here and ranks[here - 1] != lost and (self.held or not self.ended):
-            self._say_broken(here - 1, Task("B", number, here - 1))
+            self._send_broken(here - 1, Task("B", number, here - 1))
 
-    def _say_broken(self, position: int, task: Task) -> None:
+    def _send_broken(self, position: int, task: Task) -> None:
         body = torch.zeros(self.form.nbytes(task), dtype=torch.uint8, device="cpu")
         call = self.group.call("pipeline", round=task.microbatch)
         with suppress(CommError):  # it may be gone as well

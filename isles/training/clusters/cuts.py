@@ -108,8 +108,8 @@ def memory(device: torch.device) -> float:
         return float(torch.cuda.mem_get_info(device)[0])
     told = Path("/proc/meminfo")
     if told.exists():
-        words = dict(line.split(":") for line in told.read_text(encoding="ascii").splitlines())
-        return 1024.0 * int(words["MemAvailable"].split()[0])
+        fields = dict(line.split(":") for line in told.read_text(encoding="ascii").splitlines())
+        return 1024.0 * int(fields["MemAvailable"].split()[0])
     return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 

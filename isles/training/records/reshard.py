@@ -455,7 +455,7 @@ def reshard_clusters(run: Path, step: int, config: Config, workers: int | None) 
     """
     checkpoints = Checkpoints(run)
     manifest, saved = checkpoints.manifest(step), checkpoints.seats(step)
-    plain = checkpoints.read_shard(step, saved[0])["seats"]
+    plain = checkpoints.read_shard(step, saved[0])["assignment"]
     told = ClusterAssignment.of_plain(plain, int(manifest[POSITIONS]))
     seats = told.without(set(told.living) - set(saved))
     if not seats.whole:
@@ -495,7 +495,7 @@ def _config(config: Config, seats: ClusterAssignment, kept: Sequence[int]) -> Co
 
 def _state(state: State, number: int, seats: ClusterAssignment) -> State:
     """That of worker `number` of now."""
-    place, serving = seats.place(number), state["serving"]
+    place, serving = seats.coordinates_of(number), state["server"]
     if place is not None and serving is None:
         raise ValueError("the checkpoint was written while a worker was lost: name an earlier one with --step")
     transport: dict[str, Any] = state["transport"]
@@ -507,8 +507,8 @@ def _state(state: State, number: int, seats: ClusterAssignment) -> State:
         serving = {**serving, "loader": {**shared, "consumed": state["read"]}}
     return {
         **state,
-        "serving": serving if place is not None else None,
-        "seats": seats.to_plain(),
+        "server": serving if place is not None else None,
+        "assignment": seats.to_plain(),
         "transport": transport,
     }
 

@@ -53,38 +53,47 @@ def test_seats_over_all_that_can_happen(seed: int) -> None:
     same come to the same.
     """
     draw, latest = random.Random(seed), 6
-    seats = ClusterAssignment.of([[2], [1, 3], []], range(6))
+    assignment = ClusterAssignment.of([[2], [1, 3], []], range(6))
     growth = ClusterGrowth(LOAD, spares=draw.choice([0, 1]))
     for _ in range(30):
-        lost = [draw.choice(seats.clusters[number]) for number in seats.whole[1:] if draw.random() < 0.2]
-        lost += [position for position in seats.waiting if draw.random() < 0.1]
-        seats = seats.without(lost)
+        lost = [draw.choice(assignment.clusters[number]) for number in assignment.whole[1:] if draw.random() < 0.2]
+        lost += [position for position in assignment.standby if draw.random() < 0.1]
+        assignment = assignment.without(lost)
         came = {
             latest + n: draw.choice([NO_FIGURES, encode_node(node(draw.uniform(2e6, 4e7)))])
             for n in range(draw.randint(0, 2))
         }
         latest += len(came)
-        leaving = [position for position in seats.living if draw.random() < 0.1]
-        before = seats.met(came, leaving)
-        seats = before.mended(growth)
-        assert seats == before.mended(growth)
-        named = [position for cluster in seats.clusters for position in cluster] + [*seats.waiting]
-        assert len(set(named)) == len(named) and seats.whole
-        assert [len(cuts) + 1 for cuts in seats.cuts] == list(map(len, seats.clusters))
-        for giver, taker in seats.handed:
-            assert giver in before.leaving and seats.trains(taker) and seats.holder(*seats.place(taker)) == giver  # type: ignore[misc]
-            assert taker not in before.leaving and giver in seats.living
-            torn = seats.without([taker])
-            assert torn.place(giver) == seats.place(taker) and torn.trains(giver)
-            assert not seats.without([giver]).trains(taker)
-        kept = [position for number in seats.whole for position in seats.clusters[number] if position in seats.leaving]
-        assert not kept or len(seats.whole) == 1
-        seats = seats.joined(seats.complete)
-        assert not seats.handed and not set(seats.living) & seats.lost
-        again = ClusterAssignment.of_plain(seats.to_plain(), latest)
-        assert again == seats
-        fewer = seats.renumbered(seats.living)
-        assert fewer.living == list(range(len(seats.living))) and len(fewer.clusters) == len(seats.whole)
+        leaving = [position for position in assignment.living if draw.random() < 0.1]
+        before = assignment.met(came, leaving)
+        assignment = before.repaired(growth)
+        assert assignment == before.repaired(growth)
+        named = [position for cluster in assignment.clusters for position in cluster] + [*assignment.standby]
+        assert len(set(named)) == len(named) and assignment.whole
+        assert [len(cuts) + 1 for cuts in assignment.cuts] == list(map(len, assignment.clusters))
+        for source, taker in assignment.handovers:
+            assert (
+                source in before.leaving
+                and assignment.trains(taker)
+                and assignment.holder(*assignment.coordinates_of(taker)) == source
+            )  # type: ignore[misc]
+            assert taker not in before.leaving and source in assignment.living
+            torn = assignment.without([taker])
+            assert torn.coordinates_of(source) == assignment.coordinates_of(taker) and torn.trains(source)
+            assert not assignment.without([source]).trains(taker)
+        retained = [
+            position
+            for number in assignment.whole
+            for position in assignment.clusters[number]
+            if position in assignment.leaving
+        ]
+        assert not retained or len(assignment.whole) == 1
+        assignment = assignment.joined(assignment.complete)
+        assert not assignment.handovers and not set(assignment.living) & assignment.lost
+        again = ClusterAssignment.of_plain(assignment.to_plain(), latest)
+        assert again == assignment
+        fewer = assignment.renumbered(assignment.living)
+        assert fewer.living == list(range(len(assignment.living))) and len(fewer.clusters) == len(assignment.whole)
 
 
 def test_what_are_no_seats_is_refused() -> None:
@@ -103,22 +112,22 @@ def test_what_are_no_seats_is_refused() -> None:
 def test_a_new_cluster_holds_the_model_and_spares_stay() -> None:
     small = node(0.6 * LOAD.least)
     (three,) = form_clusters([small] * 3, LOAD)  # two have too little
-    seats = ClusterAssignment.of([[2], [1]], range(4))
-    grown = seats.met(dict.fromkeys((4, 5, 6), encode_node(small)), ()).mended(GROWTH)
+    assignment = ClusterAssignment.of([[2], [1]], range(4))
+    grown = assignment.met(dict.fromkeys((4, 5, 6), encode_node(small)), ()).repaired(GROWTH)
     assert grown.clusters[2:] == (tuple(4 + number for number in three.nodes),) and grown.cuts[2] == three.split.cuts
     assert grown.out == {2} and grown.joined([2]).whole == [0, 1, 2]
-    assert seats.met(dict.fromkeys((4, 5), encode_node(small)), ()).mended(GROWTH).waiting == (4, 5)
-    assert seats.met(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).mended(GROWTH).clusters[2:] == ((4, 5),)
+    assert assignment.met(dict.fromkeys((4, 5), encode_node(small)), ()).repaired(GROWTH).standby == (4, 5)
+    assert assignment.met(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).repaired(GROWTH).clusters[2:] == ((4, 5),)
     keeping = ClusterGrowth(LOAD, spares=2)
-    assert seats.met(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).mended(keeping).waiting == (4, 5, 6)
+    assert assignment.met(dict.fromkeys((4, 5, 6), NO_FIGURES), ()).repaired(keeping).standby == (4, 5, 6)
     limited = ClusterGrowth(LOAD, most=2)
-    assert seats.met(dict.fromkeys((4, 5), NO_FIGURES), ()).mended(limited).waiting == (4, 5)
-    tiny = seats.met({4: encode_node(node(1e5)), 5: NO_FIGURES}, ()).without([0])
-    assert tiny.mended(GROWTH).clusters[0] == (5, 1)  # the first has not the memory for the place
+    assert assignment.met(dict.fromkeys((4, 5), NO_FIGURES), ()).repaired(limited).standby == (4, 5)
+    tiny = assignment.met({4: encode_node(node(1e5)), 5: NO_FIGURES}, ()).without([0])
+    assert tiny.repaired(GROWTH).clusters[0] == (5, 1)  # the first has not the memory for the place
 
 
-def begun(world: Mesh, seats: ClusterAssignment, run: int = 5) -> ClusterAgreement:
-    return ClusterAgreement(cluster_inbox(world.world, run, 1 << 10), world.world, seats, GROWTH)
+def begun(world: Mesh, assignment: ClusterAssignment, run: int = 5) -> ClusterAgreement:
+    return ClusterAgreement(cluster_inbox(world.world, run, 1 << 10), world.world, assignment, GROWTH)
 
 
 def agree(world: Mesh, how: str) -> Any:
@@ -138,15 +147,15 @@ def agree(world: Mesh, how: str) -> Any:
         agreement.settle()
     except PeerLost as error:
         return str(error)
-    return agreement.seats, dict(queue.refused)
+    return agreement.assignment, dict(queue.refused)
 
 
 @pytest.mark.parametrize("how", ["long", "leaves", "who", "told"])
 def test_a_word_that_cannot_be_costs_its_sender_its_seat_and_nothing_else(how: str) -> None:
     left = isles.run_virtual(agree, 3, args=(how,))[:2]
     assert left[0] == left[1]
-    seats, refused = left[0]
-    assert refused == {2: 1} and seats.lost == {2} and seats.whole == [0]
+    assignment, refused = left[0]
+    assert refused == {2: 1} and assignment.lost == {2} and assignment.whole == [0]
 
 
 def knock(world: Mesh, how: str) -> Any:
@@ -164,7 +173,7 @@ def knock(world: Mesh, how: str) -> Any:
     if world.rank == 3:
         welcome = ask_in(inbox, range(2), NO_FIGURES)
         assert welcome is not None
-        return welcome.epoch, welcome.seats.waiting, dict(welcome.facts)
+        return welcome.epoch, welcome.assignment.standby, dict(welcome.facts)
     agreement = ClusterAgreement(inbox, world.world, ClusterAssignment.of([[1]], range(2)), GROWTH)
     world.transport.compute(2.0)
     agreement.settle()

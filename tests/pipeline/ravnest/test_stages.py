@@ -88,8 +88,8 @@ def test_one_in_flight_is_plain_training(row: Row) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_pass_run_again_has_the_gradients_of_the_first(optimizer: str) -> None:
     """Dropout on, other weights in between: what comes of them is the same to the bit, random states too."""
-    again, kept = (virtual(Row(4, optimizer, recompute=recompute)) for recompute in (True, False))
-    for one, other in zip(again, kept, strict=True):
+    again, retained = (virtual(Row(4, optimizer, recompute=recompute)) for recompute in (True, False))
+    for one, other in zip(again, retained, strict=True):
         assert all(torch.equal(own, other["weights"][name]) for name, own in one["weights"].items())
         assert one["passed"] == other["passed"] and one["versions"] == other["versions"]
 

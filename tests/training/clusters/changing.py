@@ -43,9 +43,9 @@ def config(*more: str) -> Config:
 
 def state_of(average: ClusterAverage) -> State:
     """What its node holds now."""
-    kept = average._optimizer.state if average._optimizer is not None else {}
+    retained = average._optimizer.state if average._optimizer is not None else {}
     return {
-        name: [parameter.detach().clone(), *(v.clone() for v in kept.get(parameter, {}).values() if v.ndim)]
+        name: [parameter.detach().clone(), *(v.clone() for v in retained.get(parameter, {}).values() if v.ndim)]
         for share in average._shares
         for name, parameter in zip(share.segment.names, share.parameters, strict=True)
     }
@@ -130,7 +130,7 @@ class Watched(SimulatedClusters):
         members = self.finished[0].agreement.members
         assert all(worker.agreement.members == members for worker in self.finished)
         alike(self.after[self.config.run.steps], members.clusters)
-        for own in (worker.serving for worker in self.finished if worker.serving is not None and worker.trains):
+        for own in (worker.server for worker in self.finished if worker.server is not None and worker.trains):
             counts = {int(state["step"]) for state in own.optimizer.state.values()}
             assert counts == {self.config.run.steps}, counts
 

@@ -63,7 +63,7 @@ def test_who_comes_makes_clusters_takes_places_and_holds_the_others_bits(
         means(run, step)
         assert len(run.after[step]) == 2 * clusters
     assert len(set(run.read)) == len(run.read) > summary["tokens"] // 16 + 12 * 4  # these 12 steps were worker 2's
-    assert all(worker.serving and worker.serving.schedule.last_epoch == 16 for worker in run.finished)
+    assert all(worker.server and worker.server.schedule.last_epoch == 16 for worker in run.finished)
 
 
 @LONG
@@ -224,6 +224,6 @@ def test_the_same_again_and_by_the_command(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_go_with_newcomers_is_refused(tmp_path: Path, more: tuple[str, ...], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_what_does_not_go_with_newcomers_is_refused(tmp_path: Path, more: tuple[str, ...], fields: str) -> None:
+    with pytest.raises(ValueError, match=fields):
         Watched(config(*more), tmp_path, JOIN)

@@ -122,8 +122,8 @@ def test_a_cluster_of_which_a_worker_is_lost_is_whole_again(victim: int, message
     assert sum(one["val_loss_replica"] is not None for one in left) == 3
     assert len({one["val_loss_replica"] for one in left} - {None}) == 1
     assert sum(one["val_loss"] is not None for one in left) == 1
-    told = max(left, key=lambda one: one["parameters"])
-    assert told["val_loss"] is not None and told["val_loss"] < 5.5
+    descriptor = max(left, key=lambda one: one["parameters"])
+    assert descriptor["val_loss"] is not None and descriptor["val_loss"] < 5.5
 
 
 @pytest.mark.long
@@ -206,10 +206,10 @@ def test_the_configuration_is_read_back(tmp_path: Path) -> None:
         (["memory.vectors=disk", "memory.disk=."], 'memory.vectors = "disk" does not go with pipeline.routing'),
     ],
 )
-def test_what_does_not_go_with_clusters_is_refused_in_a_line(more: list[str], words: str) -> None:
+def test_what_does_not_go_with_clusters_is_refused_in_a_line(more: list[str], fields: str) -> None:
     with pytest.raises(ValueError) as error:
         config(*more)
-    assert words in str(error.value) and "\n" not in str(error.value)
+    assert fields in str(error.value) and "\n" not in str(error.value)
 
 
 def test_cuts_that_the_model_does_not_have_are_refused() -> None:

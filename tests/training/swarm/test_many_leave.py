@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.training.swarm.members import SwarmRun, seated
 
 from isles.membership import lighthouse
 from isles.training.swarm.trainer import ElasticSwarmTrainer
+from tests.training.swarm.members import SwarmRun, elastic_config
 from tests.training.swarm.test_seated import settings, weights
 from tests.training.swarm.test_swarmed import config, furthest, train
 
@@ -30,7 +30,7 @@ def test_a_hundred_peers_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(ElasticSwarmTrainer, "step", paced)
     words = [*settings("[2,2]", STEPS, "data.batch_size=4", "run.log_every=500"), "pipeline.microbatches=2"]
-    run = SwarmRun(seated(*words), tmp_path / "run")
+    run = SwarmRun(elastic_config(*words), tmp_path / "run")
     here = [run.join(stage) for stage in STAGES]
     reached = []
     for _ in range(ROUNDS):

@@ -23,7 +23,7 @@ from tests.membership.sessions import vanish
 from tests.training.lit import LitRun
 
 
-def seated(*settings: str) -> Config:
+def elastic_config(*settings: str) -> Config:
     """A configuration as `isles lighthouse` takes it."""
     return elastic(gather(None, {}, settings))
 
