@@ -217,7 +217,7 @@ class SimulatedPeers(SimulatedWorld):
         def work(transport: VirtualTransport) -> None:
             seed_draws(config.run.seed, transport.rank)
             mesh.enter(transport)
-            result = self.work(replace(mesh.init(deadlines=deadlines(config)), report=self.heard), corpus)
+            result = self.work(replace(mesh.init(deadlines=deadlines(config)), report=self.on_report), corpus)
             if result is not None:
                 self.results[transport.rank] = result
 
@@ -252,7 +252,7 @@ class SimulatedPeers(SimulatedWorld):
         if rank in self.workers:
             self.workers[rank].leave()
 
-    def heard(self, event: object) -> None:
+    def on_report(self, event: object) -> None:
         if not isinstance(event, dict):
             return
         if "notice" in event:

@@ -67,7 +67,7 @@ class ElasticClusterNode(PeerWork):
         self._members_now, self._await_kept = members_now, await_kept
         self._asked_at = self._stepped_at = member.transport.now()
         self._seen = 0  # steps, when they were last told of
-        self._kept: State | None = None
+        self._fetch_saved: State | None = None
 
     @property
     @override
@@ -88,7 +88,10 @@ class ElasticClusterNode(PeerWork):
     def go_on_from(self, step: int, kept: FetchPart) -> None:
         path, facts = kept(0)
         states = [read_state(one)[0] for one in (path, *(kept(part)[0] for part in range(1, facts["parts"])))]
-        self._kept = {**states[0], "parameters": {name: own for one in states for name, own in _held(one).items()}}
+        self._fetch_saved = {
+            **states[0],
+            "parameters": {name: own for one in states for name, own in _held(one).items()},
+        }
 
     @override
     def run(self, out: Path | None) -> dict[str, Any] | None:
@@ -96,8 +99,8 @@ class ElasticClusterNode(PeerWork):
         try:
             worker = self._worker = self._begun()
             worker.saves, worker.leaving, worker.goes = self._offer, self._leaving, self._goes
-            if self._kept is not None:
-                _restore(worker, self._kept)
+            if self._fetch_saved is not None:
+                _restore(worker, self._fetch_saved)
             return worker.run(out)
         except Left:
             self._has_left = self._leaving
@@ -200,10 +203,10 @@ def _held(state: State) -> dict[str, list[Tensor]]:
 
 
 @torch.no_grad()
-def _restore(worker: ClusterWorker, kept: State) -> None:
-    """Copy this worker's stage out of `kept`. ValueError where that is of another model."""
-    step, held = integer(kept, "step", 0, worker.config.run.steps), _held(kept)
-    worker.begin_after(step, integer(kept, "read", 0, 1 << 53))
+def _restore(worker: ClusterWorker, saved: State) -> None:
+    """Copy this worker's stage out of `saved`. ValueError where that is of another model."""
+    step, held = integer(saved, "step", 0, worker.config.run.steps), _held(saved)
+    worker.begin_after(step, integer(saved, "read", 0, 1 << 53))
     if worker.server is None:
         return
     for name, parameter in worker.server.model.named_parameters():
@@ -242,7 +245,7 @@ class ClusterParticipant(SwarmParticipant):
             part,
             descriptor=encode_node(self._descriptor or self._measured()) if isinstance(part, JoinSwarm) else NO_FIGURES,
             members_now=self._members_now,
-            await_kept=lambda step: self.line.await_kept(step, self.config.run.grace / 2),
+            await_kept=lambda step: self.client.await_kept(step, self.config.run.grace / 2),
         )
 
     @override
@@ -260,17 +263,17 @@ class ClusterParticipant(SwarmParticipant):
                 self._transport.give_up(member, "this worker leaves, and could not wait for the next average")
 
     def _members_now(self) -> set[int] | None:
-        now = self.line.ask(b"", key=STATUS)
+        now = self.client.ask(b"", key=STATUS)
         return {peer.member for peer in now.peers if peer.stage >= 0} if isinstance(now, SwarmStatus) else None
 
     def _measured(self) -> ClusterNode:
         """Its line is that to the lighthouse, which lies between any two."""
-        self.tell("measuring this machine's memory and speed, and its line")
-        line, rate, latency = measure_lighthouse_link(self._session), self.config.world.slowest_link, 0.0
-        if line is None:
-            self.tell(f"its line could not be measured: it counts as world.slowest_link, {rate / 1e6:g} Mbit/s")
+        self.notify("measuring this machine's memory and speed, and its line")
+        client, rate, latency = measure_lighthouse_link(self._session), self.config.world.slowest_link, 0.0
+        if client is None:
+            self.notify(f"its line could not be measured: it counts as world.slowest_link, {rate / 1e6:g} Mbit/s")
         else:
-            rate, latency = 8 * min(line.out, line.back), line.round_trip / 2
+            rate, latency = 8 * min(client.out, client.back), client.round_trip / 2
         device = choose_device(self.config.model, int(os.environ.get("LOCAL_RANK", 0)))
         return ClusterNode(
             name="here", memory=memory(device), speed=forward_speed(device), bandwidth=rate, latency=latency

@@ -87,7 +87,7 @@ class Swarmed:
             refuse_unequal([len(piece.blocks) for piece in cut.pieces], 'pipeline.swarm.stage_lost = "rebuild"')
         self.rows = config.data.batch_size_per_worker(1)
         inbox = self._inbox(met)
-        self._gifts = StageStateServer(inbox, lambda: self._state())
+        self._transfers = StageStateServer(inbox, lambda: self._state())
         self.swarm = self._swarm(inbox, present, parts.autocast)
         self._judge = SwarmEvaluator(self.swarm)
         self.step = self.tokens = self.moves = self.rebuilt = 0
@@ -174,12 +174,12 @@ class Swarmed:
     def run(self, batches: Iterable[Tensor]) -> Tensor | None:
         self.step += 1
         self._take_up(self._arrange())
-        self._gifts.open()
+        self._transfers.open()
         self.swarm.number = self.step
         self.last = self.swarm.step(self._mend if self.rebuilds else None)
         self._tell_losses()
         if isinstance(self.swarm, OwnSwarm):
-            self._gifts.close()  # until what it exchanges has landed
+            self._transfers.close()  # until what it exchanges has landed
         self.block_norm = gradient_norm(self.stage)
         if self.swarm.is_needed and not self._has_declined:
             self._decline()

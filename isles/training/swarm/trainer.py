@@ -301,7 +301,7 @@ class OwnMember:
     config: Config
     transport: Transport
     corpus: Corpus
-    gifts: StateTransfer
+    transfers: StateTransfer
     folder: Path
     report: Callable[[Any], None]
     stop_here: Callable[[int], bool]
@@ -318,10 +318,10 @@ class OwnMember:
         """Offer a state under `name` in place of the one before the last. facts: told beside it, JSON-able. write: puts
         the state into a file.
         """
-        self.gifts.publish(name, self.folder / f"{name}.safetensors", facts, write)
+        self.transfers.publish(name, self.folder / f"{name}.safetensors", facts, write)
         self._offered.append(name)
         for old in self._offered[:-_KEPT]:
-            self.gifts.unpublish(old)
+            self.transfers.unpublish(old)
         del self._offered[:-_KEPT]
 
 

@@ -20,12 +20,12 @@ Patch = pytest.MonkeyPatch
 
 def takes_the_wrong_segment(patch: Patch) -> None:
     """A part of it lies where the one beside it should."""
-    gifts = ClusterAverage._gifts
+    transfers = ClusterAverage._transfers
 
     def mutant(own: ClusterAverage, tensors: dict[int, list[Any]]) -> Any:
         counts = {share.number: len(share.parameters) for share in own._shares}
         turned = {key: [*held[1 : counts[key]], held[0], *held[counts[key] :]] for key, held in tensors.items()}
-        return gifts(own, turned)
+        return transfers(own, turned)
 
     patch.setattr(ClusterAverage, "_gifts", mutant)
 

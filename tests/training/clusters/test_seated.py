@@ -41,7 +41,7 @@ def assignment_of(run: ClusterRun, number: int) -> Any:
 
 
 def member(run: ClusterRun, number: int) -> int:
-    return run.peers[number].line.member
+    return run.peers[number].client.member
 
 
 @LONG
@@ -120,7 +120,7 @@ def test_who_asks_those_who_are_gone_asks_the_lighthouse_again(tmp_path: Path) -
     run.until(lambda: run.keeper.coordinator.kept >= 20)
     run.kind = partial(Late, *plain.args, **plain.keywords)
     late = run.join()
-    run.until(lambda: late in run.peers and run.peers[late].line.member >= 2)
+    run.until(lambda: late in run.peers and run.peers[late].client.member >= 2)
     time.sleep(1.0)  # it has been told to ask the first ones
     for number in first:
         run.vanish(number)

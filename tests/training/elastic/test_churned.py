@@ -90,8 +90,8 @@ def test_joins_deaths_pauses_leaves_and_outages(tmp_path: Path) -> None:
     """
     config = small(tmp_path, 4, 40)
     one = churned(config, EVERYTHING, tmp_path, "one")
-    assert one.meeting.counts == {"deaths": 1, "pauses": 2, "outages": 1, "leaves": 1}
-    assert set(one.results) == {2, 3, 4, 5, 6} == set(one.meeting.membership.view.members)
+    assert one.simulation.counts == {"deaths": 1, "pauses": 2, "outages": 1, "leaves": 1}
+    assert set(one.results) == {2, 3, 4, 5, 6} == set(one.simulation.membership.view.members)
 
     _, lines = recorded(one.out)
     starts = {line.member: line for line in lines if isinstance(line, StartRecord)}
@@ -136,7 +136,7 @@ def test_who_is_to_leave_while_it_waits_for_its_first_round_does_none(tmp_path: 
     run = churned(small(tmp_path, 3, 20), trace, tmp_path)
     _, lines = recorded(run.out)
     assert {line.member for line in lines if isinstance(line, RoundRecord)} == {0, 1, 2} == set(run.results)
-    assert run.meeting.membership is not None and run.meeting.membership.view.members == (0, 1, 2)
+    assert run.simulation.membership is not None and run.simulation.membership.view.members == (0, 1, 2)
 
 
 @pytest.mark.long
@@ -156,7 +156,7 @@ def test_one_that_stands_still_is_gone_after_the_lease(tmp_path: Path, lease: fl
     """Ten seconds of it: a new view without it, and none where the lease is longer."""
     config = small(tmp_path, 3, 12, virtual={"step_seconds": 2.0}, elastic={"lease": lease})
     pause = [ChurnEvent(7.0, "pause", 1), ChurnEvent(17.0, "resume", 1)]
-    journal = churned(config, pause, tmp_path).meeting.journal
+    journal = churned(config, pause, tmp_path).simulation.journal
     without = [entry for entry in journal if entry["event"] == "view" and 1 not in entry["view"]["members"]]
     assert len(without) == views
 
@@ -204,7 +204,7 @@ def test_one_that_says_nothing_for_long_is_gone_whatever_the_lease(tmp_path: Pat
     """25 s of a lease of 60: within 10 s it counts as gone, and as back once it goes on."""
     config = small(tmp_path, 4, 24, virtual={"step_seconds": 2.0}, elastic={"lease": 60.0})
     run = churned(config, [ChurnEvent(13.0, "pause", 1), ChurnEvent(38.0, "resume", 1)], tmp_path)
-    told = {entry["event"]: entry["at"] for entry in run.meeting.journal if entry.get("member") == 1}
+    told = {entry["event"]: entry["at"] for entry in run.simulation.journal if entry.get("member") == 1}
     assert 22.0 <= told["gone"] <= 24.0 and 38.0 <= told["back"] <= 38.1
 
 

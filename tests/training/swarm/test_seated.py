@@ -18,7 +18,7 @@ from isles.comm.credentials import parse_token
 from isles.membership.messages import RequestWork
 from isles.membership.state_transfer import StateUnavailable
 from isles.pipeline.peers.inbox import FORWARD, HOME
-from isles.training.elastic.connect import Here
+from isles.training.elastic.connect import LocalSettings
 from isles.training.swarm.connect import take_part
 from isles.training.swarm.trainer import ElasticSwarmTrainer
 from tests.training.elastic.runs import Run, in_run
@@ -306,14 +306,14 @@ def test_each_command_joins_its_own_kind_of_run(tmp_path: Path) -> None:
     run = SwarmRun(elastic_config(*settings("[1,1]", 10)), tmp_path / "run")
     with (
         pytest.raises(ValueError, match="isles swarm peer"),
-        in_run(run, Here()),
+        in_run(run, LocalSettings()),
     ):
         pass
     run.stop()
     plain = Run(small(tmp_path, 60, 2), tmp_path / "plain")
-    here = Here(own={"data": {"path": str(tmp_path / "text.txt")}})
+    here = LocalSettings(own={"data": {"path": str(tmp_path / "text.txt")}})
     with pytest.raises(ValueError, match="join it with isles join"):
-        take_part(plain.address, parse_token(plain.token), here, -1, tell=plain.notices.append)
+        take_part(plain.address, parse_token(plain.token), here, -1, notify=plain.notices.append)
     plain.stop()
 
 
@@ -332,7 +332,7 @@ def test_who_wishes_a_stage_gets_it_and_who_is_asked_to_leaves(tmp_path: Path) -
     run.until(lambda: run.step(0) > 2)
     comer = run.join(0)
     run.until(lambda: run.step(comer) > 0)
-    run.until(lambda: run.keeper.coordinator.members.get(run.peers[comer].line.member) == 0)
+    run.until(lambda: run.keeper.coordinator.members.get(run.peers[comer].client.member) == 0)
     run.ask_to_leave(0)
     run.until(lambda: 0 in run.endings)
     summary = run.end(120)

@@ -63,7 +63,7 @@ def test_it_shows_stages_peers_and_loads(tmp_path: Path, show: Show) -> None:
     assert all(cell in next(line for line in lines if "stage" in line) for cell in ("a microbatch", "queue", "heard"))
     liar = run.peers[2]
     assert liar._trainer is not None
-    liar._trainer.model_step.swarm.agreement.inbox.queue.send(run.peers[1].line.member, MessageHeader(99, 0))
+    liar._trainer.model_step.swarm.agreement.inbox.queue.send(run.peers[1].client.member, MessageHeader(99, 0))
     run.until(lambda: any(f"worker {liar.line.member}: " in line and "kind 99" in line for line in show(run)))
     run.stop()
 
