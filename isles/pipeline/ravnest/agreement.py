@@ -91,7 +91,7 @@ class ClusterAgreement:
         """`assignment`: as all have agreed on."""
         self._own = Agreement(inbox, world.deadlines.outer, (), "outer")
         self._own.let_in(assignment.living)
-        self.message_group = replace(world, transport=self._own.transport, channel="outer")
+        self.messages = replace(world, transport=self._own.transport, channel="outer")
         """`world`, for what is done together."""
         self.most = 1 << 30
         """Clusters at most."""
@@ -160,13 +160,13 @@ class ClusterAgreement:
 
     def together(self, attempt: Callable[[], Attempt[T]]) -> T:
         """The result of `attempt` once all who are left have made it. It may be called again where a node is lost
-        meanwhile: it must leave nothing behind, go by `assignment`, on which all have agreed then, and send by `message_group`.
+        meanwhile: it must leave nothing behind, go by `assignment`, on which all have agreed then, and send by `messages`.
         DeadlinePassed where somebody is late, PeerLost where no cluster is whole.
         """
         while True:
             self.settle()
             made = attempt()
-            runs = [self.message_group.start(protocol, "outer", nbytes=made.nbytes) for protocol in made.protocols]
+            runs = [self.messages.start(protocol, "outer", nbytes=made.nbytes) for protocol in made.protocols]
             held = [_holds(transfer) for transfer in runs]  # each is waited for: others may still need it
             said = self._agree([int(all(held))])
             if self._fit(said, lambda word: word in ((0,), (1,))) and all(word[0] for word in said.values()):

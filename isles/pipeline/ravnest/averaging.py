@@ -172,23 +172,23 @@ class ClusterAverage:
             if not buffer.isfinite().all():
                 told = "its weights are not finite: lower the learning rate (inner.lr)"
                 raise WorkerFailed(self.agreement.world.transport.rank, told)
-            call = self._among(self.agreement.message_group, share, clusters).call(fragment=share.number, round=0)
+            call = self._among(self.agreement.messages, share, clusters).call(fragment=share.number, round=0)
             protocols.append(mean(call, buffer, codec("none"), Stamp(step=step)))
             buffers.append(buffer)
         return Attempt(buffers, protocols, 2 * sum(buffer.nbytes for buffer in buffers))
 
     def _gifts(self, tensors: dict[int, list[Tensor]]) -> Attempt[tuple[dict[int, tuple[int, Tensor]], list[int]]]:
         """What this node is given, by segment, beside who gives it."""
-        message_group, joined = self.agreement.message_group, self.agreement.assignment.complete
+        messages, joined = self.agreement.messages, self.agreement.assignment.complete
         found: dict[int, tuple[int, Tensor]] = {}
         protocols, nbytes = [], 0
         for fragment, source, takers in self._given(joined):
-            if takers and message_group.rank in (source, *takers):
+            if takers and messages.rank in (source, *takers):
                 flat = _flat(tensors[fragment])
-                call = message_group.among([source, *takers]).call(fragment=fragment, round=0)
+                call = messages.among([source, *takers]).call(fragment=fragment, round=0)
                 protocols.append(broadcast(call, flat))
                 nbytes += 2 * flat.nbytes
-                if message_group.rank != source:
+                if messages.rank != source:
                     found[fragment] = source, flat
         return Attempt((found, joined), protocols, nbytes)
 

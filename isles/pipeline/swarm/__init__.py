@@ -21,7 +21,7 @@ Who is in it:
 
 Around it:
 
-`roster`       the peers of a stage as replicas of an outer method; `message_group`: its collectives by messages
+`roster`       the peers of a stage as replicas of an outer method; `messages`: its collectives by messages
 `gathering`    the whole model at one peer; `judging`: its loss
 `forecast`     how long a step takes, played through beforehand
 """

@@ -99,10 +99,10 @@ class ChangingNode:
         held = {name: own.detach().clone() for name, own in self.stage.named_parameters()} if trained else {}  # type: ignore[union-attr]
         told = Averaged(whole, agreement.assignment, held)
         let_in(agreement, {"round": number})
-        while agreement.repair() and not agreement.has_left:
+        while agreement.repair() and not agreement.has_departed:
             self.serve()
             self.average.load(number)
-        if agreement.has_left:
+        if agreement.has_departed:
             return None
         self.serve()
         return told

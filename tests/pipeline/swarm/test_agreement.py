@@ -40,8 +40,8 @@ def clustered(world: Mesh, times: int) -> Answers:
     own = ClusterAgreement(cluster_inbox(world.world, 1, 1 << 10), world.world, seats)
 
     def attempt() -> Attempt[Answers]:
-        group = own.message_group.among(own.seats.whole)
-        found: Answers = [own.seats.whole]
+        group = own.messages.among(own.assignment.whole)
+        found: Answers = [own.assignment.whole]
 
         def gather() -> Any:
             found.append((yield from all_gather(group.call(round=0), numbers(world.rank))))

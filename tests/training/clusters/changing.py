@@ -126,10 +126,10 @@ class Watched(SimulatedClusters):
         return [self.workers[rank] for rank in sorted(self.results)]
 
     def check(self) -> None:
-        """Those who came to the end are in the same members, and all whole clusters hold the same."""
-        members = self.finished[0].agreement.members
-        assert all(worker.agreement.members == members for worker in self.finished)
-        alike(self.after[self.config.run.steps], members.clusters)
+        """Those who came to the end are in the same clusters, and all whole clusters hold the same."""
+        assignment = self.finished[0].agreement.assignment
+        assert all(worker.agreement.assignment == assignment for worker in self.finished)
+        alike(self.after[self.config.run.steps], assignment.clusters)
         for own in (worker.server for worker in self.finished if worker.server is not None and worker.trains):
             counts = {int(state["step"]) for state in own.optimizer.state.values()}
             assert counts == {self.config.run.steps}, counts

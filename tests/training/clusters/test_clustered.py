@@ -206,10 +206,10 @@ def test_the_configuration_is_read_back(tmp_path: Path) -> None:
         (["memory.vectors=disk", "memory.disk=."], 'memory.vectors = "disk" does not go with pipeline.routing'),
     ],
 )
-def test_what_does_not_go_with_clusters_is_refused_in_a_line(more: list[str], fields: str) -> None:
+def test_what_does_not_go_with_clusters_is_refused_in_a_line(more: list[str], words: str) -> None:
     with pytest.raises(ValueError) as error:
         config(*more)
-    assert fields in str(error.value) and "\n" not in str(error.value)
+    assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_cuts_that_the_model_does_not_have_are_refused() -> None:

@@ -98,7 +98,7 @@ def test_what_only_others_tell_of_is_done_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "agrees", "named"),
+    ("records", "agrees", "named"),
     [
         ([start(0, -1, 4)], False, "began with a state from the lighthouse's disk"),
         ([start(0), record(0, 1, "alone", (0,)), record(0, 1)], True, "did not land round 1 in time"),
